@@ -1,10 +1,10 @@
-r"""Runs one attempt of a command, forwarding signals and logging its output.
+r"""Runs a command as one attempt: forwards signals to it and logs its output.
 
     python launch/attempt.py --logs RUN/logs --requeue -- \
         bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu
 
-With --requeue, the Slurm job is requeued when its time limit stopped the run. Used by
-launch/slurm/train.sbatch.
+With --requeue, the Slurm job is requeued if its time limit stopped the run.
+launch/slurm/train.sbatch uses this script.
 """
 
 import argparse

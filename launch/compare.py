@@ -2,8 +2,9 @@
 
     python launch/compare.py runs/evaluations/before runs/evaluations/after
 
-The table has success with its confidence interval, the paired difference to the first evaluation,
-and the conditions that differ. Takes directories written by launch/evaluate.py.
+Takes directories written by launch/evaluate.py. The table contains each evaluation's success rate
+with its confidence interval and the paired difference from the first evaluation. Conditions that
+differ are listed below the table.
 """
 
 import sys

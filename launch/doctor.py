@@ -1,10 +1,10 @@
-r"""Checks everything a run needs before it starts; takes the arguments of launch/train.py.
+r"""Checks everything that a run needs before it starts; takes the arguments of launch/train.py.
 
     python launch/doctor.py experiment=vqa_3b_1gpu \
         'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Start it on the machine where the run will take place. Prints a table, and a line for each problem:
-`error: key=value: remedy`. Exit code 0: the run can start; 1: it cannot.
+Start it on the machine on which the run will be started. It prints a table of results, and a line
+for each problem: `error: key=value: remedy`. Exit code 0: the run can start; 1: it cannot.
 """
 
 import sys

@@ -8,9 +8,9 @@ r"""Evaluates a checkpoint on a task's examples; takes the arguments of launch/t
         evaluation.urls=[http://127.0.0.1:8000/v1]
     python launch/evaluate.py --help evaluation        # examples and weights
 
-Writes run.dir/evaluation.json (scores and their conditions), examples.jsonl (one line per example)
-and all episodes. If it is stopped or killed, the same command resumes it. launch/compare.py
-compares two evaluations.
+Writes evaluation.json (scores and their conditions), examples.jsonl (one line per example) and all
+episodes to run.dir. If an evaluation is stopped or killed, the same command resumes it.
+launch/compare.py compares evaluations.
 """
 
 import sys

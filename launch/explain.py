@@ -1,11 +1,11 @@
-"""Explains a recorded step on one page.
+"""Analyzes one recorded step of a run and prints the findings on one page.
 
     python launch/explain.py runs/quickstart/grpo --step 0
     python launch/launch.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3  # run's layout
 
-The step is checked and replayed through Hugging Face's model and the trainer's, to find where they
-first differ. Exit code: 0 all agree; 1 something differs, and is named; 2 there was no data to
-check.
+The step's records are checked. Its sequences are also replayed through the Hugging Face model and
+the trainer's model to find where the two first differ. Exit code 0: no difference was found; 1: a
+difference was found and is printed; 2: there was no data to check.
 """
 
 import sys

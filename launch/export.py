@@ -4,7 +4,7 @@ r"""Exports the best recorded rollouts of a run as transcripts for SFT (rejectio
     python launch/train.py experiment=numberline_sft_cpu sft.splits=[transcripts] sft.steps=[60] \
         'task.data.demonstrations=[runs/best/transcripts.jsonl]'
 
-Takes the directory of a run with rollouts.save=all.
+The argument is the directory of a run with rollouts.save=all.
 """
 
 import sys

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Creates .venv with the pinned packages and this package. Returns at once if nothing has changed;
-# repairs an interrupted installation.
+# Creates .venv with the pinned packages and this package. If nothing has changed, the script does nothing; an
+# interrupted installation is repaired.
 #   bash launch/install.sh          for this machine, with or without a GPU
 #   bash launch/install.sh gpu      for other machines: a login node without a GPU, a container image
 set -euo pipefail
@@ -35,7 +35,7 @@ check_compiler() {
         fail "needs Python's headers for Triton; install them (Debian: apt-get install python3.11-dev) and run this again."
 }
 
-# With an old driver nvidia-smi works but torch finds no GPU, and a run would use the CPU.
+# With an old driver, nvidia-smi works but torch finds no GPU, so a run would silently use the CPU.
 check_driver() {
     "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
         fail "torch sees no GPU: NVIDIA's driver is $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)," \
@@ -47,7 +47,7 @@ wanted_stamp() {
     cat "$TORCH" "$LOCK" setup.py
 }
 
-# Detect a wheel for the wrong machine without importing torch, which would fail.
+# Detect a wheel for another kind of machine without importing torch, because the import would fail.
 check_torch() {
     local cuda
     cuda=$("$VENV/bin/python" - <<'PYTHON'

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the packages of task=alfworld into .venv. TextWorld's planner is compiled once, which needs
-# g++ and some minutes.
+# Installs the packages of task=alfworld into .venv. The planner of TextWorld is compiled once, which
+# requires g++ and takes some minutes.
 #   bash launch/install_alfworld.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

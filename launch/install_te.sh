@@ -21,7 +21,7 @@ command -v "$nvcc" >/dev/null || fail "needs nvcc of CUDA 13 to build; install t
     fail "$nvcc is not of CUDA 13, which torch is built for; install that toolkit, set CUDA_HOME to its folder, and run this again."
 command -v g++ >/dev/null || fail "needs g++ to build. Install it (Debian: apt-get install g++) and run this again."
 echo "install_te: building $(grep -c '==' "$LOCK") packages from $LOCK (many minutes)"
-# Build against the environment's own torch, and keep the versions in gpu.txt.
+# Build against the torch in .venv, and keep the package versions of gpu.txt.
 grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >"$PINS"
 NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c "$PINS" -r "$LOCK"
 .venv/bin/python -c 'from megatron.core.extensions.transformer_engine import HAVE_TE; raise SystemExit(not HAVE_TE)' ||

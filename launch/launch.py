@@ -1,9 +1,10 @@
-"""Starts processes like torchrun, with the same arguments, but with a graceful stop.
+"""Starts the processes of a run like torchrun, with the same arguments but a graceful stop.
 
     python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu
 
-The last output line is the processes' own error. Exit code: that of the first process that failed.
-75: the run stopped on request, and the same command resumes it.
+If a process fails, its own error message is the last line of the output, and the exit code is that
+of the first process that failed. Exit code 75: the run stopped on request, and the same command
+resumes it.
 """
 
 import sys

@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Trains the speaker of the Lewis game with a listener; takes the arguments of the game's own launcher:
+# Trains the speaker of the Lewis game with a listener; takes the same arguments as the game's original launcher:
 #   bash launch/lewis.sh LISTENER_HOST [PORT] [EPOCHS] [DATASET] [SEED] [settings of launch/train.py ...]
 #   bash launch/lewis.sh gpu07 9000 4 data/lewis 23 model.path=checkpoints/qwen2_5_vl_7b
 #   LISTENER_MODEL=runs/listener/final bash launch/lewis.sh "" 9000 4 data/lewis 23    starts and stops the listener, too
-# DATASET is a directory written by tools/data/make_lewis.py, PICTURES (data/emoji) its image directory, and
-# EXPERIMENT the config. EPOCHS is converted to run.steps by the number of rounds in DATASET and the config's
-# batch.prompts_per_step. A listener that is started here uses the last of several GPUs, and the run uses the
-# others. On a single GPU, limit its memory: services.listener.args=[--gpu-memory-utilization,0.3].
-# The game's environment variables are converted to settings only here: LISTENER_URL (used without a host;
-# several separated by commas), LISTENER_TIMEOUT, LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY,
+# DATASET is a directory written by tools/data/make_lewis.py. The environment variable PICTURES (data/emoji) is
+# its image directory, and EXPERIMENT is the name of the config. EPOCHS is converted to run.steps, based on the
+# number of rounds in DATASET and the config's batch.prompts_per_step. If the listener is started here and there
+# are several GPUs, the listener uses the last GPU and the run uses the others. On a single GPU, limit the
+# listener's memory: services.listener.args=[--gpu-memory-utilization,0.3].
+# Only this script converts the game's environment variables to settings: LISTENER_URL (used if LISTENER_HOST is
+# empty; several URLs are separated by commas), LISTENER_TIMEOUT, LISTENER_CHUNK_SIZE, LISTENER_CHUNK_DELAY,
 # LISTENER_MAX_RETRIES, LISTENER_BACKOFF_FACTOR, LISTENER_REWARD_MODE, NO_PROXY, DEBUG_MODE with LOG_PATH
-# (without them, a config's log is in its run directory). NO_PROXY has the same effect as in the game: the proxy
-# variables are used only if it names the listener, which then bypasses the proxies.
-# A listener reads its own variables (INFERENCE_CONCURRENCY, ...):
+# (without them, the log is written to the run directory). NO_PROXY has the same effect as in the game: the proxy
+# variables are used only if NO_PROXY contains the listener, and the listener then bypasses the proxies.
+# For the environment variables of a listener (INFERENCE_CONCURRENCY, ...), see:
 #   python -m megatron_rl.tasks.lewis.server.listener_app --help
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -33,7 +34,7 @@ urls='' # separated by commas
 if [[ -n $host ]]; then
     urls=http://$host:$port
 elif [[ -n ${LISTENER_URL-} ]]; then
-    urls=${LISTENER_URL//\/batch_score/} # the game's own names an endpoint, we ask several
+    urls=${LISTENER_URL//\/batch_score/} # remove the endpoint path that the game's variable contains
     urls=${urls//\/score/}
 else
     own="kind: listener, model: '$LISTENER_MODEL', port: $port"
@@ -73,7 +74,7 @@ setting LISTENER_CHUNK_DELAY task.listener.chunk_delay_s
 setting LISTENER_MAX_RETRIES task.listener.max_attempts
 setting LISTENER_BACKOFF_FACTOR task.listener.backoff_s
 setting LISTENER_REWARD_MODE task.options.accuracy
-debug=${DEBUG_MODE-} # read as the services read it
+debug=${DEBUG_MODE-} # parsed like in the services
 case ${debug,,} in 1 | true | yes | on) words+=("task.options.log=${LOG_PATH-runs/lewis/predictions.jsonl}") ;; esac
 
 count='import sys
@@ -85,6 +86,6 @@ try:
 except ValueError as error:
     sys.exit(f"error: {error}")
 print(-(-given.run.steps * rows // given.batch.prompts_per_step))'
-steps=$(python -c "$count" "${words[@]}" "$@" "run.steps=$epochs") # as if a step were an epoch
+steps=$(python -c "$count" "${words[@]}" "$@" "run.steps=$epochs") # run.steps contains the number of epochs here
 words+=("run.steps=$steps")
 exec python launch/launch.py --nproc_per_node "$((gpus > 0 ? gpus : 1))" launch/train.py "${words[@]}" "$@"

@@ -2,15 +2,16 @@
 # Trains speaker and listener of the Lewis game in two runs that communicate over HTTP only.
 #   bash launch/lewis_pair.sh simultaneous SPEAKER LISTENER OUT [settings of both runs ...]
 #   bash launch/lewis_pair.sh alternating runs/lewis/speaker_sft/final runs/lewis/listener/final runs/lewis/pair run.steps=13
-# SPEAKER and LISTENER are the initial models. simultaneous: after each step, each run sends its weights to a
-# service that the other run queries. alternating: TURNS (2) times the speaker's run and then the listener's,
-# each with the latest version of its partner.
-# A setting of one run only has a prefix: speaker:task.options.log=FILE, or listeners for evaluation only:
+# SPEAKER and LISTENER are the initial models. simultaneous: both runs train at the same time, and after each step
+# each run sends its weights to a service that the other run queries. alternating: TURNS (2) times, the speaker is
+# trained and then the listener, each with the latest version of its partner.
+# The prefix speaker: or listener: restricts a setting to one run: speaker:task.options.log=FILE, or, for listeners
+# that are used only for evaluation:
 # 'speaker:+task.options.held_out_listeners={frozen: http://127.0.0.1:9002}'.
-# EXPERIMENTS (lewis_cpu lewis_listener_cpu) are the configs, PORTS (9000 9001) the ports of the services, and
-# SERVICE_ARGS the arguments of both services, by default for nano models (for larger ones:
-# SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'). On several machines or GPUs, start the four commands by
-# hand, each on its machine: docs/lewis.md.
+# Environment variables: EXPERIMENTS (lewis_cpu lewis_listener_cpu) names the configs, PORTS (9000 9001) the ports
+# of the services, and SERVICE_ARGS the arguments of both services. The default arguments are for nano models; for
+# larger models use SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'. On several machines or GPUs, start the
+# four commands by hand, each on its machine: docs/lewis.md.
 # If one of the four processes ends before both runs are done, the others are stopped within GRACE_S (120)
 # seconds, and the exit code is 1 (75 if a run stopped on request). The same command resumes.
 set -euo pipefail
@@ -49,7 +50,7 @@ if [[ $mode == alternating ]]; then
 fi
 
 declare -A names=() # maps process IDs to names
-end() { # stop all processes; a run saves its progress, and is killed if it does not exit in time
+end() { # stop all processes: runs save their progress, and any process that does not exit in time is killed
     kill "${!names[@]}" 2>/dev/null || true
     for ((tenth = 0; tenth < 10 * GRACE_S; tenth++)); do
         if ! kill -0 "${!names[@]}" 2>/dev/null; then return; fi
@@ -63,7 +64,7 @@ trap end EXIT
 mkdir -p "$out"
 token=$out/services.token # required by both services
 (umask 077 && head -c 32 /dev/urandom | base64 >"$token")
-# serve KIND MODEL PORT: starts a service that receives weights; after a finished run it serves the final ones
+# serve KIND MODEL PORT: starts a service that receives weights; if the run is finished, it serves the final weights
 serve() {
     local model=$2
     if [[ -f $out/$1/eval.json ]]; then model=$out/$1/final; fi

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Trains a small policy on two CPU cores: installation, tiny checkpoint, SFT, GRPO, and a table of results
-# before and after.
-#   bash launch/quickstart.sh                 skips finished stages in runs/quickstart, resumes stopped ones
-#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO run; run.overwrite=true moves an older run to a backup
+# Trains a small policy on two CPU cores. Stages: installation, tiny checkpoint, SFT, GRPO, and a table that
+# compares the results before and after training.
+#   bash launch/quickstart.sh                 skips finished stages in runs/quickstart and resumes a stopped one
+#   bash launch/quickstart.sh run.seed=1      arguments are settings of the GRPO run; run.overwrite=true moves an existing run to a backup
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -3,9 +3,9 @@ r"""Starts the external services of a run in a separate job; takes the arguments
     python launch/serve.py experiment=vqa_3b_1gpu model.path=3b \
         'services.judge={kind: vllm, model: 7b, external: true}'
 
-A run with the same arguments waits for their addresses, which are published in run.dir. The job
-ends with code 0 when that run is finished, and with code 75 after a stop signal (SIGTERM, SIGUSR1,
-Ctrl-C). launch/slurm/judge.sbatch is the Slurm version.
+The addresses of the services are written to run.dir, where a run with the same arguments waits for
+them. Exit code 0: that run is finished; 75: stopped by a signal (SIGTERM, SIGUSR1, Ctrl-C).
+launch/slurm/judge.sbatch does the same as a Slurm job.
 """
 
 import sys

@@ -3,9 +3,10 @@ r"""Prints the command that starts a vLLM server for a run; takes the arguments 
     python launch/server_command.py experiment=vqa_3b_1gpu model.path=3b engine.mode=server \
         engine.urls=[http://node2:8000] engine.token_file=FILE
 
-One command is printed for each of engine.urls, to be run on its node; without any, one for
-127.0.0.1:8000. The server receives the run's weights, and accepts only requests with the token in
-the file (head -c 32 /dev/urandom | base64 > FILE).
+For each URL in engine.urls, one command is printed; run it on the node of that URL. Without
+engine.urls, the command is for 127.0.0.1:8000. The server receives the run's weights and accepts
+only requests with the token in engine.token_file (to create one: head -c 32 /dev/urandom | base64 >
+FILE).
 """
 
 import sys

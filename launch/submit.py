@@ -1,11 +1,12 @@
-r"""Submits a run as a Slurm job, with script and settings in the run directory (docs/cluster.md).
+r"""Submits a run as a Slurm job (docs/cluster.md).
 
     python launch/submit.py experiment=numberline_grpo_cpu slurm.nodes=2 slurm.time=8:00:00 \
         --dry-run    # writes script and settings without submitting
     python launch/submit.py experiment=numberline_grpo_cpu slurm.nodes=2 slurm.requeue=true \
         -- --account=mine --partition=cpu
 
-Arguments after `--` are passed to sbatch; in a YAML file, use slurm.sbatch: [--account=mine].
+The job script and the settings are written to the run directory. Arguments after `--` are passed to
+sbatch; in a YAML file, use slurm.sbatch: [--account=mine].
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from its settings: models, rollout engines and the trainer context.
+"""Builds models, rollout engines and the trainer context from a run's settings.
 
 Every rank calls every function.
 """
@@ -49,25 +49,25 @@ from megatron_rl.weights.formats.model_digests import check_same_model, model_di
 
 @dataclass(slots=True, frozen=True)
 class PolicyAndCritic:
-    """Policy and critic as one object that offloads both to the host."""
+    """Offloads policy and critic together to host memory."""
 
     policy: Policy
     critic: Critic
 
     def sleep(self) -> None:
-        """Offload critic and policy, to free the device for the engine."""
+        """Offload critic and policy to free device memory for the rollout engine."""
         self.critic.sleep()
         self.policy.sleep()
 
     def wake(self) -> None:
-        """Bring policy and critic back to the device."""
+        """Move policy and critic back to the device."""
         self.policy.wake()
         self.critic.wake()
 
 
 @dataclass(slots=True, frozen=True)
 class NoOffload:
-    """Stands in for a trainer that shares no device with a rollout engine."""
+    """No-op replacement for the trainer's offloading if no rollout engine shares its device."""
 
     def sleep(self) -> None:
         """Do nothing."""
@@ -101,7 +101,7 @@ def build_policy(
 def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, num_steps: int) -> Critic:
     """Build this rank's shard of a critic with its own backbone.
 
-    Its optimizer has the policy's settings, except for the learning rate.
+    The optimizer settings are the policy's, except for the learning rate.
     """
     optim = replace(settings.optim, lr=settings.critic.lr, lr_by_module={})
     return Critic(
@@ -116,18 +116,18 @@ def build_rollout_manager(
     None],
     supervisor: ServerSupervisor | None = None, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
 ) -> RolloutManager:  # fmt: skip
-    """Build the rollout manager with its colocated engine or its client of inference servers.
+    """Build the rollout manager with a colocated engine or a client for inference servers.
 
-    All ranks call this together. Rollouts of all ranks are gathered by `image_exchange`.
+    All ranks must call this together.
 
     Args:
         settings: Settings of the run.
         task: Task of the episodes.
-        trainer: Offloads itself when a colocated engine needs the device.
+        trainer: Trainer that is offloaded while a colocated engine uses the device.
         renderer: Renders prompts and observations.
         world: This process and its peers.
-        image_exchange: Gathers rollouts across ranks.
-        stop_signal: Ends generation if the run is asked to stop.
+        image_exchange: Gathers the rollouts of all ranks.
+        stop_signal: Ends generation if a stop of the run is requested.
         log: Receives one line of text per event.
         supervisor: See `build_server_engine`.
         make_timer: See `RolloutManager`.
@@ -151,11 +151,11 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the name of this run that other runs see if they request the same server.
+    """Return the name that is shown to other runs when they try to lock this run's servers.
 
-    Example: `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two parts of the run directory are
-    included, because vLLM 0.32.0 removes absolute paths from its responses (sanitize_message in
-    entrypoints/serve/exception_handling/utils.py).
+    Example: `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two components of the run
+    directory's path are included, because vLLM 0.32.0 removes absolute paths from responses
+    (sanitize_message in entrypoints/serve/exception_handling/utils.py).
     """
     return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {run_name})"
 
@@ -169,18 +169,20 @@ def build_server_engine(
     log: Callable[[str], None],
     supervisor: ServerSupervisor | None,
 ) -> ServerEngine:
-    """Build this process's client of all inference servers.
+    """Build this process's client for all inference servers.
 
-    All ranks call this together. Rank 0 locks the servers for this run and sends them weights.
+    All ranks must call this together. Rank 0 locks the servers for this run and sends weights to
+    them.
 
     Args:
         settings: Settings of the run.
-        renderer: Provides image token, stop ids and tokenizer.
+        renderer: Provides the image token id, the stop token ids and the tokenizer.
         world: This process and its peers.
         image_exchange: Gathers data across ranks.
         log: Receives one line of text per event.
-        supervisor: On rank 0, the supervisor of servers that this run has started itself. Such
-            servers need no lock, because no other run uses them. None otherwise.
+        supervisor: Supervisor of the servers that this run started itself; set on rank 0 only.
+            These servers need no lock, because no other run uses them. None if the run started no
+            servers.
 
     Raises:
         ValueError: Another run has locked one of the servers.
@@ -203,9 +205,9 @@ def build_server_engine(
 
 
 def build_colocated_engine(settings: Settings, renderer: Renderer, world: World) -> ColocatedEngine:
-    """Build this process's engine, or its part of an engine that spans engine.tp neighboring ranks.
+    """Build this process's engine, or its shard of an engine that spans engine.tp adjacent ranks.
 
-    All ranks call this together. The engine has no weights until the trainer's are sent.
+    All ranks must call this together. The engine has no weights until the first weight sync.
     """
     group, size, timeout_s = None, settings.engine.tp, settings.parallel.timeout_s
     if size > 1:
@@ -220,7 +222,7 @@ def build_colocated_engine(settings: Settings, renderer: Renderer, world: World)
 
 
 def generation_settings(settings: Settings) -> GenerationSettings:
-    """Return the number of prompts and episodes per training step, and the staleness limit."""
+    """Return the prompts per training step, the group size and the staleness limit."""
     batch = settings.batch
     return GenerationSettings(
         num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_num_gen_batches=settings.filter.max_num_gen_batches,
@@ -229,7 +231,7 @@ def generation_settings(settings: Settings) -> GenerationSettings:
 
 
 def episode_settings(settings: Settings) -> EpisodeSettings:
-    """Return the limits and the sampling settings of training episodes."""
+    """Return the limits and sampling settings for training episodes."""
     task, engine = settings.task, settings.engine
     return EpisodeSettings(
         temperature=settings.algo.temperature, seed=settings.run.seed,
@@ -241,7 +243,7 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
 
 @dataclass(slots=True, kw_only=True)
 class TrainerContext:
-    """Parts that a training stage works with, on every rank."""
+    """Components of a training stage, built on every rank."""
 
     world: World
     task: Task
@@ -249,22 +251,23 @@ class TrainerContext:
     renderer: Renderer
     policy: Policy
     critic: Critic | None
-    """Critic with its own backbone; None otherwise."""
+    """Critic with its own backbone; None without a critic or with a shared backbone."""
     run: Run
     checkpoints: Checkpoints
     stop: StopSignal
     image_exchange: ImageExchange
     closing: ExitStack
-    """Closes all opened parts in reverse order at the end of the run, also after an error."""
+    """Closes all components in reverse order at the end of the run, even after an error."""
     supervisor: ServerSupervisor | None = None
-    """Supervisor, on rank 0, of the inference servers that the run has started itself."""
+    """Supervisor of the inference servers that the run started itself; set on rank 0 only."""
     rollout_manager: RolloutManager | None = None
-    """Rollout manager; None before `build_rollout_manager`."""
+    """Rollout manager; None until `build_rollout_manager` is called."""
 
     def build_rollout_manager(self, settings: Settings) -> RolloutManager:
         """Build and start the rollout manager and its engines.
 
-        The trainer is offloaded first, because vLLM allocates its part of the GPU memory at once.
+        The trainer is offloaded first, because vLLM allocates its share of the GPU memory at
+        startup.
         """
         with self.run.step_timer("start"):
             own = PolicyAndCritic(self.policy, self.critic) if self.critic else self.policy
@@ -281,7 +284,7 @@ class TrainerContext:
         return fleet
 
     def save_progress(self) -> None:
-        """Save a checkpoint of the completed steps, so that the next attempt can resume."""
+        """Save a checkpoint of the completed steps, so that the next attempt can resume there."""
         run = self.run
         with run.step_timer("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
             self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -291,10 +294,13 @@ def build_context(
     settings: Settings, *, resume_state: ResumeState, task: Task, plugins: Plugins, world: World, stop: StopSignal, closing: ExitStack,
     num_steps: int, is_rl: bool, is_replay: bool,
 ) -> TrainerContext:  # fmt: skip
-    """Build all parts of a training stage except the rollout engines, on every rank.
+    """Build all components of a training stage except the rollout engines.
 
-    This also finds the checkpoint to resume from. Raises ValueError if model or data differ from
-    those of the run that is resumed, or if the chat template does not fit the task.
+    All ranks must call this together. The function also finds the checkpoint to resume from.
+
+    Raises:
+        ValueError: The model or the data have changed since the checkpoint was written, or the chat
+            template does not fit the task.
     """
     group = long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
     checkpoint, state = find_checkpoint(settings, group=group)
@@ -331,10 +337,10 @@ def build_context(
 
 
 def digest_inputs(settings: Settings, state: CheckpointState | None) -> InputDigests:
-    """Return the digests of model and data.
+    """Return the digests of the model files and the data.
 
     Raises:
-        ValueError: They differ from those of the run that resumes from `state`.
+        ValueError: The digests differ from those in `state`, the checkpoint to resume from.
     """
     found = InputDigests(model=model_digests(Path(settings.model.path)), data=data_digests(settings.task.data))
     if state is not None:
@@ -347,7 +353,7 @@ def build_renderer(settings: Settings, *, appends_to_sequence: bool) -> Renderer
     """Load the processor and the chat template.
 
     Raises:
-        ValueError: They do not fit the model or the task's episodes.
+        ValueError: The processor or the template does not fit the model or the task's episodes.
     """
     allowed = settings.task.data.allow_grounding_tokens
     renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)

@@ -2,32 +2,35 @@
 
 
 class InfraError(RuntimeError):
-    """Infrastructure failed (sandbox, judge, network), so the rollout is failed and gets no reward.
+    """Infrastructure such as a sandbox, judge or network failed, so the rollout has no reward.
 
-    A retry after a wait may succeed.
+    A later retry may succeed.
     """
 
 
 class PermanentInfraError(InfraError):
     """Infrastructure error that no retry can fix.
 
-    Examples: a prompt that does not fit, an invalid image, an engine that has failed.
+    Examples: a prompt that exceeds the context length, an invalid image, an engine that has failed.
     """
 
 
 class InfraTimeout(InfraError):
-    """Infrastructure stayed down for the longest allowed wait; a caller should not wait again."""
+    """Infrastructure was unavailable for longer than the maximum wait.
+
+    A caller should not wait again.
+    """
 
 
 class AccessDenied(InfraError):
-    """A healthy server rejected the key or token of this run.
+    """A healthy server rejected the run's key or token.
 
-    Waiting cannot fix this, so the run ends.
+    Waiting cannot fix this, so the run stops.
     """
 
 
 class RunFailed(RuntimeError):
-    """The run's outcome is unacceptable: too many failed rollouts, no improvement."""
+    """The run cannot continue, for example because too many rollouts failed."""
 
 
 class InfraOutage(RunFailed):
@@ -38,30 +41,33 @@ class InfraOutage(RunFailed):
 
 
 class RunDenied(RunFailed):
-    """Rollouts failed because a server rejected the key or token of this run. Progress is saved."""
+    """Rollouts failed because a server rejected the run's key or token.
+
+    Progress is saved.
+    """
 
 
 class NonFiniteValue(RunFailed):
     """A number is NaN or infinite.
 
-    Rewards, logprobs, losses and gradients are checked before an update changes the weights,
-    weights after it.
+    Rewards, logprobs, losses and gradients are checked before an update changes the weights.
+    Weights are checked after the update.
     """
 
 
 class LogprobMismatch(RunFailed):
-    """Logprobs of engine and trainer differ by more than their precision explains."""
+    """Logprobs of engine and trainer differ by more than numerical precision explains."""
 
 
 class PeerLost(RunFailed):
-    """A collective failed because other ranks are gone or do not respond.
+    """A collective failed because other ranks have exited or do not respond.
 
     distributed/hang_watchdog.py has already reported the reason.
     """
 
 
 class GracefulStop(Exception):
-    """The run was asked to stop (run/shutdown.py); every rank raises it.
+    """A stop of the run was requested (run/shutdown.py); raised on every rank.
 
-    The next attempt repeats the work that was given up.
+    The next attempt repeats the interrupted work.
     """

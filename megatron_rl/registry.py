@@ -1,4 +1,4 @@
-"""Tables of tasks, rewards and algorithms by name, including a user's plugins."""
+"""Registry of tasks, reward functions and algorithms, both built-in and from user plugins."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -31,27 +31,30 @@ TASKS: Mapping[str, type[Task]] = {
     "visual_search": VisualSearchTask,
     "vqa": VqaTask,
 }
-"""Built-in tasks by task.name."""
+"""Built-in task classes, keyed by task.name."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Plugins:
-    """Tasks, rewards and algorithms from a user's file, by the names that settings use."""
+    """Tasks, reward functions and algorithms defined in a user's plugin file, keyed by name."""
 
     tasks: Mapping[str, type[Task]] = field(default_factory=dict)
-    """Task classes by task.name."""
+    """Task classes, keyed by task.name."""
     rewards: Mapping[str, Callable[..., object]] = field(default_factory=dict)
-    """Reward functions by task.reward: plain functions (rewards/functions.py)."""
+    """Plain reward functions (rewards/functions.py), keyed by their name in task.reward."""
     algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
-    """Algorithms by algo.name."""
+    """Algorithms, keyed by algo.name."""
 
 
 def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
-    """Build the task with the chosen reward.
+    """Build the task that task.name selects, with the rubric that task.reward selects.
 
-    task.reward may name a user's functions, alone or joined by + with one built-in reward. Raises
-    ValueError if the settings name an unknown task or reward, or options or a judge that the task
-    does not have.
+    task.reward is empty (the task's default reward) or a list of names joined by +: reward
+    functions of `plugins` and at most one built-in reward of the task.
+
+    Raises:
+        ValueError: The task or a reward is unknown, or the settings set options or a judge for a
+            task that does not support them.
     """
     tasks = {**TASKS, **plugins.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")
@@ -79,7 +82,7 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
 
 
 def uses_sandbox(settings: Settings, plugins: Plugins = Plugins()) -> bool:
-    """Return True if the rollout processes start sandboxes because the task's episodes run code."""
+    """Return True if episodes run code in sandboxes that the rollout processes start themselves."""
     tasks = {**TASKS, **plugins.tasks}
     return settings.task.name in tasks and tasks[settings.task.name].runs_code and not settings.task.sandbox.url
 
@@ -93,5 +96,5 @@ def _is_plain_value(options: object) -> bool:
 
 
 def has_critic(settings: Settings, plugins: Plugins = Plugins()) -> bool:
-    """Return True if the run trains a value function besides the policy."""
+    """Return True if the run trains a critic in addition to the policy."""
     return settings.stage == "rl" and {**ALGORITHMS, **plugins.algorithms}[settings.algo.name].needs_critic

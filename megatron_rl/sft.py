@@ -1,7 +1,7 @@
-"""Supervised fine-tuning on a task's demonstrations, with the policy, packing and optimizer of RL.
+"""Supervised fine-tuning on a task's demonstrations.
 
-Only assistant tokens have a loss (the loss mask of the sequence), except those of messages with
-"loss": False. The loss is the mean over tokens.
+Policy, packing and optimizer are the same as in RL. Only tokens of assistant messages have a loss,
+unless the message has "loss": False. The loss is the mean over these tokens.
 """
 
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
 CACHE_BYTES = 1 << 30
-"""Limit per process on the bytes of images (RGB at their final size) of cached demonstrations."""
+"""Maximum bytes of images in cached demonstrations, per process (RGB at the final size)."""
 
 
 def train_sft(
     settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal
 ) -> None:
-    """Train on each stage's demonstrations in their order, starting over at the end.
+    """Train on the demonstrations of each stage in order, repeating them if the stage is longer.
 
     Raises:
-        GracefulStop: On every rank, if the run was asked to stop, as in training_loop.train.
+        GracefulStop: On every rank, if a stop of the run was requested, as in training_loop.train.
     """
     with run.step_timer("sync"):
         checkpoints.restore()
@@ -69,10 +69,10 @@ def train_sft(
 
 
 class RenderedDemonstrations:
-    """Endless cycle over one stage's demonstrations, rendered to token sequences on access.
+    """Infinite list that repeats a stage's demonstrations, rendered to token sequences on access.
 
-    Rendered items are cached without their patches until their images reach CACHE_BYTES. Later
-    items are rendered again in every pass.
+    Rendered items are cached without image patches until the cached images reach CACHE_BYTES. Items
+    beyond that limit are rendered again on each access.
     """
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:

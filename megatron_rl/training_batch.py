@@ -1,4 +1,4 @@
-"""Turns a step's rollouts into micro-batches: packing, images, logprobs, values, advantages."""
+"""Turns a step's rollouts into micro-batches with logprobs, values and advantages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,20 +25,21 @@ def prepare_training_batch(
     rollouts: list[Rollout], settings: Settings, policy: Policy, critic: Critic | None = None,
     *, algorithm: Algorithm, fetch_images: Callable[[Mapping[int, Sequence[Image]]], None], step: int,
 ) -> list[list[MicroBatch]]:  # fmt: skip
-    """Return the micro-batches of each optimizer update, with all inputs of the loss.
+    """Return the micro-batches for each optimizer update, with all loss inputs set.
 
-    Sequences with only zero advantages are left out of packing if only the advantage moves the
-    policy, so advantages come first. If they depend on logprobs or values, all sequences are packed
-    and these are computed before.
+    Advantages are computed before packing, so that sequences with only zero advantages can be left
+    out if neither a KL nor an entropy term moves the policy. If advantages depend on logprobs or
+    values, all sequences are packed first, and the advantages are computed from the model outputs.
 
     Args:
         rollouts: Rollouts of the step, the same on every rank.
         settings: Settings of this step.
         policy: Policy to train.
-        critic: Critic with its own backbone, if there is one.
+        critic: Critic with its own backbone; None without a critic or with a shared backbone.
         algorithm: Algorithm that computes the advantages.
-        fetch_images: Brings images, given by rank, to the ranks that encode them.
-        step: Version of the weights that the first update changes.
+        fetch_images: Takes the images that each rank encodes, keyed by rank, and sends them to
+            these ranks.
+        step: Current step, which is also the weight version before the first update.
     """
     algo = settings.algo
     needs_model_outputs = bool(algorithm.required_columns(algo))
@@ -56,10 +57,10 @@ def prepare_training_batch(
 
 
 def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_zero_advantage: bool) -> list[RankShares]:
-    """Cut the step into mini-batches and shard each one across data-parallel ranks.
+    """Split the rollouts into mini-batches and shard each mini-batch across data-parallel ranks.
 
-    Sequences without an advantage are kept if `keep_zero_advantage` is set or if a KL or entropy
-    term moves the policy.
+    Sequences with only zero advantages are kept if `keep_zero_advantage` is set, or if a KL or
+    entropy term moves the policy.
     """
     algo, batch = settings.algo, settings.batch
     keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0
@@ -68,7 +69,7 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
 
 
 def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
-    """Return, by rank, the images that it encodes in any of these mini-batches."""
+    """Return, keyed by rank, the images that each rank encodes in these mini-batches."""
     needed: dict[int, list[Image]] = {}
     for shares in minibatches:
         for rank, images in policy.images(shares).items():
@@ -79,7 +80,7 @@ def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[in
 def pack_minibatches(
     rollouts: list[Rollout], minibatches: Sequence[RankShares], settings: Settings, policy: Policy, *, step: int
 ) -> list[list[MicroBatch]]:
-    """Pack this rank's share of each mini-batch.
+    """Pack this rank's share of each mini-batch into micro-batches.
 
     Also sets `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
     algo.thought_logprob_scale is not 1.
@@ -101,8 +102,8 @@ def compute_logprobs_and_values(
 ) -> None:
     """Compute old logprobs, reference logprobs and values before the first update.
 
-    Each set of weights takes one forward pass per micro-batch. Only what the settings need is
-    computed.
+    Each model runs one forward pass per micro-batch. Quantities that the settings do not need are
+    skipped.
     """
     algo, batch = settings.algo, settings.batch
     has_old, shares_trunk = needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs), has_values and critic is None
@@ -119,7 +120,7 @@ def compute_logprobs_and_values(
 
 
 def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[MicroBatch]], list[torch.Tensor]], *names: str) -> None:
-    """Write the results of `compute` for each micro-batch to its fields `names`."""
+    """Run `compute` and store its result for each micro-batch in the MicroBatch fields `names`."""
     for batches in minibatches:
         for batch, numbers in zip(batches, compute(batches), strict=True):
             for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):
@@ -127,10 +128,11 @@ def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[Mic
 
 
 def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, algorithm: Algorithm) -> None:
-    """Compute advantages that depend on model outputs.
+    """Compute advantages that depend on logprobs or values.
 
-    Writes the outputs to the sequences first, then the advantages to sequences and micro-batches.
-    With a rollout correction that bypasses old logprobs, the engine's logprobs take their place.
+    This writes the model outputs to the sequences, then the advantages to sequences and
+    micro-batches. If the rollout correction bypasses old logprobs, the engine's logprobs are used
+    in place of old logprobs.
     """
     every = [batch for batches in minibatches for batch in batches]
     fields = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(algo) else {})
@@ -144,7 +146,7 @@ def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatc
 def set_returns_and_update_stats(
     rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, critic: Critic | Policy
 ) -> None:
-    """Write returns to the micro-batches and to the normalization statistics of the value head."""
+    """Write returns to the micro-batches and update the value head's return statistics."""
     for batches in minibatches:
         for batch in batches:
             batch.return_T = gather_column(rollouts, batch, "returns")

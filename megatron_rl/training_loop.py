@@ -1,9 +1,9 @@
 """The RL training loop: generate rollouts, filter, compute advantages, update, sync weights.
 
-The rollout engine serves exactly the weights that are trained next, so each step starts on-policy,
-unless run.max_staleness > 0 lets episodes continue across a weight update. Everything specific to
-an algorithm is in algo/. Every rank runs `train`; rollouts and advantages are the same on all
-ranks, and the model computation is sharded.
+Weights are synced to the rollout engine after every step, so each step starts on-policy. With
+run.max_staleness > 0, episodes may continue across weight updates. Code that depends on the
+algorithm is in algo/. Every rank runs `train`: all ranks have the same rollouts and advantages, and
+the model computation is sharded.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,14 +41,14 @@ def train(
     run: Run, checkpoints: Checkpoints, stop_signal: StopSignal, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
     weight_publisher: WeightPublisher | None = None,
 ) -> None:  # fmt: skip
-    """Run the training steps of a run, from the newest checkpoint on.
+    """Run all remaining training steps, starting from the newest checkpoint.
 
-    Afterwards the run directory holds metrics and recorded rollouts, and the rollout engine serves
-    the final weights.
+    On return, the run directory contains metrics and recorded rollouts, and the rollout engine
+    serves the final weights.
 
     Raises:
-        GracefulStop: On every rank, if the run was asked to stop. run.num_done is then the number
-            of steps that the weights were trained for.
+        GracefulStop: On every rank, if a stop of the run was requested. run.num_done is then the
+            number of steps that the current weights have been trained for.
     """
     timer, algorithm, check = run.step_timer, algorithms[settings.algo.name], MismatchCheck(settings)
     restore_and_sync(
@@ -73,7 +73,7 @@ def train(
                 rollouts, step_settings, policy, critic, algorithm=algorithm, fetch_images=fetch_images, step=step
             )
             if algorithm.needs_critic and critic is None and step == settings.critic.warmup_steps > 0:
-                policy.restart_optimizer()  # AdamW would count the warm-up steps of the value head for the backbone
+                policy.restart_optimizer()  # otherwise AdamW counts the value head's warm-up steps for the backbone
             token_stats = build_token_stats(settings)
             update = partial(
                 raise_on_nonfinite, run, policy, make_updaters(step_settings, policy, critic, algorithms, token_stats, check), step
@@ -103,7 +103,7 @@ def train(
             if step_settings.algo.kl_target > 0 and step >= settings.critic.warmup_steps:  # during warm-up no KL term acts on the policy
                 metrics |= adapt_kl(run.history, rollouts, metrics, step_settings.algo)
             run.log_step(step, rollouts, metrics)
-        del rollouts, minibatches, fetch_images, token_stats, update  # free the images before the next step's are loaded
+        del rollouts, minibatches, fetch_images, token_stats, update  # free this step's images before the next step loads its own
         evaluate_and_record(step, settings, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints)
         stop_signal.check()
 
@@ -112,10 +112,10 @@ def restore_and_sync(
     settings: Settings, *, policy: Policy, rollout_manager: RolloutManager | RolloutReplay, run: Run, checkpoints: Checkpoints,
     weight_publisher: WeightPublisher | None,
 ) -> None:  # fmt: skip
-    """Restore the newest checkpoint and send its weights to rollout engine and weight publisher.
+    """Restore the newest checkpoint and send its weights to the engine and the weight publisher.
 
-    This also restores the prompt scheduler's position, and runs the evaluation of the restored step
-    if the run stopped before it was recorded.
+    Also restore the position of the prompt scheduler. If the run stopped before the evaluation of
+    the restored step was recorded, run that evaluation.
     """
     with run.step_timer("sync"):
         with rollout_manager.offloaded():
@@ -137,8 +137,8 @@ def evaluate_and_record(
 ) -> None:
     """Run the evaluation if one is due, record the step's metrics and finish its checkpoint.
 
-    The last step is evaluated at the end of the run, so this neither evaluates it nor finishes its
-    checkpoint.
+    The last step of the run is only recorded here. Its evaluation and checkpoint are completed at
+    the end of the run.
     """
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
@@ -152,20 +152,20 @@ def evaluate_and_record(
 
 
 def settings_at_step(history: History, settings: Settings) -> Settings:
-    """Return the settings with the current algo.kl_coef, which algo.kl_target changes per step."""
+    """Return the settings with the current KL coefficient, which algo.kl_target adapts per step."""
     return settings if history.kl_coef is None else replace(settings, algo=replace(settings.algo, kl_coef=history.kl_coef))
 
 
 def value_errors(rollouts: list[Rollout], algo: AlgoSettings, algorithm: Algorithm) -> dict[str, float]:
-    """Return metrics that compare the critic's values with the returns; empty without a critic."""
+    """Compute metrics that compare the critic's values with the returns; empty without a critic."""
     return value_metrics(*values_and_returns(rollouts, algo)) if algorithm.needs_critic else {}
 
 
 def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, float], algo: AlgoSettings) -> dict[str, float]:
-    """Set the KL coefficient of the next step in `history` and return this step's as a metric.
+    """Set the next step's KL coefficient in `history` and return this step's as a metric.
 
-    The coefficient stays as it is if `metrics` has no policy/kl_ref, because every rollout was
-    filtered out.
+    The coefficient does not change if every rollout was filtered out, since `metrics` then lacks
+    policy/kl_ref.
     """
     history.kl_coef, kl = algo.kl_coef, metrics.get("policy/kl_ref")
     if kl is not None:
@@ -177,7 +177,7 @@ def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, fl
 def has_enough_rollouts(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:
     """Return True once the step has enough usable rollouts to train on.
 
-    Filters the rollouts as a side effect, see `fills_batch`.
+    As a side effect, this filters the rollouts (see `fills_batch`).
 
     Raises:
         RunFailed: Too many rollouts failed, or a reward or logprob is not finite.
@@ -200,10 +200,10 @@ def make_updaters(
     settings: Settings, policy: Policy, critic: Critic | None, algorithms: Mapping[str, Algorithm], token_stats: TokenStats | None = None,
     check: MismatchCheck | None = None,
 ) -> Callable[[list[MicroBatch], int], dict[str, float]]:  # fmt: skip
-    """Return the function (batches, step) -> metrics that makes one optimizer update.
+    """Return a function (batches, step) -> metrics that runs one optimizer update.
 
-    It updates the policy and, if there is one, the critic. During the first critic.warmup_steps
-    steps only the critic or the value head is updated.
+    The function updates the policy and, if one exists, the critic. During the first
+    critic.warmup_steps steps, only the critic or the value head is updated.
     """
     see = token_stats.record if token_stats is not None else None
     of_policy = make_policy_objective(settings.algo, algorithms)
@@ -225,6 +225,6 @@ def make_updaters(
 def raise_on_nonfinite(
     run: Run, policy: Policy, update: Callable[[list[MicroBatch], int], dict[str, float]], step: int, batches: list[MicroBatch]
 ) -> dict[str, float]:
-    """Make one update; if a number is not finite, keep its micro-batches in the run directory."""
+    """Run one update. If a value is not finite, save the micro-batches in the run directory."""
     with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
         return update(batches, step)

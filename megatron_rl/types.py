@@ -1,14 +1,13 @@
-"""Shared records: `Rollout` for one episode, `MicroBatch` and `LossInputs` for the trainer.
+"""Data records shared by rollout generation and training, such as `Rollout` and `MicroBatch`.
 
 Shape suffixes of tensor names:
 
-    T  tokens of one packed micro-batch    S  its segments (S1 = S + 1)    L  tokens of one sequence
-    P  vision patches    C  values of one patch (channels x frames x rows x columns)    I  images
+    T  tokens in a micro-batch    S  segments of a micro-batch (S1 = S + 1)
+    L  tokens in a sequence
+    P  vision patches    C  values per patch (channels x frames x rows x columns)    I  images
     M  vision tokens after merging (one token per square of patches)
     R  rows that need logits: the positions with a sampled target
-    H  hidden size    G  rollouts of a group    V  vocabulary size
-
-The file has over 300 lines because these records share one vocabulary.
+    H  hidden size    G  rollouts in a group    V  vocabulary size
 """
 
 from __future__ import annotations
@@ -24,104 +23,107 @@ if TYPE_CHECKING:  # environments and rewards create these records without impor
 
 
 Message = Mapping[str, object]
-"""One chat message as Hugging Face chat templates expect it: {"role": ..., "content": text or
-parts}. A part is {"type": "text", "text": ...} or {"type": "image", "image": a PIL image}.
+"""One chat message in the format of Hugging Face chat templates: {"role": ..., "content": ...}. The
+content is a string or a list of parts. A part is {"type": "text", "text": ...} or
+{"type": "image", "image": a PIL image}.
 """
 
 
 class Status(StrEnum):
-    """Outcome of an episode as far as rewards and training are concerned."""
+    """Status of an episode, which decides if the episode is scored and trained on."""
 
     COMPLETED = "completed"
-    """The environment or the policy ended the episode, which is scored and trained on."""
+    """The environment or the policy ended the episode. The episode is scored and trained on."""
     TRUNCATED = "truncated"
-    """A budget of the policy (turns, tokens, images, pixels or seconds) ran out; the episode is
+    """The policy exceeded a limit on turns, tokens, images, pixels or seconds. The episode is
     scored and trained on.
     """
     FAILED = "failed"
-    """An infrastructure error in the engine, a tool or a judge. The episode is counted, but never
-    scored or trained on.
+    """An infrastructure error occurred in the engine, a tool or a judge. The episode appears in the
+    metrics, but it is never scored or trained on.
     """
 
 
 class StopReason(StrEnum):
-    """Reason for the end of an episode. `MAX_*` members are budgets of the policy that ran out."""
+    """Reason for the end of an episode. `MAX_*` members are limits that the policy exceeded."""
 
     DONE = "done"
-    """The policy answered, or the environment reached its end."""
+    """The policy gave its final answer, or the environment reached a terminal state."""
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """The sequence had no space left for another response or for the observation."""
+    """The sequence had no room for another response or for the next observation."""
     MAX_IMAGES = "max_images"
     MAX_PIXELS = "max_pixels"
     MAX_SECONDS = "max_seconds"
     TOOL_ERROR = "tool_error"
-    """A tool call failed, and task.stop_on_tool_error ends episodes on that."""
+    """A tool call failed and task.stop_on_tool_error is set."""
     INFRA_ERROR = "infra_error"
-    """Infrastructure error (InfraError); the rollout is failed."""
+    """InfraError was raised. A retry may succeed."""
     PERMANENT_INFRA_ERROR = "permanent_infra_error"
-    """Infrastructure error that every retry would meet again (PermanentInfraError)."""
+    """PermanentInfraError was raised. A retry cannot succeed."""
     INFRA_TIMEOUT = "infra_timeout"
-    """Infrastructure error after the longest allowed wait for the failed part (InfraTimeout)."""
+    """InfraTimeout was raised: a service was unavailable for longer than the maximum wait."""
     ACCESS_DENIED = "access_denied"
-    """A server rejected the key or token of the run (AccessDenied); the run ends."""
+    """AccessDenied was raised: a server rejected the run's key or token. The run stops."""
 
 
 @dataclass(slots=True, frozen=True)
 class Example:
-    """One example of a data set: the start of an episode. Only the task interprets its payload."""
+    """One data set example, from which episodes start. Only the task interprets the payload."""
 
     id: str
     payload: Mapping[str, object]
     probability: float | None = None
-    """Probability of drawing this example, if known. Evaluation weights results by it."""
+    """Probability of drawing this example, or None if unknown. Evaluation weights the example's
+    results by this probability.
+    """
     where: str = ""
-    """File and row that the example was read from, for messages: `train.jsonl row 17`."""
+    """File and row of the example, for error messages. Example: `train.jsonl row 17`."""
     source: str = ""
-    """Data source of the example in a mixture; metrics are also reported per source."""
+    """Name of the example's data source, for metrics per source."""
 
     def __str__(self) -> str:
-        """Return a name for messages. Example: `example train/17 (train.jsonl row 17)`."""
+        """Return a short name for messages, such as `example train/17 (train.jsonl row 17)`."""
         return f"example {self.id}" + (f" ({self.where})" if self.where else "")
 
 
 @dataclass(slots=True, frozen=True)
 class Demonstration:
-    """A transcript for supervised fine-tuning, with the loss on the assistant's messages only.
+    """A transcript for supervised fine-tuning, with loss on assistant messages only.
 
-    An assistant message with "loss": False is part of the sequence, but its tokens have no loss.
+    An assistant message with "loss": False stays in the sequence, but its tokens have no loss.
     """
 
     messages: list[Message]
     where: str = ""
-    """File and row that the transcript was read from, for messages: `t.jsonl row 17`."""
+    """File and row of the transcript, for error messages. Example: `t.jsonl row 17`."""
 
 
 @dataclass(slots=True, frozen=True)
 class Image:
-    """An image at its final size, with the patches that engine and trainer both use.
+    """An image at its final size, with the patches for both rollout engine and trainer.
 
-    Equal pixels have equal keys.
+    Images with equal pixels have equal keys.
     """
 
     pil: Picture | None
-    """The pixels. None if another rank holds them (distributed/image_exchange.py) or if the record
-    was read without them (io/rollout_codec.from_record).
+    """PIL image. None if the pixels are on another rank (distributed/image_exchange.py) or if the
+    record was loaded without pixels (io/rollout_codec.from_record).
     """
     patch_PC: torch.Tensor | None
-    """float32 [P, C], the output of the only processor call, which the engine receives as it is.
-    The patches take eight times the memory of the pixels. None after the episode; Renderer.patches
-    recomputes them.
+    """float32 [P, C] output of the image processor. The image is processed once, and the engine
+    receives this same tensor. None after the episode, because the patches take eight times the
+    memory of the pixels; Renderer.patches recomputes them.
     """
     grid: tuple[int, int, int]
-    """Frames, rows and columns in patches; rows and columns are multiples of `merge`."""
+    """Number of frames, patch rows and patch columns. Rows and columns are multiples of `merge`."""
     key: str
     merge: int
-    """Number of patches along each side of the square that becomes one vision token."""
+    """Side length, in patches, of the square that is merged into one vision token."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of vision tokens, and of placeholder ids in the sequence."""
+        """Number of vision tokens, which equals the number of placeholder ids in the sequence."""
         frames, rows, columns = self.grid
         return frames * rows * columns // self.merge**2
 
@@ -138,7 +140,7 @@ class Image:
 
 @dataclass(slots=True)
 class TokenSequence:
-    """Token ids as the engine processed and sampled them, with all columns aligned to them.
+    """Token ids of one context window, with one list per quantity aligned to the tokens.
 
     Example: prompt ids [5, 6] and sampled ids [7, 8], sampled with weight version 4, give
 
@@ -146,53 +148,56 @@ class TokenSequence:
         loss_mask         [0,   0,   1,    1]
         rollout_logprobs  [0.0, 0.0, -0.3, -1.2]
         weight_versions   [-1,  -1,  4,    4]
-        advantages        [0.0, 0.0, 0.5,  0.5]      written later by the advantage function
+        advantages        [0.0, 0.0, 0.5,  0.5]      written later, by the advantage function
     """
 
     token_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     rollout_logprobs: list[float] = field(default_factory=list)
-    """Logprob of each sampled token under the policy that sampled it; 0.0 where the mask is 0."""
+    """Logprob of each sampled token under the weights that sampled it; 0.0 where loss_mask is 0."""
     weight_versions: list[int] = field(default_factory=list)
-    """Weight version that sampled each token; -1 where the mask is 0."""
+    """Weight version that sampled each token; -1 where loss_mask is 0."""
     images: list[Image] = field(default_factory=list)
     old_logprobs: list[float] = field(default_factory=list)
-    """Logprob of each sampled token under the trainer's weights at the start of the step. Empty
-    until computed.
+    """Logprob of each sampled token under the trainer's weights at the start of the step. The list
+    is empty until computed.
     """
     reference_logprobs: list[float] = field(default_factory=list)
-    """Logprob of each sampled token under the reference model. Empty until computed."""
+    """Logprob of each sampled token under the reference model. The list is empty until computed."""
     values: list[float] = field(default_factory=list)
-    """Critic's value of the state before each sampled token. Empty until computed."""
+    """Critic's value of the state before each sampled token. The list is empty until computed."""
     advantages: list[float] = field(default_factory=list)
-    """Advantage of each sampled token; 0.0 where the mask is 0. Empty until computed."""
+    """Advantage of each sampled token; 0.0 where loss_mask is 0. The list is empty until computed.
+    """
     returns: list[float] = field(default_factory=list)
-    """Critic's target for the state before each sampled token. Empty until computed."""
+    """Critic's target for the state before each sampled token. The list is empty until computed."""
     logprob_scale: list[float] = field(default_factory=list)
-    """Factor on each sampled token's logprob in the policy loss (algo.thought_logprob_scale). Empty
-    means 1 everywhere.
+    """Factor on each sampled token's logprob in the policy loss (algo.thought_logprob_scale). An
+    empty list means a factor of 1 for every token.
     """
     entropies: list[float] = field(default_factory=list)
-    """Entropy, in nats, of the trainer's distribution for each sampled token when it was first
-    trained on (batching/token_stats.py). Empty if not recorded.
+    """Entropy in nats of the trainer's next-token distribution for each sampled token, computed in
+    the first update on the token (batching/token_stats.py). The list is empty if entropies are not
+    recorded.
     """
 
     def extend(
         self, token_ids: list[int], *,
         logprobs: list[float] | None = None, versions: list[int] | None = None, images: tuple[Image, ...] = (),
     ) -> None:  # fmt: skip
-        """Append tokens. Pass `logprobs` for sampled tokens; omit it for observed ones.
+        """Append tokens. Pass `logprobs` for sampled tokens and omit it for observed tokens.
 
-        All tokens of a sequence enter by this method. Image placeholders in `token_ids` are already
-        expanded: one id per vision token.
+        This is the only method that adds tokens to a sequence. Image placeholders in `token_ids`
+        must already be expanded to one id per vision token.
 
         Args:
-            token_ids: Ids to append.
-            logprobs: Logprob of each token under the policy that sampled it. The tokens get loss
-                mask 1.
-            versions: Weight version of each sampled token. None means 0, the weights before any
-                update. Not allowed for observed tokens.
-            images: Images of the placeholders, in order. Not allowed for sampled tokens.
+            token_ids: Token ids to append.
+            logprobs: Logprob of each token under the weights that sampled it. Tokens with logprobs
+                get loss mask 1, all others 0.
+            versions: Weight version of each sampled token. None means version 0, the weights before
+                any update. Must be None for observed tokens.
+            images: Images of the placeholders in `token_ids`, in order. Must be empty for sampled
+                tokens.
         """
         sampled = logprobs is not None
         assert not (sampled and images), "the policy does not sample images"
@@ -206,41 +211,45 @@ class TokenSequence:
         assert len(set(lengths)) == 1, f"token_ids, loss_mask, rollout_logprobs, weight_versions have lengths {lengths}"
 
     def set_column(self, column: str, numbers: list[float]) -> None:
-        """Set a column of TOKEN_COLUMNS, with one number for every token of the sequence."""
+        """Set a column of TOKEN_COLUMNS to a list with one number per token of the sequence."""
         assert column in TOKEN_COLUMNS, f"{column} is none of {TOKEN_COLUMNS}"
         assert len(numbers) == len(self.token_ids), f"{len(numbers)} {column} for {len(self.token_ids)} tokens"
         setattr(self, column, numbers)
 
 
 TOKEN_COLUMNS = ("old_logprobs", "reference_logprobs", "values", "advantages", "returns", "logprob_scale", "entropies")
-"""Columns of TokenSequence that models and advantage functions fill after the rollout."""
+"""Names of the TokenSequence fields that are filled after the rollout, by models and advantage
+functions.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ToolCall:
-    """A tool call in a response and its result as text. Returned images are in Turn.images."""
+    """A tool call in a response, with its text result. Images in the result are in Turn.images."""
 
     tool: str
-    """Name of the tool: `python`, `zoom`, `move`, ..."""
+    """Name of the tool, such as `python`, `zoom` or `move`."""
     source: str
-    """The code to run, or the arguments as JSON."""
+    """Code to execute, or the arguments of the call as JSON."""
     text: str = ""
     """Result text that was returned to the policy."""
     error: str = ""
-    """Error message of a failure that the policy caused; empty if the call succeeded."""
+    """Error message if the policy made the call fail; empty if the call succeeded."""
     ran: bool = True
-    """True if the call was executed: the response could be parsed and the tool exists."""
+    """True if the call was executed. False if the response could not be parsed or the tool does not
+    exist.
+    """
     frame: tuple[int, int] | None = None
-    """Width and height of the image that a box in `source` refers to; the policy may have received
-    a smaller version of it. None for tools without a box argument.
+    """Width and height, in pixels, of the image that the box coordinates in `source` refer to. The
+    policy may have received a smaller version of this image. None for tools without a box argument.
     """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class JudgeResult:
-    """Verdict of a judge model about an episode or a turn.
+    """Score that a judge model assigned to an episode or a turn.
 
-    Judge prompts allow only a number as the answer.
+    Every judge prompt asks for a single number as the answer.
     """
 
     judge: str
@@ -249,47 +258,50 @@ class JudgeResult:
     """Name and version of the judge prompt."""
     value: float
     turn: int | None = None
-    """Index into Rollout.turns of the judged turn; None for a verdict about the whole episode."""
+    """Index of the judged turn in Rollout.turns; None if the whole episode was judged."""
     wall_s: float = field(default=0.0, compare=False)
-    """Seconds from the request to the answer, including waiting times and failed attempts."""
+    """Seconds from the request to the answer, including queueing and failed attempts."""
     reasoning: str = field(default="", compare=False)
-    """Beginning of the judge's reasoning, if its server returns it separately from the answer.
-    Empty if the verdict comes from an older entry of task.judge.cache.
+    """Beginning of the judge's reasoning, if the judge server returns the reasoning separately from
+    the answer. Empty if the verdict was read from a task.judge.cache entry without reasoning.
     """
 
 
 @dataclass(slots=True)
 class Turn:
-    """One response of the policy and its consequences."""
+    """One response of the policy, with its tool call, observation and rewards."""
 
     sequence: int
-    """Index into Rollout.sequences of the sequence that holds the response."""
+    """Index in Rollout.sequences of the sequence that contains the response."""
     token_span: tuple[int, int]
-    """Positions of the first and one past the last sampled token in that sequence."""
+    """Half-open range [start, stop) of the response's tokens in the sequence."""
     text: str
-    """The response as text."""
+    """Text of the response."""
     action_start: int | None = None
-    """Position in the sequence of the first token of the action, after the thoughts. None if the
-    environment does not set rollout.task.Step.action_char.
+    """Position, in the sequence, of the first token of the action that follows the thoughts. None
+    if the environment does not set rollout.task.Step.action_char.
     """
     reward: float = 0.0
     """Reward that the environment returned for this turn."""
     step_score: float | None = None
-    """Weighted sum of the rubric's turn terms for this turn; None if no turn term scores it."""
+    """Weighted sum of the rubric's turn terms for this turn; None if no turn term scores this turn.
+    """
     reward_delta: float = 0.0
-    """Change of the episode's reward by this turn. The reward is Rollout.outcome_reward plus the
-    sum of these over the turns.
+    """Contribution of this turn to the episode's reward. The contributions of all turns plus
+    Rollout.outcome_reward equal Rollout.reward.
     """
     tool_call: ToolCall | None = None
     images: list[Image] = field(default_factory=list)
-    """Images of the observation that followed, as the policy received them."""
+    """Images in the observation after the response, as the policy received them."""
     state: str = ""
-    """Name of the state before the response (Env.state); empty if the environment has none."""
+    """Name of the environment state before the response (Env.state); empty if the environment does
+    not name its states.
+    """
     generation_s: float = field(default=0.0, compare=False)
-    """Seconds until the response was complete."""
+    """Seconds from the generation request to the complete response."""
     env_s: float = field(default=0.0, compare=False)
-    """Seconds of the environment's step after the response, including the tool call and the wait
-    for a free tool.
+    """Seconds spent in the environment step after the response, including the tool call and the
+    wait for a free tool.
     """
 
 
@@ -297,12 +309,13 @@ class Turn:
 class Rollout:
     """One episode with its tokens, turns and reward.
 
-    It is on CPU, printable, and complete enough to be trained on again.
+    A rollout is held on the CPU, can be printed, and contains everything needed to train on it
+    again.
 
-    Example: the policy zooms into the image of a question (turn 0), then answers (turn 1). Id 2 is
-    the image placeholder; the question's image has two vision tokens, the zoomed crop has one. The
-    rubric has the term "accuracy" (weight 1) and the turn term "evidence" (weight 0.5, mean over
-    the scored turns), which scores turn 0 only.
+    Example: the policy zooms into the image of a question (turn 0), then answers (turn 1). Token id
+    2 is the image placeholder. The question's image has two vision tokens and the zoomed crop has
+    one. The rubric has two terms: the reward term "accuracy" (weight 1) and the turn term
+    "evidence" (weight 0.5, averaged over the scored turns). "evidence" scores only turn 0.
 
         sequences[0].token_ids       [1, 2, 2, 3, 7, 8, 4, 2, 5, 9]
         sequences[0].loss_mask       [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
@@ -317,49 +330,57 @@ class Rollout:
     task: str
     example_id: str
     group: int
-    """Group number. Rollouts of one group start from the same example and share a baseline."""
+    """Index of the rollout's group. Rollouts of one group start from the same example and share a
+    baseline.
+    """
     sample_index: int
-    """Number of the rollout in its group."""
+    """Zero-based index of the rollout in its group."""
     source: str = ""
     """Data source of the example (Example.source)."""
     question: str = ""
-    """Question of the data set, with <image> for each image; empty for games."""
+    """Question from the data set, with <image> in place of each image; empty for games."""
     answer: str = ""
     """Reference answer; empty if the task has none."""
     extra: str = ""
     """Other fields of the example as one JSON object, without images (rollout/example_fields.py);
-    empty if there are none.
+    empty if the example has no other fields.
     """
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     status: Status = Status.COMPLETED
     stop_reason: StopReason = StopReason.DONE
     reason: str = ""
-    """Environment's reason for the end, such as 'goal', or the message of the error."""
+    """Environment's reason for ending the episode, such as 'goal', or the error message if the
+    episode failed.
+    """
     reward: float | None = None
-    """Total reward. None until the episode is scored, and always None for a failed episode."""
+    """Total reward of the episode. None before scoring, and always None for a failed episode."""
     outcome_reward: float = 0.0
-    """Part of the reward that the turn terms did not contribute."""
+    """Reward without the contributions of the turn terms."""
     filter_reason: str = ""
-    """Reason for not training on a scored rollout (algo/filtering.py); empty if it is used."""
+    """Filter that excluded the scored rollout from training (algo/filtering.py); empty if the
+    rollout is trained on.
+    """
     reward_terms: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each reward term, by name."""
     verdicts: list[JudgeResult] = field(default_factory=list)
-    """Judge verdicts used for the reward: those about turns first, in order of the turns."""
+    """Judge verdicts used for the reward. Verdicts about single turns come first, in turn order."""
     wall_s: float = 0.0
-    """Seconds from the prompt to the closed environment, including earlier failed attempts."""
+    """Seconds from the prompt until the environment was closed, including earlier failed attempts.
+    """
     env_s: float = 0.0
-    """Seconds of `wall_s` in environment steps, including tool calls and waits for a free tool."""
+    """Part of `wall_s` spent in environment steps, including tool calls and waits for a free tool.
+    """
     scoring_s: float = 0.0
-    """Seconds of `wall_s` spent in the rubric, mostly waiting for judges."""
+    """Part of `wall_s` spent in the rubric, mostly waiting for judges."""
 
     @property
     def images(self) -> list[Image]:
-        """Images of all sequences and observations, in order. Most images occur several times."""
+        """Images of all sequences, then of all turns. Most images occur more than once."""
         return [image for each in (*self.sequences, *self.turns) for image in each.images]
 
     def drop_patches(self) -> None:
-        """Remove the patches of all images and keep their pixels."""
+        """Drop the patches of all images and keep the pixels."""
         for each in (*self.sequences, *self.turns):
             each.images = [image.without_patches() for image in each.images]
 
@@ -385,31 +406,32 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """Oldest weight version that sampled any token; -1 if no token was sampled."""
+        """Oldest weight version that sampled a token of the rollout; -1 if no token was sampled."""
         return min((version for context in self.sequences for version in context.weight_versions if version >= 0), default=-1)
 
 
 @dataclass(slots=True, frozen=True)
 class SegmentSource:
-    """Origin of a packed segment's tokens."""
+    """Location of a packed segment in the rollouts."""
 
     rollout: int
-    """Index into the list of packed rollouts."""
+    """Index of the rollout in the step's list of rollouts."""
     sequence: int
-    """Index into that rollout's sequences."""
+    """Index of the sequence in Rollout.sequences."""
     start: int
-    """Position in the sequence at which the segment starts."""
+    """Position, in the sequence, of the segment's first token."""
 
 
 @dataclass(slots=True, kw_only=True)
 class MicroBatch:
     """One packed micro-batch: flat tensors without padding between segments.
 
-    It is independent of tasks, groups and algorithms.
+    A micro-batch does not depend on tasks, groups or algorithms.
 
-    Entry t predicts token t + 1: `pack` has already shifted target_T, mask_T, weight_T and every
-    other *_T quantity of the loss. Example: the sequences [5 6 7 8] (7 and 8 sampled) and [9 4] (4
-    sampled) of two rollouts, with batch.loss_agg_mode=token_mean and no shared prefix, give
+    Entry t predicts token t + 1: target_T, mask_T, weight_T and all other *_T inputs of the loss
+    are already shifted by `pack`. Example: two rollouts with one sequence each, [5 6 7 8] (7 and 8
+    sampled) and [9 4] (4 sampled), packed with batch.loss_agg_mode=token_mean and no shared prefix,
+    give
 
         token_T            [5   6    7    8   9    4]
         target_T           [6   7    8    0   4    0]
@@ -425,104 +447,117 @@ class MicroBatch:
     token_T: torch.Tensor
     target_T: torch.Tensor
     mask_T: torch.Tensor
-    """bool: the target was sampled by the policy (or, in supervised fine-tuning, has a loss)."""
+    """bool: True if the target was sampled by the policy or, in supervised fine-tuning, has a loss.
+    """
     weight_T: torch.Tensor
-    """float32 weight of entry t in the loss, before the division by the global denominator; 0 where
-    mask_T is False.
+    """float32 weight of each target in the loss, before the division by the global denominator; 0
+    where mask_T is False.
     """
     position_3T: torch.Tensor
-    """Rotary positions: frame, row, column."""
+    """Rotary position ids of each token: frame, row and column."""
     sequence_T: torch.Tensor
-    """Number of the sequence that entry t belongs to, from 0 within the micro-batch. Tokens shared
-    by several sequences count as the first one's. The entries of one sequence are neighbors.
+    """Zero-based index, in the micro-batch, of the sequence that each entry belongs to. A token
+    shared by several sequences has the index of the first of these sequences. Entries with the same
+    index are contiguous.
     """
     cu_seqlens_S1: torch.Tensor
-    """int32 offsets of the segments; the last equals T."""
+    """int32 offsets of the segments; the last offset equals T."""
     offset_S1: list[int]
-    """cu_seqlens_S1 as a list on the host. A layer that read them from the device would block until
-    all queued kernels are done.
+    """cu_seqlens_S1 as a list on the host. Reading the offsets from the device would block the host
+    until all queued kernels have finished.
     """
     prefix_S: list[int]
-    """For each segment the index of the earlier segment that it continues, or -1. A prefix shared
-    by several sequences is stored as one segment that the remaining parts continue, so the segments
-    form a tree.
+    """Index of the earlier segment that each segment continues, or -1 if the segment starts a
+    sequence. A prefix shared by several sequences is stored as one segment, and the rest of each
+    sequence continues this segment, so the segments form a tree.
     """
     origin_S: list[SegmentSource | None]
-    """Source of each segment's tokens, to map per-token results back to rollouts. A shared segment
-    names the first of its sequences. None for padding, and for sequences that belong to no rollout.
+    """Location of each segment in the rollouts, for mapping per-token results back. A shared
+    segment refers to the first of its sequences. None for padding and for sequences that do not
+    belong to a rollout.
     """
     images: list[Image]
-    """Distinct images of the batch. Each is encoded once, also if several sequences use it."""
+    """Distinct images of the micro-batch. Each image is encoded once, even if several sequences use
+    it.
+    """
     patch_PC: torch.Tensor | None = None
-    """Patches of the images that this rank encodes (policy/patches.py). All patches of a step would
-    take more memory than the weights, so they are made on the host just before the micro-batch
-    runs. None before and after.
+    """Patches of the images that this rank encodes (policy/patches.py). The patches are computed on
+    the host just before the micro-batch runs and are dropped afterwards, because all patches of a
+    step would take more memory than the weights. None at all other times.
     """
     grid_I3: torch.Tensor
-    """Frames, rows and columns in patches of each entry of `images`; on the host, as are values
-    derived from it.
+    """Number of frames, patch rows and patch columns of each entry of `images`. This tensor and all
+    values derived from it are on the host.
     """
     vision_position_M: torch.Tensor
-    """Positions in token_T that a vision embedding replaces, in order."""
+    """Positions in token_T of the image placeholders, in order. Vision embeddings replace the token
+    embeddings at these positions.
+    """
     vision_row_M: torch.Tensor
-    """Row of the vision encoder's output that goes to each position of vision_position_M."""
+    """Row of the vision encoder's output for each entry of vision_position_M."""
     denominator: int
-    """This micro-batch's share of the global denominator. Shares are summed over micro-batches and
-    data-parallel ranks.
+    """Contribution of this micro-batch to the global denominator of the loss, which is the sum over
+    all micro-batches and data-parallel ranks.
     """
     advantage_T: torch.Tensor
     """Advantage of each target; 0 where mask_T is False."""
     rollout_logprob_T: torch.Tensor
     """Logprob of each target under the rollout engine."""
     old_logprob_T: torch.Tensor | None = None
-    """Logprob of each target at the start of the step, if it takes a forward pass of its own."""
+    """Logprob of each target under the weights at the start of the step. None if the step runs no
+    separate forward pass for old logprobs.
+    """
     ref_logprob_T: torch.Tensor | None = None
-    """Logprob of each target under the reference model, if the step needs it."""
+    """Logprob of each target under the reference model; None if the step does not use it."""
     logprob_scale_T: torch.Tensor | None = None
-    """Factor on the logprob of each target in the policy loss. None means 1."""
+    """Factor on the logprob of each target in the policy loss. None means a factor of 1."""
     on_policy_T: torch.Tensor | None = None
-    """bool: the weights at the start of the step sampled the target. None means True everywhere."""
+    """bool: True if the target was sampled by the weights at the start of the step. None means that
+    all targets were.
+    """
     old_value_T: torch.Tensor | None = None
-    """Value estimates of the critic at the start of the step."""
+    """Critic's value estimate for each target at the start of the step; None without a critic."""
     return_T: torch.Tensor | None = None
-    """Targets of the critic."""
+    """Critic's regression target for each target token; None without a critic."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of packed tokens, padding included."""
+        """Number of tokens in the micro-batch, including padding."""
         return self.token_T.numel()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ValueLossInputs:
-    """Inputs of the value loss: one row for the state before each sampled token of a micro-batch.
+    """Inputs of the value loss, with one row per sampled token of a micro-batch.
 
-    Values and returns are in the units of the value head (ValueHead), which may be normalized.
+    Each row refers to the state before its token. Values and returns are on the scale of the value
+    head (ValueHead), which may be normalized.
     """
 
     value_R: torch.Tensor
-    """Value estimate of the critic, with gradient."""
+    """Critic's value estimate, with gradient."""
     old_value_R: torch.Tensor
-    """Value estimate at the start of the step."""
+    """Critic's value estimate at the start of the step, without gradient."""
     return_R: torch.Tensor
-    """Target of the critic."""
+    """Critic's regression target."""
     weight_R: torch.Tensor
-    """Weight of each token, as LossInputs.weight_R."""
+    """Loss weight of each token, as in LossInputs.weight_R."""
     turn_R: torch.Tensor
-    """Number of each token's turn, as LossInputs.turn_R."""
+    """Turn index of each token, as in LossInputs.turn_R."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Return a bool tensor for each input by name: True if all its values are finite."""
+        """Return {input name: bool tensor}, True if all values of the input are finite."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LossInputs:
-    """Inputs of the policy loss: one row per sampled token of a micro-batch, in order.
+    """Inputs of the policy loss, with one row per sampled token of a micro-batch.
 
     All tensors are float32, except sequence_R and turn_R (integers) and on_policy_R (bool).
-    Example: the micro-batch in the docstring of `MicroBatch` has the R = 3 rows 1, 2 and 4:
+    Example: the micro-batch in the docstring of `MicroBatch` has R = 3 rows, for its entries 1, 2
+    and 4:
 
         rollout_logprob_R  [-0.3 -1.2 -0.7]        advantage_R  [0.5 0.5 -1]
         sequence_R         [0 0 1]                 weight_R     [1 1 1]
@@ -530,41 +565,42 @@ class LossInputs:
     """
 
     logprob_R: torch.Tensor
-    """Logprob of each token under the weights in training, with gradient."""
+    """Logprob of each token under the current weights, with gradient."""
     entropy_R: torch.Tensor
-    """Entropy of each token's distribution under the weights in training, with gradient."""
+    """Entropy of the next-token distribution under the current weights, with gradient."""
     old_logprob_R: torch.Tensor
-    """Logprob of each token at the start of the step. It is logprob_R, detached, if the step makes
-    one update or if the rollout correction bypasses old logprobs.
+    """Logprob of each token under the weights at the start of the step. Equal to logprob_R,
+    detached, if the step makes one update or if the rollout correction bypasses old logprobs.
     """
     rollout_logprob_R: torch.Tensor
-    """Logprob of each token under the rollout engine that sampled it."""
+    """Logprob of each token under the rollout engine, recorded when the token was sampled."""
     ref_logprob_R: torch.Tensor | None
-    """Logprob of each token under the reference model, if the step needs it."""
+    """Logprob of each token under the reference model; None if the step does not use it."""
     advantage_R: torch.Tensor
     """Advantage of each token."""
     weight_R: torch.Tensor
-    """Weight of each token in the loss, before the division by the global denominator."""
+    """Loss weight of each token, before the division by the global denominator."""
     sequence_R: torch.Tensor
-    """Number of each token's sequence in the micro-batch."""
+    """Zero-based sequence index of each token in the micro-batch."""
     turn_R: torch.Tensor
-    """Number of each token's turn in the micro-batch, from 0. A turn is the sampled tokens between
-    two observations.
+    """Zero-based turn index of each token in the micro-batch. A turn consists of the sampled tokens
+    between two observations, and no two turns of a micro-batch share an index.
     """
     logprob_scale_R: torch.Tensor | None = None
-    """Factor on each token's logprob in the policy loss. None means 1."""
+    """Factor on each token's logprob in the policy loss. None means a factor of 1."""
     on_policy_R: torch.Tensor | None = None
-    """bool: the token was sampled by the weights at the start of the step, so that
-    rollout_logprob_R and old_logprob_R differ by numerics only. None means all tokens were.
+    """bool: True if the token was sampled by the weights at the start of the step, so that
+    rollout_logprob_R and old_logprob_R differ only by numerical error. None means that all tokens
+    were.
     """
     values: ValueLossInputs | None = None
-    """Inputs of the value loss if the critic shares the policy's backbone; None otherwise."""
+    """Inputs of the value loss if the critic shares the policy's backbone, else None."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Return a bool tensor for each input by name: True if all its values are finite.
+        """Return {input name: bool tensor}, True if all values of the input are finite.
 
-        Inputs that come from outside the current forward pass are listed first, so the first failed
-        check names the origin.
+        Inputs from outside the current forward pass come first, so the first failed check names the
+        origin of a non-finite value.
         """
         columns = {
             "the engine's logprob": self.rollout_logprob_R,
@@ -580,28 +616,36 @@ class LossInputs:
 
 @dataclass(slots=True, frozen=True)
 class LossMetrics:
-    """Detached scalars, sorted by their reduction over micro-batches and ranks.
+    """Detached metrics of a micro-batch, grouped by their reduction over micro-batches and ranks.
 
-    The names do not depend on the data.
+    The metric names do not depend on the data.
     """
 
     sums: dict[str, torch.Tensor]
-    """Summed values; divided by the global number of sampled tokens they are unweighted means or
-    fractions of tokens.
+    """Values to be summed. Dividing a sum by the global number of sampled tokens yields an
+    unweighted mean or a fraction of tokens.
     """
     maxima: dict[str, torch.Tensor]
-    """Values reduced by the maximum, which is NaN if any value is. All are at least 0."""
+    """Values to be reduced by maximum. All values are at least 0, and the maximum is NaN if any
+    value is NaN.
+    """
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parts of the loss: summed, then divided by the global denominator like the loss itself."""
+    """Parts of the loss. They are summed and divided by the global denominator, like the loss."""
     checks: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Maps each tensor of the micro-batch to True if it is finite, in order of computation."""
+    """Maps the name of each checked tensor to True if all its values are finite, in order of
+    computation.
+    """
     histograms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Counts by size [bins] (io/histogram.py): summed, then NAME_p99 is read from the total.
-    NAME_max is in `maxima`.
+    """Histogram counts [bins] (io/histogram.py) of each metric NAME. The counts are summed, and
+    NAME_p99 is the 99th percentile of the total. NAME_max is in `maxima`.
     """
 
 
 Loss = Callable[[LossInputs], tuple["torch.Tensor", LossMetrics]]
-"""Loss of a micro-batch, summed over its rows and not divided, with its metrics."""
+"""(inputs) -> loss and metrics of a micro-batch. The loss is the sum over rows, before the division
+by the global denominator.
+"""
 ValueLoss = Callable[[ValueLossInputs], tuple["torch.Tensor", LossMetrics]]
-"""Value loss of a micro-batch, summed over its rows and not divided, with its metrics."""
+"""(inputs) -> value loss and metrics of a micro-batch. The loss is the sum over rows, before the
+division by the global denominator.
+"""

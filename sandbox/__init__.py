@@ -1,6 +1,6 @@
 """Runs untrusted Python in many concurrent boxes, with images as inputs and outputs.
 
-Needs no torch. The threat model is in README.md.
+The package does not depend on torch. README.md describes the threat model.
 
 Example:
     async with SandboxPool(size=8) as pool:

@@ -1,7 +1,7 @@
 """Sandbox commands: python -m sandbox doctor | run FILE [--image IMG]... | serve | attack.
 
-doctor reports what this host offers, run executes one file, serve offers a pool over HTTP, and
-attack tests whether the protections of this host hold.
+doctor reports the isolation layers and protections of this host, run executes one file, serve
+offers a pool over HTTP, and attack tests whether the protections of this host hold.
 """
 
 import argparse
@@ -19,14 +19,14 @@ from sandbox.token import read_token
 EXIT_OK, EXIT_CODE_FAILED, EXIT_LIMIT, EXIT_HOST = 0, 1, 2, 3
 """Exit statuses of `run`.
 
-An invalid argument, including an unreadable image, exits with 1 and a message, or with argparse's
-own 2.
+An unreadable file or an invalid image exits with 1 and a message. Arguments that argparse rejects
+exit with 2.
 """
 
 IMAGE_SOURCES_HELP = "what it shows (image_0.rotate(90).show(), plt.show()), figures it leaves open, image files it saves"
-"""Ways to return an image from a call (sandbox/image_capture.py).
+"""Help text that lists how code returns images (implemented in sandbox/image_capture.py).
 
-The value of a last expression is not one of them.
+An image that is only the value of the last expression is not returned.
 """
 
 
@@ -34,7 +34,7 @@ ALLOW_MISSING_HELP = "a wall that this host leaves open (doctor), to start all t
 
 
 def run_file(arguments: argparse.Namespace) -> int:
-    """Run a file, print its output and write the images that it returned to --out."""
+    """Run a file in a box, print its output and write the returned images to --out."""
     try:
         images = {f"image_{number}": path.read_bytes() for number, path in enumerate(arguments.image)}
         code = arguments.file.read_text(errors="surrogateescape")
@@ -118,7 +118,7 @@ def run_attacks(arguments: argparse.Namespace) -> int:
 
 
 def parse_limit(text: str) -> tuple[str, float]:
-    """Parse a limit from the command line, such as `call_timeout_s=20`."""
+    """Parse a NAME=VALUE limit from the command line, such as `call_timeout_s=20`."""
     name, _, value = text.partition("=")
     kinds = {item.name: item.type for item in fields(BoxLimits)}
     if name not in kinds:
@@ -127,7 +127,7 @@ def parse_limit(text: str) -> tuple[str, float]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+    """Return the argument parser with a subparser for each command."""
     top = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
     commands = top.add_subparsers(required=True)
     running = commands.add_parser("run", help="one file of code; exits 0, 1 (the code failed), 2 (a limit), 3 (the host)")
@@ -162,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run the command line and return its exit status."""
+    """Run the command given on the command line and return its exit status."""
     arguments = build_parser().parse_args()
     return arguments.command(arguments)
 

@@ -1,13 +1,17 @@
-"""Checks on the headers of a request before its body is read: Host, origin, token, content type.
+"""Checks of a request's headers before its body is read: Host, origin, token and content type.
 
-request_gate.py applies them in our own servers, megatron_rl/rollout/vllm/http_gate.py in the vLLM servers
-of a run. A web page in a browser on this machine can reach loopback ports, but only with its own
-Origin or Sec-Fetch-Site, without the token, and, without a CORS preflight, not as application/json.
-After DNS rebinding the page has the server's origin, but the Host header still has the page's name.
+request_gate.py applies the checks in this project's servers, and
+megatron_rl/rollout/vllm/http_gate.py in the vLLM servers of a run. They also protect from web pages
+in a browser on this machine, which can reach loopback ports:
 
-A server proves that it knows the token before a client sends it: it answers a challenge with a
-keyed digest (`compute_proof`). The digest covers the port, so a process that took over a port
-cannot let another server with the same token answer for it.
+- The browser adds the page's Origin or Sec-Fetch-Site header, and the page does not know the token.
+- Without a CORS preflight, the page cannot send application/json.
+- After DNS rebinding, the page has the server's origin, but the Host header still names the page's
+  host.
+
+Before a client sends its token, the server can prove that it knows the token: it responds to a
+challenge with a keyed digest (`compute_proof`). The digest covers the port. Therefore, a process
+that took over a port cannot obtain a valid proof from another server with the same token.
 """
 
 import hashlib
@@ -28,7 +32,7 @@ _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 
 @dataclass(frozen=True, slots=True)
 class RequestRejection:
-    """Status, reason and further headers of the response to a refused request."""
+    """Status, reason and additional headers of the response to a rejected request."""
 
     status_code: int
     detail: str
@@ -36,18 +40,18 @@ class RequestRejection:
 
 
 class AccessRules:
-    """Decides from the headers of a request whether a server processes it."""
+    """Accepts or rejects requests by their headers."""
 
     def __init__(self, *, token: str, hosts: Iterable[str] = ()) -> None:
         """Create the rules.
 
-        Without a token none is required. `hosts` are names of the server in addition to localhost
-        and the name of this machine.
+        If `token` is empty, requests need no token. `hosts` are names of the server in addition to
+        localhost and the name of this machine.
         """
         self._token, self._hosts = token, {name.casefold() for name in (*local_host_names(), *hosts)}
 
     def check_request(self, scope: Scope) -> RequestRejection | None:
-        """Return None for an acceptable request, else the refusal."""
+        """Return None if the request is acceptable, else its rejection."""
         headers = dict(scope["headers"])
         if not self._is_own_host([value for name, value in scope["headers"] if name == b"host"]):
             return RequestRejection(
@@ -75,15 +79,15 @@ class AccessRules:
 
 
 def compute_proof(token: str, challenge: str, *, port: int) -> str:
-    """Return the proof that a server on this port knows the token.
+    """Return the proof that a server on `port` knows the token.
 
-    `challenge` has 32 to 128 hexadecimal digits.
+    `challenge` is a string of 32 to 128 hexadecimal digits.
     """
     return hmac.new(token.encode(), f"{challenge} {port}".encode(), hashlib.sha256).hexdigest()
 
 
 def local_host_names() -> set[str]:
-    """Return the names of this machine: localhost, and its host name with and without domain."""
+    """Return localhost and the host name of this machine, with and without its domain."""
     name = socket.gethostname()
     return {"localhost", name, name.partition(".")[0]}
 

@@ -1,10 +1,12 @@
-"""HTTP client for our own servers and vLLM's that bounds each response in total time and in bytes.
+"""HTTP client that limits the total time and the size of each response.
 
-The timeouts of httpx apply to single reads, so a server that sends one byte per second could hold a
-request forever. Here one timeout covers the connection, the request and the whole response.
-Compressed responses are not requested and are refused, because a few kilobytes may expand to
-gigabytes. Redirects are not followed, and proxies of the environment are not used. The client for
-judges, which may run anywhere, is in megatron_rl/clients/openai.py.
+It is used for this project's servers and for vLLM servers. The client for judges, which may run
+anywhere, is in megatron_rl/clients/openai.py.
+
+The timeouts of httpx apply to single reads, so a server that sends one byte per second could block
+a request forever. In this client, one timeout covers the connection, the request and the whole
+response. Compressed responses are rejected, because a few kilobytes may expand to gigabytes.
+Redirects are not followed, and proxy settings in environment variables are ignored.
 """
 
 import asyncio
@@ -21,25 +23,25 @@ import httpx
 
 Transport = httpx.AsyncBaseTransport
 DENIED_STATUSES = (401, 403)
-"""Statuses of a healthy server that does not accept the key or token of a request."""
+"""HTTP statuses with which a healthy server rejects the key or token of a request."""
 
 
 class NoResponse(Exception):
     """No complete response arrived within the limits.
 
-    The connection was refused or broke, or the response is late, too long or compressed.
+    The connection was refused or broke, or the response was late, too large or compressed.
     """
 
 
 @dataclass(slots=True, frozen=True)
 class BoundedResponse:
-    """Complete response of a server, with any status."""
+    """Complete response of a server, which may have any status."""
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     token: str = field(default="", repr=False)
-    """Token of the request."""
+    """Bearer token of the request, which `text` redacts."""
 
     @property
     def is_success(self) -> bool:
@@ -48,12 +50,12 @@ class BoundedResponse:
 
     @property
     def text(self) -> str:
-        """Content for error messages, without the token, which the server may have echoed."""
+        """Content as text for error messages, with the token redacted if the server echoed it."""
         return _redact_token(self.token, self.content.decode(errors="replace"))
 
 
 class BoundedClient:
-    """HTTP client for one event loop that reuses connections."""
+    """HTTP client that reuses connections. Each instance is for one event loop."""
 
     def __init__(
         self, base_url: str = "", *, token: str = "", keepalive_s: float = 5.0, retries: int = 0, transport: Transport | None = None
@@ -61,17 +63,17 @@ class BoundedClient:
         """Create a client.
 
         Args:
-            base_url: Prefix of relative URLs.
-            token: Bearer token sent with every request.
-            keepalive_s: Seconds that an idle connection is kept.
-            retries: Number of retries of a refused connection.
-            transport: Replacement of the HTTP transport, for tests.
+            base_url: Base URL, to which relative URLs of requests are appended.
+            token: Bearer token sent with every request; empty for none.
+            keepalive_s: Seconds that an idle connection is kept open.
+            retries: Number of retries if a connection is refused.
+            transport: Transport that replaces HTTP in tests.
         """
         self._token = token
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_s)
         transport = transport or httpx.AsyncHTTPTransport(verify=_load_tls_context(), retries=retries, limits=limits)
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})}
-        # stored cookies would be sent back, and would grow without bound
+        # Cookies are not stored: they would be sent back, and their number is unbounded.
         cookies = CookieJar(DefaultCookiePolicy(allowed_domains=[]))
         self._http = httpx.AsyncClient(
             base_url=base_url, transport=transport, timeout=None, headers=headers, cookies=cookies, trust_env=False
@@ -79,7 +81,7 @@ class BoundedClient:
 
     @property
     def base_url(self) -> str:
-        """Prefix of relative URLs."""
+        """Base URL, to which relative URLs of requests are appended."""
         return str(self._http.base_url)
 
     async def request(
@@ -87,20 +89,20 @@ class BoundedClient:
         timeout_s: float, max_bytes: int, connect_timeout_s: float | None = None,
         params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
     ) -> BoundedResponse:  # fmt: skip
-        """Return the response to a request.
+        """Send a request and return the response.
 
         Args:
             method: HTTP method.
-            url: URL, or path below the base URL.
-            body: Sent as JSON unless None.
-            timeout_s: Seconds for the whole exchange.
-            max_bytes: Limit of the response body.
-            connect_timeout_s: Seconds for establishing a connection.
+            url: Absolute URL, or path below the base URL.
+            body: Request body, sent as JSON; None sends no body.
+            timeout_s: Timeout of the whole exchange in seconds.
+            max_bytes: Largest size of the response body.
+            connect_timeout_s: Timeout for opening a connection in seconds.
             params: Query parameters.
-            headers: Further headers.
+            headers: Additional headers.
 
         Raises:
-            NoResponse: There is no complete response within the limits.
+            NoResponse: No complete response arrived within the limits.
         """
         sent = None
         if body is not None:
@@ -147,10 +149,10 @@ def send_request(
     method: str, url: str, body: object = None, *, timeout_s: float, max_bytes: int,
     token: str = "", params: Mapping[str, str] | None = None, headers: Mapping[str, str] | None = None,
 ) -> BoundedResponse:  # fmt: skip
-    """Return the response to one request on a connection of its own.
+    """Send one request on a new connection and return the response.
 
-    The arguments are those of `BoundedClient.request`. Call it in a thread without a running event
-    loop.
+    The arguments are the same as for `BoundedClient` and `BoundedClient.request`. The calling
+    thread must not have a running event loop.
     """
 
     async def once() -> BoundedResponse:
@@ -162,8 +164,8 @@ def send_request(
 
 @cache
 def _load_tls_context() -> SSLContext:
-    """Return a TLS context with the trusted certificates, those of SSL_CERT_FILE if it is set.
+    """Return a TLS context with the trusted certificates, from SSL_CERT_FILE if it is set.
 
-    Cached, because loading takes 30 ms.
+    The context is cached, because loading the certificates takes 30 ms.
     """
     return httpx.create_ssl_context()

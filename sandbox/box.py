@@ -1,4 +1,4 @@
-"""Box of one episode: runs its calls and replaces its interpreter after a kill."""
+"""Box that runs the calls of one episode and replaces its interpreter after a kill."""
 
 import asyncio
 import os
@@ -20,17 +20,22 @@ if TYPE_CHECKING:
 class Box:
     """Python interpreter of one episode.
 
-    Runs one call at a time; concurrent calls wait. `async with` closes it.
+    The box runs one call at a time, and concurrent calls wait. Leaving `async with` closes it.
     """
 
     def __init__(
         self, number: int, *, zygote: "ZygoteManager", limits: BoxLimits, group: "ControlGroup | None",
         start_interpreter: Callable[["Box"], Awaitable[Interpreter]], release_slot: Callable[["Box"], Awaitable[None]],
     ) -> None:  # fmt: skip
-        """Create a box; called by the pool.
+        """Create a box. Called by the pool.
 
-        `start_interpreter` returns a fresh interpreter with the inputs loaded. `release_slot`
-        returns the slot to the pool.
+        Args:
+            number: Id of the box.
+            zygote: Zygote that forks the interpreters of the box.
+            limits: Resource limits.
+            group: Control group of the box's slot, if control groups are in use.
+            start_interpreter: Returns a fresh interpreter with the inputs loaded.
+            release_slot: Returns the slot of the box to the pool.
         """
         self.id = number
         self.interpreter: Interpreter | None = None
@@ -54,7 +59,7 @@ class Box:
         Cancelling this coroutine kills the processes of the box.
 
         Raises:
-            BoxClosed: The box is closed. All other failures are in the result.
+            BoxClosed: The box is closed. All other failures are reported in the result.
         """
         async with self._lock:
             self._check_open()
@@ -81,10 +86,10 @@ class Box:
             return result
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of files of the working directory.
+        """Return the contents of files in the working directory, keyed by name.
 
-        Left out are names that are not readable files of at most `BoxLimits.file` bytes, and files
-        that would take the total past `BoxLimits.max_fetch_bytes`. Raises BoxClosed.
+        The result omits unreadable files, files larger than `BoxLimits.file` bytes, and files that
+        would raise the total above `BoxLimits.max_fetch_bytes`. Raises BoxClosed.
         """
         async with self._lock:
             self._check_open()
@@ -117,34 +122,37 @@ class Box:
                 raise
 
     async def close(self) -> None:
-        """Kill the processes and release the slot, even if the caller is cancelled. Idempotent."""
+        """Kill the processes and release the slot, even if the caller is cancelled.
+
+        Calling it again has no effect.
+        """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
     async def start(self) -> None:
-        """Start the first interpreter; called by the pool."""
+        """Start the first interpreter. Called by the pool."""
         async with self._lock:
             await self._ensure_interpreter()
 
     def reset_oom_counter(self) -> None:
-        """Make the OOM counter cover only kills from now on; called by the pool.
+        """Restart the count of OOM kills in the box's control group. Called by the pool.
 
-        A later OOM kill in the box's control group is then due to the current work.
+        Kills that are counted afterwards are due to the current call.
         """
         if self._group is not None:
             self._group.reset_oom_counter()
 
     def make_timer(self, interpreter: Interpreter, seconds: float) -> BoxTimer:
-        """Return a timer for `seconds` of work by the interpreter."""
+        """Return a timer that limits the interpreter's work to `seconds`."""
         layers = self._zygote.layers
         cpus = self._limits.cpus if layers.cgroup else 1.0
         return BoxTimer(seconds, pid=interpreter.pid, group=self._group, cpus=cpus, is_unstoppable=layers.pid_ns and layers.seccomp)
 
     def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> fault_diagnosis.FaultDiagnosis:
-        """Return the fault of an interpreter that died or broke its channel.
+        """Return the party at fault for an interpreter that died or broke its channel.
 
-        OOM kills count since the last `reset_oom_counter`.
+        Only OOM kills since the last `reset_oom_counter` are considered.
         """
         used_up = self._group is not None and self._group.was_oom_killed()
         return fault_diagnosis.diagnose_death(
@@ -160,7 +168,7 @@ class Box:
     async def _close(self) -> None:
         if self.interpreter is not None:
             await self._zygote.end_interpreter(self.interpreter)
-        async with self._lock:  # a running call has noticed the end of its interpreter
+        async with self._lock:  # held until a running call has noticed the end of its interpreter
             if self.interpreter is not None:
                 await self._end_interpreter(self.interpreter)
             await self._release_slot(self)
@@ -172,15 +180,16 @@ class Box:
     async def _handle_early_exit(self) -> None:
         """Diagnose an interpreter that ended between two calls.
 
-        A thread that the code left running or the host may have ended it.
+        Either a thread left running by the code or the host may have ended the interpreter.
         """
         if self.interpreter is not None and self.interpreter.exit_future.done():
             await self._end_and_diagnose(self.interpreter)
 
     async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
-        """End the interpreter and keep a host fault for the next call to report.
+        """End the interpreter; if the host is at fault, store that for the next call to report.
 
-        That call is not run: it would run without its state, and the result would be scored.
+        The next call is not run, because it would lack the state of earlier calls, but its result
+        would be scored.
         """
         exit_ = await self._end_interpreter(interpreter)
         fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")

@@ -1,6 +1,6 @@
-"""Registry of the boxes that clients of a server have open.
+"""Registry of the open boxes of a server.
 
-Boxes are found by id, and closed when idle or when their client disconnects during a call.
+It finds boxes by id, and closes boxes that are idle.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class OpenBox:
 
 
 class BoxRegistry:
-    """Open boxes by id. Ids cannot be guessed, because knowing one permits using the box."""
+    """Open boxes, keyed by id. Ids are unguessable, because the id is all a client needs."""
 
     def __init__(self, *, idle_timeout_s: float, metrics: SandboxMetrics) -> None:
         self.idle_timeout_s = idle_timeout_s
@@ -41,14 +41,14 @@ class BoxRegistry:
         return name
 
     def find_box(self, name: str) -> OpenBox:
-        """Return an open box. Raises BoxClosed."""
+        """Return the open box with this id. Raises BoxClosed."""
         if name not in self.open_boxes:
             raise BoxClosed(f"no box is open under the id {name[:64]!r}: never opened, closed, or idle for {self.idle_timeout_s:g} s")
         return self.open_boxes[name]
 
     @contextlib.contextmanager
     def hold_open(self, name: str) -> Iterator[OpenBox]:
-        """Return an open box and stop its idle timer inside the `with` block."""
+        """Return an open box, and keep its idle timer stopped inside the `with` block."""
         room = self.find_box(name)
         if room.idle_timer is not None:
             room.idle_timer.cancel()
@@ -68,7 +68,10 @@ class BoxRegistry:
         self.close_box(name)
 
     def close_box(self, name: str) -> asyncio.Task[None] | None:
-        """Forget the id at once and close the box in a task that outlives the caller."""
+        """Remove the id at once, and close the box in a task that outlives the caller.
+
+        Returns the task, or None if no box with this id is open.
+        """
         room = self.open_boxes.pop(name, None)
         if room is None:
             return None
@@ -80,7 +83,7 @@ class BoxRegistry:
         return task
 
     async def close(self) -> None:
-        """Close all boxes and wait for the closing tasks."""
+        """Close all boxes and wait until they are closed."""
         for name in list(self.open_boxes):
             self.close_box(name)
         await asyncio.gather(*self.closing_tasks)

@@ -1,8 +1,8 @@
-"""Control groups (v1 or v2) for the memory, processes and cores of a whole box.
+"""Control groups (v1 or v2) that limit the memory, processes and cores of a whole box.
 
-Each slot of a pool has one group, created once and reused. They are created below the group of this
-process, so limits on this process apply to the boxes too. File names are from the kernel's
-Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
+Each slot of a pool has one group, which is created once and reused. The groups are created below
+the group of this process, so limits on this process apply to the boxes too. The file names are
+documented in the kernel's Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
 """
 
 import errno
@@ -18,23 +18,26 @@ from sandbox.records import BoxLimits
 CONTROLLERS = ("memory", "pids", "cpu")
 CPU_PERIOD_US = 100_000
 CHARGE_BATCH_BYTES = 1 << 20
-"""Granularity at which the kernel charges memory.
+"""Granularity at which the kernel charges memory, in bytes.
 
-A group that cannot take another charge may be up to this far below its limit.
+When a charge fails, the memory charged to a group may be below its limit by up to this amount.
 """
 
 
 @dataclass(slots=True)
 class ControlGroup:
-    """Control group of one slot: one directory per controller in v1, a single one in v2."""
+    """Control group of one slot.
+
+    It has one directory per controller in v1, and a single directory in v2.
+    """
 
     paths: tuple[Path, ...]
     _events_fd: int | None = None
-    """Open file of the kernel's OOM counters, read in each call."""
+    """Descriptor of the file with the kernel's OOM counters, which is read in each call."""
     _peak_fd: int | None = None
-    """Open file of the memory peak in v1.
+    """Descriptor of the file with the memory peak in v1.
 
-    The counters of failed charges (failcnt) of v1 stay 0 in Linux 6.18.
+    The peak is used because the v1 counters of failed charges (failcnt) stay 0 in Linux 6.18.
     """
     _counts_before: dict[str, int] = field(default_factory=dict)
 
@@ -48,18 +51,18 @@ class ControlGroup:
         self.reset_oom_counter()
 
     def reset_oom_counter(self) -> None:
-        """Make `was_oom_killed` cover only kills from now on."""
+        """Reset the counters, so that `was_oom_killed` covers only later kills."""
         self._counts_before = self._counts()
         for path in self._peak_files() if self._peak_fd is not None else ():
-            # The file is opened each time: one that stays open for writing keeps its mount from
-            # becoming read-only (attack/outer_bounds.py).
+            # The file is opened for each reset. A file that stays open for writing would prevent
+            # its mount from becoming read-only (attack/outer_bounds.py).
             path.write_text("0")
 
     def was_oom_killed(self) -> bool:
-        """Return True if a process was killed since the reset because this group was out of memory.
+        """Return True if a process was killed since the reset because the group was out of memory.
 
-        The kernel also counts kills by other OOM killers, the host's included, so the group must
-        have been at its own limit as well.
+        The kernel also counts kills by other OOM killers, such as the host's. Therefore, the group
+        must also have reached its own limit.
         """
         now = self._counts()
         if now.get("oom_kill", 0) <= self._counts_before.get("oom_kill", 0):
@@ -69,7 +72,7 @@ class ControlGroup:
         return int(os.pread(self._peak_fd, 64, 0)) >= int((self.paths[0] / "memory.limit_in_bytes").read_text()) - CHARGE_BATCH_BYTES
 
     def list_processes(self) -> list[int]:
-        """Return the pids in the group. Raises OSError."""
+        """Return the pids of all processes in the group. Raises OSError."""
         return [int(pid) for pid in (self.paths[0] / "cgroup.procs").read_text().split()]
 
     def close(self) -> None:
@@ -84,7 +87,7 @@ class ControlGroup:
         return {name: int(number) for name, number in map(str.split, os.pread(self._events_fd, 4096, 0).decode().splitlines())}
 
     def _peak_files(self) -> list[Path]:
-        """Return the memory peak file of v1, with swap if accounted; empty in v2."""
+        """Return the v1 file with the memory peak, including swap if counted; empty in v2."""
         files = (self.paths[0] / name for name in ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes"))
         return [file for file in files if file.exists()][:1]
 
@@ -96,16 +99,16 @@ def _open_first(files: Iterable[Path]) -> int | None:
 
 
 class ControlGroups:
-    """Control groups of a pool.
+    """Control groups of all slots of a pool.
 
-    Raises OSError, naming the file, if this process may not create them.
+    If this process may not create them, the constructor raises an OSError that names the file.
     """
 
     def __init__(self, *, size: int, limits: BoxLimits, parents: dict[str, Path] | None = None) -> None:
         """Create the groups.
 
-        `parents` maps each controller to the directory of this process's own group (one directory
-        for all in v2); None finds them in /proc.
+        `parents` maps each controller to the directory of this process's group; in v2, that is the
+        same directory for all controllers. None reads the directories from /proc.
         """
         self.parents = find_own_groups() if parents is None else parents
         missing = set(CONTROLLERS) - self.parents.keys()
@@ -135,7 +138,7 @@ class ControlGroups:
     def close(self) -> None:
         """Remove the groups.
 
-        They are empty once their boxes are dead, but the kernel may need a moment to notice.
+        After the boxes have died, the kernel may need a moment until it allows the removal.
         """
         for group in self.slots:
             group.close()
@@ -150,9 +153,9 @@ class ControlGroups:
                     time.sleep(0.01)
 
     def _delegate_controllers(self, place: Path) -> None:
-        """Enable the controllers for child groups.
+        """Enable the controllers for child groups of `place`, which only v2 requires.
 
-        v2 requires this, and permits it only in a group without processes (or in the root group).
+        v2 permits this only in the root group or in a group without processes.
         """
         if self.is_unified:
             given = (place / "cgroup.subtree_control").read_text().split()
@@ -183,7 +186,7 @@ class ControlGroups:
                 (folder[controller] / name).write_text(value)
 
     def _remove_stale_groups(self) -> None:
-        """Remove groups left by pools that were killed."""
+        """Remove groups that remain from killed pools."""
         for top in [top for place in self.parent_dirs for top in place.glob("sandbox-*-*")]:
             if not Path("/proc", top.name.split("-")[1]).exists():
                 for path in [*(entry for entry in top.iterdir() if entry.is_dir()), top]:
@@ -194,7 +197,7 @@ class ControlGroups:
 
 
 def find_own_groups(proc: Path = Path("/proc/self")) -> dict[str, Path]:
-    """Return controller -> directory of this process's group, for the hierarchies mounted here."""
+    """Map each controller to the directory of this process's group, if it is mounted here."""
     inside: dict[str, str] = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)

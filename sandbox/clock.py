@@ -1,12 +1,18 @@
-"""Timer of a call that counts only time in which the box could run.
+"""Timer of a call that counts only the time during which the box was able to run.
 
-A stall of the host must not be reported as a limit exceeded by the code. The timer checks about
-CHECKS_PER_LIMIT times per limit. A check that comes late counts as if it were on time, because the
-pool's event loop or the whole machine was blocked. A check interval in which the box was stopped
-from outside, or was runnable without a core to run on, does not count; both come from /proc
-(proc(5): state, schedstat). A reply that arrived by the last check is in time, however late it is
-read. Under load a call may take up to MAX_WALL_FACTOR times its limit of wall time. Then it has
-exceeded its limit, unless it could not run at all.
+A stall of the host must not be reported as a limit exceeded by the code. The timer therefore checks
+the box about CHECKS_PER_LIMIT times per time limit, by reading its process states and scheduling
+statistics from /proc (proc(5): state, schedstat):
+
+- Time during which the box was stopped from outside, or was runnable but had no core to run on, is
+  not counted.
+- If a check runs late, only the planned interval is counted, because the pool's event loop or the
+  whole machine was blocked.
+- A reply that arrived before the last check is in time, even if the pool reads it later.
+
+Under load, the wall time of a call can reach MAX_WALL_FACTOR times its limit. The call times out at
+that point. The code is then at fault, unless the box was unable to run for at least the length of
+the limit; in that case, the host is at fault.
 """
 
 import asyncio
@@ -23,38 +29,39 @@ if TYPE_CHECKING:
 
 CHECKS_PER_LIMIT = 20
 MIN_CHECK_INTERVAL_S = 0.2
-"""Smallest interval between two checks.
+"""Smallest interval between two checks, in seconds.
 
-It is two periods of a control group; a box that has used its quota does not run in the rest of one.
+It is two CPU periods of a control group, because a box that has used up its CPU quota does not run
+for the rest of the period.
 """
 CHECK_GRACE_S = 0.05
-"""Seconds until the last check of a call, and largest delay of a check.
+"""Seconds by which a punctual check may be late, and shortest time to the next check.
 
-A call times out at the first punctual check after its time is used up. By then the event loop has
-read everything that had arrived.
+A call times out at the first punctual check after its time is used up. At a punctual check, the
+event loop has already read every reply that arrived before the check.
 """
 MAX_WALL_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSnapshot:
-    """State of a box's processes at one moment."""
+    """State of a box's processes at one point in time."""
 
     is_stopped: bool
     is_runnable: bool
-    """True if the first process is running or ready to run."""
+    """True if the first process of the box is running or ready to run."""
     thread_times_ns: dict[str, tuple[int, int]]
-    """Times of each thread since its start: directory in /proc -> (ns running, ns waiting).
+    """Scheduling times of each thread: directory in /proc -> (ns running, ns waiting).
 
-    A waiting thread is ready to run but has no core.
+    A thread is waiting if it is ready to run but has no core.
     """
 
 
 def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
     """Take a snapshot of all processes of a box.
 
-    Without a control group these are the process `pid` and its descendants. Processes that have
-    exited or cannot be read are left out.
+    They are `pid` and all processes in `group`, or `pid` and its descendants if `group` is None.
+    Processes that have exited or cannot be read are left out.
     """
     state, threads = "", {}
     with contextlib.suppress(OSError):
@@ -72,14 +79,15 @@ def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
 
 
 def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: float, cpus: float) -> float:
-    """Return the fraction of a time span in which the box could run, from 0 to 1.
+    """Return the fraction of the time between two snapshots in which the box was able to run.
 
-    Waiting for a core does not count. Threads of the box that wait for one another are its own
-    doing, so time in which it used its allowance, `cpus` cores but at most one, always counts.
+    Time during which a thread waited for a core is subtracted. However, threads also wait if they
+    compete with other threads of the same box. Therefore, the CPU time used by the box, divided by
+    `min(1, cpus)`, is never subtracted. If the box is stopped, the fraction is 0.
     """
     if now.is_stopped:
         return 0.0
-    if not any(running for running, _ in now.thread_times_ns.values()):  # this kernel does not count (CONFIG_SCHED_INFO)
+    if not any(running for running, _ in now.thread_times_ns.values()):  # the kernel keeps no scheduling statistics (CONFIG_SCHED_INFO)
         return 1.0
     used = delayed = 0.0
     for name, (running, waiting) in now.thread_times_ns.items():
@@ -93,21 +101,22 @@ def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: 
 
 
 class BoxTimer:
-    """Async context manager that raises TimeoutError after `seconds` of the box's own time.
+    """Async context manager that raises TimeoutError after `seconds` in which the box could run.
 
-    After a timeout, `was_starved` is True if the host kept the box from running.
+    After a timeout, `was_starved` is True if the host prevented the box from running.
     """
 
     def __init__(self, seconds: float, *, pid: int, group: "ControlGroup | None", cpus: float, is_unstoppable: bool) -> None:
         """Create a timer.
 
         Args:
-            seconds: Limit.
-            pid: First process of the box.
+            seconds: Time limit in seconds.
+            pid: Process id of the first process of the box.
             group: Control group of the box, if any.
             cpus: Number of cores that the box may use.
-            is_unstoppable: True if nothing inside the box can stop its first process; otherwise
-                code could stop its own timer, so stops are not discounted.
+            is_unstoppable: True if no code in the box can stop the box's first process. If False,
+                time during which the process is stopped is counted, because otherwise the code
+                could stop its own timer.
         """
         self.was_starved = False
         self._seconds, self._pid, self._group, self._cpus, self._is_unstoppable = seconds, pid, group, cpus, is_unstoppable
@@ -121,8 +130,8 @@ class BoxTimer:
         self._timer = asyncio.timeout(None)
         await self._timer.__aenter__()
         self._last_check = self._loop.time()
-        # The first check has no earlier snapshot to compare with; calls that end before it need
-        # none.
+        # The first check only takes a snapshot to compare with. A call that ends earlier needs no
+        # snapshot.
         self._schedule_check(min(self._step / 4, self._seconds))
         return self
 

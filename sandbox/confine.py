@@ -1,6 +1,7 @@
-"""Entry into the isolation layers: first those of the zygote, then those of each box.
+"""Entry into the isolation layers of the zygote and of each box.
 
-The order lets each layer be entered:
+Layers are entered in the following order, since later layers remove privileges that earlier layers
+need:
 
     zygote   user_ns -> mount_ns + read_only_root
     box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns
@@ -18,16 +19,16 @@ from sandbox import kernel, landlock, mounts, seccomp
 from sandbox.layers import Layers
 from sandbox.records import BoxLimits
 
-INNER_UID = 1000  # in a box with its own user namespace
+INNER_UID = 1000  # user and group id inside a box's own user namespace
 WORKER_HEADROOM_BYTES = 64 << 20
-"""Bytes beyond `BoxLimits.memory` for the worker itself.
+"""Bytes of memory beyond `BoxLimits.memory` that are available to the worker only.
 
-It needs them to report that memory is used up and to encode images.
+The worker needs them to encode images and to report that the code has used up its memory.
 """
 ADDRESS_SPACE_MARGIN_BYTES = 4 << 30
-"""Bytes of address space beyond that if address space is limited to bound page tables.
+"""Bytes of address space beyond the memory limit, for thread stacks and allocator arenas.
 
-They leave space for thread stacks and the allocator's arenas.
+They apply only where the address space is limited in order to bound the size of page tables.
 """
 HOST_NAME = "box"
 FIRST_UID = 1_000_000_000  # far above the ids of users, services and containers
@@ -35,42 +36,50 @@ FIRST_UID = 1_000_000_000  # far above the ids of users, services and containers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Confinement:
-    """Confinement of one box."""
+    """Settings for the confinement of one box."""
 
     layers: Layers
     limits: BoxLimits
     directory: str
-    """Directory that holds work/ and tmp/."""
+    """Directory in which the box's work/ and tmp/ are created."""
     uid: int
-    """User id of the box under `drop_uid`."""
+    """User id of the box if the layer `drop_uid` is on."""
     base_data_bytes: int
-    """Bytes of writable memory mapped by the zygote at its fork."""
+    """Bytes of writable memory that the zygote has mapped when it forks the box."""
     base_address_bytes: int
-    """Bytes of address space mapped by the zygote at its fork."""
+    """Bytes of address space that the zygote has mapped when it forks the box."""
     cores: frozenset[int]
-    """Cores of all processes of the box under `watchdog`."""
+    """Cores on which the box's processes may run if the layer `watchdog` is on."""
 
 
 def box_uid(zygote: int, slot: int) -> int:
-    """Return the user id of one slot of one pool.
+    """Return the user id of a slot; `zygote` is the process id of the pool's zygote.
 
-    Ids are unique, because process ids are below 2**22 and a pool has at most 256 slots.
+    The ids are unique per host, because process ids are below 2**22 and a pool has at most 256
+    slots.
     """
     assert zygote < 1 << 22 and slot < 256, f"zygote {zygote}, slot {slot}"
     return FIRST_UID + zygote * 256 + slot
 
 
 def box_cores(slot: int, *, cpus: float) -> frozenset[int]:
-    """Return the cores of one slot, out of those that this process may use.
+    """Select the cores of a slot among the cores that this process may use.
 
-    Adjacent slots get different cores as long as there are enough.
+    Slots with consecutive numbers get different cores if there are enough cores.
     """
     allowed, wanted = sorted(os.sched_getaffinity(0)), math.ceil(cpus)
     return frozenset(allowed[(slot * wanted + core) % len(allowed)] for core in range(wanted))
 
 
 def write_id_maps(proc: int, *, inside: int, outside_uid: int, outside_gid: int) -> None:
-    """Map the only user of this new user namespace; `proc` is a descriptor of /proc."""
+    """Write the id maps of this process's new user namespace, which has one user and one group.
+
+    Args:
+        proc: File descriptor of /proc.
+        inside: User and group id inside the namespace.
+        outside_uid: User id outside the namespace.
+        outside_gid: Group id outside the namespace.
+    """
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {outside_uid} 1"), ("gid_map", f"{inside} {outside_gid} 1")):
         descriptor = os.open(f"self/{name}", os.O_WRONLY, dir_fd=proc)
         try:
@@ -80,7 +89,7 @@ def write_id_maps(proc: int, *, inside: int, outside_uid: int, outside_gid: int)
 
 
 def enter_zygote_layers(layers: Layers, *, proc: int) -> None:
-    """Enter the zygote's layers. Raises OSError if the host does not permit one."""
+    """Enter the layers of the zygote. Raises OSError if the host does not permit a layer."""
     if layers.user_ns:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.CLONE_NEWUSER)
@@ -93,7 +102,7 @@ def enter_zygote_layers(layers: Layers, *, proc: int) -> None:
 
 
 def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
-    """Enter the namespaces of a box. Raises OSError if the host does not permit one."""
+    """Enter the namespaces of a box. Raises OSError if the host does not permit a namespace."""
     wanted = {
         kernel.CLONE_NEWUSER: layers.user_ns,
         kernel.CLONE_NEWNS: layers.mount_ns,
@@ -110,9 +119,9 @@ def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
 
 
 def prepare_directory(confinement: Confinement, inputs: Mapping[str, bytes]) -> str:
-    """Create the box's directory with its inputs and return the working directory.
+    """Create the box's directories, write its inputs and return its working directory.
 
-    Needs the privileges that `drop_privileges` gives up.
+    This must run before `drop_privileges`, because it needs privileges to mount and to chown.
     """
     owner = confinement.uid if confinement.layers.drop_uid else None
     if confinement.layers.private_tmp:
@@ -125,9 +134,9 @@ def prepare_directory(confinement: Confinement, inputs: Mapping[str, bytes]) -> 
 
 
 def drop_privileges(confinement: Confinement) -> None:
-    """Give up every privilege for good.
+    """Drop all privileges of this process permanently.
 
-    Called immediately before foreign data or code is processed.
+    The worker calls this function before it processes any untrusted data or code.
     """
     layers = confinement.layers
     if layers.rlimits:
@@ -158,9 +167,15 @@ def drop_privileges(confinement: Confinement) -> None:
 def set_rlimits(limits: BoxLimits, *, base_data_bytes: int, base_address_bytes: int | None) -> None:
     """Set the resource limits of a box.
 
-    RLIMIT_NPROC counts per user and user namespace, and does not apply to root.
-    `base_address_bytes` is None if a cgroup counts page tables; then the address space is not
-    limited.
+    RLIMIT_NPROC counts processes per user and user namespace, and does not apply to root.
+
+    Args:
+        limits: Limits of the box.
+        base_data_bytes: Bytes of writable memory mapped by the zygote, which are added to the
+            limit.
+        base_address_bytes: Bytes of address space mapped by the zygote, which are added to the
+            limit. None leaves the address space unlimited, if a control group counts the page
+            tables.
     """
     wanted = {
         resource.RLIMIT_NPROC: limits.processes,

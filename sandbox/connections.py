@@ -1,9 +1,9 @@
-"""Per-connection limits of a server that uvicorn does not have.
+"""Per-connection limits that uvicorn does not provide.
 
-They extend uvicorn's connection (0.54, protocols/http/h11_impl.py). A client must send a header,
-then the announced body, and read the response, each within a time limit. With too many connections
-or too many unread bytes, those waiting longest are aborted first, so silent clients never displace
-active ones.
+They extend uvicorn's HTTP connection (0.54, protocols/http/h11_impl.py). A client must send the
+request header, then the announced body, and then read the response, each within a time limit. If
+there are too many connections or too many unread bytes, the connections that have waited longest
+are aborted first. Therefore, idle clients never displace active clients.
 """
 
 import asyncio
@@ -19,25 +19,25 @@ LOG_LINES_PER_MINUTE = 20
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionRegistry:
-    """All connections of a server and their limits. Times are in seconds."""
+    """Limits of a server's connections, and the connections that wait for their client."""
 
     max_connections: int = 1024
     header_timeout_s: float = 10.0
-    """Seconds from the connection or the previous response to the end of a request's header."""
+    """Seconds from the connection's start or previous response to the end of a request header."""
     body_timeout_s: float = 60.0
-    """Seconds from the end of the header to the end of the body."""
+    """Seconds from the end of a request's header to the end of its body."""
     response_timeout_s: float = 60.0
-    """Seconds for reading a response."""
+    """Seconds that a client may take to read a response."""
     max_unread_bytes: int = 512 << 20
-    """Bytes of unread responses of all connections together."""
+    """Largest total number of unread response bytes over all connections."""
     awaiting_request: dict["LimitedConnection", None] = field(default_factory=dict)
-    """Connections with an incomplete request, in the order in which their timers started."""
+    """Connections with an incomplete request, ordered by the start of their timers."""
     awaiting_reader: dict["LimitedConnection", None] = field(default_factory=dict)
-    """Connections with an unread part of a response in the server's buffer, oldest first."""
+    """Connections with unread response bytes in the server's buffer, longest-waiting first."""
 
 
 class LimitedConnection(H11Protocol):
-    """Connection that is aborted, without a response, when it exceeds a time limit."""
+    """Connection that is aborted without a response when it exceeds a time limit."""
 
     def __init__(self, *, registry: ConnectionRegistry, **options: Any) -> None:
         super().__init__(**options)
@@ -47,7 +47,7 @@ class LimitedConnection(H11Protocol):
         self._response_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the request timer; above the connection limit, abort the oldest connection."""
+        """Start the request timer, and enforce the limit on the number of connections."""
         super().connection_made(transport)
         self._restart_request_timer()
         if len(self.connections) > self.registry.max_connections:
@@ -60,14 +60,14 @@ class LimitedConnection(H11Protocol):
         self._stop_response_timer()
 
     def handle_events(self) -> None:
-        """Process received data and update the timer of the request."""
+        """Process received data and update the request timer."""
         super().handle_events()
         self._restart_request_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Send the last response of the connection, to bytes that are not a request.
+        """Respond to bytes that are not a valid request, and end the connection.
 
-        The response to a request before them is no longer sent.
+        If an earlier request on this connection is still being processed, its response is not sent.
         """
         super().send_400_response(msg)
         if self.cycle is not None:
@@ -75,15 +75,15 @@ class LimitedConnection(H11Protocol):
             self.cycle.message_event.set()
 
     def on_response_complete(self) -> None:
-        """Start the timer of the next request."""
+        """Start the timer for the next request."""
         super().on_response_complete()
         self._restart_request_timer()
 
     def pause_writing(self) -> None:
-        """Start the response timer once the kernel's buffer is full.
+        """Start the response timer when the kernel's send buffer is full.
 
-        The rest of the response waits in this process until the client reads it. Above the total of
-        unread bytes, the oldest such connections are aborted.
+        The rest of the response is buffered in this process until the client reads it. While the
+        total of unread bytes is above its limit, the longest-waiting connections are aborted.
         """
         super().pause_writing()
         self.registry.awaiting_reader[self] = None
@@ -102,7 +102,7 @@ class LimitedConnection(H11Protocol):
         self._restart_request_timer()
 
     def _restart_request_timer(self) -> None:
-        """Start the timer for the next part of the request, unless it is already running."""
+        """Start the timer for the header or body that is due, unless it is already running."""
         cycle, line = self.cycle, self.registry
         awaits_header = cycle is None or cycle.response_complete
         owed = line.header_timeout_s if awaits_header else line.body_timeout_s if cycle.more_body else None
@@ -129,21 +129,21 @@ class LimitedConnection(H11Protocol):
 
 
 def _abort_oldest(connections: dict[LimitedConnection, None]) -> None:
-    """Abort the connection that has waited longest."""
+    """Abort the first connection, which has waited longest."""
     first = next(iter(connections))
     del connections[first]
     first.transport.abort()
 
 
 class LogRateLimiter(logging.Filter):
-    """Limits log lines per minute, because a client that can cause one can cause a million."""
+    """Limits log lines per minute, because a client could cause millions of log lines."""
 
     def __init__(self, max_lines: int = LOG_LINES_PER_MINUTE) -> None:
         super().__init__()
         self.max_lines, self.window_start, self.count = max_lines, time.monotonic(), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True while the current minute has lines left."""
+        """Return True until `max_lines` lines were logged in the current minute."""
         now = time.monotonic()
         if now > self.window_start + 60.0:
             self.window_start, self.count = now, 0

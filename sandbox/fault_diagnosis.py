@@ -1,6 +1,6 @@
-"""Diagnosis of a box that died or timed out: the party at fault, and the limit exceeded.
+"""Diagnosis of a box that died or timed out: party at fault and exceeded limit.
 
-The code is at fault only if it can be shown to have caused the death.
+The code is considered at fault only if there is evidence that it caused the failure.
 """
 
 import os
@@ -16,14 +16,17 @@ LIMIT_MESSAGES = {
     "processes": "the code had more than {limits.processes} processes and threads",
     "system call": "the code made a system call that no program here may make",
 }
-"""Limit -> message for a box killed at it; CONSEQUENCE is appended."""
+"""Exceeded limit -> error message, to which CONSEQUENCE is appended."""
 CONSEQUENCE = "its processes were killed; variables, imports and files of earlier calls are lost"
 STARVED_MESSAGE = "the box was stopped from outside, or had no core to run on"
 FaultDiagnosis = tuple[Fault, str | None, CallError]
 
 
 def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
-    """Return the fault of a call that timed out; `was_starved` is that of its timer."""
+    """Return the party at fault for a call that timed out.
+
+    `was_starved` is the attribute of the call's `BoxTimer`.
+    """
     if was_starved:
         return _host_fault(f"{STARVED_MESSAGE}: the call did not end")
     return _limit_exceeded("time", f"the call ran longer than {seconds:g} s")
@@ -32,15 +35,15 @@ def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
 def diagnose_death(
     interpreter: Interpreter, exit_: ExitStatus, *, layers: Layers, limits: BoxLimits, out_of_memory: bool, channel_error: str
 ) -> FaultDiagnosis:
-    """Return the fault of an interpreter that died or was ended.
+    """Return the party at fault for an interpreter that died or was killed by the pool.
 
     Args:
-        interpreter: The interpreter.
-        exit_: Its exit.
-        layers: Layers in force.
+        interpreter: Interpreter of the box.
+        exit_: Exit status of the interpreter.
+        layers: Isolation layers in use.
         limits: Limits of the box.
         out_of_memory: True if the box's control group counted an OOM kill since the code started.
-        channel_error: "gone" if the channel ended, else the pool's complaint about the reply.
+        channel_error: "gone" if the channel closed, else a description of the malformed reply.
     """
     limit = interpreter.exceeded_limit or _find_exceeded_limit(exit_, limits=limits, out_of_memory=out_of_memory)
     if limit is not None:
@@ -55,8 +58,8 @@ def diagnose_death(
     if ended == -signal.SIGKILL and exit_.lowered_cpu_limit:
         how += " at a limit of processor time of its own"
     elif ended == -signal.SIGKILL and layers.pid_ns:
-        # The first process of a pid namespace is immune to its descendants, and seccomp refuses the
-        # ways around that.
+        # PID 1 of a PID namespace cannot be killed from inside the namespace, and seccomp blocks
+        # the known exceptions.
         return _host_fault("somebody on the host killed the box: out of memory?")
     return _code_fault("InterpreterDied", f"the code ended its own interpreter ({how})")
 

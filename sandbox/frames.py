@@ -1,9 +1,9 @@
-"""Frames between the pool and a box: a JSON object followed by a list of byte strings.
+"""Frames exchanged between the pool and a box: a JSON object followed by byte strings.
 
     u32 length of the JSON | u32 number of byte strings | u64 length of each | JSON | byte strings
 
-The pool reads frames that code in a box may have written: every length is checked before the data
-is read, and anything else than a frame raises MalformedFrame.
+Code in a box may have forged the frames that the pool reads. Therefore, the pool checks every
+length before it reads the data, and raises MalformedFrame for invalid data.
 """
 
 import asyncio
@@ -15,31 +15,31 @@ from collections.abc import Sequence
 HEADER = struct.Struct("!II")
 MAX_JSON = 2 << 20
 MAX_INLINE_JSON = 64 << 10
-"""Bytes of JSON parsed on the event loop, in under 1 ms; longer JSON is parsed in a thread."""
+"""Largest JSON in bytes that is parsed on the event loop (in under 1 ms), not in a thread."""
 MAX_CONTROL_BYTES = 1 << 16
-"""Largest datagram between the pool and its zygote, in bytes; it is JSON only."""
+"""Largest size of a JSON datagram between the pool and its zygote, in bytes."""
 Frame = tuple[dict[str, object], list[bytes]]
 
 
 class MalformedFrame(ValueError):
-    """The peer does not follow the protocol."""
+    """The peer sent data that is not a valid frame."""
 
 
 def pack_frame(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes:
-    """Return a message and its byte strings as a frame."""
+    """Encode a message and its byte strings as a frame."""
     text = json.dumps(message).encode("ascii")
     return b"".join([HEADER.pack(len(text), len(blobs)), struct.pack(f"!{len(blobs)}Q", *map(len, blobs)), text, *blobs])
 
 
 async def read_frame(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs: int) -> tuple[bytes, list[bytes]]:
-    """Read one frame of at most `max_blobs` byte strings and `max_bytes` in total.
+    """Read one frame with at most `max_blobs` byte strings of at most `max_bytes` in total.
 
-    The JSON is returned unparsed: `parse_json` runs after the timer of the call, because parsing is
-    the pool's time and not the box's.
+    The JSON is returned unparsed. The caller parses it with `parse_json` after the call's timer has
+    stopped, because parsing time must not count as the box's time.
 
     Raises:
-        MalformedFrame: A length is above its limit.
-        IncompleteReadError: The box is gone.
+        MalformedFrame: A length exceeds its limit.
+        IncompleteReadError: The channel was closed before the end of the frame.
     """
     num_text, num_blobs = HEADER.unpack(await reader.readexactly(HEADER.size))
     if num_text > MAX_JSON or num_blobs > max_blobs:
@@ -57,7 +57,7 @@ async def parse_json(text: bytes) -> dict[str, object]:
 
 
 def receive_frame(channel: socket.socket) -> Frame:
-    """Read one frame from a blocking socket with a trusted peer. Raises EOFError."""
+    """Read one frame from a trusted peer on a blocking socket. Raises EOFError if it is closed."""
     num_text, num_blobs = HEADER.unpack(_receive_exactly(channel, HEADER.size))
     lengths = struct.unpack(f"!{num_blobs}Q", _receive_exactly(channel, 8 * num_blobs))
     message = _parse_json(_receive_exactly(channel, num_text))

@@ -1,9 +1,13 @@
-"""SandboxFusion's `/run_code` endpoint on our pool, so that its clients can use our server.
+"""SandboxFusion's `/run_code` endpoint for the sandbox server.
 
-The opposite direction, our interface on one of its servers, is fusion_client.py. Names, defaults
-and statuses are those of SandboxFusion's documented REST API. A timeout is `TimeLimitExceeded`
-without a return code; any other end of the program is `Finished` with one. The request as a whole
-is `Success` only for return code 0; `SandboxError` is a failure of the host.
+It lets clients of SandboxFusion use the sandbox server. For the opposite direction, a client that
+uses a SandboxFusion server, see fusion_client.py. Names, defaults and statuses follow
+SandboxFusion's documented REST API:
+
+- If the program times out, the command status is `TimeLimitExceeded`, and there is no return code.
+  Otherwise, the command status is `Finished`, with a return code.
+- The request status is `Success` for return code 0, `SandboxError` if the host failed or cannot run
+  the request, and `Failed` in all other cases.
 """
 
 import re
@@ -18,11 +22,11 @@ from sandbox.pool import Box
 from sandbox.records import CallResult, Fault
 
 KILLED_EXIT_CODE = 137
-"""Return code that a shell reports for a killed program (128 + SIGKILL)."""
+"""Return code of a killed program, as reported by a shell (128 + SIGKILL)."""
 
 
 class FusionRunStatus(StrEnum):
-    """Status of a whole request."""
+    """Status of a `/run_code` request."""
 
     SUCCESS = "Success"
     FAILED = "Failed"
@@ -30,7 +34,7 @@ class FusionRunStatus(StrEnum):
 
 
 class CommandStatus(StrEnum):
-    """Status of one command."""
+    """Status of the command that runs the program."""
 
     FINISHED = "Finished"
     ERROR = "Error"
@@ -40,7 +44,8 @@ class CommandStatus(StrEnum):
 class RunCodeRequest(BaseModel):
     """Request body of `/run_code`.
 
-    Unknown keys are ignored, as in SandboxFusion, because clients send keys of several versions.
+    Unknown keys are ignored, as in SandboxFusion, because clients send keys from several versions
+    of its API.
     """
 
     code: str
@@ -48,9 +53,9 @@ class RunCodeRequest(BaseModel):
     compile_timeout: float = 10
     """Unused, because Python is not compiled."""
     run_timeout: float = Field(default=10, gt=0, allow_inf_nan=False)
-    """Seconds for the program; the pool's own limit applies as well."""
+    """Timeout of the program in seconds, capped at the pool's limit."""
     memory_limit_MB: int = -1
-    """Unused; the memory of a box is a setting of the pool (`serve --limit memory=...`)."""
+    """Unused, because the pool sets the memory limit of a box (`serve --limit memory=...`)."""
     stdin: str | None = Field(default=None, max_length=8 << 20)
     files: dict[str, str | None] = Field(default={}, max_length=MAX_INPUTS)
     fetch_files: list[str] = Field(default=[], max_length=1000)
@@ -58,7 +63,7 @@ class RunCodeRequest(BaseModel):
 
 
 class CommandResult(BaseModel):
-    """Result of one command."""
+    """Result of the command that ran the program."""
 
     status: CommandStatus
     execution_time: float | None = None
@@ -83,7 +88,8 @@ async def handle_run_code(
 ) -> tuple[RunCodeResponse, CallResult | None]:
     """Run the code in a new box for at most `call_timeout_s`.
 
-    `open_box` is called with `files` and `preload`; its exceptions are passed on.
+    `open_box` is called with `files` and `preload`, and its exceptions propagate. The second
+    returned value is the result of the call, or None if the request is invalid.
     """
     if request.language != "python":
         return _error_response(f"this server runs python only, not {request.language[:64]!r}"), None
@@ -102,14 +108,14 @@ def _error_response(why: str) -> RunCodeResponse:
 
 
 def _was_killed(result: CallResult) -> bool:
-    """Return True if the program ended without an exception of its own."""
+    """Return True if the program was killed instead of returning or raising an exception."""
     return result.fault is Fault.HOST or (result.error is not None and not result.error.traceback)
 
 
 def _stdin_preload(request: RunCodeRequest) -> str:
-    """Return a preload that sets standard input, as a descriptor and as sys.stdin.
+    """Return the source of a preload that sets standard input (descriptor 0 and sys.stdin).
 
-    It leaves no name in the namespace.
+    The preload leaves no names in the namespace.
     """
     return f"""import os, sys, tempfile
 with tempfile.TemporaryFile() as file:
@@ -142,5 +148,5 @@ def _return_code(result: CallResult) -> int:
         if not re.fullmatch(r"-?[0-9]+", result.error.message):
             return 1
         number = int(result.error.message)  # within int()'s 4300 digits: messages have at most 2000
-        return number & 255 if abs(number) < 1 << 63 else 255  # Python's own exit fails beyond 64 bits
+        return number & 255 if abs(number) < 1 << 63 else 255  # Python's exit fails for numbers beyond 64 bits
     return KILLED_EXIT_CODE if _was_killed(result) else 1

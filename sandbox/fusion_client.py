@@ -1,10 +1,14 @@
-"""Client of a SandboxFusion server, with the interface of our own pool.
+"""Client for a SandboxFusion server, with the same interface as `SandboxPool`.
 
-It is for clusters that already run SandboxFusion, and offers less than our own server.
-SandboxFusion runs every request in a new process: `state_lost` is True from the second call of a
-box on, `files` of a result is empty, and isolation is up to that server. Inputs are sent with every
-request. Images are returned as files that the wrapper around the code writes under fixed names, and
-are validated like those of our own boxes.
+It is for clusters that already run SandboxFusion, and has fewer features than the sandbox server:
+
+- SandboxFusion runs every request in a new process, so `CallResult.state_lost` is True from the
+  second call of a box on. The inputs are sent with every request.
+- `CallResult.files` is always empty.
+- The isolation of the code depends on the SandboxFusion server.
+
+Images are returned as files with fixed names, which a wrapper around the code writes. They are
+validated like the images of other boxes.
 """
 
 import asyncio
@@ -26,9 +30,9 @@ from sandbox.records import BoxClosed, BoxLimits, CallError, CallResult, CallUsa
 from sandbox.sandbox_client import CLIENT_GRACE_S, CONNECT_RETRIES, CONNECT_TIMEOUT_S, encode_image_file
 
 MAX_STREAM_BYTES = 8 << 20
-"""Largest size of each output stream in a response, as JSON.
+"""Largest size of each output stream in a response, as JSON bytes.
 
-SandboxFusion truncates output at other lengths than our server.
+SandboxFusion does not shorten output streams to `BoxLimits.text`.
 """
 CODE_FILE, PRELOAD_FILE, ERROR_FILE, IMAGE_FILE = "_call.py", "_preload.py", "_error.json", "_image_{}.png"
 WRAPPER = """
@@ -81,9 +85,9 @@ sys.exit(_status)
 
 
 class FusionSandbox:
-    """Client of one SandboxFusion server.
+    """Client for one SandboxFusion server.
 
-    `open` makes no request: the inputs of a box are sent with each of its calls.
+    `open` makes no request, because the inputs of a box are sent with each of its calls.
     """
 
     def __init__(self, url: str, *, limits: BoxLimits | None = None, token: str = "", transport: Transport | None = None) -> None:
@@ -100,7 +104,7 @@ class FusionSandbox:
     ) -> "FusionBox":
         """Return a box with these inputs.
 
-        `wait_s` exists for compatibility and is ignored: the server queues requests, not boxes.
+        `wait_s` exists for compatibility and is ignored, because opening a box never waits.
         """
         variables = {}
         inputs = dict(files or {})
@@ -129,7 +133,11 @@ class FusionBox:
         self.is_closed = False
 
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
-        """Execute `code` in a new process. Raises BoxClosed; other failures are in the result."""
+        """Execute `code` in a new process on the server.
+
+        Raises:
+            BoxClosed: The box is closed. All other failures are reported in the result.
+        """
         if self.is_closed:
             raise BoxClosed("the box was closed")
         self.num_calls += 1
@@ -153,7 +161,7 @@ class FusionBox:
             response = await self._send_request(request)
         except SandboxError as error:
             return CallResult(id=self.num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=str(error)))
-        return await asyncio.to_thread(self._make_result, response)  # decoding and encoding its images may take 0.1 s each
+        return await asyncio.to_thread(self._make_result, response)  # decoding and encoding an image may take 0.1 s
 
     async def _send_request(self, request: RunCodeRequest) -> RunCodeResponse:
         try:
@@ -161,7 +169,7 @@ class FusionBox:
             bounds = {
                 "timeout_s": limit_s,
                 "max_bytes": max_response_bytes(self.pool.limits) + 2 * MAX_STREAM_BYTES,
-            }  # that server does not truncate its output streams
+            }  # SandboxFusion does not truncate its output streams
             answer = await self.pool.http.request("POST", "/run_code", request.model_dump(), connect_timeout_s=CONNECT_TIMEOUT_S, **bounds)
             if not answer.is_success:
                 raise SandboxError(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
@@ -208,9 +216,9 @@ class FusionBox:
         return text[:half] + "\n[...]\n" + text[-half:]
 
     def _check_images(self, files: Mapping[str, bytes]) -> tuple[list[ReturnedImage], list[DroppedOutput]]:
-        """Return the plain PNGs within the limits, and the reasons for dropping other images.
+        """Return the images within the limits as plain PNGs, and notes on the dropped images.
 
-        Images are encoded anew, so that only pixels of the server's data remain.
+        The images are re-encoded, so that only pixel values are kept from the server's response.
         """
         limits = self.pool.limits
         taken: list[ReturnedImage] = []
@@ -235,11 +243,11 @@ class FusionBox:
         return taken, dropped
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return inputs only: files written by the code are lost with its process."""
+        """Return the requested inputs. Files written by the code are lost with its process."""
         return {name: decode_base64(self.inputs[name]) for name in names if name in self.inputs}
 
     async def close(self) -> None:
-        """Close the box; the server keeps nothing of it."""
+        """Mark the box as closed. The server keeps no state of the box."""
         self.is_closed = True
 
     async def __aenter__(self) -> Self:
@@ -250,7 +258,7 @@ class FusionBox:
 
 
 def _decode_files(answered: Mapping[str, str]) -> dict[str, bytes]:
-    """Decode the files that are valid base64."""
+    """Decode base64 files, and leave out files that are not valid base64."""
     files = {}
     for name, content in answered.items():
         with contextlib.suppress(ValueError):
@@ -259,9 +267,9 @@ def _decode_files(answered: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _parse_error(written: bytes | None, *, return_code: int | None, stderr: str) -> CallError:
-    """Return the error that the wrapper recorded, if it is well-formed.
+    """Return the error that the wrapper recorded, or a SystemExit error if it is malformed.
 
-    The code shares its directory and may have written anything there.
+    The executed code can write to the wrapper's directory, so the record is not trusted.
     """
     try:
         kind, message, line = from_json(written or b"")  # refuses lone surrogates and unbounded nesting

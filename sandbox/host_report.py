@@ -1,4 +1,4 @@
-"""Report on the isolation layers of this host and on what code in a box can do on it."""
+"""Report on the isolation layers and protections that this host provides."""
 
 import os
 import platform
@@ -27,9 +27,9 @@ LAYER_DESCRIPTIONS = {
 
 
 def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
-    """Return the report, and True if a pool starts here.
+    """Return the report, and True if a pool with isolation="auto" can start on this host.
 
-    The pool uses isolation="auto" and `allow_missing`.
+    `allow_missing` names protections that this host may lack, as for `SandboxPool`.
     """
     offers = detect_layers()
     layers, verdict, able = Layers(), "isolation: available", True
@@ -46,7 +46,7 @@ def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
 
 
 def describe_protections(layers: Layers) -> list[str]:
-    """Return a line for each protection: held, with its layers, or OPEN."""
+    """Return a line for each protection: `held`, with the layers that provide it, or `OPEN`."""
     lines = []
     for name, wall in PROTECTIONS.items():
         held = wall.find_enforcing_layers(layers)
@@ -56,9 +56,10 @@ def describe_protections(layers: Layers) -> list[str]:
 
 
 def warn_exposed_paths(paths: dict[str, str]) -> list[str]:
-    """Return a warning for each path that boxes can read.
+    """Return a warning for each path that code in a box can read.
 
-    `paths` maps a description to a path. Boxes can read it if it lies below a path that they need.
+    `paths` maps descriptions to paths. Boxes can read everything below the system paths that they
+    need (`mounts.system_paths`).
     """
     return [
         f"warning: {what} ({path}) lies below {shown}, which code in every box reads: move it"

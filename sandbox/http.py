@@ -1,7 +1,7 @@
-"""Shared parts of our HTTP servers: requests, disconnects, errors, limits and shutdown.
+"""Shared parts of this project's HTTP servers: requests, disconnects, errors, limits and shutdown.
 
-Used by the sandbox's server and those of megatron_rl/services. Requests pass connections.py and
-request_gate.py first.
+The sandbox server and the servers of megatron_rl/services use them. Each request first passes
+connections.py and request_gate.py.
 """
 
 import asyncio
@@ -30,29 +30,31 @@ from sandbox.token import is_reachable_remotely
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 NO_DOC_PAGES: Mapping[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
-"""Arguments of FastAPI without its documentation pages, which load scripts from a CDN."""
+"""Arguments of FastAPI that disable its documentation pages, which load scripts from a CDN."""
 MAX_SHOWN_ERRORS, MAX_ERROR_CHARS = 20, 2000
-"""Limits of the errors reported for a request: their number, and characters of a message."""
+"""Largest number of errors reported for a request, and of characters in an error message."""
 LISTEN_BACKLOG = 64
-"""Number of connections that the kernel queues before they are accepted."""
+"""Largest number of connections that the kernel queues before they are accepted."""
 ACCEPT_BATCH, ACCEPT_TICKS = 32, 4
-"""Number of connections accepted in excess: per event loop tick, and number of ticks.
+"""Connections accepted per event-loop tick, and ticks until an aborted connection is closed.
 
-asyncio accepts ACCEPT_BATCH connections per tick without checking for free descriptors. It does so
-ACCEPT_TICKS times before a connection aborted because of the first has released its descriptor
-(Python 3.11, selector_events.py: accept, create, abort and close take one tick each).
+asyncio accepts ACCEPT_BATCH connections per tick without checking for free file descriptors. When a
+connection above the limit causes an older connection to be aborted, the older connection releases
+its descriptor only ACCEPT_TICKS ticks later (Python 3.11, selector_events.py: accept, create, abort
+and close take one tick each). Meanwhile, ACCEPT_TICKS * ACCEPT_BATCH connections may be accepted.
 """
 MIN_CONNECTIONS = 16
-"""Number of connections that a server must be able to hold."""
+"""Smallest number of simultaneous connections that a server must support."""
 KEEPALIVE_S = 10.0
-"""Seconds that a connection without a request is kept.
+"""Seconds that the server keeps an idle connection open.
 
-httpx drops its idle connections after 5 s, so it does not send on one that was just closed here.
+httpx clients close idle connections after 5 s, so they never send on a connection that the server
+has just closed.
 """
 
 
 async def run_while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Return the result of `work`, or cancel it when the client disconnects.
+    """Await `work` and return its result; cancel it if the client disconnects.
 
     Raises:
         ClientDisconnect: The client disconnected first.
@@ -77,22 +79,24 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 def make_retry_error(code: int, text: str) -> HTTPException:
-    """Return an error response that asks the client to retry."""
+    """Return an error response with a Retry-After header, which asks the client to retry."""
     return HTTPException(code, text, headers=RETRY_HEADERS)
 
 
 async def read_body(request: Request, model: type[B]) -> B:
-    """Return the body of a request as a validated model.
+    """Parse the body of a request as `model` and validate it.
 
-    Its strings are valid Unicode: unlike json, pydantic's reader refuses lone surrogates.
+    All strings are valid Unicode, because pydantic's JSON parser, unlike `json`, rejects lone
+    surrogates.
 
     Raises:
-        HTTPException: Status 422, with at most MAX_SHOWN_ERRORS errors.
+        HTTPException: The body is invalid. The status is 422, and the response lists the errors if
+            there are at most MAX_SHOWN_ERRORS.
     """
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
-        if error.error_count() > MAX_SHOWN_ERRORS:  # listing a million takes ten seconds
+        if error.error_count() > MAX_SHOWN_ERRORS:  # listing a million errors takes ten seconds
             raise HTTPException(422, f"{error.error_count()} mistakes, keys that there are not among them, maybe") from error
         mistakes = error.errors(include_url=False, include_input=False, include_context=False)
         raise HTTPException(
@@ -101,9 +105,10 @@ async def read_body(request: Request, model: type[B]) -> B:
 
 
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the OpenAPI description of a body that the route parses itself.
+    """Return the OpenAPI description of a request body that the route parses itself.
 
-    References are inlined, because they would point into the document and not into the schema.
+    References in the schema are inlined. Otherwise, they would be resolved relative to the whole
+    OpenAPI document.
     """
     schema = model.model_json_schema()
     return {
@@ -122,17 +127,17 @@ def _inline_references(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 async def handle_http_error(_request: Request, error: StarletteException) -> JSONResponse:
-    """Return an HTTP error with a bounded message.
+    """Return the response for an HTTP error, with its message cut to MAX_ERROR_CHARS.
 
-    Lone surrogates from a box are replaced, because they cannot be encoded.
+    Lone surrogates, which a box may have produced, are replaced because they cannot be encoded.
     """
     detail = error.detail[:MAX_ERROR_CHARS].encode("utf-8", "replace").decode() if isinstance(error.detail, str) else error.detail
     return JSONResponse({"detail": detail}, error.status_code, headers=error.headers)
 
 
 async def handle_disconnect(_request: Request, _error: ClientDisconnect) -> Response:
-    """Return the response to a client that has disconnected."""
-    return Response(status_code=499)  # never delivered
+    """Return an empty response with status 499 for a client that has disconnected."""
+    return Response(status_code=499)  # never delivered, because the client is gone
 
 
 @contextlib.contextmanager
@@ -143,37 +148,38 @@ def open_listener(host: str, port: int, *, token: str, permits: str) -> Iterator
         host: Host name or IP address.
         port: Port, or 0.
         token: Bearer token that the server requires, or "".
-        permits: Verb phrase for the error message: what clients may do.
+        permits: Verb phrase for the error message, such as "run code", that names what clients can
+            do.
 
     Raises:
         OSError: The address cannot be bound.
-        ValueError: Other machines could use the server without a token.
+        ValueError: The address is reachable from other machines, and `token` is empty.
     """
     with socket.create_server((host, port), backlog=LISTEN_BACKLOG) as listener:
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets; without it a reply takes 40 ms
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets; without it, a response takes 40 ms
         if not token and is_reachable_remotely(listener.getsockname()[0]):
             raise ValueError(f"--host {host} lets everybody who reaches it {permits}: give --token-file FILE, or --host 127.0.0.1")
         yield listener
 
 
 async def serve_until_signal(app: FastAPI, listener: socket.socket, *, registry: ConnectionRegistry) -> None:
-    """Serve until SIGINT or SIGTERM; the address is printed once requests are accepted."""
+    """Serve until SIGINT or SIGTERM. Print the address once the server accepts requests."""
     server = uvicorn.Server(make_uvicorn_config(app, registry))
-    # Uvicorn would stop and raise the signal again, but the application must shut down before this
-    # process.
+    # Uvicorn's own handlers would raise the signal again and end this process before the
+    # application has shut down.
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
     running = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not running.done():
         await asyncio.sleep(0.02)
-    listener.listen(LISTEN_BACKLOG)  # asyncio has set it to ACCEPT_BATCH
+    listener.listen(LISTEN_BACKLOG)  # asyncio has set the backlog to ACCEPT_BATCH
     host, port = listener.getsockname()[:2]
     print(f"http://{host}:{port}", flush=True)
     await running
 
 
 def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.Config:
-    """Return a uvicorn configuration without unused features and with rate-limited logs."""
+    """Return a uvicorn configuration with unused features disabled and logs rate-limited."""
     unused = {"ws": "none", "proxy_headers": False, "access_log": False}
     config = uvicorn.Config(
         app, http=partial(LimitedConnection, registry=registry), backlog=ACCEPT_BATCH, log_level="error",
@@ -188,10 +194,10 @@ def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.C
 
 
 def reserve_connections(other_files: int, *, max_connections: int) -> int:
-    """Return the number of simultaneous connections that this process has descriptors for.
+    """Raise the soft limit on open files and return the number of connections that it allows.
 
-    `other_files` descriptors are reserved for other use, and the soft limit is raised as far as
-    needed. A server without free descriptors logs errors endlessly and serves no client.
+    The number is at most `max_connections`. `other_files` file descriptors are reserved for other
+    uses. A server that runs out of descriptors serves no client and logs errors endlessly.
 
     Raises:
         ValueError: The hard limit is too low for MIN_CONNECTIONS.

@@ -1,11 +1,11 @@
 """Capture of images inside a box.
 
-Images are returned if a call shows them, leaves them open as figures, saves them or prints their
-file names. The hooks are installed before the first call.
+A call returns images that it shows, saves, or leaves open as figures. It also returns existing
+image files if it prints their names. The hooks are installed before the first call.
 
-`plt.show()` returns every open figure and closes it, as closing its window would. A figure left
-open is returned at the end of the call and stays open for the next turn; it is returned again only
-after a change. A figure that the call saved to a file is returned as that file.
+`plt.show()` returns and closes every open figure. A figure that is still open at the end of a call
+is returned then and stays open for the next call. It is returned again only if it has changed. If a
+call saves a figure to a file, the file is returned instead of the figure.
 """
 
 import os
@@ -29,7 +29,7 @@ MAX_DEPTH = 6
 
 
 class ImageCapture:
-    """Images of one call, in the order in which they were created."""
+    """Collects the images of one call at a time, in the order in which they are created."""
 
     def __init__(self, limits: BoxLimits, *, work_dir: str) -> None:
         self.limits = limits
@@ -40,19 +40,19 @@ class ImageCapture:
         self._install_hooks()
 
     def start_call(self) -> None:
-        """Reset the per-call state and record the current files."""
+        """Reset the state of the previous call and record the current files."""
         self.budget.begin_call()
         self.captured: list[tuple[str, bytes]] = []
         self.dropped: list[tuple[str, str]] = []
         self.files_before = self._scan_work_dir()
 
     def add_image(self, image: Image.Image, *, source: str) -> None:
-        """Add an image, or the reason why it is not returned."""
+        """Add an image, or a note on why it is not returned."""
         if self._is_within_limits(source=source, width=image.width, height=image.height):
             self._store_png(image_codec.encode_png(image), source=source)
 
     def add_figure(self, figure: matplotlib.figure.Figure) -> None:
-        """Render a figure and add it, or the reason why it is not returned."""
+        """Render and add a figure, or add a note on why it is not returned."""
         width, height = (round(side) for side in figure.bbox.size)
         if self._is_within_limits(source="figure", width=width, height=height):
             canvas = figure.canvas if isinstance(figure.canvas, FigureCanvasAgg) else FigureCanvasAgg(figure)
@@ -63,9 +63,10 @@ class ImageCapture:
         figure.stale = False
 
     def finish_call(self, stdout_text: str) -> dict[str, int]:
-        """Add the remaining images of a call and return the new and changed files: name -> bytes.
+        """Add the remaining images of a call and return the sizes of its new and changed files.
 
-        Figures left open come first, then image files that were saved or named in the output.
+        The remaining images are open figures, then saved image files, then existing image files
+        that are named in `stdout_text`. Sizes are in bytes, keyed by file name.
         """
         for figure in _open_figures():
             if figure not in self.captured_figures or figure.stale:
@@ -111,7 +112,7 @@ class ImageCapture:
             self.captured.append((source, png))
 
     def _scan_work_dir(self) -> dict[str, "FileEntry"]:
-        """Return the regular files of the working directory by relative name; skip links."""
+        """Return the regular files below the working directory, keyed by relative path."""
         found: dict[str, FileEntry] = {}
         folders = [("", 0)]
         while folders and len(found) < MAX_ENTRIES:
@@ -154,9 +155,9 @@ class ImageCapture:
 
 
 def format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """Return the text printed for a warning.
+    """Format a warning without paths of this machine.
 
-    It includes the line only if that is in the executed code, and no path of this machine.
+    File name and line number are included only for warnings raised in the executed code.
     """
     where = "" if os.path.isabs(filename) else f"{filename}:{lineno}: "
     return f"{where}{category.__name__}: {message}\n"
@@ -187,6 +188,6 @@ def _is_image(name: str) -> bool:
 
 
 def _find_image_names(printed: str, *, work: str) -> list[str]:
-    """Return the image file names among the printed words, relative to the working directory."""
+    """Return the image file names in printed text, relative to the working directory."""
     words = (word.strip("'\"`()[]{}<>,;:").removeprefix(work + "/").removeprefix("./") for word in printed.split())
     return [word for word in words if _is_image(word)]

@@ -10,22 +10,20 @@ from sandbox.records import BoxLimits
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_CHANNELS = {0: 1, 2: 3, 6: 4}
-"""Accepted PNG color types -> bytes per pixel: gray, RGB, RGBA, with 8 bits per channel."""
+"""Accepted PNG color types (gray, RGB, RGBA; 8 bits per channel) -> bytes per pixel."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PIL_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PLAIN_MODES = ("L", "RGB", "RGBA")
 MAX_PNG_CHUNKS = 1000
 """Largest number of chunks in a PNG.
 
-Pillow writes one per 64 KiB. Half a million empty ones would fit into `BoxLimits.image_bytes`.
+Pillow writes one chunk per 64 KiB. Without this limit, a PNG within `BoxLimits.image_bytes` could
+have half a million empty chunks, which take long to parse.
 """
 
 
 def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | None:
-    """Return the reason why an image of this size is not returned, or None if it is allowed.
-
-    The reason is a sentence for the model.
-    """
+    """Return None if the size of an image is allowed, else the reason as text for the model."""
     shape = f"{width}x{height} pixels"
     shorter, longer = sorted((width, height))
     if shorter < limits.image_side:
@@ -38,10 +36,10 @@ def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | Non
 
 
 class ImageBudget:
-    """Remaining budget of returned images, their pixels and their PNG bytes, per call and in total.
+    """Budget for the number, pixels and PNG bytes of returned images, per call and in total.
 
-    The pool keeps one and trusts no other. The box keeps its own, so that it does not draw and
-    encode images in vain.
+    The pool enforces its own instance. Another instance in the box only avoids drawing and encoding
+    images that the pool would drop.
     """
 
     def __init__(self, limits: BoxLimits) -> None:
@@ -49,13 +47,13 @@ class ImageBudget:
         self._call = self._total = (0, 0, 0)
 
     def begin_call(self) -> None:
-        """Reset the counts of the call."""
+        """Reset the counts of the current call."""
         self._call = (0, 0, 0)
 
     def check_image(self, *, pixels: int, num_bytes: int = 0) -> str | None:
-        """Return the reason why one more image is not returned, or None if it is allowed.
+        """Return None if the budget allows one more image, else the reason as text for the model.
 
-        The reason is a sentence for the model. Without `num_bytes` it is a check before encoding.
+        `num_bytes` is omitted to check an image before it is encoded.
         """
         limits = self._limits
         for used, most, when in (
@@ -68,15 +66,16 @@ class ImageBudget:
         return None
 
     def count_image(self, *, pixels: int, num_bytes: int) -> None:
-        """Add an image to the counts of the call and of the box."""
+        """Add a returned image to the counts of the current call and of the box."""
         one = (1, pixels, num_bytes)
         self._call, self._total = (tuple(map(sum, zip(used, one, strict=True))) for used in (self._call, self._total))
 
 
 def encode_png(picture: Image.Image) -> bytes:
-    """Encode an image as a PNG of header, pixels and end only.
+    """Encode an image as a PNG that consists only of the header, pixel data and end chunks.
 
-    Z_RLE is faster than the default strategy at this level, and a sixth smaller on photographs.
+    At this compression level, Z_RLE is faster than the default strategy, and its files are a sixth
+    smaller for photographs.
     """
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain
@@ -86,11 +85,11 @@ def encode_png(picture: Image.Image) -> bytes:
 
 
 def check_png(png: bytes) -> tuple[int, int]:
-    """Validate a PNG and return its width and height.
+    """Validate a plain PNG and return its width and height.
 
-    Any decoder can read it whole: header, data, end, valid checksums and exactly the announced
-    pixels. This inflates the pixels, so check the size from `read_png_size` with `check_image_size`
-    first.
+    A valid PNG consists of header, data and end chunks with correct checksums, and contains exactly
+    the number of pixels in its header. Therefore, any decoder can read it. This function
+    decompresses the pixels, so pass the size from `read_png_size` to `check_image_size` first.
 
     Raises:
         ValueError: The PNG is invalid.
@@ -127,9 +126,12 @@ def check_png(png: bytes) -> tuple[int, int]:
 
 
 def read_png_size(png: bytes) -> tuple[int, int]:
-    """Return width and height from the header of a plain PNG.
+    """Read the width and height from the header of a plain PNG.
 
-    A plain PNG has 8 bits per channel and is not interlaced. Raises ValueError for any other data.
+    A plain PNG has 8 bits per channel and is not interlaced.
+
+    Raises:
+        ValueError: The data is not a plain PNG.
     """
     if len(png) < 57 or png[:8] != PNG_SIGNATURE or png[8:16] != b"\x00\x00\x00\rIHDR":
         raise ValueError("not a PNG")

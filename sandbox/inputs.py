@@ -1,4 +1,4 @@
-"""Validation of the inputs of `open`, and their conversion into named bytes."""
+"""Validation of the inputs passed to `open`, and their conversion to named files."""
 
 import keyword
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ IMAGE_MAGIC = {
     b"II*\0": ".tif",
     b"MM\0*": ".tif",
 }
-"""First bytes of a file -> suffix.
+"""First bytes of an image file -> file name suffix.
 
-The pool does not examine an encoded image any further; only the box decodes it.
+The pool checks only these bytes of an encoded image. The image is decoded inside the box.
 """
 MAX_INPUTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxInput:
-    """One input file of a box, possibly an image bound to a variable."""
+    """Input file of a box. If it is an image, it can also be bound to a variable."""
 
     name: str
     """Path relative to the working directory."""
@@ -38,7 +38,11 @@ class BoxInput:
 
 
 def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[str, bytes], limits: BoxLimits) -> list[BoxInput]:
-    """Return all inputs in one form. Raises ValueError that names the invalid entry."""
+    """Convert images and files to a list of inputs.
+
+    Raises:
+        ValueError: An input is invalid. The message names it.
+    """
     found = [_make_image_input(name, picture) for name, picture in images.items()]
     found += [BoxInput(name=name, content=bytes(content)) for name, content in files.items()]
     names: set[str] = set()

@@ -1,6 +1,7 @@
-"""Linux system calls that Python 3.11 lacks, through libc.
+"""Linux system calls that are not available in Python 3.11, called through libc.
 
-Each raises OSError with its name. The constants are from the Linux uapi headers.
+If a call fails, its function raises an OSError that names the call. The constants are from the
+Linux uapi headers.
 """
 
 import ctypes
@@ -39,41 +40,42 @@ def _check_result(value: int, *, name: str, path: str = "") -> int:
 def syscall(number: int, *arguments: object, name: str) -> int:
     """Make a system call by number and return its result.
 
-    Integers are passed as C longs, pointers as ctypes objects or bytes.
+    Integer arguments are passed as C longs. Pass pointers as ctypes objects or bytes. `name` is
+    used in the error message.
     """
     raw = [ctypes.c_long(item) if isinstance(item, int) else item for item in arguments]
     return _check_result(_libc.syscall(ctypes.c_long(number), *raw), name=name)
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces."""
+    """Move this process into new namespaces, given by CLONE_NEW* flags."""
     _check_result(_libc.unshare(flags), name=f"unshare({flags:#x})")
 
 
 def set_host_name(name: str) -> None:
-    """Set the host and domain names, as uname(2) returns them, in this UTS namespace."""
+    """Set the host name and the domain name (see uname(2)) of this UTS namespace to `name`."""
     _check_result(_libc.sethostname(name.encode(), len(name)), name="sethostname")
     _check_result(_libc.setdomainname(name.encode(), len(name)), name="setdomainname")
 
 
 def setns(descriptor: int, kind: int) -> None:
-    """Enter an existing namespace."""
+    """Enter the existing namespace that `descriptor` refers to; `kind` is its CLONE_NEW* flag."""
     _check_result(_libc.setns(descriptor, kind), name="setns")
 
 
 def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """Mount a file system, or bind a directory with MS_BIND, at `target`."""
+    """Mount a file system at `target`. With MS_BIND, bind-mount the path `source` instead."""
     result = _libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), data.encode())
     _check_result(result, name="mount", path=target)
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Detach a file system from the tree; by default at once, even while it is in use."""
+    """Unmount a file system. By default, it is detached at once even if it is in use."""
     _check_result(_libc.umount2(target.encode(), flags), name="umount", path=target)
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Replace the root of this mount namespace by `new` and move the present one to `old`."""
+    """Make `new` the root of this mount namespace, and move the previous root to `old`."""
     syscall(SYS_PIVOT_ROOT, new.encode(), old.encode(), name="pivot_root")
 
 
@@ -84,7 +86,8 @@ class _MountAttributes(ctypes.Structure):
 def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
     """Add attributes (read-only, nosuid, ...) to a mount, by default recursively.
 
-    Unlike a remount, it does not clear attributes that an outer owner has locked.
+    Unlike a remount, this keeps attributes that were locked when the mount was inherited from an
+    outer mount namespace.
     """
     wanted = _MountAttributes(attr_set=attributes)
     arguments = (AT_FDCWD, target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(wanted), ctypes.sizeof(wanted))
@@ -98,17 +101,17 @@ def prctl(option: int, *arguments: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Empty all five capability sets for good.
+    """Empty all five capability sets of this process permanently.
 
-    The bounding and ambient sets are emptied here, the others by capset(2), version 3 of its
-    header.
+    prctl(2) empties the bounding and ambient sets, and capset(2), with version 3 of its header,
+    empties the effective, permitted and inheritable sets.
     """
     for capability in range(LAST_CAP + 1):
         try:
             prctl(PR_CAPBSET_DROP, capability)
         except OSError:
-            # EINVAL: past the kernel's last capability. EPERM: without CAP_SETPCAP, where exec
-            # gains nothing under no_new_privs.
+            # EINVAL: the number is above the kernel's last capability. EPERM: the process lacks
+            # CAP_SETPCAP; this is safe, because exec gains no capability under no_new_privs.
             break
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
@@ -116,5 +119,5 @@ def drop_capabilities() -> None:
 
 
 def close_from(lowest: int) -> None:
-    """Close every descriptor from `lowest` up."""
+    """Close all file descriptors from `lowest` up."""
     os.closerange(lowest, 1 << 20)

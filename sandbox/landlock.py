@@ -1,8 +1,8 @@
 """Landlock (Linux 5.13 and later): file access rules for a process and its children.
 
-They apply whatever the uid is. Later kernels also restrict TCP and signals. Constants are from
-include/uapi/linux/landlock.h. A right that the running kernel does not know is left out of the
-handled set.
+The rules apply to every user, including root. Newer kernels can also restrict TCP and signals.
+Access rights that the running kernel does not support are not restricted. The constants are from
+include/uapi/linux/landlock.h.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: REFER, 3: TRUNCATE, 5: IOCTL_DEV}
-"""ABI version -> file rights that it introduced."""
+"""Landlock ABI version -> file access rights that it introduced."""
 TCP_RIGHTS = 1 | 2  # bind and connect, ABI 4
 SCOPE_FLAGS = 1 | 2  # abstract Unix sockets and signals, ABI 6
 
@@ -34,16 +34,21 @@ class _PathBeneath(ctypes.Structure):
 
 
 def read_abi_version() -> int:
-    """Return the kernel's Landlock ABI version, from 1. Raises OSError without Landlock."""
+    """Return the kernel's Landlock ABI version (1 or higher).
+
+    Raises:
+        OSError: The kernel does not support Landlock.
+    """
     return kernel.syscall(CREATE_RULESET, 0, 0, VERSION_FLAG, name="landlock_create_ruleset")
 
 
 def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
-    """Restrict this process to reading and executing below `readable`, and to `writable`.
+    """Restrict the files that this process and its children can access.
 
-    Below `writable`, everything but creating and controlling devices is allowed. TCP, and signals
-    and abstract sockets to processes outside, are refused as far as the kernel supports it. Needs
-    no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are skipped.
+    Below `readable`, they can read and execute files. Below `writable`, they can do everything
+    except create devices and control them by ioctl(2). If the kernel supports it, TCP, signals to
+    outside processes and abstract Unix sockets of outside processes are refused too. The process
+    must have no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are skipped.
     """
     version = read_abi_version()
     handled = 0

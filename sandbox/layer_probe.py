@@ -1,6 +1,6 @@
-"""Tests every isolation layer in a process of its own: `python -m sandbox.layer_probe`.
+"""Test of every isolation layer in a separate process: `python -m sandbox.layer_probe`.
 
-Prints {layer: null or the reason why it is missing} as JSON.
+It prints a JSON object that maps each layer to null, or to the reason why the layer is missing.
 """
 
 import json
@@ -14,7 +14,7 @@ from sandbox.records import BoxLimits
 
 
 def try_in_child(trial: Callable[[], None]) -> str | None:
-    """Return None if `trial` succeeds in a child process, else its error."""
+    """Run `trial` in a child process. Return None if it succeeds, else its error message."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -32,7 +32,7 @@ def try_in_child(trial: Callable[[], None]) -> str | None:
 
 
 def probe_layers() -> dict[str, str | None]:
-    """Try all layers and return each one's name mapped to None or to the reason of its failure."""
+    """Try to enter each layer. Map its name to None, or to the reason why it failed."""
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     outer = Layers() if is_privileged() else Layers(user_ns=True)
 
@@ -77,7 +77,7 @@ def probe_layers() -> dict[str, str | None]:
 
 
 def try_drop_uid() -> None:
-    """Change to the user id of a box. Raises OSError without privilege."""
+    """Change to the user id of a box. Raises OSError if this process may not change its user id."""
     uid = confine.box_uid(os.getpid(), 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)
@@ -85,7 +85,7 @@ def try_drop_uid() -> None:
 
 
 def with_no_new_privs(enter_layer: Callable[[], None]) -> Callable[[], None]:
-    """Return a trial that sets no_new_privs and then calls `enter_layer`."""
+    """Return a function that sets no_new_privs and then calls `enter_layer`."""
 
     def try_it() -> None:
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
@@ -95,12 +95,12 @@ def with_no_new_privs(enter_layer: Callable[[], None]) -> Callable[[], None]:
 
 
 def is_privileged() -> bool:
-    """Return True if namespaces can be created without a user namespace first."""
+    """Return True if this process can create namespaces without first creating a user namespace."""
     return try_in_child(lambda: kernel.unshare(kernel.CLONE_NEWNS)) is None
 
 
 def try_cgroup() -> None:
-    """Create a control group and move a process into it. Raises OSError."""
+    """Create a control group and move a process into it. Raises OSError if that fails."""
     groups = cgroups.ControlGroups(size=1, limits=BoxLimits())
     try:
         child = os.fork()

@@ -1,8 +1,8 @@
-"""Isolation layers by name: detection on this host, selection, and the protections they provide.
+"""Isolation layers: detection on this host, selection, and the protections they provide.
 
-Order of entry (confine.py): user_ns and mount_ns with read_only_root once per zygote; then, per
-box, net_ns, pid_ns, ipc_ns, mount_ns with private_tmp, cgroup, rlimits, drop_uid, capabilities,
-landlock, and seccomp last.
+The zygote enters user_ns and mount_ns with read_only_root once. Each box then enters pid_ns,
+net_ns, ipc_ns, mount_ns with private_tmp, cgroup, rlimits, drop_uid, capabilities, landlock and
+seccomp. confine.py defines the exact order.
 """
 
 import json
@@ -16,58 +16,59 @@ from pathlib import Path
 from sandbox.records import SandboxError
 
 SOURCE_DIR = str(Path(__file__).resolve().parents[1])
-"""Directory that this package is imported from."""
+"""Directory that contains this package."""
 
 REQUIRED_LAYERS = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
-"""Layers without which a pool does not start.
+"""Layers that isolation="auto" requires.
 
-One of `drop_uid` and `user_ns` and one of `cgroup` and `watchdog` are needed as well.
+It also requires `drop_uid` or `user_ns`, and `cgroup` or `watchdog`.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """One switch per isolation layer.
+    """Switches that enable each isolation layer.
 
-    All are off by default, so that tests and the attack suite name the layers they use.
+    All layers are off by default, so that tests and the attack suite name the layers they use.
     """
 
     user_ns: bool = False
     """User namespace for the zygote.
 
-    It lets an unprivileged process create the other namespaces.
+    In a user namespace, an unprivileged process can create the other namespaces.
     """
     mount_ns: bool = False
     """Separate mount namespace, one per zygote and one per box."""
     read_only_root: bool = False
-    """Read-only root with the interpreter, its packages and /usr, and nothing else of the host.
+    """Read-only root that contains only the interpreter, its packages, /usr and a few system files.
 
-    There is no /proc and no /sys. Needs mount_ns.
+    Boxes have no /proc and no /sys. Requires mount_ns.
     """
     private_tmp: bool = False
-    """Working directory, /tmp and /dev/shm in a tmpfs with bounded bytes and inodes.
+    """Working directory, /tmp and /dev/shm in a tmpfs with a limit on bytes and inodes.
 
-    Inputs are mounted into it read-only. Needs mount_ns.
+    Inputs are mounted read-only in the tmpfs. Requires mount_ns.
     """
     net_ns: bool = False
     pid_ns: bool = False
     ipc_ns: bool = False
-    """Separate System V and POSIX queues, semaphores and shared memory, and host name (UTS)."""
+    """Separate IPC namespace (System V and POSIX IPC objects) and UTS namespace (host name)."""
     cgroup: bool = False
-    """Control group (v1 or v2) that limits memory, processes and cores of a whole box."""
+    """Control group (v1 or v2) that limits the memory, processes and cores of a whole box."""
     watchdog: bool = False
-    """Polling of each busy box by the pool, for hosts that delegate no cgroup.
+    """Polling of each running interpreter by the pool, for hosts that delegate no control group.
 
-    The pool sums resident memory, counts processes, and kills a box above its limits.
+    The pool measures the memory and number of processes of a box, and kills the box if it exceeds
+    its limits.
     """
     rlimits: bool = False
     drop_uid: bool = False
-    """User id that nothing else on the host uses, different for every box of a pool. Needs root."""
+    """Separate user id for each box, which nothing else on the host uses. Requires root."""
     capabilities: bool = False
-    """Empty capability sets, with no_new_privs."""
+    """Empty capability sets, and no_new_privs."""
     landlock: bool = False
     seccomp: bool = False
-    """Allow-list of system calls."""
+    """Allow-list of system calls (seccomp.py)."""
 
     def __post_init__(self) -> None:
         if (self.read_only_root or self.private_tmp) and not self.mount_ns:
@@ -80,13 +81,16 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Violation to prevent, and the sets of layers that each prevent it."""
+    """Protection from one kind of violation, and the sets of layers that enforce it.
+
+    Each set is sufficient by itself. `violation` completes a sentence that starts with "code".
+    """
 
     violation: str
     enforced_by: tuple[frozenset[str], ...]
 
     def find_enforcing_layers(self, layers: Layers) -> frozenset[str] | None:
-        """Return the first set with all layers enabled, or None if there is none."""
+        """Return the first sufficient set of layers that are all enabled, or None."""
         return next((names for names in self.enforced_by if names <= set(layers.enabled_names())), None)
 
 
@@ -112,9 +116,9 @@ PROTECTIONS = {
     "information": _make_protection("is told the host's name, memory and load, or who made its channel", "ipc_ns seccomp"),
     "kernel_calls": _make_protection("makes system calls that have been ways out of containers", "seccomp"),
 }
-"""Protections that a complete host provides.
+"""Protections of a host with all layers, keyed by name.
 
-A pool starts on a host that lacks one only if `allow_missing` names it.
+If the host lacks a protection, a pool starts only if `allow_missing` names the protection.
 """
 
 
@@ -127,9 +131,9 @@ LAYER_NAMES = [layer.name for layer in fields(Layers)]
 
 
 def detect_layers() -> dict[str, str | None]:
-    """Return each layer's name mapped to None if this host offers it, else to the reason.
+    """Map the name of each layer to None if this host offers it, else to the reason why not.
 
-    Every layer is tried for real in a separate process (about 0.3 s).
+    Each layer is tested by entering it in a separate process. The test takes about 0.3 s.
     """
     environment = {**os.environ, "PYTHONPATH": SOURCE_DIR}
     command = [sys.executable, "-m", "sandbox.layer_probe"]
@@ -138,13 +142,14 @@ def detect_layers() -> dict[str, str | None]:
 
 
 def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: Collection[str] = tuple(PROTECTIONS)) -> Layers:
-    """Return the useful layers among those on offer.
+    """Select the layers to use among the layers that this host offers.
 
-    The watchdog is used only without a cgroup, a user namespace only if the uid cannot be dropped.
+    The watchdog is used only if control groups are not available, and a user namespace only if
+    `drop_uid` is not available.
 
     Raises:
-        SandboxError: Required layers are missing (listed with their reasons), or a protection is
-            missing that `allow_missing` does not name.
+        SandboxError: A required layer is missing (the message lists the reasons), or a protection
+            is missing that `allow_missing` does not name.
     """
     taken = {name for name in LAYER_NAMES if missing_reasons[name] is None}
     taken -= {"watchdog"} if "cgroup" in taken else set()

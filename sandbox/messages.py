@@ -1,4 +1,7 @@
-"""Messages between server and client: JSON with binary data as base64, validated by each side."""
+"""Messages between the sandbox server and its clients.
+
+They are JSON with binary data in base64. Server and client validate every message they receive.
+"""
 
 import base64
 import binascii
@@ -12,16 +15,16 @@ from sandbox.inputs import MAX_INPUTS
 from sandbox.records import BoxLimits, CallResult, Fault
 
 TRUNCATION_MARGIN = 200
-"""Characters beyond a stream's limit, for the note on how many were left out."""
+"""Characters allowed beyond the limit of an output stream, for the note on omitted characters."""
 MAX_TEXT_CHARS = 8192
-"""Largest number of characters of any other text in a result (replies.py)."""
+"""Largest length of each text in a result other than its output streams (see replies.py)."""
 MAX_DROPPED = 110
-"""Largest number of entries in `dropped`, not counting those on returned images."""
+"""Largest number of entries in `CallResult.dropped`, in addition to `BoxLimits.images`."""
 MAX_NUMBER = 1 << 63
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64. Raises ValueError for any other text."""
+    """Decode base64. Raises ValueError if `text` is not valid base64."""
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as error:
@@ -34,7 +37,7 @@ def encode_base64(data: bytes) -> str:
 
 
 class StrictRequest(BaseModel):
-    """Request that rejects unknown keys, because a misspelled key must not become a default."""
+    """Request that rejects unknown keys, so that a misspelled key is not silently ignored."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -43,24 +46,24 @@ class OpenRequest(StrictRequest):
     """Body of a request to open a box."""
 
     images: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
-    """Images by name, each an image file as base64."""
+    """Image files in base64, keyed by name."""
     files: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
     preload: str = ""
     wait_s: float | None = Field(default=None, ge=0)
-    """Seconds to wait for a free box, at most the server's own limit."""
+    """Seconds to wait for a free box, capped at the server's limit; None means that limit."""
 
 
 class CallRequest(StrictRequest):
     """Body of a request to run a call."""
 
     call: Annotated[str, Field(min_length=1, max_length=64)]
-    """Caller's id of this call, unique in its box.
+    """Id of the call, chosen by the client and unique in its box.
 
-    A request that is sent twice by accident does not run twice.
+    The server rejects an id that was used before, so a request that is sent twice runs only once.
     """
     code: str
     timeout_s: float | None = Field(default=None, gt=0)
-    """Seconds for the call, at most the server's own limit."""
+    """Timeout of the call in seconds, capped at the server's limit; None means that limit."""
 
 
 class FetchRequest(StrictRequest):
@@ -73,17 +76,17 @@ _RESULT: TypeAdapter[CallResult] = TypeAdapter(CallResult)
 
 
 def encode_result(result: CallResult) -> dict[str, Any]:
-    """Return a result as JSON-compatible data."""
+    """Convert a result to JSON-compatible data."""
     pictures = [{**asdict(picture), "png": encode_base64(picture.png)} for picture in result.images]
     return {**asdict(result), "fault": result.fault.value, "images": pictures}
 
 
 def decode_result(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallResult:
-    """Return the result of a response, after validation.
+    """Validate the JSON of a response and convert it to a result.
 
     Raises:
-        ValueError: No server with these limits sends this. For images this is raised before more
-            than the header is decoded.
+        ValueError: The response is malformed or violates `limits` or `budget`. An image that is too
+            large is rejected after decoding only its header.
     """
     if not isinstance(data, dict) or not isinstance(data.get("images"), list):
         raise ValueError("not a result")
@@ -130,22 +133,22 @@ def _decode_image(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudg
 
 
 def max_response_bytes(limits: BoxLimits) -> int:
-    """Return the largest number of bytes of a call's response.
+    """Return the largest size in bytes of the response to a call.
 
-    It counts images as base64, and six bytes per character of its texts.
+    Images are counted as base64, and each character of text as six bytes (a JSON escape).
     """
     return limits.images * (limits.image_bytes * 4 // 3 + 4) + 6 * max_response_chars(limits)
 
 
 def max_response_chars(limits: BoxLimits) -> int:
-    """Return the largest number of characters of all texts in a call's response."""
+    """Return the largest total number of characters of all texts in the response to a call."""
     return 2 * (limits.text + TRUNCATION_MARGIN) + MAX_TEXT_CHARS * (limits.files + 2 * limits.images + MAX_DROPPED + 3)
 
 
 def count_json_delimiters(text: bytes) -> int:
     """Return the number of commas and opening brackets in JSON text.
 
-    This bounds the work of parsing it: a reader creates at most about 200 values per delimiter.
-    Base64 contains no delimiters.
+    The count bounds the cost of parsing, because a JSON parser creates at most about 200 values per
+    delimiter. Base64 contains no delimiters.
     """
     return sum(map(text.count, (b",", b"[", b"{")))

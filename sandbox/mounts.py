@@ -4,7 +4,8 @@
                files of /etc, five devices
     /box       the box's tmpfs: work/ (its working directory), tmp/ (target of /tmp and /dev/shm)
 
-There is no /proc, no /sys, no /home and nothing of the project but its virtual environment.
+/proc, /sys and /home do not exist in a box. The only part of this project in a box is its virtual
+environment.
 """
 
 import os
@@ -16,16 +17,16 @@ from sandbox import kernel
 
 BOX_DIR = "/box"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-WRITABLE_DEVICES = ("/dev/null", "/dev/full")  # not zero: its writable mappings are memory of no process
+WRITABLE_DEVICES = ("/dev/null", "/dev/full")  # not /dev/zero: its writable mappings are memory that no process owns
 ETC_PATHS = ("/etc/ld.so.cache", "/etc/localtime", "/etc/fonts", "/etc/mime.types")
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-# Mount point in the zygote's own mount namespace. It exists on every host, and boxes need nothing
-# in it.
+# Directory of the zygote's mount namespace on which the new root is built. /sys exists on every
+# host, and boxes need no file in it.
 STAGING_DIR = "/sys"
 
 
 def system_paths() -> list[str]:
-    """Return the host's real paths that boxes read and execute, none inside another."""
+    """Return the resolved host paths that boxes can read and execute, without nested paths."""
     wanted = [
         sys.prefix,
         sys.base_prefix,
@@ -39,13 +40,16 @@ def system_paths() -> list[str]:
 
 
 def find_exposing_path(path: str) -> str | None:
-    """Return the system path that contains `path`, so that boxes can read it, or None."""
+    """Return the system path through which boxes can read `path`, or None if they cannot."""
     real = os.path.realpath(path)
     return next((shown for shown in system_paths() if f"{real}/".startswith(shown.rstrip("/") + "/")), None)
 
 
 def build_root() -> None:
-    """Replace the root of this mount namespace for good; it must not be the host's."""
+    """Replace the root of this mount namespace permanently.
+
+    This must not be called in the host's own mount namespace.
+    """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     sources = system_paths()
     kernel.mount("tmpfs", STAGING_DIR, kind="tmpfs", flags=kernel.MS_NOSUID, data="size=1m,mode=755")
@@ -59,7 +63,8 @@ def build_root() -> None:
             os.makedirs(os.path.dirname(STAGING_DIR + path), mode=0o755, exist_ok=True)
             os.symlink(os.path.realpath(path), STAGING_DIR + path)
     os.makedirs(STAGING_DIR + BOX_DIR, exist_ok=True)
-    # /tmp exists if the interpreter is below it. Temporary files then use only TMPDIR.
+    # If the interpreter is below /tmp, that directory exists already and cannot become a link.
+    # Temporary files then reach the box's tmp/ only through TMPDIR.
     if not os.path.lexists(f"{STAGING_DIR}/tmp"):
         os.symlink(f"{BOX_DIR}/tmp", f"{STAGING_DIR}/tmp")
     os.symlink(f"{BOX_DIR}/tmp", f"{STAGING_DIR}/dev/shm")
@@ -72,7 +77,7 @@ def build_root() -> None:
 
 
 def bind_mount(source: str, target: str) -> None:
-    """Bind-mount `source`, with mounts below it, at `target`, which is created if missing."""
+    """Bind-mount `source` and all mounts below it at `target`, and create `target` if missing."""
     if os.path.isdir(source):
         os.makedirs(target, mode=0o755, exist_ok=True)
     else:
@@ -88,7 +93,10 @@ def mount_box_tmpfs(directory: str, *, num_bytes: int, num_inodes: int) -> None:
 
 
 def make_directories(directory: str, *, owner: int | None) -> str:
-    """Create work/ and tmp/ in the box's directory for `owner` and return the path of work/."""
+    """Create work/ and tmp/ in the box's directory and return the path of work/.
+
+    `owner` is the user id that owns them; None keeps the user of this process.
+    """
     for name in ("work", "tmp"):
         path = f"{directory}/{name}"
         os.mkdir(path, 0o700)
@@ -97,9 +105,10 @@ def make_directories(directory: str, *, owner: int | None) -> str:
 
 
 def write_inputs(work: str, inputs: Mapping[str, bytes], *, owner: int | None, mounted: bool) -> None:
-    """Write inputs as read-only files.
+    """Write inputs as read-only files below `work`.
 
-    With `mounted`, each is also a read-only mount, which cannot be replaced, renamed or deleted.
+    If `mounted` is True, each file also becomes a read-only mount, so that it cannot be replaced,
+    renamed or deleted. `owner` is used as in `make_directories`.
     """
     for name, content in inputs.items():
         path = f"{work}/{name}"
@@ -122,5 +131,5 @@ def _set_owner(path: str, owner: int | None) -> None:
 
 
 def tmpfs_size(disk: int, inputs: Sequence[bytes]) -> int:
-    """Return the bytes of a tmpfs for the inputs, in whole pages, and `disk` more."""
+    """Return the size of a tmpfs in bytes: `disk` plus each input rounded up to whole pages."""
     return disk + sum(-(-len(content) // 4096) * 4096 for content in inputs)

@@ -1,6 +1,6 @@
 """Pool of boxes with a fixed number of slots.
 
-Each slot has its own control group, user id and directory.
+Each slot holds one box and has its own control group, user id and directory.
 """
 
 import asyncio
@@ -23,27 +23,27 @@ from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 
 MAX_POOL_SIZE = 256
 DESCRIPTORS_PER_BOX = 5
-"""Open descriptors per box.
+"""Number of open file descriptors per box.
 
-They are its channel, its two output streams, its control group's counter of OOM kills and, in
-cgroup v1, its memory peak.
+They are the channel, two output streams, the control group's counter of OOM kills and, in cgroup
+v1, the control group's memory peak.
 """
 EXTRA_DESCRIPTORS = 32
-"""Open descriptors for the zygote's socket, an opening box, control groups and other use."""
+"""Number of file descriptors reserved for the zygote's socket, opening boxes and other uses."""
 CLOSED_SLOT = -1
-"""Sentinel in the queue of free slots: the pool is closed."""
+"""Sentinel that `close` puts into the queue of free slots."""
 
 
 class SandboxPool:
-    """At most `size` simultaneous boxes on one zygote.
+    """Pool of at most `size` simultaneous boxes that share one zygote.
 
     With `layers=None` the pool uses every layer the host offers; `isolation="none"` uses none.
-    `allow_missing` names the protections (`layers.PROTECTIONS`, `python -m sandbox doctor`) that
-    this host may lack.
+    `allow_missing` names the protections that this host may lack (keys of `layers.PROTECTIONS`;
+    `python -m sandbox doctor` lists them).
     """
 
     layers: Layers
-    """Layers in force, set by `start`."""
+    """Isolation layers in use, set by `start`."""
 
     def __init__(
         self, *, size: int = 8, limits: BoxLimits | None = None, layers: Layers | None = None, isolation: str = Isolation.AUTO.value,
@@ -72,9 +72,9 @@ class SandboxPool:
         """Start the zygote and fork a spare interpreter for every slot.
 
         Raises:
-            SandboxError: The host lacks layers or protections that "auto" requires (listed with
-                reasons), the zygote does not start, or the pool needs more open files than the hard
-                limit allows. The soft limit is raised as needed.
+            SandboxError: The host lacks layers or protections that isolation="auto" requires (the
+                message lists them with reasons), the zygote does not start, or the pool needs more
+                open files than the hard limit allows. The soft limit is raised as needed.
         """
         assert not self._started, "the pool is running"
         _raise_file_limit(self.size)
@@ -111,7 +111,7 @@ class SandboxPool:
             self._prefork(slot)
 
     async def close(self) -> None:
-        """Kill every box and the zygote and remove their resources. Idempotent."""
+        """Kill every box and the zygote, and remove their resources. Idempotent."""
         if not self._started:
             return
         self._started = False
@@ -138,10 +138,11 @@ class SandboxPool:
         """Open a box with `images` and `files`, run `preload` in it and return it.
 
         Args:
-            images: Images by name. A name is an identifier (`image_0`: the variable and the file
-                image_0.png) or a file name (`photo.jpg`: the file, and the variable `photo`).
-            files: Contents of files by path in the working directory.
-            preload: Source to run first; run again whenever the interpreter is replaced.
+            images: Images keyed by name. The name `image_0` defines the variable `image_0` and the
+                file image_0.png; the name `photo.jpg` defines that file and the variable `photo`.
+            files: Contents of files, keyed by their path in the working directory.
+            preload: Source code to run before the first call, and again whenever the interpreter is
+                replaced.
             wait_s: Seconds to wait for a free slot; None waits without limit.
 
         Raises:
@@ -190,7 +191,7 @@ class SandboxPool:
         return slot
 
     async def _start_interpreter(self, box: Box) -> Interpreter:
-        """Return a fresh interpreter for the box, with its inputs loaded and its preload run."""
+        """Return a fresh interpreter that has loaded the inputs of the box and run its preload."""
         if self._fatal_error:
             raise SandboxError(self._fatal_error)
         _, slot, inputs, preload = self._boxes[box.id]
@@ -232,7 +233,7 @@ class SandboxPool:
         if task is not None:
             try:
                 life = await asyncio.shield(task)
-            except BaseException:  # cancelled: the slot keeps its spare
+            except BaseException:  # cancelled: keep the spare process for the slot
                 self._spare_interpreters[slot] = task
                 raise
             if life is not None and not life.exit_future.done():
@@ -246,7 +247,7 @@ class SandboxPool:
         return await self._spawn_interpreter(slot)
 
     async def _spawn_interpreter(self, slot: int) -> Interpreter:
-        """Return a process in its slot's control group that waits for inputs.
+        """Fork an interpreter that waits for inputs, and move it to the slot's control group.
 
         Raises:
             SandboxError: The zygote or the control group failed.
@@ -261,7 +262,7 @@ class SandboxPool:
         return life
 
     def _prefork(self, slot: int) -> None:
-        """Fork a process for a free slot ahead of time; it is most of the cost of `open`."""
+        """Fork a process for a free slot in advance, since forking dominates `open`."""
 
         async def spare() -> Interpreter | None:
             try:
@@ -294,16 +295,16 @@ class SandboxPool:
         ]
 
     def _on_watchdog_failure(self, error: BaseException) -> None:
-        """End all boxes as host faults and refuse new ones.
+        """End all boxes as host faults and refuse to open new boxes.
 
-        Without the watchdog nothing enforces their limits.
+        Without the watchdog, nothing enforces the limits of the boxes.
         """
         self._fatal_error = f"the watchdog ended: {error!r}"
         self._zygote.kill_zygote()
 
 
 def _raise_file_limit(size: int) -> None:
-    """Raise the soft limit of open files to what `size` boxes need beyond the files open now.
+    """Raise the soft limit on open files, so that `size` more boxes can be open.
 
     Raises:
         SandboxError: The hard limit is too low.
@@ -319,9 +320,9 @@ def _raise_file_limit(size: int) -> None:
 
 
 def _make_opening_error(fault: Fault, _: str | None, error: CallError, status: int | None) -> Exception:
-    """Return the error for a box that died while it opened.
+    """Return the error for a box that died while opening.
 
-    It is a ValueError (bad preload or image) unless the host is at fault.
+    The error is a SandboxError if the host is at fault, else a ValueError (bad preload or image).
     """
     if fault is Fault.HOST or status is None:
         return SandboxError(f"while a box opened: {error.message}")

@@ -1,4 +1,4 @@
-"""Inspection and killing of a box's processes from outside, through /proc and signals."""
+"""Functions that inspect and kill the processes of a box from outside, by /proc and signals."""
 
 import contextlib
 import os
@@ -14,7 +14,8 @@ KILL_ROUNDS = 50
 def is_dying(pid: int) -> bool:
     """Return True if the process is exiting or gone.
 
-    An exiting process closes its files before its parent is notified.
+    An exiting process closes its files, and thus its channel to the pool, before its parent is
+    notified.
     """
     try:
         flags = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[6]
@@ -24,7 +25,7 @@ def is_dying(pid: int) -> bool:
 
 
 def list_threads(process: int) -> list[str]:
-    """Return the directories of the threads in /proc, or none if the process is gone."""
+    """Return the /proc directories of a process's threads; empty if the process is gone."""
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
     except OSError:
@@ -32,28 +33,33 @@ def list_threads(process: int) -> list[str]:
 
 
 def list_children(thread: str) -> list[int]:
-    """Return the children of a thread, from the kernel's own list. Raises OSError if it has ended.
+    """Return the pids of the children of a thread, given its /proc directory.
 
-    A walk over /proc takes milliseconds, in which a process could fork and exit unnoticed.
+    They are read from the kernel's list of children. A walk over all of /proc would take
+    milliseconds, during which a process could fork and exit unnoticed.
+
+    Raises:
+        OSError: The thread has ended.
     """
     return [int(pid) for pid in Path(thread, "children").read_text().split()]
 
 
 def list_process_tree(pid: int) -> list[int]:
-    """Return `pid` and all its descendants."""
+    """Return `pid` and the pids of all its descendants."""
     found = [pid]
     for process in found:
-        for thread in list_threads(process):  # each thread has children of its own
+        for thread in list_threads(process):  # each thread has its own list of children
             with contextlib.suppress(OSError):
                 found += list_children(thread)
     return found
 
 
 def kill_process_tree(pid: int) -> None:
-    """Kill all descendants of `pid`, but not `pid` itself, which the zygote ends.
+    """Stop `pid` and kill all its descendants, for boxes without a PID namespace.
 
-    `pid` adopts the orphans of its tree. For boxes without a pid namespace. Processes that fork
-    faster than they are found, or outlive a root that has exited by itself, are not killed.
+    `pid` itself is not killed here but by the zygote. As a subreaper, it adopts the orphans among
+    its descendants. Two kinds of processes survive: processes that fork faster than this function
+    finds them, and processes that remain after `pid` has exited by itself.
     """
     with contextlib.suppress(psutil.NoSuchProcess):  # the root is gone
         root = psutil.Process(pid)

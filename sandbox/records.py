@@ -1,4 +1,4 @@
-"""Records of the sandbox: limits of a box, result of a call, and the fault if it failed."""
+"""Records of the sandbox: limits of a box, result of a call, and party at fault for a failure."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,8 +10,8 @@ from PIL import Image
 class Fault(Enum):
     """Party at fault for a call that did not succeed.
 
-    `CODE`: the executed code is at fault; the result is scored and trained on. `HOST`:
-    infrastructure error, never scored.
+    `CODE`: the executed code is at fault; the result is scored and trained on. `HOST`: the host
+    had an infrastructure error; the result is never scored. `NONE`: the call succeeded.
     """
 
     NONE = "none"
@@ -22,8 +22,8 @@ class Fault(Enum):
 class Isolation(Enum):
     """Isolation mode of a pool.
 
-    `AUTO` uses every layer that the host offers and refuses to start without the required ones.
-    `NONE` uses no layer at all.
+    With `AUTO`, the pool uses every layer that the host offers, and refuses to start if a required
+    layer is missing. With `NONE`, it uses no layer at all.
     """
 
     AUTO = "auto"
@@ -38,35 +38,35 @@ class BoxLimits:
     """
 
     call_timeout_s: float = 10.0
-    """Wall time of a call; past it, every process of the box is killed and its state is lost."""
+    """Time limit of a call. A timeout kills the processes of the box, and its state is lost."""
     open_timeout_s: float = 30.0
-    """Wall time of opening a box, including loading its images and running its preload."""
+    """Time limit for opening a box, including loading its images and running its preload."""
     cpu_s: int = 300
-    """Processor time of one process of the box, in total."""
+    """CPU time of each process of the box, in total."""
     cpus: float = 1.0
     """CPU cores shared by all processes of the box (cgroup)."""
     memory: int = 1 << 30
-    """Memory of all processes of the box together, beyond the library pages shared by all boxes."""
+    """Memory of all processes of the box together, without library pages shared by all boxes."""
     processes: int = 32
-    """Number of simultaneous processes and threads."""
+    """Largest number of simultaneous processes and threads."""
     open_files: int = 256
     disk: int = 64 << 20
     """Size of the box's private in-memory file system: working directory, /tmp and /dev/shm."""
     inodes: int = 4096
     file: int = 32 << 20
-    """Size of the largest file, and of all that a call may print."""
+    """Largest size of a file, and of each output stream of a call."""
     code: int = 1 << 20
-    """Length of a call's source, in characters."""
+    """Largest length of the source code of a call, in characters."""
     text: int = 20_000
-    """Characters kept of each output stream of a call: the first half and the last half."""
+    """Characters kept per output stream of a call, half from its start and half from its end."""
     images: int = 5
-    """Number of images returned per call."""
+    """Largest number of images returned per call."""
     images_total: int = 100
     pixels: int = 12_000_000
-    """Pixels of all images returned per call together."""
+    """Largest total number of pixels of the images returned per call."""
     pixels_total: int = 120_000_000
     png_bytes: int = 12 << 20
-    """Size of all images returned per call together, as PNG."""
+    """Largest total size of the images returned per call, as PNG."""
     png_bytes_total: int = 120 << 20
     image_pixels: int = 4_000_000
     image_bytes: int = 4 << 20
@@ -78,33 +78,33 @@ class BoxLimits:
     The default is one patch of Qwen2.5-VL after its merger.
     """
     input_pixels: int = 64_000_000
-    """Pixels of an image given to `open`.
+    """Largest number of pixels of an image passed to `open`.
 
-    A larger image is refused as a decompression bomb before it is decoded.
+    A larger image is rejected as a decompression bomb before it is decoded.
     """
     input_bytes: int = 64 << 20
-    """Size of all images and files given to `open` together; they do not count towards `disk`."""
+    """Largest total size of all inputs passed to `open`. They do not count towards `disk`."""
     files: int = 100
-    """Number of new or changed files listed per call."""
+    """Largest number of new or changed files listed in the result of a call."""
 
     @property
     def max_fetch_bytes(self) -> int:
-        """Return the largest total size of one `Box.fetch_files`: all that a box can hold."""
+        """Largest total size of the files from one `Box.fetch_files`: all that a box can hold."""
         return self.disk + self.input_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReturnedImage:
-    """Image returned by a call, as a plain PNG.
+    """Image returned by a call, as a plain PNG (defined in image_codec.py).
 
-    Its header, chunks and length of pixel data were validated outside the box.
+    The pool has validated the PNG's header, chunks and amount of pixel data outside the box.
     """
 
     png: bytes = field(repr=False)
     width: int
     height: int
     source: str
-    """Origin: `figure` (shown or left open), `show` (Image.show) or the name of the file."""
+    """Origin of the image: `figure` (Matplotlib), `show` (Image.show) or the name of its file."""
 
     def to_pil(self) -> Image.Image:
         """Return the decoded image."""
@@ -117,26 +117,26 @@ class ReturnedImage:
 class CallError:
     """Reason why a call failed.
 
-    `type` is the class of the exception; for a killed box it is LimitExceeded, InterpreterDied or
-    InterpreterBroken.
+    `type` is the class name of the exception that the code raised. If the box was killed, it is
+    LimitExceeded, InterpreterDied or InterpreterBroken; for a host fault, it is SandboxError.
     """
 
     type: str
     message: str
     line: int | None = None
-    """Line of the call's own source, from 1; None if no line of it is known to be involved."""
+    """One-based number of the failing line in the call's source; None if it is unknown."""
     traceback: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedOutput:
-    """Output of a call that is not in its result.
+    """Note that part of the output of a call is missing from its result.
 
-    `str()` returns the sentence for the model.
+    `str()` returns the note as a sentence for the model.
     """
 
     what: str
-    """Kind of output: `text`, `stderr`, `image` or `files`."""
+    """Kind of the missing output: `text`, `stderr`, `image` or `files`."""
     reason: str
 
     def __str__(self) -> str:
@@ -147,15 +147,15 @@ class DroppedOutput:
 class CallUsage:
     """Resources used by a call.
 
-    `wall_s` is measured outside the box. The other values are measured inside it, so code in the
-    box can falsify them.
+    `wall_s` is measured outside the box. The other values are measured inside the box, so the code
+    can falsify them.
     """
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """Processor seconds of the call, including child processes that were waited for."""
+    """CPU seconds of the call, including child processes that were waited for."""
     memory: int = 0
-    """Peak resident size so far of the box's own process, in bytes, including shared libraries."""
+    """Peak resident set size of the interpreter so far, in bytes, including shared libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,31 +163,31 @@ class CallResult:
     """Result of one call."""
 
     id: int
-    """Number of the call in its box, from 1."""
+    """One-based index of the call in its box."""
     fault: Fault = Fault.NONE
     text: str = ""
-    """Standard output, including output printed before a kill."""
+    """Standard output. If the box was killed, the output printed before the kill."""
     stderr: str = ""
     images: tuple[ReturnedImage, ...] = ()
     error: CallError | None = None
     limit: str | None = None
-    """Limit that stopped the code, or None for an exception raised by the code itself.
+    """Limit that made the call fail, or None if no limit was involved.
 
-    One of `time`, `memory`, `cpu`, `processes`, `system call`, `code`.
+    One of `time`, `memory`, `cpu`, `disk`, `processes`, `system call` and `code` (source length).
     """
     files: dict[str, int] = field(default_factory=dict)
-    """Files of the working directory that the call created or changed: name -> bytes."""
+    """Files in the working directory that the call created or changed: name -> size in bytes."""
     dropped: tuple[DroppedOutput, ...] = ()
     usage: CallUsage = field(default_factory=CallUsage)
     state_lost: bool = False
-    """True if the interpreter of the previous calls was killed.
+    """True if the interpreter that ran the previous calls was lost before this call.
 
-    This call then started with the inputs and the preload only.
+    In that case, this call started from the inputs and the preload only.
     """
 
 
 def check_source_length(number: int, code: str, *, limits: BoxLimits) -> CallResult | None:
-    """Return a failed result for source longer than `limits.code`, or None if it is allowed."""
+    """Return a failed result if `code` is longer than `limits.code`, else None."""
     if len(code) <= limits.code:
         return None
     reason = f"the source has {len(code)} characters, {limits.code} are allowed"
@@ -195,15 +195,15 @@ def check_source_length(number: int, code: str, *, limits: BoxLimits) -> CallRes
 
 
 class SandboxError(RuntimeError):
-    """The host could not create or keep a box; never the fault of the executed code."""
+    """The host failed to create a box or keep it running; the executed code is not at fault."""
 
 
 class SandboxAccessDenied(SandboxError):
-    """The server is healthy but does not accept this client's token; a retry cannot succeed."""
+    """The server is healthy but rejects this client's token, so a retry cannot succeed."""
 
 
 class PoolFull(RuntimeError):
-    """No box became free within the time that the caller allowed."""
+    """No box became free within the caller's waiting time."""
 
 
 class BoxClosed(RuntimeError):

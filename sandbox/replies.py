@@ -1,6 +1,6 @@
-"""Parsing of replies from a box.
+"""Parser for the replies of a box.
 
-Code in the box may have written any part of them, so the type and size of every field are checked
+Code in the box may have forged any part of a reply, so the type and size of every field are checked
 and every PNG is validated.
 """
 
@@ -16,12 +16,12 @@ MAX_NAME = 4096
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8192
 LIGHT_BYTES = LIGHT_PIXELS = 1 << 18
-"""Total bytes and announced pixels of images that are checked on the event loop, in 2 ms at most.
+"""Largest number of PNG bytes, and of pixels, in a reply that is checked on the event loop.
 
-Larger replies are checked in a thread.
+The check takes at most 2 ms. Larger replies are checked in a thread.
 """
 REPORTABLE_LIMITS = {"memory", "disk", "processes"}
-"""Limits that the box itself may report; the others are detected from outside."""
+"""Limits that the box itself may report. All other limits are detected outside the box."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +38,14 @@ class CallReply:
 
 
 async def parse_reply_off_loop(frame: Frame, *, number: int, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallReply:
-    """Parse a reply, in a thread unless it is small. Raises MalformedFrame."""
+    """Parse a reply to call `number`, in a thread if it is large. Raises MalformedFrame."""
     if _is_light(frame):
         return parse_reply(frame, number=number, limits=limits, budget=budget)
     return await asyncio.to_thread(parse_reply, frame, number=number, limits=limits, budget=budget)
 
 
 def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallReply:
-    """Parse a reply of a box to call `number`. Raises MalformedFrame."""
+    """Parse a reply to call `number` and validate its images. Raises MalformedFrame."""
     message, blobs = frame
     if len(blobs) > limits.images:
         raise MalformedFrame(f"{len(blobs)} images, {limits.images} allowed")
@@ -76,7 +76,7 @@ def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: image_c
 
 
 def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: BoxLimits) -> dict[str, bytes]:
-    """Parse the reply to a request for files. Raises MalformedFrame."""
+    """Parse the reply to request `number` for the files `asked`. Raises MalformedFrame."""
     message, blobs = frame
     names = [_text(name, most=MAX_NAME) for name in _list(message, "names", most=len(blobs))]
     if _integer(message, "id") != number or len(names) != len(blobs) or not asked.issuperset(names):
@@ -87,9 +87,9 @@ def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: B
 
 
 def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
-    """Return the printed text, truncated to its first and last characters, `limits.text` in total.
+    """Return an output stream, shortened in the middle to `limits.text` characters.
 
-    The second value describes the omitted part; None if the text is complete.
+    The second value describes the omitted part. It is None if the text is complete.
     """
     size = os.fstat(descriptor).st_size
     most = 4 * limits.text  # at most 4 bytes per character in UTF-8
@@ -115,7 +115,7 @@ def _is_light(frame: Frame) -> bool:
     for png in blobs:
         try:
             width, height = image_codec.read_png_size(png)
-        except ValueError:  # it will not be inflated
+        except ValueError:  # an image with an invalid header is never decompressed
             continue
         pixels += width * height
     return pixels <= LIGHT_PIXELS
@@ -128,8 +128,8 @@ def _picture(source: str, png: bytes, *, limits: BoxLimits, budget: image_codec.
         reason = reason or budget.check_image(pixels=width * height, num_bytes=len(png))
         if reason or len(png) > limits.image_bytes:
             return DroppedOutput(what="image", reason=f"{source}: {reason or f'{len(png)} bytes as PNG, {limits.image_bytes} allowed'}")
-        # Count it before inflating, so that an invalid image costs as much of the budget as a valid
-        # one.
+        # Count the image before decompressing it, so that an invalid image uses as much of the
+        # budget as a valid image.
         budget.count_image(pixels=width * height, num_bytes=len(png))
         image_codec.check_png(png)
     except ValueError as error:
@@ -156,7 +156,7 @@ def _dropped(value: object) -> DroppedOutput:
 
 
 def _text(value: object, *, most: int) -> str:
-    """Return a string that can be encoded; lone surrogates become question marks."""
+    """Return `value` with lone surrogates replaced by question marks, so that it can be encoded."""
     if not isinstance(value, str) or len(value) > most:
         raise MalformedFrame(f"a string of at most {most} characters was due")
     return value.encode("utf-8", "replace").decode()

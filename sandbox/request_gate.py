@@ -1,7 +1,7 @@
-"""ASGI middleware that checks headers, body size and parsing cost before an application runs.
+"""ASGI middleware that checks headers, body size and parsing cost before a request is handled.
 
-The headers are checked by access.py. Bodies are read completely here, so no route meets a client
-that disconnects in the middle of one.
+access.py implements the checks of the headers. The middleware reads each body completely before it
+calls the application, so clients that disconnect while sending a body never reach a route.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,14 @@ from sandbox.messages import count_json_delimiters
 from sandbox.records import BoxLimits
 
 RETRY_HEADERS = {"Retry-After": "1"}
-"""Headers of a refusal: the client retries after one second."""
+"""Headers of a rejection that ask the client to retry after one second."""
 MIN_BODY_BYTES = 64 << 10
-"""Body size that is always accepted, and the limit of routes without a body, in bytes."""
+"""Body size in bytes that is always accepted, and the limit of routes that set no other limit."""
 MAX_NAMES_BYTES = 8 << 20
 MAX_JSON_BYTES_PER_CHAR = 12
-"""Largest number of bytes per character of JSON: two escaped surrogates of six bytes each."""
+"""Largest number of JSON bytes per character: two escaped surrogates of six bytes each."""
 MAX_LARGE_BODIES = 4
-"""Number of bodies of the largest size that may be held at the same time."""
+"""Largest number of bodies of the largest size that are held in memory at the same time."""
 
 
 def make_body_limits(limits: BoxLimits) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def make_body_limits(limits: BoxLimits) -> dict[str, Any]:
 
 
 class RequestGuardMiddleware:
-    """Passes acceptable requests to the application; refuses others and closes the connection."""
+    """Passes acceptable requests to the application, and rejects all others."""
 
     def __init__(
         self, app: ASGIApp, *, max_body_bytes: Mapping[str, int], max_delimiters: int, token: str, hosts: Iterable[str] = ()
@@ -42,18 +42,19 @@ class RequestGuardMiddleware:
 
         Args:
             app: ASGI application.
-            max_body_bytes: Largest body by the last part of the request's path.
-            max_delimiters: Largest number of JSON delimiters in a body
-                (messages.count_json_delimiters).
+            max_body_bytes: Largest size of a body in bytes, keyed by the last part of the request's
+                path.
+            max_delimiters: Largest number of JSON delimiters in a body (see
+                `messages.count_json_delimiters`).
             token: Required bearer token; empty for none.
-            hosts: Further names of this server, as for `AccessRules`.
+            hosts: Additional names of this server, as for `AccessRules`.
         """
         self.app, self.max_body_bytes, self.max_delimiters = app, max_body_bytes, max_delimiters
         self.rules = AccessRules(token=token, hosts=hosts)
         self.held_bytes, self.max_held_bytes = 0, MAX_LARGE_BODIES * max(max_body_bytes.values())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check and read a request, then pass it to the application or refuse it."""
+        """Check and read a request, then pass it to the application or reject it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -103,7 +104,7 @@ def _make_body_too_large(most: int) -> RequestRejection:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that yields the body already read, then continues with `receive`."""
+    """Return an ASGI `receive` that first returns `body`, then the messages of `receive`."""
     left = [body]
 
     async def again() -> Message:
@@ -113,6 +114,6 @@ def replay_body(body: bytes, receive: Receive) -> Receive:
 
 
 async def send_rejection(rejection: RequestRejection, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send the refusal and close the connection; the unread rest of the request is discarded."""
+    """Send the rejection and close the connection. Unread parts of the request are discarded."""
     headers = {"Connection": "close", **rejection.headers}
     await JSONResponse({"detail": rejection.detail}, rejection.status_code, headers=headers)(scope, receive, send)

@@ -1,8 +1,14 @@
 """Resource usage of all processes of a box, read from /proc by the watchdog.
 
-Used if no control group counts it. Charged are anonymous memory (also in swap), page tables, and
-kernel memory: sockets and pipes with all that they can hold, and mappings. Not charged are pages of
-files and of a tmpfs, which a fork does not map and which are bounded elsewhere.
+This module is used on hosts where no control group counts the resources. The following memory is
+charged to a box:
+
+- anonymous memory, including memory in swap
+- page tables
+- kernel memory: sockets and pipes, each with its full capacity, and mappings
+
+Pages of files and of a tmpfs are not charged. A fork does not map them, and other limits bound
+them.
 """
 
 import contextlib
@@ -13,36 +19,38 @@ from pathlib import Path
 from sandbox.records import BoxLimits
 
 SOCKET_BYTES = 256 << 10
-"""Bytes that one end of a socket may have in flight.
+"""Bytes that one end of a socket can hold in flight.
 
-They are net.core.wmem_default, which only setsockopt(2) raises, and one more buffer.
+They are net.core.wmem_default, which a process can exceed only by setsockopt(2), and one more
+buffer.
 """
 PIPE_BYTES = 64 << 10
-"""Capacity of a pipe: 16 pages, which only fcntl(2) raises."""
+"""Capacity of a pipe in bytes: 16 pages, which a process can raise only by fcntl(2)."""
 MAPPING_BYTES = 1 << 10
-"""Kernel memory per mapping.
+"""Kernel memory per mapping, in bytes.
 
-It is a struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree, and links to a few
-ancestors (64 bytes each).
+It covers a struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree of mappings, and
+links to the mappings of a few ancestor processes (64 bytes each).
 """
 HIDDEN_BYTES = 64 << 20
-"""Bytes charged for the descriptors, and again for the mappings, of a process that hides them.
+"""Bytes charged for a process if the kernel hides its descriptors, and again for its mappings.
 
-Such a process runs a file that it may not read.
+The kernel hides both if the process executes a file that it has no permission to read.
 """
 GROWTH_STEPS = 8
-"""Divisor of a box's memory limit that gives the step of kernel memory growth.
+"""Number of growth steps of the host's kernel memory that make up a box's memory limit.
 
-Mappings are counted only after such growth, because counting takes milliseconds.
+Mappings are counted only after the kernel memory has grown by more than one step, because counting
+takes milliseconds.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BoxUsage:
-    """Memory and tasks of a box."""
+    """Memory usage and number of tasks of a box."""
 
     memory_bytes: int
-    """Bytes charged; anonymous memory counts only beyond the zygote's."""
+    """Charged bytes. Anonymous memory that is shared with the zygote is not charged."""
     num_tasks: int
     """Number of processes and threads."""
 
@@ -55,9 +63,10 @@ class KernelMemoryMonitor:
         self.level_bytes = read_unreclaimable_bytes()
 
     def has_grown(self) -> bool:
-        """Return True if the memory grew by more than a step.
+        """Return True if the memory has grown by more than one step.
 
-        The reference is the value at the last growth, or a lower value seen since.
+        The growth is measured from the value at the last detected growth, or from the lowest value
+        since then.
         """
         now = read_unreclaimable_bytes()
         grown = now > self.level_bytes + self.step_bytes
@@ -71,9 +80,9 @@ def read_unreclaimable_bytes() -> int:
 
 
 def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str | None:
-    """Return the limit exceeded by the process tree of `pid`, or None.
+    """Return the limit that the process tree of `pid` exceeds, or None.
 
-    It is also None if the tree is gone or cannot be read at the moment.
+    If the processes are gone or cannot be read at the moment, return None as well.
     """
     try:
         held = measure_usage(pid, shared_bytes=shared_bytes, count_mappings=count_mappings)
@@ -83,10 +92,10 @@ def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count
 
 
 def measure_usage(pid: int, *, shared_bytes: int = 0, count_mappings: bool = False) -> BoxUsage:
-    """Measure the process tree of `pid`. Raises OSError if its first process cannot be read.
+    """Measure the process tree of `pid`. Raises OSError if `pid` itself cannot be read.
 
-    The kernel's own lists of children are used: a walk over /proc takes milliseconds, in which a
-    process could fork and exit unnoticed.
+    The tree is read from the kernel's lists of children. A walk over all of /proc would take
+    milliseconds, during which a process could fork and exit unnoticed.
     """
     memory = tasks = 0
     buffers: dict[str, int] = {}
@@ -94,9 +103,10 @@ def measure_usage(pid: int, *, shared_bytes: int = 0, count_mappings: bool = Fal
     waiting = [str(pid)]
     while waiting:
         threads, largest = _list_threads(waiting.pop()), 0
-        # Any thread may be the only one left, have children, or have descriptors of its own.
+        # All threads are read, because any of them may be the last remaining thread, have children
+        # or have its own descriptor table.
         for thread in threads:
-            with contextlib.suppress(OSError):  # it has ended meanwhile
+            with contextlib.suppress(OSError):  # the thread has ended meanwhile
                 waiting += _list_children(thread)
                 largest = largest or _memory_bytes(
                     thread, shared_bytes=shared_bytes, count_mappings=count_mappings
@@ -119,14 +129,14 @@ def _list_children(thread: str) -> list[str]:
 
 
 def _memory_bytes(thread: str, *, shared_bytes: int, count_mappings: bool) -> int:
-    """Return the bytes of the process, read through one thread; 0 if that thread has ended."""
+    """Return the charged memory of a process, read through one thread; 0 if it has ended."""
     status = _parse_numbers(Path(thread, "status"))
     own = max(0, status.get("RssAnon", 0) + status.get("VmSwap", 0) - shared_bytes) + status.get("VmPTE", 0)
     return own + _mapping_bytes(thread) if count_mappings else own
 
 
 def _parse_numbers(file: Path) -> dict[str, int]:
-    """Parse lines `name: number` and `name: number kB`; the latter are converted to bytes."""
+    """Parse lines `name: number`. Numbers followed by `kB` are converted to bytes."""
     found = {}
     for line in file.read_text().splitlines():
         name, _, value = line.partition(":")
@@ -137,9 +147,9 @@ def _parse_numbers(file: Path) -> dict[str, int]:
 
 
 def _kernel_buffers(thread: str) -> dict[str, int]:
-    """Return bytes by the kernel's name of each open socket and pipe.
+    """Return the bytes of each open socket and pipe, keyed by the kernel's name for it.
 
-    The name makes sockets and pipes shared by several processes count once.
+    With this key, a socket or pipe that several processes share is counted only once.
     """
     found = {}
     try:
@@ -162,8 +172,8 @@ def _mapping_bytes(thread: str) -> int:
 
 
 def _hidden_bytes(thread: str) -> int:
-    """Return HIDDEN_BYTES, or 0 for a process that has exited but was not waited for.
+    """Return HIDDEN_BYTES, or 0 for a zombie process.
 
-    The latter belongs to root, so its files are hidden too, but it holds nothing.
+    The /proc files of a zombie belong to root, so they are hidden too, but a zombie has no memory.
     """
     return HIDDEN_BYTES if "VmPTE" in _parse_numbers(Path(thread, "status")) else 0

@@ -1,13 +1,13 @@
-"""Client of a sandbox server, with the interface of the in-process pool.
+"""Client for a sandbox server, with the same interface as the in-process `SandboxPool`.
 
 Example:
     async with SandboxClient("http://127.0.0.1:8080") as pool:
         async with await pool.open(images={"image_0": image}) as box:
             result = await box.run("print(image_0.size)")
 
-Host failures, network errors included, are raised by `open` as `PoolFull` or `SandboxError` and
-returned by `run` as a result with `fault: host`. A call is never sent twice: after a lost
-connection it is unknown whether it ran, and the server has closed the box by then.
+If the host or the network fails, `open` raises `PoolFull` or `SandboxError`, and `run` returns a
+result with `Fault.HOST`. A call is never sent twice. After a lost connection, the client cannot
+know if the call ran, and the server has closed the box.
 """
 
 import asyncio
@@ -53,31 +53,31 @@ from sandbox.records import (
 from sandbox.zygote_manager import ZYGOTE_START_TIMEOUT_S
 
 CLIENT_GRACE_S = 30.0
-"""Seconds that a client waits beyond the server's own worst-case time under load.
+"""Extra seconds that a client waits beyond the server's worst case under load.
 
-The worst case is explained in sandbox/clock.py.
+sandbox/clock.py explains the worst case.
 """
 SLOT_WAIT_S = 60.0
-"""Seconds that one `open` request waits for a slot; a server may allow less."""
+"""Seconds that one `open` request waits for a slot. The server may allow less."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_RETRIES = 2
 DEFAULT_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""Seconds before a refused `open` is retried: default and upper bound.
+"""Default and upper bound of the delay before `open` retries a refused request, in seconds.
 
-The default applies if the server sends no valid Retry-After.
+The default applies if the server sends no valid Retry-After header.
 """
 MIN_RESPONSE_BYTES = 64 << 10
-"""Response size that is always accepted, in bytes and in JSON delimiters."""
+"""Number of bytes, and of JSON delimiters, that is accepted in every response."""
 MAX_RESPONSE_BYTES, MAX_PIXELS, MAX_WAIT_S = 256 << 20, Image.MAX_IMAGE_PIXELS or 0, 86400.0
-"""Upper bounds on the limits that a server may announce: response bytes, pixels, seconds."""
+"""Upper bounds on a server's announced limits: bytes of a response, pixels, and seconds."""
 MAX_ERROR_CHARS = 2000
 _LIMITS: TypeAdapter[BoxLimits] = TypeAdapter(BoxLimits)
 
 
 class SandboxClient:
-    """Client of one server.
+    """Client for one server.
 
-    `start` fetches the server's limits, and responses beyond them are rejected.
+    `start` fetches the server's limits. Responses that exceed these limits are rejected.
     """
 
     def __init__(self, url: str, *, token: str = "", transport: Transport | None = None) -> None:
@@ -87,8 +87,8 @@ class SandboxClient:
         """Fetch the server's limits.
 
         Raises:
-            SandboxError: No sandbox server responds, its version differs or its limits are
-                excessive.
+            SandboxError: No sandbox server responds, or the server has another version or
+                excessive limits.
             SandboxAccessDenied: The server does not accept the token.
         """
         try:
@@ -122,15 +122,16 @@ class SandboxClient:
         max_bytes: int = 0,
         max_delimiters: int = MIN_RESPONSE_BYTES,
     ) -> Any:
-        """Send a request and return the JSON of a successful response.
+        """Send a request and return the parsed JSON of a successful response.
 
         Args:
             method: HTTP method.
             path: Path below the base URL.
             body: Request body, sent as JSON.
-            wait_s: Seconds for the request and again for the response, on top of CONNECT_TIMEOUT_S.
-            max_bytes: Limit of the response body; at least MIN_RESPONSE_BYTES are accepted.
-            max_delimiters: Limit of JSON delimiters in the response.
+            wait_s: Seconds for sending the request, and again for receiving the response. The
+                timeout of the whole exchange is `CONNECT_TIMEOUT_S + 2 * wait_s`.
+            max_bytes: Largest size of the response body; at least MIN_RESPONSE_BYTES are accepted.
+            max_delimiters: Largest number of JSON delimiters in the response.
 
         Raises:
             ServerFull: Status 429.
@@ -177,8 +178,8 @@ class SandboxClient:
     ) -> "RemoteBox":
         """Open a box as `SandboxPool.open` does.
 
-        Retries after the delay that the server requests, without limit or for `wait_s` seconds,
-        then raises PoolFull.
+        While the server is full, the request is repeated after the delay that the server asks for.
+        `PoolFull` is raised if no slot becomes free within `wait_s` seconds; None never gives up.
         """
         pictures, files = {name: encode_image_file(image) for name, image in (images or {}).items()}, files or {}
         collect_inputs(images=pictures, files=files, limits=self.limits)  # validate before sending inputs that the server would refuse
@@ -218,7 +219,7 @@ class SandboxClient:
 
 
 class ServerFull(PoolFull):
-    """The server has no free slot; `retry_after_s` is the delay before the next try."""
+    """The server has no free slot; `retry_after_s` is the delay before the next attempt."""
 
     def __init__(self, why: str, *, retry_after_s: float) -> None:
         super().__init__(why)
@@ -226,7 +227,7 @@ class ServerFull(PoolFull):
 
 
 class RemoteBox:
-    """Box on the server. `async with` closes it."""
+    """Box on the server. Leaving `async with` closes it."""
 
     def __init__(self, pool: SandboxClient, name: str) -> None:
         self.pool = pool
@@ -238,7 +239,7 @@ class RemoteBox:
     async def run(self, code: str, *, timeout_s: float | None = None) -> CallResult:
         """Execute `code` as `Box.run` does.
 
-        If cancelled, the connection is closed and the server closes the box.
+        Cancelling this coroutine closes the connection, and the server then closes the box.
 
         Raises:
             BoxClosed: The box is closed.
@@ -277,10 +278,10 @@ class RemoteBox:
         return CallResult(id=self.num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=reason[:2000]))
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the contents of files as `Box.fetch_files` does.
+        """Return the contents of files in the working directory, as `Box.fetch_files` does.
 
         Raises:
-            SandboxError: The server failed or its response is invalid.
+            SandboxError: The server failed or sent an invalid response.
         """
         limits = self.pool.limits
         asked, text = list(names), MIN_RESPONSE_BYTES + MAX_TEXT_CHARS * len(names)
@@ -305,7 +306,7 @@ class RemoteBox:
         return found
 
     async def close(self) -> None:
-        """Close the box. Idempotent; a box that the server has already closed is not an error."""
+        """Close the box. It is no error if the box is already closed, here or on the server."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -320,16 +321,19 @@ class RemoteBox:
 
 
 def compute_timeout_s(limits: BoxLimits, *, work_s: float = 0.0, slot_wait_s: float = 0.0) -> float:
-    """Return the seconds that our server may need under load for one request.
+    """Return the server's worst-case seconds for one request under load, plus CLIENT_GRACE_S.
 
-    They cover a slot, a zygote start, opening an interpreter (a killed box gets a new one in its
-    next call) and the work itself.
+    The worst case covers waiting for a slot, starting a zygote, opening an interpreter (a killed
+    box gets a new one in its next call) and the work itself.
     """
     return slot_wait_s + ZYGOTE_START_TIMEOUT_S + MAX_WALL_FACTOR * (limits.open_timeout_s + work_s) + CLIENT_GRACE_S
 
 
 def _find_excessive_limit(limits: BoxLimits) -> str | None:
-    """Return a description of a limit too large to accept (error or attack), or None."""
+    """Return a description of a limit that is too large to accept, or None.
+
+    Such a limit comes from a configuration error or an attack.
+    """
     if not max_response_bytes(limits) <= MAX_RESPONSE_BYTES:
         return f"answers of {max_response_bytes(limits)} bytes"
     if not max(limits.image_pixels, limits.pixels) <= MAX_PIXELS:
@@ -340,7 +344,7 @@ def _find_excessive_limit(limits: BoxLimits) -> str | None:
 
 
 def _parse_retry_after(header: str) -> float:
-    """Return the seconds before the next try from a Retry-After header, bounded by MAX_RETRY_S."""
+    """Parse a Retry-After header to a delay in seconds, at most MAX_RETRY_S."""
     try:
         after_s = float(header)
     except ValueError:
@@ -349,7 +353,7 @@ def _parse_retry_after(header: str) -> float:
 
 
 def encode_image_file(image: Image.Image | bytes) -> bytes:
-    """Return the image as PNG bytes; bytes are returned unchanged."""
+    """Encode a PIL image as PNG; return bytes unchanged, since they are an image file already."""
     if isinstance(image, bytes):
         return image
     buffer = BytesIO()

@@ -1,8 +1,10 @@
-"""Allow-list of system calls as a classic BPF program for seccomp(2), x86-64 only.
+"""Allow-list of system calls as a classic BPF program for seccomp(2), for x86-64 only.
 
-A call on no list fails with EPERM, which libraries can handle. Calls that no honest program makes
-kill the process, so that the result can report them. clone3 fails with ENOSYS, because its flags
-are behind a pointer; glibc then falls back to clone, and its flags are checked.
+- A call that is on no list fails with EPERM, which libraries can handle.
+- A call in KILLED_CALLS, which no benign program makes, kills the process, so that the result can
+  report it.
+- clone3 fails with ENOSYS, because its flags are behind a pointer, which a filter cannot read.
+  glibc then falls back to clone, and the filter checks the flags of clone.
 """
 
 import ctypes
@@ -24,7 +26,7 @@ EPERM, ENOMEM, ENOSYS = 1, 12, 38
 SECCOMP_SET_MODE_FILTER, SYS_SECCOMP = 1, 317
 LOAD_WORD, JUMP_EQUAL, JUMP_BITS, JUMP_AT_LEAST, AND, RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
 NUMBER_OFFSET, ARCHITECTURE_OFFSET, ARGUMENTS_OFFSET = 0, 4, 16
-"""Offsets in struct seccomp_data; the low half of an argument comes first."""
+"""Byte offsets in struct seccomp_data. The low half of each argument comes first."""
 
 ALLOWED_CALLS = {
     # memory
@@ -79,9 +81,10 @@ RLIMIT_RTTIME = 15  # asm-generic/resource.h
 PROTECTED_RLIMITS = (resource.RLIMIT_CPU, RLIMIT_RTTIME, resource.RLIMIT_CORE)
 """Resource limits that no process in a box may set.
 
-At the first two, the kernel kills even process 1 of a pid namespace. Nothing else inside the
-namespace can, so the death would be diagnosed as the host's fault. With another RLIMIT_CORE than
-that of confine.py, a dying box would start the host's core dump handler.
+If PID 1 of a PID namespace exceeds RLIMIT_CPU or RLIMIT_RTTIME, the kernel kills it. Code in the
+namespace has no other means to kill PID 1, so its death would be diagnosed as the host's fault. If
+the code changed RLIMIT_CORE from its value in confine.py, a dying box would start the host's core
+dump handler.
 """
 UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 PR_NAMES = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME and glibc's PR_SET_VMA
@@ -94,14 +97,14 @@ ALLOWED_FCNTLS = (
 """Allowed commands of fcntl(2): no locks, leases, directory watches (F_NOTIFY) or larger pipes."""
 SO_DOMAIN, SO_PROTOCOL = 39, 38
 ALLOWED_SOCKET_OPTIONS = (socket.SO_TYPE, socket.SO_ERROR, socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_ACCEPTCONN, SO_PROTOCOL, SO_DOMAIN)
-"""Allowed options of getsockopt(2), without those that identify the peer.
+"""Allowed options of getsockopt(2); options that identify the peer are not allowed.
 
-setsockopt(2), with its filters and larger buffers, is on no list.
+setsockopt(2) is not allowed at all, because it can attach filters and enlarge buffers.
 """
 TYPE_MASK = 0xF  # removes SOCK_CLOEXEC and SOCK_NONBLOCK from socketpair's second argument
 
 Instruction = tuple[int, int, int, int]
-"""BPF instruction: code, jump offset if true, jump offset if false, operand."""
+"""BPF instruction: (code, jump offset if true, jump offset if false, operand)."""
 
 
 def _return_value(value: int) -> Instruction:
@@ -113,7 +116,7 @@ def _load_argument(index: int) -> Instruction:
 
 
 def _allow_if_among(number: int, *, index: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Allow call `number` only if the low half of its argument `index` is among `values`."""
+    """Allow call `number` only if the low half of its argument `index` is in `values`."""
     tests = [(JUMP_EQUAL, len(values) - 1 - place, 1 if place == len(values) - 1 else 0, value) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW), _return_value(ERRNO | EPERM)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]
@@ -125,7 +128,7 @@ def _clone_rule() -> list[Instruction]:
 
 
 def _socketpair_rule() -> list[Instruction]:
-    """Allow Unix streams only, because a datagram socket could be sent to an address."""
+    """Allow only Unix stream sockets, because a datagram socket could send to any address."""
     body = [
         _load_argument(0),
         (JUMP_EQUAL, 0, 4, socket.AF_UNIX),
@@ -139,7 +142,10 @@ def _socketpair_rule() -> list[Instruction]:
 
 
 def _mmap_rule() -> list[Instruction]:
-    """Refuse shared anonymous memory: no process owns it, so only a control group counts it."""
+    """Refuse shared anonymous memory.
+
+    No process owns this memory, so that only a control group counts it.
+    """
     body = [
         _load_argument(3),
         (JUMP_BITS, 0, 2, mmap.MAP_ANONYMOUS),
@@ -151,9 +157,10 @@ def _mmap_rule() -> list[Instruction]:
 
 
 def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
-    """Refuse call `number` if the low half of its argument `index` is among `values`.
+    """Refuse call `number` if the low half of its argument `index` is in `values`.
 
-    With `unless_null`, it is allowed if the pointer in that argument is null.
+    If `unless_null` is the index of another argument, the call is still allowed if the pointer in
+    that argument is null.
     """
     tests = [(JUMP_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW)]
@@ -166,11 +173,12 @@ def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_n
 
 
 def _forged_signal_rules() -> list[Instruction]:
-    """Prevent process 1 of a pid namespace from ending itself as only the host can.
+    """Prevent PID 1 of a PID namespace from killing or stopping itself as only the host can.
 
-    A process may send itself a siginfo with SI_KERNEL, and the kernel believes it (kernel/signal.c,
-    do_rt_sigqueueinfo and send_signal_locked): SIGKILL and SIGSTOP are then delivered. kill(2) and
-    its variants stay allowed, because process 1 is immune to them.
+    A process may send itself a signal with a siginfo that claims to be from the kernel (SI_KERNEL).
+    The kernel accepts this claim and delivers even SIGKILL and SIGSTOP to PID 1 (kernel/signal.c,
+    do_rt_sigqueueinfo and send_signal_locked). kill(2) and its variants stay allowed, because PID 1
+    is immune to them. The protected resource limits are refused here too.
     """
     code = _deny_if_among(SETRLIMIT, index=0, values=PROTECTED_RLIMITS) + _deny_if_among(
         PRLIMIT64, index=1, values=PROTECTED_RLIMITS, unless_null=2
@@ -183,10 +191,11 @@ def _forged_signal_rules() -> list[Instruction]:
 
 
 def _file_lock_rules() -> list[Instruction]:
-    """Refuse locks and watches, and queries for the peer of a socket.
+    """Refuse file locks, file watches, and queries for the peer of a socket.
 
-    Files read by all boxes and the host would carry these locks and watches between them. flock
-    fails as on a file system without locks (ENOSYS), which HDF5 and others can handle.
+    With locks and watches on files that all of them read, boxes and the host could block or observe
+    each other. flock fails with ENOSYS, as on a file system without locks, which HDF5 and other
+    libraries can handle.
     """
     return [
         (JUMP_EQUAL, 0, 1, FLOCK),
@@ -197,7 +206,10 @@ def _file_lock_rules() -> list[Instruction]:
 
 
 def build_filter(*, shared_memory: bool) -> list[Instruction]:
-    """Return the filter; without `shared_memory`, shared anonymous memory is refused."""
+    """Return the BPF program of the filter.
+
+    If `shared_memory` is False, the filter refuses shared anonymous memory.
+    """
     code: list[Instruction] = [
         (LOAD_WORD, 0, 0, ARCHITECTURE_OFFSET),
         (JUMP_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
@@ -222,10 +234,12 @@ class _Program(ctypes.Structure):
 
 
 def install_filter(*, shared_memory: bool) -> None:
-    """Install the filter on this thread and its descendants for good. Needs no_new_privs.
+    """Install the filter permanently on this thread and its descendants.
+
+    The process must have set no_new_privs.
 
     Raises:
-        OSError: The kernel refuses it, or this machine is not x86-64.
+        OSError: The kernel refuses the filter, or this machine is not x86-64.
     """
     if os.uname().machine != "x86_64":
         raise OSError(ENOSYS, f"the table of system calls is x86-64's, this machine is {os.uname().machine}")

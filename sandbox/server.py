@@ -1,18 +1,19 @@
 """HTTP server of the sandbox.
 
-Boxes run in the pool of this process; a client addresses its box by an id that cannot be guessed.
+Boxes run in the pool of this process. A client addresses its box by an id that cannot be guessed.
 
-    POST   /boxes                  open a box: 429 if none becomes free in time, 503 if the host
-                                   cannot make one, both with Retry-After
-    POST   /boxes/{id}/calls       run code in it: 404 if the box is not open (any more), 409 if the
-                                   id of the call was used before
-    POST   /boxes/{id}/files       read its files
-    DELETE /boxes/{id}             close it
-    GET    /health /metrics        name, size, layers and limits; Prometheus text
-    POST   /run_code               SandboxFusion's request (fusion.py)
+    POST   /boxes                  open a box; 429 if no box becomes free in time, 503 if the host
+                                   fails to open a box, both with a Retry-After header
+    POST   /boxes/{id}/calls       run code in the box; 404 if the box is not open (any more), 409
+                                   if the id of the call was used before
+    POST   /boxes/{id}/files       read files of the box
+    DELETE /boxes/{id}             close the box
+    GET    /health                 name, size, layers and limits of the server
+    GET    /metrics                metrics in Prometheus' text format
+    POST   /run_code               run a SandboxFusion request (fusion.py)
 
-Failures of the code are never HTTP errors: they are part of the result. A box is closed when its
-client disconnects during a call, and after `idle_timeout_s` without a request.
+A failure of the executed code is never an HTTP error but part of the result. A box is closed when
+its client disconnects during a call, and after `idle_timeout_s` without a request.
 """
 
 import asyncio
@@ -49,15 +50,15 @@ from sandbox.request_gate import RequestGuardMiddleware, make_body_limits
 from sandbox.server_metrics import SandboxMetrics
 
 MAX_CALLS_PER_BOX = 100_000
-"""Number of calls per box; their ids are stored so that none runs twice."""
+"""Largest number of calls per box. The ids of all calls are stored, so that no call runs twice."""
 MAX_REQUESTS_PER_BOX = 8
 
 
 class SandboxService:
-    """Route handlers over a running pool.
+    """Route handlers that serve a running pool.
 
-    At most `max_waiting` requests (default: one per box) wait for a free box, each at most `wait_s`
-    seconds; further ones are refused at once.
+    At most `max_waiting` requests (default: the pool's size) wait for a free box, each for at most
+    `wait_s` seconds. Further requests are refused at once.
     """
 
     def __init__(self, pool: SandboxPool, *, wait_s: float, idle_timeout_s: float, max_waiting: int | None, name: str) -> None:
@@ -99,7 +100,7 @@ class SandboxService:
     async def run_call(self, request: Request, name: str) -> dict[str, Any]:
         """Run a call in a box and return its encoded result.
 
-        A client that disconnects during the call loses the box.
+        If the client disconnects during the call, the box is closed.
         """
         body, most_s = await read_body(request, CallRequest), self.pool.limits.call_timeout_s
         with self.hold_open(name) as room:
@@ -121,10 +122,10 @@ class SandboxService:
 
     @contextlib.contextmanager
     def hold_open(self, name: str) -> Iterator[OpenBox]:
-        """Hold a box open for a request.
+        """Keep a box open during a request, and limit the requests per box.
 
-        A box runs requests one at a time and each waiting request occupies a connection, so more
-        than MAX_REQUESTS_PER_BOX requests at once are refused.
+        A box runs one request at a time, and each waiting request occupies a connection. Therefore,
+        a request is refused if MAX_REQUESTS_PER_BOX requests for the box are already active.
         """
         with self.open_boxes.hold_open(name) as room:
             if room.num_active > MAX_REQUESTS_PER_BOX:
@@ -145,7 +146,7 @@ class SandboxService:
         await asyncio.shield(task)
 
     async def run_code(self, request: Request) -> fusion.RunCodeResponse:
-        """Run a SandboxFusion request in a box of its own."""
+        """Run a SandboxFusion request in a new box."""
         body, call_timeout_s = await read_body(request, fusion.RunCodeRequest), self.pool.limits.call_timeout_s
 
         async def work() -> fusion.RunCodeResponse:
@@ -174,9 +175,10 @@ def create_app(
     token: str = "",
     host: str = "",
 ) -> FastAPI:  # fmt: skip
-    """Return the application over a running pool; its shutdown closes every box.
+    """Return the application that serves a running pool. Its shutdown closes every box.
 
-    `token` is the required bearer token and `host` a further name of the server (request_gate.py).
+    `token` is the bearer token that requests must send ("" for none), and `host` is an additional
+    host name of this server (see request_gate.py).
     """
     service = SandboxService(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, max_waiting=max_waiting, name=name)
 
@@ -185,8 +187,8 @@ def create_app(
         yield
         await service.open_boxes.close()
 
-    # FastAPI would build the redirect for a superfluous slash from the request's Host header, which
-    # is untrusted.
+    # FastAPI would redirect paths with a trailing slash to the host in the request's Host header,
+    # which is untrusted.
     app = FastAPI(title="sandbox", lifespan=lifespan, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(RequestGuardMiddleware, **make_body_limits(pool.limits), token=token, hosts=[host])
     app.add_exception_handler(StarletteException, handle_http_error)
@@ -222,7 +224,7 @@ async def run_server(
     Port 0 picks a free port. The address is printed once the server accepts requests.
 
     Raises:
-        SandboxError: The pool does not start, or too few open files are allowed.
+        SandboxError: The pool does not start, or the limit on open files is too low.
         OSError: The address cannot be bound.
         ValueError: The address is reachable from other machines and there is no token.
     """

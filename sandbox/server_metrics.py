@@ -9,7 +9,10 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
 
 class SandboxMetrics:
-    """Metrics of one server, in a registry of their own so that two servers do not mix."""
+    """Metrics of one server.
+
+    Each instance has its own registry, so that several servers in one process do not share metrics.
+    """
 
     def __init__(self, pool: SandboxPool) -> None:
         self.registry = CollectorRegistry()
@@ -26,7 +29,7 @@ class SandboxMetrics:
         self.expired_boxes = Counter("sandbox_boxes_expired", "Boxes closed because nobody called", registry=self.registry)
 
     def record_call(self, result: CallResult) -> None:
-        """Count a finished call."""
+        """Update the metrics with the result of a call."""
         self.calls.labels(result.fault.value, result.limit or "").inc()
         self.seconds.observe(result.usage.wall_s)
         self.images.inc(len(result.images))

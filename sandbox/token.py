@@ -1,6 +1,7 @@
 """Bearer tokens of servers, stored in files.
 
-Command lines are visible in the process list and settings end up in logs, so neither holds a token.
+Tokens are not passed in command lines, which the process list shows, nor in settings, which are
+written to logs.
 """
 
 import os
@@ -10,19 +11,19 @@ from ipaddress import ip_address
 from pathlib import Path
 
 USER_KEY_VARIABLES = ("OPENAI_API_KEY", "VLLM_API_KEY")
-"""Environment variables with the user's API keys; servers started for a run do not inherit them.
+"""Environment variables with API keys of the user, which a run's servers do not inherit.
 
-A vLLM server would require the value of VLLM_API_KEY of its clients.
+If VLLM_API_KEY were set for a vLLM server, the server would require that key from its clients.
 """
 MAX_TOKEN_BYTES = 1000
-"""Number of bytes read from a token file at most."""
+"""Largest number of bytes read from a token file."""
 
 
 def read_token(path: str | Path) -> str:
     """Return the token in a file.
 
     Raises:
-        ValueError: The file is unreadable or does not hold one word of 16 to 256 characters.
+        ValueError: The file is unreadable or is not one word of 16 to 256 ASCII characters.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # non-blocking: a FIFO must not stall
@@ -35,12 +36,12 @@ def read_token(path: str | Path) -> str:
 
 
 def bearer_header(token: str) -> dict[str, str]:
-    """Return the Authorization header for a token, or no header for an empty token."""
+    """Return the Authorization header for a token, or an empty dict for an empty token."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def write_token(file: Path) -> str:
-    """Create a random token, write it to a file that only its owner can read, and return it."""
+    """Create a random token, store it in `file` with mode 600, and return it."""
     token = secrets.token_urlsafe(32)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.unlink(missing_ok=True)

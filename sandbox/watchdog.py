@@ -1,4 +1,4 @@
-"""Kills boxes that exceed their memory or number of processes, on hosts without control groups."""
+"""Watchdog that enforces memory and process limits of boxes on hosts without control groups."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,8 @@ POLL_S = 0.1
 class ResourceWatchdog:
     """Background task that checks the running interpreters every POLL_S seconds.
 
-    `list_interpreters` returns them. `on_failure` is called if the task fails, because no limit is
-    enforced from then on.
+    `list_interpreters` returns the running interpreters. If the task fails, `on_failure` is called,
+    because the limits are no longer enforced.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class ResourceWatchdog:
         self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
-        """Stop the task and wait for kills in progress."""
+        """Stop the task and wait until the kills in progress are done."""
         self._task.cancel()
         await asyncio.gather(self._task, *self._kill_tasks, return_exceptions=True)
 
@@ -54,7 +54,7 @@ class ResourceWatchdog:
                 life.exceeded_limit = resource_usage.find_exceeded_limit(
                     life.pid, limits=self._limits, shared_bytes=self._zygote.shared_anonymous_bytes, count_mappings=count_mappings
                 )
-                if life.exceeded_limit is not None:  # ending one may take a while; the others must still be checked
+                if life.exceeded_limit is not None:  # ending a box may take a while, and the other boxes must still be checked
                     task = asyncio.create_task(self._zygote.end_interpreter(life))
                     self._kill_tasks.add(task)
                     task.add_done_callback(self._kill_tasks.discard)

@@ -1,9 +1,8 @@
-"""Process of a box: reads its inputs, confines itself and executes calls.
+"""Process of a box, which reads its inputs, confines itself and executes calls.
 
-It ends when its channel closes.
-
-It shares its interpreter with the code it runs, so the pool trusts nothing in its replies
-(replies.py): false ones can only harm its own box.
+The process exits when its channel to the pool closes. It shares its interpreter with the code that
+it runs, so the code can forge its replies. Therefore, the pool validates every reply (replies.py),
+and a forged reply can only harm the box that sent it.
 """
 
 import builtins
@@ -35,13 +34,14 @@ LIMIT_OF_ERRNO = {errno.EFBIG: "disk", errno.ENOSPC: "disk", errno.EDQUOT: "disk
 
 
 class BadInput(ValueError):
-    """An image or a preload is invalid."""
+    """An input image or the preload is invalid."""
 
 
 def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: int, output_fds: tuple[int, int]) -> None:
-    """Run a box after the fork, until the pool closes the channel.
+    """Run a box in this forked process until the pool closes the channel.
 
-    Everything before the inputs is the same for all boxes, so a spare process can wait for them.
+    The steps before receiving the inputs are the same for all boxes. Therefore, a process can be
+    forked in advance and wait for the inputs of its box.
     """
     for number, handler in ((signal.SIGCHLD, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         signal.signal(number, handler)
@@ -70,13 +70,13 @@ def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: i
 
 
 def set_environment(directory: str) -> None:
-    """Remove the pool's paths from the environment and set the box's own folders."""
+    """Remove the pool's paths from the environment variables and set the folders of the box."""
     del os.environ["PYTHONPATH"], os.environ["MPLCONFIGDIR"]
     os.environ.update(HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
 
 
 class BoxSession:
-    """Namespace and streams of a box, kept across its calls."""
+    """Runs the calls of a box in one namespace, which is kept between calls."""
 
     def __init__(self, channel: socket.socket, *, confinement: confine.Confinement, work_dir: str, output_fds: tuple[int, int]) -> None:
         self.channel = channel
@@ -92,13 +92,13 @@ class BoxSession:
         sys.path[0:0] = [""]
         self.namespace = module.__dict__
         random.seed()
-        # Reseed the global state that user code shares, because a fork would give every box the
-        # same numbers.
+        # Reseed the global random generators, because otherwise all boxes forked from the zygote
+        # would draw the same numbers.
         np.random.seed()
         self.capture = ImageCapture(confinement.limits, work_dir=work_dir)
 
     def load_inputs(self, inputs: list[dict[str, object]], *, preload: str) -> None:
-        """Bind images to variables and run the preload. Raises BadInput."""
+        """Bind input images to their variables and run the preload. Raises BadInput."""
         for item in inputs:
             if item["image"]:
                 picture = self._decode_image(str(item["name"]))
@@ -112,7 +112,7 @@ class BoxSession:
                 raise BadInput(f"preload: line {error['line']}: {error['type']}: {error['message']}")
 
     def serve_calls(self) -> None:
-        """Execute requests until the channel closes."""
+        """Serve requests from the pool until the channel closes."""
         while True:
             try:
                 message, _ = frames.receive_frame(self.channel)
@@ -130,7 +130,7 @@ class BoxSession:
         error, limit = self._execute(code, name=f"<call {number}>")
         signal.setitimer(signal.ITIMER_REAL, 0)  # cancel an alarm that the code left set
         self._close_streams(stdout, stderr)
-        if os.getpid() != self.pid:  # a child forked by the code returned here; it must not reply
+        if os.getpid() != self.pid:  # this is a child process forked by the code; it must not reply
             os._exit(0)
         files = self._finish_capture()
         reply = {
@@ -155,7 +155,7 @@ class BoxSession:
             return {}
 
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
-        """Execute `code`, which may raise anything, and return its error and limit."""
+        """Execute `code` and return its error and the limit it exceeded, or None for each."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         own, worker = self.data_limits
         resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
@@ -170,7 +170,7 @@ class BoxSession:
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:
-        """Restore descriptors 1 and 2 and Python's streams, whatever the last call did to them."""
+        """Restore descriptors 1 and 2 and Python's streams after changes by the last call."""
         for number, stream in enumerate(self.output_fds, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (
@@ -235,7 +235,7 @@ def _safe_str(error: BaseException) -> str:
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Return the traceback as Python prints it, without this file's frames; cut if long."""
+    """Format a traceback without this file's frame and cut it to MAX_TRACEBACK."""
     try:
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, trace, limit=-20))
@@ -250,11 +250,12 @@ def _cpu_s() -> float:
 
 
 def preload_libraries() -> None:
-    """Load the libraries, and what they load on first use, before any fork, in a single thread.
+    """Load the libraries for boxes, and the modules that they import lazily, before any fork.
 
-    OpenBLAS (by its environment variable) and OpenCV are set to one thread. pyarrow, which pandas
-    imports if installed, is blocked: its allocator starts a thread, which a fork would not have,
-    and with which the kernel refuses unshare(CLONE_NEWUSER).
+    The process must stay single-threaded: a fork does not copy other threads, and the kernel
+    refuses unshare(CLONE_NEWUSER) in a process with several threads. Therefore, OpenBLAS (by an
+    environment variable) and OpenCV are limited to one thread. pyarrow is blocked, because its
+    allocator starts a thread; pandas would import it if it is installed.
     """
     sys.modules["pyarrow"] = None
     import cv2
@@ -279,7 +280,7 @@ def preload_libraries() -> None:
 
 
 def close_other_fds(kept_fds: list[int]) -> None:
-    """Close every descriptor from 3 up except `kept_fds`."""
+    """Close all file descriptors from 3 up, except `kept_fds`."""
     last = 3
     for descriptor in sorted(kept_fds):
         os.closerange(last, descriptor)

@@ -1,16 +1,17 @@
-"""Zygote: single-threaded process with loaded libraries that forks and reaps boxes for the pool.
+"""Zygote: single-threaded process with preloaded libraries that forks and reaps boxes.
 
-It runs inside the outer layers. It is started as `python -m sandbox.zygote SETTINGS` with the
-pool's control socket (SOCK_SEQPACKET, JSON datagrams) on descriptor 0.
+It runs inside the zygote's layers (confine.py). The pool starts it as
+`python -m sandbox.zygote SETTINGS`, with a control socket (SOCK_SEQPACKET, JSON datagrams) as
+descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors (channel,
                      stdout, stderr);   {"kill": id}
-    zygote -> pool   {"ready": bytes of own memory} or {"host": reason};
+    zygote -> pool   {"ready": bytes of its anonymous memory} or {"host": reason};
                      {"spawned": id, "pid": pid} or {"failed": id, "reason"};
                      {"exited": id, "status", "cpu_s", "limited"}
 
-When the control socket closes, it kills every box, waits for them and exits. When the thread that
-started it ends, the kernel kills it.
+When the control socket closes, the zygote kills all boxes, waits for them and exits. When the
+thread that started the zygote ends, the kernel kills the zygote.
 """
 
 import contextlib
@@ -36,12 +37,12 @@ THREAD_WAIT_S, THREAD_CHECKS = 2.0, 200
 
 @dataclass(slots=True)
 class BoxProcess:
-    """Process of a box as a child of the zygote."""
+    """First process of a box, which is a child of the zygote."""
 
     id: int
     pid: int
     pidfd: int
-    """File descriptor of the process (pidfd)."""
+    """File descriptor that refers to the process (pidfd_open(2))."""
 
 
 class Zygote:
@@ -70,7 +71,7 @@ class Zygote:
                     return
 
     def handle_request(self) -> bool:
-        """Handle one request of the pool; return False if the pool is gone."""
+        """Handle one request from the pool. Return False if the pool is gone."""
         text, descriptors, _, _ = socket.recv_fds(self.control, MAX_CONTROL_BYTES, 3)
         if not text:
             return False
@@ -97,10 +98,12 @@ class Zygote:
     def fork_box(self, request: dict[str, object], descriptors: list[int]) -> int:
         """Fork the first process of a box and return its pid.
 
-        It is process 1 of its own pid namespace: when it dies, the kernel kills all others in it.
-        unshare(CLONE_NEWPID) applies to later children, and cannot be done twice. The zygote
-        returns to its own namespace by setns(2), which only the owner of that namespace may call:
-        inside a user namespace a helper process is needed.
+        With `pid_ns`, the process is PID 1 of a new PID namespace. When it dies, the kernel kills
+        all other processes in the namespace. unshare(CLONE_NEWPID) affects only later children, and
+        a process cannot call it twice. Therefore, the zygote returns to its original PID namespace
+        with setns(2) after the fork. That call requires privileges over the original namespace,
+        which the zygote lacks inside a user namespace; in this case, a helper process forks the
+        box.
         """
         if self.layers.pid_ns and self.layers.user_ns:
             return self.fork_box_via_helper(request, descriptors)
@@ -116,9 +119,10 @@ class Zygote:
         return pid
 
     def fork_box_via_helper(self, request: dict[str, object], descriptors: list[int]) -> int:
-        """Fork a box through a helper process, which leaves its child to this subreaper.
+        """Fork a box through a helper process.
 
-        An opening takes twice as long this way.
+        The helper exits, and the zygote adopts the helper's child, because it is a subreaper.
+        Opening a box takes twice as long this way.
         """
         reading, writing = os.pipe()
         between = os.fork()
@@ -142,7 +146,7 @@ class Zygote:
         return int(text)
 
     def run_as_box(self, request: dict[str, object], descriptors: list[int]) -> None:
-        """Run a box in this process; never returns."""
+        """Run a box in this process, then exit the process."""
         status = 1
         try:
             os.setsid()
@@ -179,9 +183,9 @@ class Zygote:
         self.send({"exited": child.id, "status": status, "cpu_s": usage.ru_utime + usage.ru_stime, "limited": limited})
 
     def has_lowered_cpu_limit(self, pid: int) -> bool:
-        """Return True if the code lowered the processor time at which the kernel kills it.
+        """Return True if the code lowered its RLIMIT_CPU, at which the kernel kills a process.
 
-        A dead process has its limits until it is waited for.
+        The limits of a dead process stay readable in /proc until the process is waited for.
         """
         if not self.layers.rlimits:
             return False
@@ -207,9 +211,9 @@ class Zygote:
 
 
 def list_other_threads() -> list[str]:
-    """Return the names of threads other than this one.
+    """Return the names of all threads of this process except the current thread.
 
-    Threads that are about to end (Matplotlib's timer) get THREAD_WAIT_S seconds to do so.
+    Threads that are about to end, such as Matplotlib's timer, get THREAD_WAIT_S seconds to end.
     """
     own, tasks = str(os.getpid()), Path("/proc/self/task")
     for _ in range(THREAD_CHECKS):
@@ -221,7 +225,7 @@ def list_other_threads() -> list[str]:
 
 
 def main(settings: str) -> None:
-    """Load the libraries, enter the layers and serve the pool."""
+    """Load the libraries, enter the zygote's layers and serve the pool."""
     chosen = json.loads(settings)
     layers = Layers(**chosen["layers"])
     limits = BoxLimits(**{item.name: chosen["limits"][item.name] for item in fields(BoxLimits)})
@@ -238,8 +242,8 @@ def main(settings: str) -> None:
     except OSError as error:
         zygote.send({"host": str(error)})
         return
-    # A stopped process does not notice that its socket closed. Entering namespaces clears this
-    # setting, so it comes last.
+    # Needed because a stopped process does not notice that its socket closed. The call comes last,
+    # because entering namespaces clears this setting.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     gc.collect()
     gc.freeze()

@@ -1,6 +1,7 @@
-"""Pool side of the zygote.
+"""Manager of the zygote process, on the side of the pool.
 
-Starts it, requests interpreters, receives exit notices and kills the process trees of boxes.
+It starts the zygote, requests interpreters from it, receives notices of their exit, and kills the
+process trees of boxes.
 """
 
 import array
@@ -28,9 +29,9 @@ from sandbox.records import BoxLimits, SandboxError
 ZYGOTE_START_TIMEOUT_S = 60.0
 ZYGOTE_STOP_TIMEOUT_S = 10.0
 ZYGOTE_REPLY_TIMEOUT_S = 30.0
-"""Seconds without a reply after which a zygote is considered unresponsive and killed.
+"""Seconds without a reply after which a zygote is considered unresponsive and is killed.
 
-The failures of its boxes are host faults, and the boxes restart on a new zygote.
+Its boxes fail with a host fault and restart on a new zygote.
 """
 EXIT_POLL_S = 2.0
 ZYGOTE_ENVIRONMENT = {"LANG": "C.UTF-8", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -38,42 +39,42 @@ ZYGOTE_ENVIRONMENT = {"LANG": "C.UTF-8", "MPLBACKEND": "agg", "OMP_NUM_THREADS":
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """Exit of an interpreter."""
+    """Exit status and resource usage of an interpreter that has ended."""
 
     status: int | None
-    """Status as of wait(2); None if the zygote died as well."""
+    """Exit status as returned by wait(2), or None if the zygote died too."""
     cpu_s: float
     lowered_cpu_limit: bool = False
-    """True if the code lowered RLIMIT_CPU.
+    """True if the code lowered its RLIMIT_CPU.
 
-    The kernel kills a process that exceeds this limit of processor time.
+    The kernel kills a process that exceeds this limit on CPU time.
     """
 
 
 @dataclass(slots=True)
 class Interpreter:
-    """One interpreter process of a box, from fork to exit."""
+    """Interpreter process of a box, from its fork to its exit."""
 
     id: int
     pid: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     output_fds: tuple[int, int]
-    """memfds of standard output and error; the pool's own copies, so they outlive the process."""
+    """The pool's descriptors of the output and error memfds, which remain readable after exit."""
     exit_future: asyncio.Future[ExitStatus]
     directory: str | None
-    """Directory on the host, removed by `close`; None if the directory is in the box's own root."""
+    """Host directory that `close` removes, or None if the box's directory is in its own root."""
     killed_by_pool: bool = False
     """True once the pool has begun to end this process."""
     exceeded_limit: str | None = None
     """Limit for which the watchdog killed this process, or None."""
 
     def close(self) -> None:
-        """Release the resources that the pool holds for an interpreter that has exited."""
+        """Release the pool's resources of an interpreter that has exited."""
         self.writer.transport.abort()
         for descriptor in self.output_fds:
             os.close(descriptor)
-        if self.directory is not None:  # last: removal needs a free descriptor
+        if self.directory is not None:  # last, because removal needs a free file descriptor
             _remove_directory(self.directory)
 
 
@@ -84,7 +85,7 @@ class ZygoteManager:
     layers: Layers
     limits: BoxLimits
     shared_anonymous_bytes: int = 0
-    """Bytes of anonymous memory that every fork shares with the zygote."""
+    """Bytes of anonymous memory that every interpreter shares with the zygote after its fork."""
     is_alive: bool = False
     _next_id: int = 0
     _interpreters: dict[int, Interpreter] = field(default_factory=dict)
@@ -133,10 +134,10 @@ class ZygoteManager:
             raise
 
     async def spawn_interpreter(self, slot: int) -> Interpreter:
-        """Return a new process that waits for its inputs.
+        """Fork an interpreter in a new process, where it waits for its inputs.
 
         Raises:
-            SandboxError: The zygote failed, or descriptors or disk space ran out.
+            SandboxError: The zygote failed, or the host is out of file descriptors or disk space.
         """
         if not self.is_alive:
             raise SandboxError("the zygote is gone")
@@ -162,7 +163,7 @@ class ZygoteManager:
         return Interpreter(number, pid, reader, writer, output_fds=streams, exit_future=ended, directory=directory)
 
     async def end_interpreter(self, interpreter: Interpreter) -> ExitStatus:
-        """Kill the process and its descendants, wait for them and return the exit status."""
+        """Kill the interpreter and its descendants, and return its exit status."""
         if not interpreter.exit_future.done():
             interpreter.killed_by_pool = True
             if not self.layers.pid_ns:
@@ -175,9 +176,10 @@ class ZygoteManager:
         return ExitStatus(None, 0.0)
 
     async def wait_for_exit(self, interpreter: Interpreter) -> None:
-        """Wait for the exit of a process after its channel has ended.
+        """Wait for the exit of an interpreter after its channel has closed.
 
-        A process that is not dying after EXIT_POLL_S closed its channel itself; the wait ends then.
+        If the process is not exiting after EXIT_POLL_S, the code has closed the channel, and the
+        wait ends.
         """
         for count in range(int(ZYGOTE_REPLY_TIMEOUT_S / EXIT_POLL_S)):
             if count and not is_dying(interpreter.pid):
@@ -189,8 +191,9 @@ class ZygoteManager:
     async def stop(self) -> None:
         """Stop the zygote.
 
-        When its socket closes, it kills its children, waits for them and exits. After
-        ZYGOTE_STOP_TIMEOUT_S it is killed, and the kernel kills its children.
+        When the pool closes the control socket, the zygote kills its children, waits for them and
+        exits. If the zygote does not exit within ZYGOTE_STOP_TIMEOUT_S, it is killed, and the
+        kernel kills its children.
         """
         self.is_alive = False
         if self._control is not None:
@@ -208,7 +211,7 @@ class ZygoteManager:
         self._fail_pending()
 
     async def _wait_for_fork(self, number: int) -> int:
-        """Return the pid of the requested process.
+        """Wait for the reply to a fork request and return the pid of the new process.
 
         Raises:
             SandboxError: The zygote failed or did not reply.
@@ -223,9 +226,9 @@ class ZygoteManager:
         raise SandboxError(f"the zygote did not answer within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it hangs, or was stopped")
 
     def kill_zygote(self) -> None:
-        """Kill an unresponsive zygote; the kernel kills its children with it.
+        """Kill an unresponsive zygote. The kernel then kills its children.
 
-        `_on_message` or `stop` then resolves the pending futures.
+        `_on_message` or `stop` resolves the pending futures afterwards.
         """
         self.is_alive = False
         if self._process is not None:
@@ -243,7 +246,7 @@ class ZygoteManager:
 
     def _request_kill(self, number: int) -> None:
         if self.is_alive and number in self._exit_futures:
-            with contextlib.suppress(SandboxError):  # it has just died, with its children
+            with contextlib.suppress(SandboxError):  # the zygote has just died, and its children with it
                 self._send({"kill": number}, [])
 
     def _on_message(self) -> None:
@@ -274,7 +277,7 @@ class ZygoteManager:
             self._exit_futures.pop(message["exited"]).set_result(ExitStatus(message["status"], message["cpu_s"], message["limited"]))
 
     def _fail_pending(self) -> None:
-        """Resolve all pending futures after the zygote and its children have died."""
+        """Resolve all pending futures once the zygote and its children are dead."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError("the zygote died while it started; its standard error says why"))
         for future in self._pending_forks.values():
@@ -289,8 +292,8 @@ class ZygoteManager:
 async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
     """Return True if the future completes within ZYGOTE_REPLY_TIMEOUT_S.
 
-    It waits in two halves: if this event loop was blocked for all of the first, the second still
-    receives the reply.
+    The timeout is split into two waits. If this event loop is blocked during the whole first wait,
+    the reply can still be received during the second wait.
     """
     for _ in range(2):
         done, _ = await asyncio.wait([future], timeout=ZYGOTE_REPLY_TIMEOUT_S / 2)
@@ -300,7 +303,7 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
 
 
 def _make_directory(undo: contextlib.ExitStack) -> str:
-    """Create a box's directory on the host. Raises OSError."""
+    """Create the directory of a box on the host. Raises OSError."""
     directory = tempfile.mkdtemp(prefix="sandbox-")
     undo.callback(_remove_directory, directory)
     os.chmod(directory, 0o755)
@@ -308,7 +311,10 @@ def _make_directory(undo: contextlib.ExitStack) -> str:
 
 
 def _remove_directory(directory: str) -> None:
-    """Remove the directory; an empty one can be removed even when no descriptor is free."""
+    """Remove the directory with its contents.
+
+    rmdir is tried first, because it needs no free file descriptor.
+    """
     try:
         os.rmdir(directory)
     except OSError:
@@ -319,7 +325,7 @@ def _make_output_memfd(name: str, undo: contextlib.ExitStack) -> int:
     """Create a memfd for the output of a box. Raises OSError."""
     stream = os.memfd_create(name, os.MFD_CLOEXEC)
     undo.callback(os.close, stream)
-    with contextlib.suppress(PermissionError):  # a memfd that cannot be sealed at all (vm.memfd_noexec)
-        fcntl.fcntl(stream, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # else the box could seal it, and it could not be truncated
+    with contextlib.suppress(PermissionError):  # this memfd cannot be sealed at all (vm.memfd_noexec)
+        fcntl.fcntl(stream, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # otherwise, the box could seal the memfd against truncation
     fcntl.fcntl(stream, fcntl.F_SETFL, os.O_APPEND)  # the writes of the box and of its children must not overwrite each other
     return stream

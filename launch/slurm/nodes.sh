@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Starts one launcher per node of the current Slurm job; their rendezvous is the first node, on a port derived
+# Starts one launcher per node of the current Slurm job. The launchers meet at the first node, on a port derived
 # from the job ID.
-#   bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu                        one process per GPU of a node, or one without GPUs
+#   bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu                        one process per GPU of a node, or a single process without GPUs
 #   bash launch/slurm/nodes.sh --nproc_per_node=2 experiment=numberline_grpo_cpu     arguments with a dash are passed to the launchers
 set -euo pipefail
 

@@ -1,9 +1,9 @@
-"""Advantage functions: write TokenSequence.advantages of all scored rollouts.
+"""Advantage functions, which write TokenSequence.advantages for all scored rollouts.
 
-They work on plain floats, not tensors. Sums are exact (`statistics`, `math.fsum`), so a result
-depends neither on the order of the rollouts nor on the rank. A filtered rollout
-(Rollout.filter_reason) still counts in its group's baseline. Group-relative advantages need two
-scored members; in a smaller group they are 0.
+Advantages are computed on plain floats, not tensors. Sums are exact (`statistics`, `math.fsum`), so
+results do not depend on the order of rollouts or on the rank. A filtered rollout
+(Rollout.filter_reason) still contributes to its group's baseline. Group-relative advantages are 0
+in groups with fewer than two scored rollouts.
 """
 
 import math
@@ -16,18 +16,18 @@ from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout, TokenSequence
 
 AdvantageFn = Callable[[Sequence[Rollout], AlgoSettings], None]
-"""(rollouts, settings) -> None. Writes the advantages of all scored rollouts."""
+"""(rollouts, settings) -> None. Writes the advantages for all scored rollouts."""
 RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-9, 1e-12
-"""Bounds of `are_nearly_equal`."""
+"""Relative and absolute tolerance of `are_nearly_equal`."""
 
 
 def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """Compute GRPO advantages: A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
 
     Source: arXiv 2402.03300, section 4.1.2. Without algo.norm_adv_by_std, A_i = R_i - mean(R), as
-    in Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample deviation (divisor G - 1): the
-    paper does not define it, and common implementations use the default of torch.std. With
-    algo.turn_credit other than broadcast, each turn has its own advantage (TURN_SCHEMES).
+    in Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample standard deviation (divisor G -
+    1), the default of torch.std in common implementations; the paper does not specify the divisor.
+    Unless algo.turn_credit is broadcast, each turn has its own advantage (TURN_SCHEMES).
     """
     for members in split_into_groups(rollouts).values():
         for rollout, turns in zip(members, TURN_SCHEMES[algo.turn_credit](members, algo), strict=True):
@@ -35,9 +35,9 @@ def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """Compute RLOO advantages: A_i = R_i - mean of the other members' rewards.
+    """Compute RLOO advantages: A_i = R_i - mean of the rewards of the group's other rollouts.
 
-    Source: arXiv 2402.14740, eq. 4. Equal to G / (G - 1) * (R_i - mean(R)).
+    Source: arXiv 2402.14740, eq. 4. This equals G / (G - 1) * (R_i - mean(R)).
     """
     for members in split_into_groups(rollouts).values():
         centered = _centered([penalized_reward(rollout, algo) for rollout in members])
@@ -48,8 +48,8 @@ def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """Compute OPO advantages: A_i = R_i - sum(n_j R_j) / sum(n_j).
 
-    Source: arXiv 2505.23585. n_j is the number of sampled tokens of rollout j; this baseline
-    minimizes the variance.
+    Source: arXiv 2505.23585. n_j is the number of sampled tokens of rollout j. This baseline
+    minimizes the gradient variance.
     """
     for members in split_into_groups(rollouts).values():
         rewards, lengths = [penalized_reward(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
@@ -60,10 +60,10 @@ def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """Compute REINFORCE++ advantages: returns to go, whitened over all trained tokens of the step.
+    """Compute REINFORCE++ advantages: returns-to-go, whitened over all trained tokens of the step.
 
-    Source: arXiv 2501.03262. The last token of an episode receives the episode's reward; each
-    token's own KL penalty is subtracted from its reward (algo.use_kl_in_reward).
+    Source: arXiv 2501.03262. The episode's reward is assigned to the last token. With
+    algo.use_kl_in_reward, each token's KL penalty is subtracted from the reward of that token.
     """
     scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
@@ -77,23 +77,25 @@ def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Return the episode's advantage for each of its turns: R_i - mean(R).
+    """Return the episode's advantage, R_i - mean(R), once for each turn of the episode.
 
-    It is divided by the standard deviation of the rewards if algo.norm_adv_by_std is set.
+    If algo.norm_adv_by_std is set, the advantage is divided by the standard deviation of the
+    rewards.
     """
     relative = _group_relative([penalized_reward(rollout, algo) for rollout in members], algo)
     return [[value] * len(rollout.turns) for rollout, value in zip(members, relative, strict=True)]
 
 
 def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Return the outcome's advantage plus, for a scored turn, that of its score in the group.
+    """Return the advantage of the outcome plus, for scored turns, that of the turn's score.
 
-    A turn's score is compared with the group's scored turns of the same number. An unscored turn
-    (Turn.step_score None) and a turn without a counterpart have the outcome's advantage only.
+    A turn's score is compared with the scores of the group's turns with the same index. A turn
+    without a score (Turn.step_score None), or with no other scored turn at its index, has only the
+    advantage of the outcome.
 
-    MT-GRPO (arXiv 2505.11821, the authors' code) also adds a turn's advantage to the outcome's.
-    There, both are normalized separately, which loses their weights, and a turn's advantage
-    includes those of later turns.
+    MT-GRPO (arXiv 2505.11821, the authors' code) also adds the turn's advantage to the outcome's
+    advantage. Unlike here, MT-GRPO normalizes the two separately, which loses their relative
+    weights, and a turn's advantage includes the advantages of later turns.
     """
     outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
@@ -109,15 +111,15 @@ def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[lis
 
 
 def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Return each turn's return to go relative to members that reached a turn of this number.
+    """Return each turn's return-to-go relative to the group's rollouts that reached the same turn.
 
     G_t = outcome + sum over s >= t of gamma^(s - t) * reward_delta_s (process supervision, arXiv
-    2402.03300, section 4.1.3). The baseline consists of other episodes' returns and does not depend
-    on the turn's action, so the expected gradient is that of the reward.
+    2402.03300, section 4.1.3). The baseline is computed from the returns of other episodes and does
+    not depend on the turn's action, so the policy gradient is unbiased.
 
-    A turn number that only one member reached has the episode's advantage, R_i - mean(R). A KL
-    penalty in the reward is part of the outcome: every turn has the penalty of the whole episode
-    subtracted.
+    If only one rollout of the group reached a turn index, that turn has the episode-level
+    advantage, R_i - mean(R). A KL penalty in the reward is part of the outcome, so the penalty of
+    the whole episode is subtracted from every turn's return.
     """
     returns = [_returns(rollout, algo) for rollout in members]
     credits = broadcast(members, replace(algo, norm_adv_by_std=False))
@@ -135,13 +137,14 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
 def gigpo(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """Return GiGPO advantages: A_episode + gigpo_step_weight * A_state.
 
-    Source: arXiv 2505.10978, section 4. A_state compares the return from a turn on, the sum over s
-    >= t of gamma^(s - t) r_s, with those of all turns of the group that started in the same state
-    (Turn.state), at any turn number and in any episode. A_episode and A_state are each divided by
-    their own standard deviation or neither is, the paper's two choices of F_norm.
+    Source: arXiv 2505.10978, section 4. A_state compares a turn's return-to-go, the sum over s >= t
+    of gamma^(s - t) r_s, with the returns-to-go of all turns in the group that started in the same
+    state (Turn.state), at any turn index and in any episode. If algo.norm_adv_by_std is set,
+    A_episode and A_state are each divided by their own standard deviation, otherwise neither is
+    (the paper's two choices of F_norm).
 
-    A turn has the episode's advantage only if its state is unknown or no other turn started in it,
-    as in the authors' code. The last turn receives the outcome.
+    A_state is 0 if the turn's state is unknown or if no other turn started in that state, as in the
+    authors' code. The outcome is part of the last turn's reward.
     """
     credits = broadcast(members, algo)
     begun: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
@@ -161,18 +164,19 @@ TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list
     "return_to_go": return_to_go,
     "gigpo": gigpo,
 }
-"""Functions by algo.turn_credit that return the advantage of each turn of each group member,
-normalized if algo.norm_adv_by_std is set. If every episode has one turn, and this turn is scored in
-all episodes or in none, the first three equal R_i - mean(R).
+"""Turn-credit functions, keyed by algo.turn_credit. Each returns one advantage per turn of every
+rollout in a group, normalized if algo.norm_adv_by_std is set. If every episode has one turn, and
+either all of these turns are scored or none is, then broadcast, outcome_and_turn and return_to_go
+all equal R_i - mean(R) before normalization.
 """
 
 
 def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
-    """Return the root mean square of each group's unnormalized advantages.
+    """Return the root mean square of the unnormalized advantages, keyed by group.
 
-    0 means that the group has no training signal. For episodes of one turn this is the standard
-    deviation of the rewards. KL penalties are left out, because they are known only after
-    filtering.
+    A value of 0 means that the group has no training signal. For single-turn episodes, the value is
+    the standard deviation of the rewards. KL penalties are ignored, because they are computed only
+    after filtering.
     """
     algo, spread = replace(algo, use_kl_in_reward=False, norm_adv_by_std=False), {}
     for group, members in split_into_groups(rollouts).items():
@@ -184,7 +188,7 @@ def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, floa
 
 
 def split_into_groups(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
-    """Return the scored members of each group, in order."""
+    """Return the scored rollouts of each group in their given order, keyed by group."""
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if not rollout.is_scored:
@@ -202,14 +206,14 @@ def penalized_reward(rollout: Rollout, algo: AlgoSettings) -> float:
 def kl_penalty(rollout: Rollout, algo: AlgoSettings) -> float:
     """Return the sum of the KL costs of a rollout's tokens.
 
-    It is 0 for a filtered rollout: its logprobs are not computed, and its plain reward counts in
-    the group's baseline.
+    The penalty of a filtered rollout is 0, because its logprobs are not computed. Its reward
+    without a penalty still contributes to the group's baseline.
     """
     return math.fsum(cost for context in rollout.sequences for cost in kl_costs(context, algo)) if rollout.is_trained_on else 0.0
 
 
 def kl_costs(context: TokenSequence, algo: AlgoSettings) -> list[float]:
-    """Return kl_coef * (old - reference logprob) of each sampled token, and 0 for observed ones.
+    """Return kl_coef * (old - reference logprob) for sampled tokens and 0 for observed tokens.
 
     All costs are 0 unless algo.use_kl_in_reward is set.
     """
@@ -220,15 +224,15 @@ def kl_costs(context: TokenSequence, algo: AlgoSettings) -> list[float]:
 
 
 def turn_rewards(rollout: Rollout, outcome: float) -> list[float]:
-    """Return the reward of each turn, with the outcome added to the last one."""
+    """Return the reward of each turn, with the outcome added to the last turn's reward."""
     return [turn.reward_delta + (outcome if number == len(rollout.turns) else 0.0) for number, turn in enumerate(rollout.turns, start=1)]
 
 
 def whiten(credits: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Shift and scale all values together to mean 0 and standard deviation 1.
+    """Shift and scale all values jointly to mean 0 and standard deviation 1.
 
-    Computes (x - mean) / sqrt(var + 1e-8), with the divisor N - 1 in var. Nearly equal values
-    become zeros.
+    Computes (x - mean) / sqrt(var + 1e-8), where var has the divisor N - 1. If all values are
+    nearly equal, they become 0.
     """
     every = [value for values in credits for value in values]
     if are_nearly_equal(every):
@@ -238,22 +242,23 @@ def whiten(credits: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def normalize_group(credits: list[list[float]], algo: AlgoSettings) -> list[list[float]]:
-    """Divide all advantages of a group by one standard deviation if algo.norm_adv_by_std is set.
+    """If algo.norm_adv_by_std is set, divide all advantages of a group by one common scale.
 
-    One common divisor keeps the weights of turn rewards relative to the outcome.
+    The scale is the root mean square of the advantages. One common divisor preserves the weights of
+    turn rewards relative to the outcome.
     """
     scale = root_mean_square(credits)
     return [_scaled_by(turns, scale, algo) for turns in credits]
 
 
 def root_mean_square(credits: Sequence[Sequence[float]]) -> float:
-    """Return the root mean square of the values, with the divisor N - 1 of a sample deviation."""
+    """Return the root mean square of the values, with divisor N - 1 as in a sample deviation."""
     values = [value for turns in credits for value in turns]
     return math.sqrt(math.fsum(value * value for value in values) / max(len(values) - 1, 1))
 
 
 def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
-    """Write each turn's advantage to all its sampled tokens."""
+    """Write each turn's advantage to all sampled tokens of the turn."""
     columns = [[0.0] * len(context.token_ids) for context in rollout.sequences]
     for turn, value in zip(rollout.turns, turns, strict=True):
         start, stop = turn.token_span
@@ -263,17 +268,18 @@ def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
 
 
 def are_nearly_equal(values: Sequence[float]) -> bool:
-    """Return True if values differ only by rounding: by 1e-9 of the largest one, or by 1e-12.
+    """Return True if the values differ by rounding only.
 
-    The absolute bound covers sums that cancel. Example: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0]
-    are nearly equal.
+    The range may be at most 1e-9 times the largest absolute value, or 1e-12. The absolute bound is
+    for sums that cancel. Example: the two values of [0.1 + 0.2, 0.3] are nearly equal, and so are
+    those of [0.1 + 0.2 - 0.3, 0.0].
     """
     largest = max(map(abs, values), default=0.0)
     return not values or max(values) - min(values) <= max(RELATIVE_ROUNDING * largest, ABSOLUTE_ROUNDING)
 
 
 def _centered(values: Sequence[float]) -> list[float]:
-    """Return values minus their mean; exact zeros for nearly equal values or a single one."""
+    """Return values minus their mean; exact zeros if all values are nearly equal."""
     if are_nearly_equal(values):
         return [0.0] * len(values)
     mean = _mean(values)
@@ -285,7 +291,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _group_relative(values: Sequence[float], algo: AlgoSettings) -> list[float]:
-    """Return (value - mean) / (std + std_eps); divides only if algo.norm_adv_by_std is set."""
+    """Return value - mean, divided by std + std_eps if algo.norm_adv_by_std is set."""
     return _scaled_by(_centered(values), _stdev(values), algo)
 
 
@@ -296,9 +302,10 @@ def _scaled_by(values: Sequence[float], scale: float, algo: AlgoSettings) -> lis
 
 
 def _leave_one_out_differences(values: Sequence[float], num_members: int) -> list[float]:
-    """Return each value minus the mean of the others, times (G - 1) / G.
+    """Return each value minus the mean of all other values, times (G - 1) / G.
 
-    The factor gives the scale of R_i - mean(R), even if only some of the G members have a value.
+    With this factor the differences are on the scale of R_i - mean(R), even if only some of the
+    group's G rollouts have a value.
     """
     scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
     return [value * scale for value in _centered(values)]
@@ -309,18 +316,18 @@ def _stdev(values: Sequence[float]) -> float:
 
 
 def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
-    """Return the return to go of each turn, with the undiscounted outcome added to each."""
+    """Return the return-to-go of each turn plus the undiscounted outcome."""
     outcome = rollout.outcome_reward - kl_penalty(rollout, algo)
     return [outcome + later for later in _rewards_to_go([turn.reward_delta for turn in rollout.turns], algo.gamma)]
 
 
 def _discounted(rollout: Rollout, algo: AlgoSettings) -> list[float]:
-    """Return the discounted return to go of each turn; the last reward includes the outcome."""
+    """Return the discounted return-to-go of each turn; the last reward includes the outcome."""
     return _rewards_to_go(turn_rewards(rollout, rollout.outcome_reward - kl_penalty(rollout, algo)), algo.gamma)
 
 
 def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
-    """Return for each t the sum over s >= t of discount^(s - t) r_s."""
+    """Return, for each turn t, the sum over s >= t of discount^(s - t) * r_s."""
     values, later = [], 0.0
     for reward in reversed(rewards):
         later = reward + discount * later
@@ -329,7 +336,7 @@ def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
-    """Return for each sequence the returns to go of its sampled tokens, minus KL costs."""
+    """Return, for each sequence, the returns-to-go of its sampled tokens, minus KL costs."""
     later, contexts = rollout.reward, []
     for context in reversed(rollout.sequences):
         values: list[float] = []

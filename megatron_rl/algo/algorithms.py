@@ -1,8 +1,8 @@
-"""Table of algorithms: each row names the functions and flags that make up an algorithm.
+"""Table of algorithms, with the functions and flags of each.
 
-No other module branches on algo.name. To add an algorithm, write its advantage function
-(advantages.py) or its policy loss (policy_losses.py) and a row here. A preset in configs/algo sets
-its constants.
+No other module branches on algo.name. To add an algorithm, write an advantage function
+(advantages.py) or a policy loss (policy_losses.py), and add a row to ALGORITHMS. Constants of an
+algorithm are set by a preset in configs/algo.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,27 +20,29 @@ from megatron_rl.types import LossInputs
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Algorithm:
-    """Functions and capabilities of one algorithm."""
+    """Functions and supported features of one algorithm."""
 
     advantage_fn: AdvantageFn
-    """Computes the advantages of all scored rollouts of a step."""
+    """Computes the advantages for all scored rollouts of a step."""
     policy_loss: PolicyLossFn = policy_losses.ppo_clip
-    """Computes the policy loss of each sampled token."""
+    """Computes the policy loss for each sampled token."""
     clip_bounds: Callable[[LossInputs, AlgoSettings], ClipBounds] = policy_losses.ratio_bounds
-    """Returns the tokens outside the trust region of the policy loss; used for metrics only."""
+    """Returns masks of the tokens outside the policy loss's trust region, for metrics only."""
     needs_group: bool = True
-    """True if advantages compare members of a group. Rollouts without a scored peer are then
-    filtered out.
+    """True if advantages compare the rollouts of a group. Rollouts without another scored rollout
+    in their group are then filtered out.
     """
     needs_critic: bool = False
-    """True if advantages use a critic's values; the critic trains on the resulting returns."""
+    """True if advantages use a critic's values. The critic is then trained on the resulting
+    returns.
+    """
     supports_turn_credit: bool = False
-    """True if algo.turn_credit may be other than broadcast."""
+    """True if values of algo.turn_credit other than broadcast are supported."""
     supports_dual_clip: bool = False
     """True if the policy loss uses algo.clip_ratio_c."""
 
     def required_columns(self, algo: AlgoSettings) -> tuple[str, ...]:
-        """Return the columns of TokenSequence that models must fill before `advantage_fn` runs."""
+        """Return the TokenSequence columns that models must fill before `advantage_fn` runs."""
         logprobs = ("old_logprobs", "reference_logprobs") if algo.use_kl_in_reward else ()
         return (*logprobs, "values") if self.needs_critic else logprobs
 
@@ -74,14 +76,14 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         advantage_fn=advantages.grpo, policy_loss=policy_losses.dppo, supports_turn_credit=True, clip_bounds=policy_losses.dppo_bounds
     ),
 }
-"""Algorithms by algo.name. DAPO, Dr. GRPO and GiGPO are grpo with other settings (configs/algo)."""
+"""Algorithms, keyed by algo.name. DAPO, Dr. GRPO and GiGPO are presets of grpo (configs/algo)."""
 
 
 def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> None:
-    """Check that the settings of the algorithm exist and are compatible.
+    """Check that the algorithm settings name existing choices and are compatible.
 
     Raises:
-        ValueError: A setting names an unknown choice, or settings contradict each other.
+        ValueError: A setting names an unknown choice, or two settings are incompatible.
     """
     require_choice("algo.name", algo.name, tuple(algorithms))
     require_choice("algo.turn_credit", algo.turn_credit, tuple(TURN_SCHEMES))

@@ -1,4 +1,4 @@
-"""Filters that select the rollouts to train on; reasons go to Rollout.filter_reason."""
+"""Filters that exclude rollouts from training and record why in Rollout.filter_reason."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,24 +7,25 @@ from megatron_rl.types import Rollout
 
 FILTERS = ("no_peer", "zero_std", "no_image", "stop_reason", "surplus")
 """Reasons for filtering a scored rollout, in the order in which they are checked. no_peer: no other
-rollout of its group was scored. surplus: the step has more groups than it needs, and this one has a
-lower standard deviation. The others are those of config.DROPS.
+rollout of the group was scored. surplus: the step has more groups than needed, and this rollout's
+group is not among those with the highest advantage spread. The other reasons are described at
+config.DROPS.
 """
 
 
 def apply_filters(
     rollouts: Sequence[Rollout], settings: FilterSettings, *, num_groups: int, group_std: Mapping[int, float], needs_group: bool
 ) -> None:
-    """Write Rollout.filter_reason of every scored rollout: the first reason that applies, or "".
+    """Set Rollout.filter_reason of every scored rollout to the first reason that applies, or to "".
 
     Args:
         rollouts: Rollouts of the step.
-        settings: Names the filters to apply.
-        num_groups: Number of groups that the step needs. With prefer_high_std only the num_groups
-            groups of highest `group_std` are kept, the earlier one of equal groups. Otherwise
-            surplus groups are trained on too.
-        group_std: Spread of each group's advantages (advantages.group_std).
-        needs_group: True if the algorithm compares members of a group.
+        settings: Filters to apply.
+        num_groups: Number of groups that the step needs. With prefer_high_std, only the num_groups
+            groups with the highest `group_std` are kept; of groups with equal `group_std`, the
+            earlier group is preferred. Otherwise surplus groups are trained on too.
+        group_std: Spread of each group's advantages, keyed by group (advantages.group_std).
+        needs_group: True if the algorithm compares the rollouts of a group.
     """
     sizes = {group: sum(rollout.is_scored and rollout.group == group for rollout in rollouts) for group in group_std}
     holds = {
@@ -45,5 +46,5 @@ def apply_filters(
 
 
 def used_groups(rollouts: Sequence[Rollout]) -> set[int]:
-    """Return the groups with at least one rollout that is trained on."""
+    """Return the numbers of the groups with at least one rollout to train on."""
     return {rollout.group for rollout in rollouts if rollout.is_trained_on}

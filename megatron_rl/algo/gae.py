@@ -1,4 +1,4 @@
-"""Generalized advantage estimation from a critic's values, on plain floats instead of tensors."""
+"""Generalized advantage estimation (GAE) from a critic's values, on plain floats."""
 
 import math
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from megatron_rl.types import Rollout, TokenSequence
 
 @dataclass(slots=True, frozen=True)
 class ActionSpan:
-    """One action of an episode for the critic: a turn or a token (algo.gae_level)."""
+    """Tokens that GAE treats as one action: a turn or a single token (algo.gae_level)."""
 
     context: TokenSequence
     start: int
-    """Position of the action's first token."""
+    """Position of the action's first token in the sequence."""
     stop: int
-    """Position after the action's last token."""
+    """Position after the action's last token in the sequence."""
     reward: float
-    """Reward of the action."""
+    """Reward of the action, minus KL penalties."""
 
     @property
     def value(self) -> float:
@@ -28,14 +28,14 @@ class ActionSpan:
 
 
 def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """Compute PPO's advantages: A_t = d_t + g * lam * A_(t+1), with d_t = r_t + g * V_(t+1) - V_t.
+    """Compute GAE advantages: A_t = d_t + g * lam * A_(t+1), with d_t = r_t + g * V_(t+1) - V_t.
 
-    Source: GAE, arXiv 1506.02438, eq. 16, with g = algo.gamma. V is 0 after the end of an episode,
-    whether it was completed or truncated. The critic's target is A_t + V_t, computed before
-    algo.whiten_advantages.
+    Source: arXiv 1506.02438, eq. 16, with g = algo.gamma and lam = algo.lam. V is 0 after the end
+    of an episode, whether the episode was completed or truncated. The critic's target is A_t + V_t,
+    computed before advantages are whitened (algo.whiten_advantages).
 
-    If a turn is one action, all its tokens have its advantage, and its return is stored at its
-    first token.
+    If a turn is one action (algo.gae_level=turns), all tokens of the turn have the same advantage,
+    and the return is stored at the turn's first token.
     """
     scored = [rollout for members in split_into_groups(rollouts).values() for rollout in members]
     trained = [rollout for rollout in scored if rollout.is_trained_on]
@@ -53,13 +53,13 @@ def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> N
 
 
 def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
-    """Return the critic's values and its targets for all actions that are trained on."""
+    """Return the critic's values and targets for all actions in rollouts to train on."""
     actions = [action for rollout in rollouts if rollout.is_trained_on for action in split_into_actions(rollout, algo)]
     return [action.value for action in actions], [action.context.returns[action.start] for action in actions]
 
 
 def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
-    """Return the advantages of one episode's actions, in order."""
+    """Return the GAE advantages of one episode's actions, in order."""
     advantages, later, next_value = [], 0.0, 0.0
     for reward, value in zip(reversed(rewards), reversed(values), strict=True):
         later = reward + gamma * next_value - value + gamma * lam * later
@@ -69,10 +69,11 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 
 
 def split_into_actions(rollout: Rollout, algo: AlgoSettings) -> list[ActionSpan]:
-    """Return an episode's actions with their rewards.
+    """Split an episode into actions and assign a reward to each.
 
-    The last token of a turn receives the turn's reward_delta, and the episode's last token also the
-    outcome. Each token's KL penalty (algo.use_kl_in_reward) is subtracted from its own reward.
+    The last token of a turn has the turn's reward_delta as its reward, and the outcome is added for
+    the last token of the episode. Each token's KL penalty (algo.use_kl_in_reward) is subtracted
+    from the reward of that token.
     """
     actions, costs = [], [kl_costs(context, algo) for context in rollout.sequences]
     for turn, earned in zip(rollout.turns, turn_rewards(rollout, rollout.outcome_reward), strict=True):

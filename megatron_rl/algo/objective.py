@@ -1,7 +1,7 @@
-"""Builds the loss of a micro-batch and its metrics from the settings of an algorithm.
+"""Builds the loss function of an algorithm, which also returns metrics.
 
-Losses are sums. The trainer divides once, by one global integer, so a gradient does not depend on
-how a batch was split into micro-batches.
+A loss is a sum over the tokens of a micro-batch. The trainer divides by one global integer, so the
+gradient does not depend on how the batch is split into micro-batches.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from megatron_rl.types import Loss, LossInputs, LossMetrics
 
 
 def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> Loss:
-    """Return the policy objective as a function of a micro-batch.
+    """Return the policy loss function of the configured algorithm.
 
-    It is the sum over sampled tokens of weight * (correction * policy_loss + kl_coef * KL -
-    entropy_coef * entropy); see GRPO, arXiv 2402.03300, eq. 3. If the KL term is part of the reward
-    (algo.use_kl_in_reward), it is only measured here.
+    The loss is the sum over sampled tokens of weight * (correction * policy_loss + kl_coef * KL -
+    entropy_coef * entropy); see GRPO, arXiv 2402.03300, eq. 3. With algo.use_kl_in_reward, the KL
+    term is part of the reward, and the loss has no KL term.
     """
     algorithm, is_bypass = algorithms[algo.name], bypasses(algo)
     estimate = ESTIMATORS[algo.kl_estimator]
@@ -44,7 +44,7 @@ def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm
 
 
 def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
-    """Return the negative log-likelihood of the demonstrated tokens, for supervised fine-tuning."""
+    """Return the weighted negative log-likelihood for supervised fine-tuning, with its metrics."""
     loss = -(rows.weight_R * rows.logprob_R).sum()
     return loss, LossMetrics(sums={"policy/entropy": rows.entropy_R.detach().sum()}, maxima={})
 
@@ -53,25 +53,26 @@ def sft_loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
 def policy_metrics(
     rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings, *, loss_inputs: LossInputs, bounds: ClipBounds
 ) -> LossMetrics:
-    """Return metrics of the policy's change since sampling and of engine-trainer mismatch.
+    """Return metrics of the policy change since sampling and of the engine-trainer mismatch.
 
-    policy/clip_low_fraction and policy/clip_high_fraction count tokens beyond the algorithm's bound
-    on the side that their advantage pushes to. policy/ppo_kl estimates KL(old || pi) by k3, since
-    the old policy sampled the tokens. rollout_mismatch/logprob_abs_diff covers only tokens that the
-    weights at the start of the step sampled.
+    policy/clip_low_fraction is the fraction of tokens below the algorithm's lower bound with a
+    negative advantage. policy/clip_high_fraction is the fraction of tokens above the upper bound
+    with a positive advantage. policy/ppo_kl estimates KL(old || pi) by k3, since the tokens were
+    sampled from the old policy. rollout_mismatch/logprob_abs_diff covers only tokens that were
+    sampled with the weights at the start of the step.
 
     Args:
-        rows: Inputs of the loss.
+        rows: Loss inputs, with the trainer's old logprobs.
         correction_R: Importance-sampling weight of each token.
         algo: Settings of the algorithm.
-        loss_inputs: `rows` as the policy loss used them; with a bypass, old_logprob_R is the
-            engine's.
-        bounds: Tokens below and above the bounds of the algorithm.
+        loss_inputs: Loss inputs as the policy loss used them. Equal to `rows`, unless the rollout
+            correction bypasses old logprobs; then old_logprob_R contains the engine's logprobs.
+        bounds: Masks of the tokens below and above the algorithm's bounds.
     """
     ratio_R, advantage_R = log_ratio(loss_inputs).exp(), rows.advantage_R
     below_R, above_R = bounds
     gap_R = (rows.old_logprob_R - rows.rollout_logprob_R).abs()
-    if rows.on_policy_R is not None:  # tokens of older weights differ for a good reason and are left out
+    if rows.on_policy_R is not None:  # tokens sampled with older weights are expected to differ, so leave them out
         gap_R = gap_R.where(rows.on_policy_R, 0.0)
     counts = {
         "policy/clip_low_fraction": (advantage_R < 0) & below_R,

@@ -1,15 +1,18 @@
-"""Rollout corrections: importance-sampling weights for the mismatch between engine and trainer.
+"""Importance-sampling weights that correct the mismatch between rollout engine and trainer.
 
-Engine and trainer give a token different probabilities because of other kernels, bfloat16 or older
-weights. algo.rollout_correction names rows of CORRECTIONS, joined by +. Each row gives every
-sampled token a constant weight. The weights multiply each other and the policy loss, but never the
-KL or the entropy term. The denominator does not change: masked tokens keep their share.
+Engine and trainer assign different probabilities to a token because of different kernels, bfloat16
+rounding or older weights. algo.rollout_correction is a list of rollout corrections (keys of
+CORRECTIONS), joined by +. Each correction computes one weight per sampled token, without gradient.
+The product of the weights multiplies the policy loss, but not the KL or entropy term. Masked tokens
+still count in the denominator of the loss.
 
-r = exp(old - engine logprob) of a token. old is the trainer's logprob at the start of the step
-(decoupled PPO, arXiv 2110.00641), or the current one with bypass. A "sequence" below is a token
-sequence or, with algo.rollout_correction_level=turns, a turn. Neither is ever split across
-micro-batches, and no sampled token is in two. Every log r, and its sum over a sequence, is clamped
-to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. If r = 1 everywhere, all weights are 1.
+Notation: r = exp(old logprob - engine logprob) for a token. The old logprob is the trainer's
+logprob at the start of the step (decoupled PPO, arXiv 2110.00641) or, with bypass, the trainer's
+current logprob. A "sequence" in this module is a token sequence or, with
+algo.rollout_correction_level=turns, a turn. Sequences and turns are never split across
+micro-batches, and every sampled token belongs to exactly one sequence and one turn. log r of a
+token and the sum of log r over a sequence are clamped to [-MAX_LOG_RATIO, MAX_LOG_RATIO]. If r = 1
+for all tokens, all weights are 1.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,9 +27,9 @@ from megatron_rl.types import LossInputs
 
 
 def mismatch_warnings(settings: Settings) -> list[str]:
-    """Return one warning per source of mismatch that no correction handles.
+    """Return one warning per source of mismatch that no configured correction handles.
 
-    Sources are bfloat16, which engine and trainer round differently, and older weights
+    Sources of mismatch are bfloat16, since engine and trainer round differently, and older weights
     (run.max_staleness).
     """
     rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness
@@ -46,11 +49,11 @@ def mismatch_warnings(settings: Settings) -> list[str]:
 
 
 def no_weight(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return 1 for every token.
+    """Return weight 1 for every token.
 
-    "none" trusts the engine's sampling. With "bypass" (verl's bypass_mode) the policy loss itself
-    compares with the engine's logprob instead of the old one, so the forward pass for old logprobs
-    is skipped.
+    With "none" the mismatch is not corrected. With "bypass" (verl's bypass_mode) the policy loss
+    uses the engine's logprobs in place of old logprobs, so the forward pass for old logprobs is
+    skipped.
     """
     return torch.ones_like(rows.old_logprob_R)
 
@@ -59,15 +62,15 @@ def token_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return min(r, is_weight_cap): truncated importance sampling per token.
 
     Source: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-    2025. Equals verl's rollout_is=token and TRL's token_truncate.
+    2025. Same as verl's rollout_is=token and TRL's token_truncate.
     """
     return _train_rollout_log_ratio(rows).exp().clamp(max=algo.is_weight_cap)
 
 
 def sequence_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return min(S, is_weight_cap), with S the product of r over the sequence.
+    """Return min(S, is_weight_cap), where S is the product of r over the sequence.
 
-    Equals verl's rollout_is=sequence and TRL's sequence_truncate.
+    Same as verl's rollout_is=sequence and TRL's sequence_truncate.
     """
     return _sequence_ratio(rows, algo).clamp(max=algo.is_weight_cap)
 
@@ -79,10 +82,10 @@ def token_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def sequence_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return S, the product of r over the sequence, or 0 if it is out of bounds.
+    """Return S, the product of r over the sequence, or 0 if S is out of bounds.
 
-    The bounds are sequence_mask_low <= S <= sequence_mask_high. This is masked importance sampling,
-    TRL's default.
+    S is in bounds if sequence_mask_low <= S <= sequence_mask_high. This is masked importance
+    sampling, the default in TRL.
     """
     product_R = _sequence_ratio(rows, algo)
     return product_R * _within(product_R, algo.sequence_mask_low, algo.sequence_mask_high)
@@ -91,7 +94,7 @@ def sequence_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def geo_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return 1 if geo_mask_low <= exp(mean of log r over the sequence) <= geo_mask_high, else 0.
 
-    Equals verl's rollout_rs=seq_mean_k1.
+    Same as verl's rollout_rs=seq_mean_k1.
     """
     return _within(_sequence_mean(_train_rollout_log_ratio(rows), rows, algo).exp(), algo.geo_mask_low, algo.geo_mask_high)
 
@@ -99,17 +102,17 @@ def geo_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def k3_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return 1 if the mean of r - 1 - log r over the sequence is at most k3_mask_high, else 0.
 
-    The mean estimates KL(engine || old). Equals verl's rollout_rs=seq_mean_k3.
+    The mean estimates KL(engine || old policy). Same as verl's rollout_rs=seq_mean_k3.
     """
     log_r_R = _train_rollout_log_ratio(rows)
     return _within(_sequence_mean(log_r_R.expm1() - log_r_R, rows, algo), 0.0, algo.k3_mask_high)
 
 
 def opsm(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return 0 for negative advantages in sequences that drifted by more than opsm_delta, else 1.
+    """Return 0 if the advantage is negative and the sequence's drift exceeds opsm_delta, else 1.
 
-    The drift is the mean of engine logprob - current logprob over the sequence, recomputed in every
-    update: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556).
+    The drift is the mean of (engine logprob - current logprob) over the sequence, recomputed in
+    every update. Source: off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556.
     """
     drift_R = _sequence_mean(_clamp_log_ratio(rows.rollout_logprob_R - rows.logprob_R), rows, algo)
     return ((rows.advantage_R >= 0) | (drift_R <= algo.opsm_delta)).to(rows.old_logprob_R.dtype)
@@ -124,7 +127,7 @@ def _clamp_log_ratio(x_R: torch.Tensor) -> torch.Tensor:
 
 
 def _sequence_ratio(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return the product of r over each sequence, at each of its tokens."""
+    """Return, for each token, the product of r over the token's sequence."""
     return _clamp_log_ratio(sum_by_id(_train_rollout_log_ratio(rows), _sequence_ids(rows, algo))).exp()
 
 
@@ -143,11 +146,13 @@ def _within(x_R: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class Correction:
-    """One rollout correction: its weight function and properties."""
+    """A rollout correction, with its weight function and properties."""
 
     weight_fn: Callable[[LossInputs, AlgoSettings], torch.Tensor]
     has_ratio: bool = False
-    """True if the importance ratio is applied. At most one such row can be chosen."""
+    """True if the correction applies the importance ratio. At most one correction with this flag
+    can be configured.
+    """
     truncates: bool = False
     """True if the weights are capped at is_weight_cap."""
     by_sequence: bool = False
@@ -165,19 +170,19 @@ CORRECTIONS: Mapping[str, Correction] = {
     "k3_mask": Correction(k3_mask, by_sequence=True),
     "opsm": Correction(opsm, by_sequence=True),
 }
-"""Rollout corrections by name."""
+"""Rollout corrections, keyed by their name in algo.rollout_correction."""
 
 
 def correction_names(algo: AlgoSettings) -> list[str]:
-    """Return the names that algo.rollout_correction joins by +."""
+    """Return the correction names in algo.rollout_correction, which are joined by +."""
     return algo.rollout_correction.split("+")
 
 
 def check_correction(algo: AlgoSettings) -> None:
-    """Check that the chosen corrections exist and can be combined.
+    """Check that the configured corrections exist and can be combined.
 
     Raises:
-        ValueError: A name is unknown or repeated, or the rows cannot be combined.
+        ValueError: A name is unknown or repeated, or the corrections cannot be combined.
     """
     names = correction_names(algo)
     for name in names:
@@ -200,13 +205,13 @@ def check_correction(algo: AlgoSettings) -> None:
 
 
 def bypasses(algo: AlgoSettings) -> bool:
-    """Return True if the policy loss uses the engine's logprobs instead of old logprobs."""
+    """Return True if the policy loss uses the engine's logprobs in place of old logprobs."""
     return "bypass" in correction_names(algo)
 
 
 @torch.no_grad()
 def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return the importance-sampling weight of each token's policy loss."""
+    """Return the importance-sampling weight for each token's policy loss."""
     weight_R = torch.ones_like(rows.old_logprob_R)
     for name in correction_names(algo):
         weight_R = weight_R * CORRECTIONS[name].weight_fn(rows, algo)
@@ -214,19 +219,21 @@ def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
-    """Return the sums over tokens of r and r^2, for steps without a correction.
+    """Return the sums over tokens of r and r^2, as metrics for steps without a correction.
 
-    They measure how much the tokens of older weights are worth.
+    The effective sample size is computed from these sums. It measures how much tokens sampled with
+    older weights contribute.
     """
     ratio_R = _train_rollout_log_ratio(rows).exp()
     return {"rollout_mismatch/importance": ratio_R.sum(), "rollout_mismatch/importance_squared": ratio_R.square().sum()}
 
 
 def correction_metrics(rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
-    """Return sums over tokens of weights and squared weights, and of truncated and masked tokens.
+    """Return the sums of weights and squared weights, and the numbers of masked tokens.
 
-    `correction_R` is the result of `compute_is_weights`. With bypass the weights are multiplied by
-    r, which is part of the policy loss.
+    The result also has the number of tokens with a truncated weight. `correction_R` is the result
+    of `compute_is_weights`. With bypass, the weights are multiplied by r, because the policy loss
+    contains r.
     """
     truncates = any(CORRECTIONS[name].truncates for name in correction_names(algo))
     weight_R = correction_R * _train_rollout_log_ratio(rows).exp() if bypasses(algo) else correction_R

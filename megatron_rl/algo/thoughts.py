@@ -1,4 +1,4 @@
-"""Scales the logprobs of thoughts in the policy loss (RL4VLM, arXiv 2405.10292, section 4.3)."""
+"""Scales the logprobs of thought tokens in the policy loss (RL4VLM, arXiv 2405.10292, sec. 4.3)."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,11 @@ from megatron_rl.types import Rollout
 
 
 def scale_thought_logprobs(rollouts: Sequence[Rollout], coef: float) -> None:
-    """Set `logprob_scale` to `coef` before each turn's action and to 1 from there on.
+    """Set `logprob_scale` to `coef` for each turn's thought tokens and to 1 for its action tokens.
 
-    A turn's logprob is then coef times that of its thoughts plus that of its action. A turn without
-    a marked action (Turn.action_start None) has 1 throughout; observed tokens have 0.
+    The logprob of a turn is then coef * (logprob of the thoughts) + (logprob of the action). All
+    tokens of a turn without a marked action (Turn.action_start None) have scale 1. Observed tokens
+    have scale 0.
     """
     for rollout in rollouts:
         for context in rollout.sequences:

@@ -1,4 +1,4 @@
-"""Value loss of the critic. Losses are sums, as in objective.py."""
+"""Value loss of the critic, as a sum over actions that the trainer divides once."""
 
 import torch
 
@@ -8,10 +8,10 @@ from megatron_rl.types import Loss, LossInputs, LossMetrics, ValueLoss, ValueLos
 
 
 def make_value_objective(critic: CriticSettings, *, level: str) -> ValueLoss:
-    """Return the value objective: the sum of weight * error over actions.
+    """Return the value loss function: the sum over actions of weight * squared error.
 
-    The weight of an action is its token's weight, or with algo.gae_level=turns the sum over the
-    turn's tokens.
+    If an action is a token, the weight of the action is the loss weight of the token. If an action
+    is a turn (algo.gae_level=turns), it is the sum of the loss weights of the turn's tokens.
     """
 
     def loss(rows: ValueLossInputs) -> tuple[torch.Tensor, LossMetrics]:
@@ -23,9 +23,9 @@ def make_value_objective(critic: CriticSettings, *, level: str) -> ValueLoss:
 
 
 def clipped_squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
-    """Return max((V - R)^2, (V' - R)^2) / 2.
+    """Return max((V - R)^2, (V' - R)^2) / 2, where V is the value and R the return.
 
-    V' is the value clipped to within `clip` of the old value; `clip` 0 disables the clipping.
+    V' is V clipped to [old value - clip, old value + clip]. A `clip` of 0 disables clipping.
     Source: PPO's reference code (github.com/openai/baselines, ppo2/model.py); verl's value_loss.
     """
     error_R = (rows.value_R - rows.return_R).square()
@@ -36,13 +36,13 @@ def clipped_squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
 
 
 def turn_weight(rows: ValueLossInputs) -> torch.Tensor:
-    """Return the sum of a turn's weights at the turn's first row and 0 at its other rows."""
+    """Return the summed weights of a turn at the turn's first row, and 0 at its other rows."""
     is_first_R = rows.turn_R.diff(prepend=rows.turn_R.new_full((1,), -1)) != 0
     return sum_by_id(rows.weight_R, rows.turn_R) * is_first_R
 
 
 def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
-    """Return the loss policy + coef * value, for a critic that shares the policy's backbone."""
+    """Return the loss function policy + coef * value, for a critic that shares the backbone."""
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
         total, metrics = policy(rows)
@@ -54,9 +54,9 @@ def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
 
 
 def warmup_value_loss(policy: Loss, value: ValueLoss) -> Loss:
-    """Return the value loss for the warm-up of a value head on a shared backbone.
+    """Return the loss function that warms up a value head on a shared backbone.
 
-    The policy loss is computed for its metrics only.
+    The loss is the value loss. The policy loss is computed only for its metrics.
     """
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:

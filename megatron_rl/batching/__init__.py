@@ -1,1 +1,1 @@
-"""Mini-batches, packing into micro-batches, and per-token statistics."""
+"""Mini-batches, packing into micro-batches and per-token statistics."""

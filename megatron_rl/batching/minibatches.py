@@ -1,4 +1,4 @@
-"""Selects the sequences of each optimizer update, weights them and shards them across ranks."""
+"""Splits a step's sequences into mini-batches, sets loss weights and shards across ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,39 +11,39 @@ from megatron_rl.config import BatchSettings
 from megatron_rl.types import Rollout, TokenSequence
 
 TokenKey = NDArray[np.int64]
-"""Tokens and images of a sequence, as `token_key` encodes them."""
+"""Token ids and images of a sequence as one integer array; see `token_key`."""
 
 
 @dataclass(slots=True, frozen=True)
 class PackItem:
-    """A sequence to be packed, with the weight of its sampled tokens in the loss."""
+    """A sequence to be packed, with the loss weight of its sampled tokens."""
 
     sequence: TokenSequence
     weight: float = 1.0
-    """Weight of each sampled token, or of each turn if `weight_is_per_turn`."""
+    """Loss weight of each sampled token, or of each turn if `weight_is_per_turn` is set."""
     weight_is_per_turn: bool = False
-    """True if the weight belongs to a turn and its sampled tokens share it equally."""
+    """True if `weight` is the weight of a turn, divided equally among the turn's sampled tokens."""
     denominator: int = 1
-    """Share of this sequence in the global denominator. An episode's share goes with its first
-    packed sequence.
+    """Contribution of this sequence to the global denominator of the loss. The contribution of an
+    episode is stored at the first packed sequence of the episode.
     """
     origin: tuple[int, int] | None = None
-    """Index of the packed rollout and index of the sequence in it; None if the sequence belongs to
-    no rollout.
+    """(rollout index, sequence index in the rollout); None if the sequence does not belong to a
+    rollout.
     """
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the sequence."""
+        """Number of tokens in the sequence."""
         return len(self.sequence.token_ids)
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the one that predicts the first sampled token."""
+        """Number of tokens before the token that predicts the first sampled token."""
         return self.sequence.loss_mask.index(1) - 1
 
     def token_weights(self) -> list[float]:
-        """Return the weight of each token; 0 where the mask is 0."""
+        """Return the loss weight of each token; 0 where the loss mask is 0."""
         if not self.weight_is_per_turn:
             return [self.weight * sampled for sampled in self.sequence.loss_mask]
         weights = [0.0] * self.num_tokens
@@ -53,27 +53,28 @@ class PackItem:
 
 
 def find_turns(context: TokenSequence) -> list[tuple[int, int]]:
-    """Return the start and stop positions of each run of sampled tokens."""
+    """Return the [start, stop) range of each turn, which is a run of consecutive sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
     return list(zip(borders[::2], borders[1::2], strict=True))
 
 
 def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, int]:
-    """Return the weight of an episode's sampled tokens, and its share of the global denominator.
+    """Return the loss weight of an episode's tokens and its contribution to the denominator.
 
-    Aggregations (batch.loss_agg_mode):
+    The values depend on batch.loss_agg_mode:
 
     - token_mean: mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8).
-    - turn_mean: mean over all turns of each turn's token mean. The weight is then that of a turn.
-    - sequence_mean: mean over episodes of each episode's token mean (GRPO, arXiv 2402.03300, eq.
-      3).
-    - fixed_length: sum over tokens divided by episodes * batch.loss_scale_factor (Dr. GRPO, arXiv
-      2503.20783).
+    - turn_mean: mean over all turns of the step of each turn's token mean. The returned weight is
+      per turn.
+    - sequence_mean: mean over the episodes of each episode's token mean (GRPO, arXiv 2402.03300,
+      eq. 3).
+    - fixed_length: sum over all tokens, divided by (number of episodes * batch.loss_scale_factor)
+      (Dr. GRPO, arXiv 2503.20783).
 
     Args:
-        num_sampled: Number of sampled tokens of the episode over all its sequences; of turns for
-            turn_mean.
+        num_sampled: Number of sampled tokens in all sequences of the episode; for turn_mean, the
+            number of turns.
         settings: Batch settings.
     """
     assert num_sampled >= 1, "an episode without sampled tokens has no loss and must not be packed"
@@ -88,9 +89,10 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
-    """Return the weighted sequences of rollout number `index` that have sampled tokens.
+    """Return a rollout's sequences with sampled tokens, with loss weights.
 
-    The weights make the loss the mean that batch.loss_agg_mode names.
+    The weights implement batch.loss_agg_mode (see `episode_weight`). `index` is the index of the
+    rollout in the step's list.
     """
     by_turn = settings.loss_agg_mode == "turn_mean"
     num = sum(len(find_turns(context)) for context in rollout.sequences) if by_turn else rollout.num_sampled
@@ -104,12 +106,12 @@ def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) ->
 
 
 def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, keep_zero_advantage: bool) -> list[list[PackItem]]:
-    """Return the sequences of each optimizer update.
+    """Split the step's trained sequences into mini-batches, one per optimizer update.
 
-    Whole groups are assigned in order, as evenly as possible. Empty mini-batches are left out.
-    Without `keep_zero_advantage`, sequences without any advantage are dropped and count in the
-    denominator only. A mini-batch of nothing but such sequences keeps them, so that the engine's
-    logprobs are compared with the trainer's in every step.
+    A group is never split. Groups are assigned in order, as evenly as possible, and empty
+    mini-batches are left out. Without `keep_zero_advantage`, sequences with only zero advantages
+    are dropped, but still count in the denominator. If a mini-batch contains only such sequences,
+    they are kept, so that the engine's logprobs are compared with the trainer's in every step.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
@@ -121,7 +123,11 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, kee
 
 
 def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
-    """Drop sequences with only zero advantages and add their denominator to the first one kept."""
+    """Drop sequences with only zero advantages.
+
+    Their denominator is added to the first kept sequence. If all sequences would be dropped, all
+    are kept.
+    """
     moving = [weighted for weighted in minibatch if any(weighted.sequence.advantages)]
     if not moving:
         return minibatch
@@ -130,42 +136,49 @@ def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
 
 
 MAX_KV_RATIO = 8
-"""Limit on the attention keys of a micro-batch, per token of batch.micro_batch_tokens. Attention on
-a GPU stores the keys and values of a segment again for each segment that continues it
-(policy/attention.py), so the keys of a growing multi-turn prefix are quadratic in the number of its
-sequences. In Qwen2.5-VL one more key and value is 1 to 2% of what a layer stores per token, in
-Qwen3-VL 2 to 5%. No group of seven is split by this limit, however long its prompt is: G members
-with a prompt of P tokens have at most (G + 1) * P keys besides their own.
+"""Maximum number of attention keys in a micro-batch, as a multiple of batch.micro_batch_tokens. On
+a GPU, the keys and values of a segment are stored once more for each segment that continues it
+(policy/attention.py). The number of keys for a growing multi-turn prefix is thus quadratic in the
+number of sequences that share the prefix. One extra key and value takes 1 to 2% of a layer's memory
+per token in Qwen2.5-VL, and 2 to 5% in Qwen3-VL. This limit never splits a group of up to seven
+rollouts, however long the prompt: G rollouts that share a prompt of P tokens have at most (G + 1) *
+P keys for the prompt.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class PackCost:
-    """A sequence and the number of tokens it adds to a micro-batch, image placeholders included."""
+    """A sequence with the number of tokens that it adds to a micro-batch.
+
+    Image placeholders are included.
+    """
 
     item: PackItem
     num_tokens_alone: int
-    """Number of tokens that the sequence adds as the first of a micro-batch: all of its tokens.
-    This is also the number of keys of its last segment in any micro-batch, because that segment
+    """Number of tokens that the sequence adds to an empty micro-batch: the full length of the
+    sequence. This is also the number of attention keys for the sequence's last segment, which
     attends to all tokens of the sequence.
     """
     num_added_tokens: int
-    """Number of tokens that the sequence adds after its predecessor, minus their shared prefix."""
+    """Number of tokens that the sequence adds to a micro-batch directly after its predecessor: the
+    length of the sequence minus the prefix shared with the predecessor.
+    """
 
     @property
     def num_shared_tokens(self) -> int:
-        """Number of tokens in the prefix that the sequence shares with its predecessor."""
+        """Length of the prefix that the sequence shares with its predecessor."""
         return self.num_tokens_alone - self.num_added_tokens
 
 
 RankShares = list[list[list[PackItem]]]
-"""Sequences of one optimizer update: a list of micro-batches for each data-parallel rank."""
+"""Sequences for one optimizer update, as [data-parallel rank][micro-batch][sequence]."""
 
 
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
-    """Return packing costs, ordered so that sequences with a common prefix are neighbors.
+    """Return the cost of each sequence, in an order that makes common prefixes adjacent.
 
-    Without `share_prompts` the cost of each sequence is its full length; the order is the same.
+    Without `share_prompts`, the order is the same, but the cost of each sequence is its full
+    length.
     """
     texts = token_key(minibatch, image_token_id)
     order = prefix_order(texts)
@@ -178,10 +191,10 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
 
 
 def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
-    """Return the token ids of each sequence, with a negative number per image at its placeholders.
+    """Return each sequence's token ids, with image placeholders replaced by negative image numbers.
 
-    Two sequences with equal keys up to a position are equal inputs to a model up to there,
-    positions included.
+    If the keys of two sequences have a common prefix, the model's inputs for this prefix are equal,
+    including images and rotary positions.
     """
     numbers: dict[str, int] = {}
     texts = []
@@ -194,9 +207,10 @@ def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKe
 
 
 def prefix_order(texts: Sequence[TokenKey]) -> list[int]:
-    """Return the order of a depth-first walk through the prefix tree, branches in the given order.
+    """Return the indices of the sequences in depth-first order of their prefix tree.
 
-    No sequence then has a longer common prefix with any earlier one than with its predecessor.
+    In this order, a sequence's common prefix with its predecessor is at least as long as with any
+    earlier sequence.
     """
     order: list[int] = []
     todo = [(list(range(len(texts))), 0)]
@@ -212,24 +226,25 @@ def prefix_order(texts: Sequence[TokenKey]) -> list[int]:
 
 
 def shared_lengths(weighted: Sequence[PackItem], texts: Sequence[TokenKey]) -> list[int]:
-    """Return for each sequence the length of the prefix that it shares with its predecessor.
+    """Return the length of the prefix that each sequence shares with its predecessor.
 
-    The prefix ends before the token that predicts the sequence's first sampled token. Example: [1 2
-    3 4], [1 2 3 5] and [1 2 3 5 6], each with its last token sampled, give [0, 2, 3].
+    The prefix ends before the token that predicts the first sampled token of the sequence. Example:
+    the sequences [1 2 3 4], [1 2 3 5] and [1 2 3 5 6], each with only the last token sampled, yield
+    [0, 2, 3].
     """
     neighbors = zip(weighted[1:], pairwise(texts), strict=True)
     return [0] * bool(weighted) + [min(common_prefix(before, after), each.prompt_length) for each, (before, after) in neighbors]
 
 
 def common_prefix(before: TokenKey, after: TokenKey) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(before), len(after))
     different = before[:length] != after[:length]
     return int(different.argmax()) if different.any() else length
 
 
 def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
-    """Assign neighboring sequences to each data-parallel rank, with nearly equal token counts."""
+    """Assign adjacent sequences to each data-parallel rank, with nearly equal token counts."""
     total = sum(load.num_added_tokens for load in loads)
     dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0
@@ -241,13 +256,15 @@ def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
 
 
 def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]]:
-    """Split one rank's sequences into micro-batches, always at least one.
+    """Split one rank's sequences into one or more micro-batches.
 
-    A micro-batch has at most max_tokens tokens and MAX_KV_RATIO * max_tokens keys; a longer single
-    sequence is a micro-batch of its own. Keys are counted per segment that `pack` makes: a segment
-    that ends at position p of its sequence has p keys. A sequence diverges from its predecessor
-    within a segment, which becomes two, or at the end of one. Example: after [1 2 3 4] with 4 keys,
-    [1 2 5] adds 2 + 3 keys, and [1 2 6] then adds 3.
+    A micro-batch has at most max_tokens tokens and MAX_KV_RATIO * max_tokens attention keys; a
+    sequence that exceeds a limit by itself is packed alone. If there are no sequences, the result
+    is one empty micro-batch. Keys are counted for each segment that `pack` creates: a segment that
+    ends at position p of a sequence has p keys. If a sequence diverges from its predecessor inside
+    a segment, `pack` splits this segment in two. Example: [1 2 3 4] has 4 keys. [1 2 5] then adds 2
+    keys for splitting [1 2 3 4] after position 2, and 3 keys for its own segment. [1 2 6] then adds
+    only 3 keys.
     """
     micro: list[list[PackItem]] = []
     tokens = keys = 0

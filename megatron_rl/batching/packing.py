@@ -1,8 +1,8 @@
 """Packs sequences into micro-batches and maps per-token results back to sequences.
 
-This is the only module that shifts targets. Advantages are per token (TokenSequence.advantages), so
-a micro-batch does not depend on prompts, tasks or algorithms. Per-token results of a model return
-to their sequences by MicroBatch.origin_S.
+Targets are shifted only in this module. Advantages are per token (TokenSequence.advantages), so a
+micro-batch does not depend on prompts, tasks or algorithms. MicroBatch.origin_S is used to map
+per-token model outputs back to sequences.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,20 +15,20 @@ from megatron_rl.batching.minibatches import PackItem, shared_lengths, token_key
 from megatron_rl.types import TOKEN_COLUMNS, Image, LossInputs, MicroBatch, Rollout, SegmentSource, TokenSequence, ValueLossInputs
 
 PositionsFn = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
-"""(token_ids, images) -> rotary positions [3, L] of a sequence: ModelSpec.rope_positions."""
+"""(token_ids, images) -> rotary positions [3, L] of a sequence, as ModelSpec.rope_positions."""
 
 
 def pack(
     weighted: Sequence[PackItem], *, image_token_id: int, positions: PositionsFn, multiple_of: int = 1,
     share_prompts: bool = False, device: torch.device | None = None,
 ) -> MicroBatch:  # fmt: skip
-    """Pack sequences into one micro-batch. Equal images (by key) are stored and encoded once.
+    """Pack sequences into one micro-batch; images with equal keys are stored and encoded once.
 
-    With `share_prompts` the prefix that a sequence shares with its predecessor is stored and
-    computed once, up to the token that predicts the first sampled one. The rest is a segment of its
-    own, which continues the segment where the sequences diverge (prefix_S) and attends to
-    everything that this one attends to. Example: [5 6 7], [5 6 8] and [5 6 8 3 4], each with its
-    last token sampled, give
+    With `share_prompts`, the prefix that a sequence shares with its predecessor is stored and
+    computed once. The prefix ends before the token that predicts the first sampled token. The rest
+    of the sequence is a separate segment that continues the prefix's segment (prefix_S) and attends
+    to that segment and all segments before it in the tree. Example: the sequences [5 6 7], [5 6 8]
+    and [5 6 8 3 4], each with only the last token sampled, are packed as
 
         token_T        [5 6 7 6 8 3 4]
         target_T       [6 7 0 8 0 4 0]
@@ -36,13 +36,13 @@ def pack(
         cu_seqlens_S1  [0 1 3 5 7]
         prefix_S       [-1 0 0 2]
 
-    A padding segment of zeros without weight makes the length a multiple of `multiple_of` (the
-    tensor-parallel size under sequence parallelism). Without any sequences the result is one such
-    segment, the micro-batch of a data-parallel rank without work.
+    A segment of zero-weight padding makes the length a multiple of `multiple_of`, which is the
+    tensor-parallel size under sequence parallelism. If `weighted` is empty, the micro-batch
+    contains only padding, for a data-parallel rank without work.
     """
     shared = shared_lengths(weighted, token_key(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
     segments: list[Segment] = []
-    path: list[tuple[int, int]] = []  # (end position, index in the batch) of the previous sequence's segments
+    path: list[tuple[int, int]] = []  # (end position, segment index) of the previous sequence's segments
     for number, each in enumerate(weighted):
         whole = Segment.from_item(each, image_token_id, positions, number=number)
         while path and path[-1][0] > shared[number]:
@@ -58,31 +58,37 @@ def pack(
 
 
 def split_points(shared: Sequence[int], length: int) -> list[int]:
-    """Return the positions at which the first of these sequences, of this length, is split.
+    """Return the positions at which a sequence is split into segments.
 
-    It is split where it diverges from its predecessor and where later ones diverge from it.
-    `shared` is the result of `shared_lengths` from this sequence on. Example: [2, 7, 9, 4, 2, 8]
-    and 10 give [2, 4, 7, 10]. The lengths 9 and 8 add no split, because their predecessors have
-    diverged from this sequence at 7 and 2.
+    A sequence is split where it diverges from its predecessor, and where later sequences diverge
+    from it. The last position is the end of the sequence.
+
+    Example: `shared` [2, 7, 9, 4, 2, 8] and `length` 10 yield [2, 4, 7, 10]. The entries 9 and 8
+    add no split position, because the predecessors of these sequences had already diverged from
+    this sequence at positions 7 and 2.
+
+    Args:
+        shared: Result of `shared_lengths`, starting at this sequence.
+        length: Number of tokens in this sequence.
     """
     own, *later = shared
     return sorted({own, *takewhile(lambda lowest: lowest > own, accumulate(later, min)), length})
 
 
 def distinct_images(contexts: Iterable[TokenSequence]) -> list[Image]:
-    """Return the distinct images of these sequences, in the order of MicroBatch.images."""
+    """Return the distinct images of these sequences, in the same order as MicroBatch.images."""
     return list({image.key: image for context in contexts for image in context.images}.values())
 
 
 def empty_batch(length: int, *, device: torch.device | None = None) -> MicroBatch:
-    """Return the micro-batch of a rank without work: zeros without weight."""
+    """Return a micro-batch of zero-weight padding, for a rank without work."""
     batch = _join([Segment.make_padding(length, number=0)], denominator=0, device=device)
     return replace(batch, old_value_T=torch.zeros_like(batch.weight_T), return_T=torch.zeros_like(batch.weight_T))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Segment:
-    """Consecutive tokens of one sequence with all aligned columns; targets are already shifted."""
+    """Consecutive tokens of one sequence, with shifted targets and all other per-token columns."""
 
     token_ids: list[int]
     targets: list[int]
@@ -91,18 +97,20 @@ class Segment:
     advantages: list[float]
     position_3L: torch.Tensor
     image_rows: list[tuple[Image, int] | None]
-    """For each image placeholder, its image and the index of the token among the image's tokens."""
+    """(image, index of the vision token in the image) at image placeholders; None elsewhere."""
     weights: list[float]
     number: int
-    """Number of the segment's sequence in the micro-batch."""
+    """Zero-based index of the segment's sequence in the micro-batch."""
     prefix: int = -1
-    """Index of the segment that this one continues, or -1."""
+    """Index of the segment that this segment continues, or -1 if it starts a sequence."""
     origin: SegmentSource | None = None
-    """Source of the tokens; None for padding, or if the sequence belongs to no rollout."""
+    """Location of the segment in the rollouts; None for padding and for sequences without a
+    rollout.
+    """
 
     @classmethod
     def from_item(cls, weighted: PackItem, image_token_id: int, positions: PositionsFn, *, number: int) -> "Segment":
-        """Return a whole sequence as one segment with shifted targets."""
+        """Return the whole sequence as one segment with shifted targets."""
         context, origin = weighted.sequence, weighted.origin
         shown = iter([(image, row) for image in context.images for row in range(image.num_tokens)])
         return cls(
@@ -120,7 +128,7 @@ class Segment:
 
     @classmethod
     def make_padding(cls, length: int, *, number: int) -> "Segment":
-        """Return a segment of zeros without weight."""
+        """Return a segment of zero-weight padding."""
         zeros, nothing = [0] * length, [0.0] * length
         return cls(
             token_ids=zeros, targets=zeros, mask=zeros, rollout_logprobs=nothing, advantages=nothing,
@@ -128,7 +136,7 @@ class Segment:
         )  # fmt: skip
 
     def cut(self, start: int, stop: int, *, prefix: int = -1) -> "Segment":
-        """Return the tokens from `start` to `stop` as a segment that continues segment `prefix`."""
+        """Return tokens [start, stop) as a segment that continues segment `prefix`."""
         part = slice(start, stop)
         return Segment(
             token_ids=self.token_ids[part], targets=self.targets[part], mask=self.mask[part],
@@ -182,9 +190,10 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
 def make_loss_inputs(
     batch: MicroBatch, rows_R: torch.Tensor, logprob_R: torch.Tensor, entropy_R: torch.Tensor, *, values: ValueLossInputs | None = None
 ) -> LossInputs:
-    """Return the loss inputs of a micro-batch; rows_R are the entries with a sampled target.
+    """Return the loss inputs for a micro-batch.
 
-    Without old logprobs in the batch, the current ones are used, detached.
+    `rows_R` contains the indices of the entries with a sampled target. If the micro-batch has no
+    old logprobs, the current logprobs are used, detached.
     """
     reference_T, old_T, coefficient_T, current_T = batch.ref_logprob_T, batch.old_logprob_T, batch.logprob_scale_T, batch.on_policy_T
     return LossInputs(
@@ -204,23 +213,24 @@ def make_loss_inputs(
 
 
 def turn_ids(rows_R: torch.Tensor) -> torch.Tensor:
-    """Return the number of each row's turn, from 0.
+    """Return the zero-based turn index of each row.
 
-    Rows of one turn are neighbors. Rows of two turns never are, because an observation lies between
-    them and the last entry of a sequence has no target.
+    Rows of one turn have consecutive indices. Between the rows of two turns at least one index is
+    missing, because of the observation between the turns or because the last entry of a sequence
+    has no target.
     """
     return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1
 
 
 TokenColumns = dict[tuple[int, int], list[float]]
-"""Per-token numbers of sequences, by (rollout index, sequence index)."""
+"""Maps (rollout index, sequence index) to one number per token of the sequence."""
 
 
 def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor]) -> TokenColumns:
-    """Return per-entry results of micro-batches ([T] each) as columns of their sequences.
+    """Map per-entry model outputs of micro-batches ([T] each) to per-token columns of sequences.
 
-    A column is 0.0 where the loss mask is 0. Entry t of a segment is about the token after it, so
-    the last entry of a sequence has no token.
+    A column is 0.0 where the loss mask is 0. The output at entry t refers to token t + 1, so the
+    output at the last entry of a sequence is unused.
     """
     columns: TokenColumns = {}
     for batch, number_T in zip(batches, numbers, strict=True):
@@ -237,9 +247,10 @@ def scatter_to_rollouts(rollouts: Sequence[Rollout], batches: Sequence[MicroBatc
 
 
 def gather_column(rollouts: Sequence[Rollout], batch: MicroBatch, column: str) -> torch.Tensor:
-    """Return a column that was computed after packing as [T]; 0 where the mask is 0.
+    """Return a per-token column of the rollouts, aligned to a micro-batch's targets, as [T].
 
-    `column` is one of TOKEN_COLUMNS, or weight_versions.
+    The result is 0 where the target was not sampled. `column` is one of TOKEN_COLUMNS or
+    weight_versions. Use this for columns that are computed after packing.
     """
     assert column in (*TOKEN_COLUMNS, "weight_versions"), column
     borders = batch.offset_S1

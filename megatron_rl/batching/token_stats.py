@@ -1,7 +1,7 @@
-"""Per-token logprobs and entropies of a step, for recorded rollouts (rollouts.save=all).
+"""Collects per-token logprobs and entropies for recorded rollouts (rollouts.save=all).
 
-In a step of one update no forward pass precedes it, so the logprobs of the update itself are the
-step's.
+If a step makes only one update, no separate forward pass computes old logprobs. The logprobs of the
+update's own forward pass are then recorded as old logprobs.
 """
 
 from collections.abc import Sequence
@@ -16,19 +16,19 @@ from megatron_rl.types import LossInputs, MicroBatch, Rollout, SegmentSource
 
 
 class TokenStats:
-    """Collects per-token statistics of a step on one rank.
+    """Collects the per-token statistics of one step on one rank.
 
-    `record` is the `record` argument of Policy.update.
+    Pass the method `record` as the argument of the same name to Policy.update.
     """
 
     def __init__(self) -> None:
         self._stats_by_batch: dict[tuple[SegmentSource | None, ...], tuple[MicroBatch, torch.Tensor, torch.Tensor]] = {}
-        """Old logprobs and entropies ([T] each) of each micro-batch, by the sources of its
-        segments.
+        """(micro-batch, old logprobs [T], entropies [T]), keyed by the locations of the
+        micro-batch's segments (MicroBatch.origin_S).
         """
 
     def record(self, batch: MicroBatch, rows_R: torch.Tensor, rows: LossInputs) -> None:
-        """Keep old logprobs and entropies of a micro-batch, unless it was recorded before."""
+        """Record a micro-batch's old logprobs and entropies, unless it is already recorded."""
         whose = tuple(batch.origin_S)
         if whose not in self._stats_by_batch:
             old_T, entropy_T = (
@@ -40,7 +40,7 @@ class TokenStats:
     def write_to(self, rollouts: Sequence[Rollout]) -> None:
         """Write the collected columns to the rollouts.
 
-        All ranks call this together.
+        All ranks must call this together.
         """
         batches, old, entropies = zip(*self._stats_by_batch.values(), strict=True) if self._stats_by_batch else ((), (), ())
         write_column(rollouts, batches, old, column="old_logprobs")
@@ -48,10 +48,10 @@ class TokenStats:
 
 
 def build_token_stats(settings: Settings) -> TokenStats | None:
-    """Return a collector, or None if nothing is to be recorded.
+    """Return a collector, or None if per-token statistics are not recorded.
 
-    It is also None if a step makes several updates without old logprobs (bypass), because later
-    updates do not have the logprobs of the weights at the start of the step.
+    The result is also None if a step makes several updates without old logprobs (bypass), because
+    in later updates the logprobs under the weights at the start of the step are not available.
     """
     num_updates = settings.batch.minibatches * settings.batch.epochs
     is_of_step = num_updates == 1 or needs_old_logprob_forward(settings.algo, num_updates=num_updates)
@@ -59,9 +59,9 @@ def build_token_stats(settings: Settings) -> TokenStats | None:
 
 
 def write_column(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
-    """Write per-entry results of all ranks' micro-batches to their sequences.
+    """Gather per-entry model outputs from all ranks and write them to the sequences' `column`.
 
-    All ranks call this.
+    All ranks must call this together.
     """
     for columns in all_gather_large_object(scatter_to_rollouts(rollouts, batches, numbers)):
         for (rollout, context), values in columns.items():

@@ -1,4 +1,4 @@
-"""Same as launch/train.py for an installed package: `torchrun -m megatron_rl.cli key=value ...`."""
+"""Equivalent of launch/train.py when installed: `torchrun -m megatron_rl.cli key=value ...`."""
 
 from megatron_rl.cli import cli
 

@@ -1,7 +1,7 @@
 """Command-line application: composes the settings with Hydra and runs a command with them.
 
-A user's own script can add tasks, rewards and algorithms. Hydra is used only here; the settings are
-plain dataclasses.
+A user script can add tasks, rewards and algorithms. Commands receive the settings as plain
+dataclasses and do not use Hydra.
 """
 
 import errno
@@ -42,29 +42,29 @@ from megatron_rl.tasks.task_options import TASK_OPTIONS
 
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
 NON_MAIN_DELAY_S = 20.0
-"""Delay in seconds before other ranks print or exit. The main rank reports errors that all ranks
-raise, and torchrun ends the others before the delay.
+"""Delay in seconds before ranks other than the main rank print an error or exit. The main rank
+reports errors that all ranks raise, and torchrun ends the other ranks during the delay.
 """
 MIN_FREE_BYTES = 1 << 20
-"""Amount of free disk space in bytes below which a disk counts as full."""
+"""Free disk space in bytes below which a disk counts as full."""
 STOPPED_EXIT_CODE = os.EX_TEMPFAIL
-"""Exit code of a run that stopped on request; the same command resumes it."""
+"""Exit code of a run that stopped on request and can be resumed with the same command."""
 
 ConfigStore.instance().store(name="schema", node=Settings)
-for name, options in TASK_OPTIONS.items():  # the YAML file of such a task takes its defaults from these
+for name, options in TASK_OPTIONS.items():  # default options in the task's YAML file
     ConfigStore.instance().store(group="task/options", name=name, node=options)
 
 
 def relative_config_folder() -> Path:
-    """Return the directory configs/ next to the started script."""
+    """Return the directory configs/ next to the script that was started."""
     return Path(sys.argv[0]).resolve().parent / "configs"
 
 
 class RelativeConfigPath(SearchPathPlugin):
-    """Hydra plugin that searches configs/ next to the started script, if it exists, before ours."""
+    """Hydra plugin that searches configs/ next to the user's script before the built-in configs."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Prepend the directory to Hydra's search path."""
+        """Prepend configs/ to Hydra's search path if the directory exists."""
         if relative_config_folder().is_dir():
             search_path.prepend("beside-the-file", f"file://{relative_config_folder()}")
 
@@ -76,23 +76,24 @@ def cli(
     *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
     algorithms: Mapping[str, object] | None = None,
 ) -> None:  # fmt: skip
-    """Run the command line of this process.
+    """Run the command given by this process's command-line arguments.
 
     Args:
-        tasks: User-defined tasks: {"mine": MyTask} is selected by task=mine.
-        rewards: User-defined reward functions: {"short": short} is selected by task.reward=short.
-        algorithms: User-defined algorithms: {"mine": Algorithm(...)} is selected by algo.name=mine
-            (docs/extend.md).
+        tasks: User-defined tasks by name: with {"mine": MyTask}, task=mine selects the task.
+        rewards: User-defined reward functions by name: with {"short": short}, task.reward=short
+            selects the function.
+        algorithms: User-defined algorithms by name: with {"mine": Algorithm(...)}, algo.name=mine
+            selects the algorithm (docs/extend.md).
 
-    The first argument may be a command; the default is to train.
+    The first argument may be one of these commands; without a command, a training run starts.
 
-    - doctor: check everything that the run needs, without starting it.
-    - serve: start only the run's external services.
-    - engine: print the command of an inference server for engine.urls.
+    - doctor: check everything that a run needs, without starting the run.
+    - serve: start only the external services of a run.
+    - server-command: print the command that starts an inference server for engine.urls.
     - evaluate: run the task's examples without training.
-    - rescore: compute the rewards of recorded rollouts again.
+    - rescore: recompute the rewards of recorded rollouts.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/launch.py: exit when the launcher does
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/launch.py: exit together with the launcher
         die_with_parent()
     word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"], ["server-command"], ["evaluate"], ["rescore"]) else "train"
 
@@ -136,7 +137,7 @@ def cli(
 
 
 def exit_with(is_finished: bool) -> None:
-    """Exit with STOPPED_EXIT_CODE if the run was stopped. Every rank exits, the main one first."""
+    """Exit with STOPPED_EXIT_CODE if the run was stopped; the main rank exits first."""
     if not is_finished:
         if not read_world().is_main:
             time.sleep(NON_MAIN_DELAY_S)
@@ -144,10 +145,10 @@ def exit_with(is_finished: bool) -> None:
 
 
 def transformer_engine_error(error: ImportError) -> str:
-    """Return the error message for a Transformer Engine that cannot be imported.
+    """Return the error message for an installed Transformer Engine that cannot be imported.
 
-    megatron-core 0.16.1 fails to import if Transformer Engine is installed but broken, or lacks a
-    module that Megatron needs. An import error of any other package is raised again.
+    megatron-core 0.16.1 cannot be imported if Transformer Engine is broken or lacks a module that
+    Megatron needs. Import errors of other packages are re-raised.
     """
     inside = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(name.startswith("transformer_engine") for name in (*inside, error.name or "")):
@@ -159,7 +160,7 @@ def transformer_engine_error(error: ImportError) -> str:
 def register_tasks(tasks: Mapping[str, type]) -> None:
     """Register a user's tasks and their options as choices of task=NAME.
 
-    A YAML file of that name next to the user's script takes precedence.
+    A YAML file configs/task/NAME.yaml next to the user's script takes precedence.
     """
     for name, task in tasks.items():
         require_task(name, task)
@@ -170,7 +171,7 @@ def register_tasks(tasks: Mapping[str, type]) -> None:
 def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], *, is_doctor: bool) -> None:
     """Compose the settings with Hydra and call `action` with them.
 
-    A user's error ends the process with one line instead of a traceback.
+    For errors that the user can fix, the process prints one line instead of a traceback and exits.
     """
     world = read_world()
 
@@ -202,20 +203,21 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
         require(not given.multirun, "--multirun", True, "all would run in one run.dir; start one command for each")
         register_tasks(tasks)
         if not given.help:
-            flags.parse_args()  # as hydra will: it requires all overrides to be adjacent
+            flags.parse_args()  # parse again like Hydra, which requires all overrides to be adjacent
             main()
         elif world.is_main:
             print(render_help(given.overrides, is_doctor=is_doctor))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         exit_with_line(format_error(error, sys.argv[1:]), world, on_all_ranks=True)
-    except ValueError as error:  # from a flag
+    except ValueError as error:  # e.g. for an unknown flag
         exit_with_line(str(error), world, on_all_ranks=True)
 
 
 def block_wandb_import(is_disabled: bool) -> None:
-    """Block the import of an unused wandb by other libraries, which megatron-core 0.16.1 does.
+    """Prevent other libraries from importing wandb if the run does not use it.
 
-    A killed process would leave wandb's directories in /tmp.
+    megatron-core 0.16.1 imports wandb. If a process that has imported it is killed, wandb's
+    directories remain in /tmp.
     """
     loaded = sys.modules.pop("wandb", None)
     if is_disabled or loaded is not None:
@@ -223,18 +225,19 @@ def block_wandb_import(is_disabled: bool) -> None:
 
 
 def exit_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
-    """Print one line and exit.
+    """Print an error as one line and exit.
 
-    If every rank has raised the error (world.raise_on_all_ranks, and any error in a dry run), only
-    the main rank prints it.
+    Only the main rank prints the error if all ranks have raised it: in a dry run, and for errors
+    from world.raise_on_all_ranks.
     """
     exit_with_line(add_disk_full_hint(str(error)), world, on_all_ranks=is_dry or isinstance(error, SharedValueError | SharedOSError))
 
 
 def add_disk_full_hint(line: str) -> str:
-    """Name the full disk if the system's message does not.
+    """Add the name of the full disk to a "no space left" message that contains no file name.
 
-    An error from a lock or a shared-memory segment contains no file name.
+    Errors from locks and shared-memory segments contain no file name. Other messages are returned
+    unchanged.
     """
     if line != str(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return line
@@ -243,7 +246,7 @@ def add_disk_full_hint(line: str) -> str:
 
 
 def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> NoReturn:
-    """Print one line and exit with code 1; with `on_all_ranks`, only the main rank prints it."""
+    """Print a line and exit with code 1; with `on_all_ranks`, only the main rank prints it."""
     if not world.is_main:
         time.sleep(NON_MAIN_DELAY_S)
     if world.is_main or not on_all_ranks:
@@ -252,7 +255,7 @@ def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> No
 
 
 def reject_flags(message: str) -> NoReturn:
-    """Raise ValueError for unknown flags, and suggest the equivalent key=value."""
+    """Raise a ValueError for unknown flags that suggests the equivalent key=value overrides."""
     words = [written for flag in message.partition("arguments: ")[2].split() if (written := flag_to_override(flag, sys.argv))]
     remedy = f"write {' '.join(words)}" if words else "--help tells how to start"
     raise ValueError(f"{message}; {remedy}")
@@ -261,7 +264,7 @@ def reject_flags(message: str) -> NoReturn:
 def flag_to_override(flag: str, arguments: Sequence[str]) -> str:
     """Return the key=value override for a flag, or an empty string if no setting matches.
 
-    Names of other trainers are recognized. Example: --model.path 3b -> model.path=3b
+    Flag names of other trainers are recognized. Example: --model.path 3b -> model.path=3b
     """
     name, equals, value = flag.lstrip("-").partition("=")
     leaf = name.replace("-", "_")
@@ -274,8 +277,7 @@ def flag_to_override(flag: str, arguments: Sequence[str]) -> str:
 def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:
     """Return the validated settings as plain dataclasses.
 
-    The task options of a YAML file are validated against the Options dataclass of the user's own
-    task.
+    If the task is user-defined, its options are validated against the task's Options dataclass.
 
     Raises:
         ValueError: A value is invalid or missing, or a key that was added with +key=value is

@@ -1,4 +1,4 @@
-"""Prints a table that compares evaluations with the first one (launch/compare.py)."""
+"""Prints a table that compares evaluations with the first of them (launch/compare.py)."""
 
 import argparse
 import sys
@@ -13,11 +13,11 @@ from megatron_rl.evaluation.paired_comparison import EvaluationResult, compare_e
 from megatron_rl.io.bounded_files import to_printable
 
 TABLE_WIDTH = 160
-"""Width of the table in columns if the output is not a terminal."""
+"""Width of the table in columns when the output is not a terminal."""
 
 
 def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> list[str]:
-    """Return the cells of one evaluation's row."""
+    """Return the table cells of one evaluation."""
     low, high = bootstrap_interval(list(evaluation.example_means.values()))
     mean = sum(evaluation.example_means.values()) / len(evaluation.example_means)
     cells = [str(evaluation.folder), str(len(evaluation.example_means)), f"{mean:.1%} ({100 * low:.1f} to {100 * high:.1f})"]
@@ -29,7 +29,7 @@ def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> 
 
 
 def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
-    """Print the table, and the conditions in which evaluations differ from the first."""
+    """Print the table, and the conditions in which evaluations differ from the first one."""
     first, *others = evaluations
     table = Table("evaluation", "examples", "success (95%)", "in common", "less the first's (95%)", "p")
     for each in evaluations:

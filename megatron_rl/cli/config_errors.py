@@ -40,23 +40,23 @@ FOREIGN_NAMES = {
     "lora_rank": "lora.rank",
     "report_to": "wandb.mode",
 }
-"""Maps the names of settings in TRL, verl and ms-swift to ours."""
+"""Maps names of settings in TRL, verl and ms-swift to the equivalent settings of this trainer."""
 TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 MIN_SIMILARITY = 0.6
-"""Minimum similarity (difflib's ratio) of a name that is suggested."""
+"""Minimum similarity (ratio of difflib.SequenceMatcher) at which a known name is suggested."""
 
 
 def format_error(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
-    """Return the message for an error raised while composing the settings.
+    """Return the one-line message for an error raised while composing the settings.
 
-    `overrides` are the arguments of the command line. Credentials in addresses are masked, because
-    the settings have not been validated yet (config/checks.py, require_address).
+    `overrides` are the command-line arguments. Addresses may contain credentials, because
+    config.checks.require_address has not been applied yet; so they are masked.
     """
     return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", error_line(error, overrides))
 
 
 def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
-    """Return the message for an error, by its type, without masking."""
+    """Return the message for an error according to its type, without masking."""
     if isinstance(error, OverrideParseException):
         return malformed_override_line(error.override, overrides)
     if isinstance(error, MissingConfigException):
@@ -75,7 +75,7 @@ def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overr
 def composition_error_line(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
     """Return the message for an invalid key or value, from the command line or a YAML file.
 
-    The YAML file is named.
+    If the error is in a YAML file, the message names the file.
     """
     cause = error.__cause__ or error.__context__
     place = re.match(r"In '(.+?)': \w+ raised", str(error))
@@ -105,7 +105,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
 
 
 def describe_expected_value(error: ValidationError, value: object) -> str:
-    """Describe the expected type of a value that was rejected."""
+    """Describe the type that is expected instead of a rejected value."""
     is_entry = get_origin(error.ref_type) is dict
     kind = get_args(error.ref_type)[1] if is_entry else get_type_hints(error.object_type)[error.key]
     if is_dataclass(kind):
@@ -120,8 +120,8 @@ def describe_expected_value(error: ValidationError, value: object) -> str:
 def missing_config_line(error: MissingConfigException) -> str:
     """Return the message for a YAML file that does not exist.
 
-    It is requested by an override or by another YAML file: experiment=..., algo=...,
-    --config-name=...
+    The file was requested by an override such as experiment=NAME or --config-name=NAME, or by
+    another YAML file.
     """
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group:
@@ -132,7 +132,7 @@ def missing_config_line(error: MissingConfigException) -> str:
 
 
 def multiple_values_line(key: str, value: str) -> str:
-    """Return the message for a value with commas but without the brackets of a list."""
+    """Return the message for a value that contains commas but is not in brackets."""
     kind = setting_type(key)
     if kind in TYPE_DESCRIPTIONS and kind is not str:
         return f"{key}={value}: expects {TYPE_DESCRIPTIONS[kind]}"
@@ -144,7 +144,8 @@ def multiple_values_line(key: str, value: str) -> str:
 def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
     """Return the message for an override that Hydra's grammar rejects.
 
-    `overrides` are all arguments, because the shell may have split one into several.
+    `overrides` are all command-line arguments; they are needed because the shell may have split one
+    override into several.
     """
     key, equals, value = word.partition("=")
     if not equals:
@@ -167,9 +168,9 @@ def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
 
 
 def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
-    """Return the value of an override that the shell split at its blanks.
+    """Rejoin the value of an override that the shell split at blanks.
 
-    The value ends at the closing bracket; it is empty if the brackets never close.
+    The value ends with the closing bracket. Return an empty string if the bracket is never closed.
     """
     value, opener = word.partition("=")[2], word.partition("=")[2][:1]
     for following in overrides[overrides.index(word) + 1 :] if word in overrides else ():
@@ -180,7 +181,7 @@ def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
 
 
 def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
-    """Raise ValueError for a key that was added with +key=value but is in no dataclass."""
+    """Raise ValueError for a key that was added with +key=value but is in no settings dataclass."""
     known = {field.name for field in fields(OmegaConf.get_type(chosen))}
     for name in map(str, chosen):
         key, value = prefix + name, "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
@@ -191,7 +192,7 @@ def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
 
 
 def unknown_key_line(key: str, given: str) -> str:
-    """Return the message for an unknown key, with a suggestion."""
+    """Return the message for an unknown key, with the most similar known key as a suggestion."""
     near = closest_key(key)
     return f"{given}: no such key; {f'did you mean {near}?' if near else '--help all lists all'}"
 
@@ -199,7 +200,8 @@ def unknown_key_line(key: str, given: str) -> str:
 def closest_key(key: str) -> str:
     """Return the setting or config group that was probably meant, or an empty string.
 
-    Names of other trainers are tried first, then the most similar last component.
+    Names used by other trainers are tried first, then the known key with the most similar last
+    component.
     """
     group, _, leaf = key.rpartition(".")
     folders = [] if group else [each.name for each in files(configs).iterdir() if each.is_dir()]
@@ -211,7 +213,7 @@ def closest_key(key: str) -> str:
 
 
 def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of all settings, without those of groups."""
+    """Yield the dotted keys of all settings, excluding the groups themselves."""
     for field in fields(schema):
         if is_dataclass(field.type):
             yield from setting_keys(field.type, f"{prefix}{field.name}.")
@@ -220,7 +222,7 @@ def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
 
 
 def split_override(word: str) -> tuple[str, str]:
-    """Return key and value of an override. Example: `++algo.name=grpo` -> algo.name, grpo."""
+    """Split an override into key and value. Example: `++algo.name=grpo` -> algo.name, grpo."""
     key, _, value = word.lstrip("+~").partition("=")
     return key, value
 

@@ -1,7 +1,7 @@
-"""Text of --help: usage, config groups and common settings.
+"""Text of --help: usage, config groups and the most common settings.
 
-`--help all` or a group's name lists keys. Only the examples are fixed text. Keys, values and
-descriptions come from the settings dataclasses.
+With `--help all` or `--help GROUP`, keys are listed. Only the examples are fixed text; keys, values
+and descriptions are taken from the settings dataclasses.
 """
 
 import ast
@@ -50,10 +50,10 @@ COMMON_SETTINGS = (
 
 
 def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
-    """Return the help text.
+    """Return the help text for the arguments that accompany --help.
 
-    Of the arguments next to --help, `all` or the name of a group selects the keys to list, and
-    key=value sets a value that is displayed.
+    The argument `all` or the name of a group selects the keys to list. An argument key=value sets a
+    value before the settings are printed.
     """
     if is_doctor:
         return DOCTOR_USAGE
@@ -78,7 +78,7 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
 
 
 def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (dotted key, value as typed on the command line, description) of every setting."""
+    """Yield (dotted key, value in command-line syntax, description) for every setting."""
     docs = read_field_docs(OmegaConf.get_type(chosen))
     for name in map(str, chosen):
         value = "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
@@ -89,9 +89,9 @@ def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str
 
 
 def read_field_docs(schema: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass.
+    """Return the docstring of each field of a dataclass, keyed by field name.
 
-    For a field that holds a settings dataclass, this is the docstring of that class.
+    A field without a docstring that holds a settings dataclass gets the docstring of that class.
     """
     sources = [inspect.getsource(each) for each in schema.__mro__ if is_dataclass(each)]
     body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
@@ -113,7 +113,7 @@ def format_value(value: object) -> str:
 
 
 def _group_lines() -> Iterator[str]:
-    """Yield a line for each config group with its choices: experiment=NAME, ..."""
+    """Yield a line for each config group with the names to choose from: experiment=NAME, ..."""
     loader = GlobalHydra.instance().config_loader()
     for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
         yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")

@@ -1,8 +1,8 @@
 r"""Quoting of key=value overrides for the shell and for Hydra, used to suggest corrections.
 
-Hydra 1.3.2 (grammar/OverrideLexer.g4) accepts unquoted ASCII letters, digits, blanks and / - \ + .
-$ % * @ ? | _ : only. A value with any other character needs quotes of its own, within those of the
-shell: `'task.data.train=["/data/bär.jsonl"]'`.
+Outside quotes, Hydra 1.3.2 (grammar/OverrideLexer.g4) accepts only ASCII letters, digits, blanks
+and / - \ + . $ % * @ ? | _ : in a value. Any other value must be quoted for Hydra, inside the
+quotes for the shell: `'task.data.train=["/data/bär.jsonl"]'`.
 """
 
 import os
@@ -38,17 +38,17 @@ def setting_type(key: str) -> object:
 
 
 def quote_override(key: str, value: str) -> str:
-    """Return `key=value` quoted for the shell and Hydra.
+    """Return `key=value` quoted for the shell and for Hydra.
 
-    `value` is the text as typed, including its quotes.
+    `value` is the text that the user typed, including any quotes.
     """
     return shlex.quote(f"{key}={quote_value(value, setting_type(key))}")
 
 
 def quote_value(value: str, value_type: object) -> str:
-    """Return a value in Hydra's syntax for a setting of this type.
+    """Return a value in Hydra's syntax for a setting of type `value_type`.
 
-    If the type is unknown, brackets and braces determine it.
+    If `value_type` is None, brackets and braces in the value determine the type.
     """
     value = value.strip()
     is_list, is_dict = get_origin(value_type) is list, get_origin(value_type) is dict or is_dataclass(value_type)
@@ -65,7 +65,7 @@ def quote_value(value: str, value_type: object) -> str:
     text = os.path.expanduser(plain) if plain.startswith("~/") else plain
     try:
         OmegaConf.create([text])
-    except GrammarParseError:  # a ${ that starts no interpolation
+    except GrammarParseError:  # `${` in the text is not a valid interpolation
         text = text.replace("${", r"\${")
     return QuotedString(text, Quote.double).with_quotes()
 
@@ -77,9 +77,9 @@ def _quote_pair(pair: str, kind: object) -> str:
 
 
 def parse_with_hydra(value: str) -> object | None:
-    """Return the value that Hydra parses, with quoted strings as their text.
+    """Return the value as parsed by Hydra; a quoted string is returned as its text.
 
-    Return None if Hydra cannot parse it or reads several values.
+    Return None if Hydra cannot parse the value or reads it as several values of a sweep.
     """
     try:
         override = OverridesParser.create().parse_override(f"key={value}")
@@ -90,19 +90,19 @@ def parse_with_hydra(value: str) -> object | None:
 
 
 def unquote(value: str) -> str:
-    """Return the text of a value that is quoted as a whole, else the value."""
+    """Return the text of a value that is quoted as a whole; return any other value unchanged."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     read = parse_with_hydra(value) if is_quoted else None
     return read if isinstance(read, str) else value
 
 
 def is_enclosed(value: str, opener: str) -> bool:
-    """Return True if a value begins with this bracket and ends with the matching one."""
+    """Return True if a value starts with the bracket `opener` and ends with the closing bracket."""
     return value.startswith(opener) and value.endswith(CLOSING_BRACKETS[opener]) and len(value) > 1
 
 
 def split_top_level(inside: str) -> list[str]:
-    """Split at commas that are outside quotes and brackets."""
+    """Split the content of a list at commas that are outside quotes and inner brackets."""
     borders = [-1, *_top_level_commas(inside), len(inside)]
     found = [inside[before + 1 : after].strip() for before, after in pairwise(borders)]
     return [each for each in found if each]

@@ -1,7 +1,7 @@
-"""Settings of a run, as dataclasses: the schema of the YAML files and of the command line.
+"""Dataclasses for all settings of a run: the schema of the YAML files and of the command line.
 
-The entry points (`launch/`) build `Settings` once. Each component receives only the dataclass of
-the settings it needs.
+The entry points (`launch/`) build `Settings` once. Each component receives only the settings group
+that it needs.
 """
 
 from dataclasses import dataclass, field
@@ -70,11 +70,11 @@ __all__ = [
 
 @dataclass(kw_only=True, slots=True)
 class Settings:
-    """All settings of a run; each field holds one settings group."""
+    """All settings of a run; each field except `stage` is a settings group."""
 
     stage: str = "rl"
-    """Kind of training: rl, or sft for supervised fine-tuning, which can precede RL as a warm
-    start."""
+    """Training stage: rl (reinforcement learning) or sft (supervised fine-tuning, e.g. as a warm
+    start before RL)."""
     model: ModelSettings = field(default_factory=ModelSettings)
     lora: LoraSettings = field(default_factory=LoraSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)

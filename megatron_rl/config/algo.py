@@ -1,6 +1,6 @@
 """Settings of the RL algorithm.
 
-The algorithm names are the keys of `ALGORITHMS` in algo/algorithms.py, which validates them.
+The algorithm names are the keys of `ALGORITHMS` in algo/algorithms.py, where they are validated.
 Presets are in configs/algo.
 """
 
@@ -12,49 +12,54 @@ from megatron_rl.config.checks import require, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class AlgoSettings:
-    """Settings of the advantages, the policy loss, the KL term and the rollout correction."""
+    """Settings of advantages, policy loss, KL term and rollout correction."""
 
     name: str = "grpo"
-    """Algorithm, a key of ALGORITHMS in algo/algorithms.py: selects the advantage function and the
-    policy loss."""
+    """Algorithm, which determines the advantage function and the policy loss: a key of ALGORITHMS
+    in algo/algorithms.py."""
     norm_adv_by_std: bool = True
-    """Divide advantages by the standard deviation of their group (GRPO); false for Dr. GRPO."""
+    """Divide advantages by the standard deviation within their group (GRPO); false does not (Dr.
+    GRPO)."""
     std_eps: float = 1e-6
-    """Constant added to the standard deviation by which advantages are divided."""
+    """Constant added to the group's standard deviation before advantages are divided by it."""
     turn_credit: str = "broadcast"
-    """Advantage of a turn's tokens (algo/advantages.py): that of the episode (broadcast), of the
-    outcome plus the turn's step score (outcome_and_turn), of the return from the turn on
-    (return_to_go), or the episode's plus a comparison of that return with turns from the same state
-    (gigpo)."""
+    """Credit assignment to turns (algo/advantages.py). broadcast: every turn gets the episode's
+    advantage. outcome_and_turn: the outcome's advantage plus that of the turn's step score.
+    return_to_go: the advantage of the return from this turn on. gigpo: the episode's advantage plus
+    a comparison of that return with the returns of turns that started in the same state."""
     gamma: float = 1.0
-    """Discount per step: per turn in return_to_go and gigpo (GiGPO's gamma), per turn or token
-    (algo.gae_level) with a critic (PPO's gamma)."""
+    """Discount factor gamma. It is applied per turn with turn_credit=return_to_go or gigpo, and per
+    turn or token (algo.gae_level) with a critic."""
     gigpo_step_weight: float = 1.0
-    """Weight of the same-state advantage, which gigpo adds to the episode's advantage."""
+    """Weight of GiGPO's same-state advantage, which turn_credit=gigpo adds to the episode's
+    advantage."""
     gae_level: str = "tokens"
-    """Step of generalized advantage estimation: each sampled token (tokens), or a whole turn, with
-    the value at the last token of its prompt (turns)."""
+    """Time step of generalized advantage estimation: tokens uses each sampled token, turns uses
+    each whole turn, with the value predicted at the last token of the turn's prompt."""
     lam: float = 1.0
     """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the one-step TD error,
     1 the full return minus the value."""
     whiten_advantages: bool = True
-    """Whiten advantages from a critic to mean 0 and standard deviation 1 over all steps of the
-    rollouts that are trained on."""
+    """Whiten a critic's advantages to mean 0 and standard deviation 1 over all GAE time steps of
+    the step's training rollouts."""
     clip_ratio_low: float = 0.2
-    """Lower clip range: the ratio is clipped at 1 - clip_ratio_low. gmpo clips the log ratio, and
-    dppo bounds the difference of probabilities."""
+    """Lower clip range: the ratio is clipped at 1 - clip_ratio_low. With gmpo it bounds the log
+    ratio, and with dppo the decrease in probability."""
     clip_ratio_high: float = 0.2
     """Upper clip range: the ratio is clipped at 1 + clip_ratio_high. A value above clip_ratio_low
-    is DAPO's clip-higher."""
+    is DAPO's clip-higher. With gmpo it bounds the log ratio, and with dppo the increase in
+    probability."""
     clip_ratio_c: float = 0.0
     """Dual-clip bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0
     disables it."""
     sapo_tau_positive: float = 1.0
-    """Temperature tau of SAPO's sigmoid gate for positive advantages; larger is steeper."""
+    """Temperature tau of SAPO's sigmoid gate for positive advantages; a larger value makes the gate
+    steeper."""
     sapo_tau_negative: float = 1.05
-    """Temperature tau of SAPO's sigmoid gate for negative advantages; larger is steeper."""
+    """Temperature tau of SAPO's sigmoid gate for negative advantages; a larger value makes the gate
+    steeper."""
     kl_coef: float = 0.0
-    """Weight of the KL divergence from the reference model, in the loss or in the reward; 0
+    """Coefficient of the KL divergence from the reference model, in the loss or in the reward; 0
     disables it."""
     kl_estimator: str = "k3"
     """Estimator of the KL term in the loss (algo/kl.py): k1, k2 or k3."""
@@ -62,46 +67,53 @@ class AlgoSettings:
     """Subtract kl_coef * (old logprob - reference logprob) from each token's reward instead of
     adding a KL term to the loss."""
     kl_target: float = 0.0
-    """Target KL divergence per token (the metric policy/kl_ref) towards which kl_coef is adapted
-    after every step, e.g. 0.02; 0 keeps kl_coef fixed."""
+    """Target KL divergence per token (the metric policy/kl_ref), e.g. 0.02: after every step,
+    kl_coef is adapted towards it. 0 keeps kl_coef fixed."""
     kl_horizon: int = 10_000
-    """Number of episodes over which kl_coef changes by 20% if the KL divergence is off kl_target by
-    20% or more; a smaller error changes it less."""
+    """Number of episodes over which kl_coef changes by 20% if the KL divergence differs from
+    kl_target by 20% or more; for a smaller difference, the change is proportionally smaller."""
     thought_logprob_scale: float = 1.0
-    """Factor on the logprobs of the tokens before a turn's action, in the policy loss; RL4VLM uses
-    0.5 and 0.2. Other values than 1 make the ratio differ from that of the sampled text
-    (docs/algorithm.md)."""
+    """Factor by which the policy loss multiplies the logprobs of a turn's thought (its tokens
+    before the action); RL4VLM uses 0.5 and 0.2. With a value other than 1, the ratio is no longer
+    that of the sampled text (docs/algorithm.md)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     rollout_correction: str = "none"
     """Correction of the mismatch between rollout and trainer logprobs: keys of CORRECTIONS in
-    algo/rollout_correction.py joined by +, e.g. bypass+geo_mask. Below, r is a token's trainer
-    probability divided by its rollout probability."""
+    algo/rollout_correction.py joined by +, e.g. bypass+geo_mask. Most corrections use r, a token's
+    trainer probability divided by its rollout probability."""
     rollout_correction_level: str = "sequences"
-    """Unit over which a correction aggregates r: a whole token sequence (sequences), or each turn
-    in it (turns)."""
+    """Unit over which a rollout correction aggregates token ratios: a whole token sequence
+    (sequences), or each turn in it (turns)."""
     is_weight_cap: float = 2.0
-    """Upper bound on the importance-sampling weight of token_tis and sequence_tis."""
+    """Upper bound on the importance-sampling weight in the corrections token_tis and
+    sequence_tis."""
     token_mask_low: float = 0.5
-    """Lower bound on r: token_mask masks tokens below it."""
-    token_mask_high: float = 5.0
-    """Upper bound on r: token_mask masks tokens above it."""
-    sequence_mask_low: float = 0.0
-    """Lower bound on the product of r over a sequence: sequence_mask masks sequences below it."""
-    sequence_mask_high: float = 3.0
-    """Upper bound on the product of r over a sequence: sequence_mask masks sequences above it."""
-    geo_mask_low: float = 0.99
-    """Lower bound on the geometric mean of r over a sequence: geo_mask masks sequences below it."""
-    geo_mask_high: float = 1.01
-    """Upper bound on the geometric mean of r over a sequence: geo_mask masks sequences above it."""
-    k3_mask_high: float = 0.01
-    """Upper bound on the mean of r - 1 - log r over a sequence: k3_mask masks sequences above
+    """Lower bound on a token's trainer/rollout probability ratio: token_mask masks tokens below
     it."""
+    token_mask_high: float = 5.0
+    """Upper bound on a token's trainer/rollout probability ratio: token_mask masks tokens above
+    it."""
+    sequence_mask_low: float = 0.0
+    """Lower bound on the product of a sequence's trainer/rollout probability ratios: sequence_mask
+    masks sequences below it."""
+    sequence_mask_high: float = 3.0
+    """Upper bound on the product of a sequence's trainer/rollout probability ratios: sequence_mask
+    masks sequences above it."""
+    geo_mask_low: float = 0.99
+    """Lower bound on the geometric mean of a sequence's trainer/rollout probability ratios:
+    geo_mask masks sequences below it."""
+    geo_mask_high: float = 1.01
+    """Upper bound on the geometric mean of a sequence's trainer/rollout probability ratios:
+    geo_mask masks sequences above it."""
+    k3_mask_high: float = 0.01
+    """Upper bound on a sequence's mean of r - 1 - log r, with r the trainer/rollout probability
+    ratio of a token: k3_mask masks sequences above it."""
     opsm_delta: float = 0.5
-    """Upper bound on the mean of rollout logprob - logprob over a sequence: opsm masks the tokens
-    of negative advantage in sequences above it."""
+    """Upper bound on a sequence's mean of rollout logprob - current logprob: in sequences above it,
+    opsm masks the tokens with negative advantages."""
     temperature: float = 1.0
-    """Softmax temperature of the policy, the same for sampling and for training logprobs."""
+    """Softmax temperature of the policy, used both for sampling and for the trainer's logprobs."""
 
     def __post_init__(self) -> None:
         for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):

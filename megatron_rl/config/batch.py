@@ -1,4 +1,4 @@
-"""Settings of the batch of a step: rollouts, mini-batches, micro-batches and loss aggregation."""
+"""Settings of a step's batch: rollouts, mini-batches, micro-batches and loss aggregation."""
 
 from dataclasses import dataclass
 
@@ -12,25 +12,25 @@ class BatchSettings:
     """Rollouts per step, their split into mini- and micro-batches, and loss aggregation."""
 
     prompts_per_step: int = 32
-    """Number of prompts per step, over all ranks together."""
+    """Number of prompts per step, in total over all ranks."""
     group_size: int = 8
-    """Number of rollouts per prompt. Algorithms with group-relative advantages compare them with
-    each other."""
+    """Number of rollouts sampled per prompt. They form a group, within which group-relative
+    algorithms compare rewards."""
     minibatches: int = 1
-    """Number of mini-batches, that is optimizer updates, into which the groups of a step are
-    split."""
+    """Number of mini-batches into which the groups of a step are split; each mini-batch is one
+    optimizer update."""
     epochs: int = 1
     """Number of passes over the mini-batches of a step."""
     micro_batch_tokens: int = 8192
-    """Maximum number of tokens in a packed micro-batch, for rl and sft; a longer single sequence is
-    a micro-batch of its own."""
+    """Maximum number of tokens in a packed micro-batch, in stages rl and sft; a sequence that is
+    longer gets its own micro-batch."""
     loss_agg_mode: str = "token_mean"
-    """Loss aggregation: mean over all tokens (token_mean, DAPO), over turns of their token means
-    (turn_mean), over episodes of their token means (sequence_mean, GRPO), or the token sum divided
-    by episodes * loss_scale_factor (fixed_length, Dr. GRPO)."""
+    """Loss aggregation: token_mean (mean over all tokens, DAPO), turn_mean (mean per turn, then
+    over turns), sequence_mean (mean per episode, then over episodes, GRPO), or fixed_length (sum
+    over tokens divided by number of episodes * loss_scale_factor, Dr. GRPO)."""
     loss_scale_factor: int = 0
-    """Number of tokens by which an episode is counted with batch.loss_agg_mode=fixed_length; must
-    be 0 otherwise."""
+    """Constant episode length in tokens by which batch.loss_agg_mode=fixed_length divides the loss;
+    must be 0 in all other modes."""
 
     def __post_init__(self) -> None:
         for key, value in (("prompts_per_step", self.prompts_per_step), ("minibatches", self.minibatches), ("epochs", self.epochs)):

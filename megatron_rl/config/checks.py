@@ -1,12 +1,12 @@
 """Validation helpers for settings.
 
-Each error message contains the dotted key, the value and the remedy, because users read exactly
-this line.
+Each error message contains the dotted key, the value and the fix, because this line is all that
+users see of the error.
 """
 
 
 def require(condition: bool, key: str, value: object, remedy: str) -> None:
-    """Raise ValueError with key, value and remedy unless `condition` holds.
+    """Raise a ValueError that contains key, value and remedy unless `condition` is true.
 
     Example: `parallel.tp=3: must divide the 4 attention heads; use 1, 2 or 4`.
     """
@@ -22,16 +22,17 @@ def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 def require_address(key: str, address: str) -> None:
     """Raise ValueError if `address` contains @, ? or #, which can carry credentials.
 
-    The message omits the address, because the invalid part may be a secret.
+    The error message omits the address, because the rejected part may be a secret.
     """
     remedy = "holds @, ? or #; give scheme, host, port and path alone: a password in it would be kept in config.yaml and told in errors"
     require(not set("@?#") & set(address), key, "...", remedy)
 
 
 def require_no_key(key: str, words: list[str]) -> None:
-    """Raise ValueError if the arguments of a server's command contain --api-key.
+    """Raise ValueError if the command-line arguments of a server contain --api-key.
 
-    All spellings that vLLM's parser accepts are rejected (vllm/utils/argparse_utils.py).
+    Every spelling and abbreviation that vLLM's parser accepts is rejected
+    (vllm/utils/argparse_utils.py).
     """
     remedy = "holds --api-key, which config.yaml and the service's log would keep; the run makes a key of its own for it, leave it out"
     require(not any(word.replace("_", "-").startswith("--api-k") for word in words), key, "...", remedy)

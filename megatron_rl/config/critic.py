@@ -1,4 +1,4 @@
-"""Settings of the critic, which algorithms with a value function need (algo=ppo)."""
+"""Settings of the critic, which algorithms with a value function require (algo=ppo)."""
 
 import math
 from dataclasses import dataclass, field
@@ -12,30 +12,30 @@ class CriticSettings:
     """Settings of the value head, its backbone (the policy's or its own) and its loss."""
 
     backbone: str = "shared"
-    """Backbone of the value head: the policy's (shared: one forward pass, one loss, one optimizer
-    step), or a separate network (own)."""
+    """Backbone of the value head: shared uses the policy's backbone (one forward pass, one loss and
+    one optimizer step for policy and critic); own is a separate network."""
     path: str = ""
-    """Hugging Face directory from which an own backbone is initialized; empty uses model.path. Its
-    tokenizer, model family and pixel limits must be the policy's."""
+    """Hugging Face directory that initializes the backbone if critic.backbone=own; empty uses
+    model.path. Tokenizer, model family and pixel limits must match the policy's."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """LoRA adapters of an own backbone, with the same keys as lora; a shared backbone has the
-    policy's adapters."""
+    """LoRA adapters of the critic if critic.backbone=own, with the same keys as lora; a shared
+    backbone uses the policy's adapters."""
     head_sizes: list[int] = field(default_factory=list)
-    """Widths of the value head's hidden layers; an empty list is a linear head."""
+    """Widths of the hidden layers of the value head; an empty list makes the head linear."""
     lr: float = 1e-5
-    """Peak learning rate of an own critic, or of the value head on a shared backbone. All other
-    optimizer settings are those of optim."""
+    """Peak learning rate of the separate critic (backbone=own) or of the value head
+    (backbone=shared). All other optimizer settings are taken from optim."""
     vf_coef: float = 0.5
-    """Weight of the value loss in the sum of policy and value loss (backbone=shared)."""
+    """Coefficient of the value loss when it is added to the policy loss (backbone=shared)."""
     cliprange_value: float = 0.0
-    """Clip range of the value loss: values are trained only up to this distance from their value at
-    the start of the step, in the head's units, e.g. 0.2; 0 disables it."""
+    """Clip range of the value loss, in units of the value head's output, e.g. 0.2: a prediction is
+    trained only up to this distance from its value at the start of the step. 0 disables it."""
     normalize_returns: bool = False
-    """Train the head on returns normalized by their running mean and standard deviation over all
-    steps so far."""
+    """Train the value head on returns that are normalized by the running mean and standard
+    deviation over all steps so far."""
     warmup_steps: int = 0
-    """Number of first steps that train only the critic (only its head if backbone=shared). A shared
-    backbone's AdamW state is reset after them."""
+    """Number of initial steps that train only the critic (only the value head if backbone=shared).
+    Afterwards the AdamW state of a shared backbone is reset."""
 
     def __post_init__(self) -> None:
         require_choice("critic.backbone", self.backbone, ("shared", "own"))

@@ -1,4 +1,4 @@
-"""Settings of a standalone evaluation."""
+"""Settings of a standalone evaluation (launch/evaluate.py)."""
 
 import math
 from dataclasses import dataclass, field
@@ -8,34 +8,34 @@ from megatron_rl.config.checks import require, require_address, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationSettings:
-    """Settings of launch/evaluate.py; the evaluations during training are set by task and run."""
+    """Settings of launch/evaluate.py; evaluations during training use the groups task and run."""
 
     split: str = "eval"
-    """Split of the task that is evaluated: eval or train."""
+    """Data split of the task to evaluate: eval or train."""
     samples: int = 1
     """Number of episodes per example; above 1, pass@k is reported for k = 1, 2, 4 and so on."""
     temperature: float = 0.0
-    """Sampling temperature of the policy; 0 is greedy."""
+    """Sampling temperature of the policy; 0 decodes greedily."""
     weights: str = ""
-    """Checkpoint in any format that the converters read, or a PEFT adapter of model.path; empty
-    uses the weights in model.path."""
+    """Checkpoint to evaluate, in any format that the converters read, or a PEFT adapter of
+    model.path; empty evaluates the weights in model.path."""
     chunk: int = 64
-    """Number of examples run together as one chunk; results are saved once all episodes of the
-    chunk are done."""
+    """Number of examples per chunk; results are saved when all episodes of a chunk are done."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of OpenAI-compatible endpoints that replace our engines, e.g. http://host:8000/v1.
-    model.path is the model name they serve; the API key is OPENAI_API_KEY."""
+    """URLs of OpenAI-compatible endpoints to evaluate instead of starting an engine, e.g.
+    http://host:8000/v1. model.path is the model name in requests, and the environment variable
+    OPENAI_API_KEY holds the API key."""
     timeout_s: float = 600.0
     """Timeout of one request to an endpoint, in seconds."""
     outage_timeout_s: float = 120.0
     """Maximum time in seconds that a request waits while all endpoints are in backoff after
     failures."""
     max_attempts: int = 5
-    """Maximum number of requests for one response; after the last, the episode counts as failed,
+    """Maximum number of attempts to get one response; if all fail, the episode counts as failed,
     not as wrong."""
     concurrency: int = 32
-    """Maximum number of concurrent requests, over all endpoints."""
+    """Maximum number of concurrent requests, in total over all endpoints."""
 
     def __post_init__(self) -> None:
         require_choice("evaluation.split", self.split, ("eval", "train"))

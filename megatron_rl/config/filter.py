@@ -1,14 +1,14 @@
-"""Settings that select the rollouts of a step to train on."""
+"""Settings that select which rollouts of a step are used for training."""
 
 from dataclasses import dataclass, field
 
 from megatron_rl.config.checks import require, require_choice
 
 ENDS = ("done", "max_turns", "max_tokens", "max_images", "max_pixels", "max_seconds", "tool_error")
-"""Stop reasons of scored episodes: the values of types.StopReason without the infrastructure
+"""Stop reasons of scored episodes: all values of types.StopReason except the infrastructure
 errors."""
 DROPS = ("zero_std", "no_image", "stop_reason")
-"""Filters that can exclude a rollout from the update, in the order in which they are applied."""
+"""Filters that can exclude a rollout from training, in the order in which they are applied."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -16,17 +16,19 @@ class FilterSettings:
     """Filters on the rollouts of a step, and the limit on generation batches."""
 
     drop: list[str] = field(default_factory=list)
-    """Filters that exclude rollouts from the update: zero_std (groups with equal advantages),
-    no_image, stop_reason (not in keep_stop_reasons). Excluded rollouts still count in the baseline
-    of their group."""
+    """Filters that exclude rollouts from training: zero_std (all advantages of the group are
+    equal), no_image (no image in the rollout), stop_reason (stop reason not in keep_stop_reasons).
+    Excluded rollouts still count in their group's baseline."""
     keep_stop_reasons: list[str] = field(default_factory=lambda: ["done"])
-    """Stop reasons of the rollouts that drop=[stop_reason] keeps."""
+    """Stop reasons that the filter stop_reason accepts; it excludes rollouts with any other stop
+    reason."""
     max_num_gen_batches: int = 1
     """Maximum number of generation batches per step, each of prompts_per_step prompts; a step stops
-    early once prompts_per_step groups remain after filtering."""
+    generating once prompts_per_step groups remain after filtering."""
     prefer_high_std: bool = False
-    """Train only on the prompts_per_step groups with the largest spread of advantages if more
-    remain; otherwise all remaining groups are trained on."""
+    """If more than prompts_per_step groups remain after filtering, train only on the
+    prompts_per_step groups with the largest spread of advantages; false trains on all remaining
+    groups."""
 
     def __post_init__(self) -> None:
         for name in self.drop:

@@ -1,4 +1,4 @@
-"""Settings of the Lewis game's partners: listeners, speakers and weight receivers."""
+"""Settings of the Lewis game's services: listeners, speakers and weight receivers."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,41 +11,43 @@ class ListenerSettings:
     """Clients of Lewis listeners (python -m megatron_rl.tasks.lewis.server.listener_app)."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of replicas of one listener, e.g. http://listener:9000; requests go to the least busy
-    healthy one. Empty means no listener."""
+    """URLs of replicas of one listener, e.g. http://listener:9000; each request goes to the least
+    busy healthy replica. Empty means no listener."""
     token_file: str = ""
-    """File with the listeners' token; not needed for a service that the run starts."""
+    """File with the access token of the listeners; not needed for a service that the run starts."""
     send: str = "files"
-    """Transfer of images to the listener: files uploads each image once and then refers to its
-    hash, paths sends paths on a shared file system."""
+    """Transfer of images to the listener: files uploads each image once and then refers to it by
+    its hash; paths sends paths on a shared file system."""
     chunk_size: int = 4
     """Maximum number of descriptions in one request."""
     chunk_delay_s: float = 0.05
-    """Time in seconds that an incomplete request waits for further descriptions."""
+    """Maximum time in seconds that a request with fewer than chunk_size descriptions waits for more
+    descriptions."""
     timeout_s: float = 60.0
     """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
     """Maximum time in seconds that a request waits while all listeners are in backoff after
     failures."""
     max_attempts: int = 5
-    """Maximum number of requests for one description; after the last, the rollout counts as failed
-    and gets no reward."""
+    """Maximum number of attempts to score one description; if all fail, the rollout counts as
+    failed and gets no reward."""
     backoff_s: float = 0.5
-    """First backoff of a listener after a failure, in seconds; it doubles with each consecutive
+    """Initial backoff of a listener after a failure, in seconds; it doubles with each consecutive
     failure."""
     concurrency: int = 32
-    """Maximum number of concurrent requests, over all listeners."""
+    """Maximum number of concurrent requests, in total over all listeners."""
     cache: str = ""
-    """File that caches scores across runs by image, description and listener version; empty caches
-    them in memory for this run only."""
+    """File that caches scores across runs, keyed by image, description and listener version; if
+    empty, scores are cached in memory for this run only."""
     cache_entries: int = 100_000
     """Maximum number of (image, description) scores in the memory cache; the least recently used
-    are evicted."""
+    scores are evicted."""
     proxy: bool = False
-    """Use the proxies of the environment (HTTP_PROXY, NO_PROXY) for listeners on other machines."""
+    """Use the proxies from the environment variables HTTP_PROXY and NO_PROXY for listeners on other
+    machines."""
     partner_is_training: bool = False
-    """The listener is being trained by another run: its version may change, each score uses its
-    current weights, and nothing is cached."""
+    """Set this if another run is training the listener: its version may then change, each
+    description is scored with its current weights, and no score is cached."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -72,20 +74,20 @@ class SpeakerSettings:
     """Clients of Lewis speakers (python -m megatron_rl.tasks.lewis.server.speaker_app)."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of replicas of one speaker, e.g. http://speaker:9001; requests go to the least busy
-    healthy one. Empty means no speaker."""
+    """URLs of replicas of one speaker, e.g. http://speaker:9001; each request goes to the least
+    busy healthy replica. Empty means no speaker."""
     token_file: str = ""
-    """File with the speakers' token; not needed for a service that the run starts."""
+    """File with the access token of the speakers; not needed for a service that the run starts."""
     timeout_s: float = 60.0
     """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
     """Maximum time in seconds that a request waits while all speakers are in backoff after
     failures."""
     max_attempts: int = 5
-    """Maximum number of requests for one description; after the last, the rollout counts as
+    """Maximum number of attempts to get one description; if all fail, the rollout counts as
     failed."""
     concurrency: int = 32
-    """Maximum number of concurrent requests, over all speakers."""
+    """Maximum number of concurrent requests, in total over all speakers."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -100,24 +102,24 @@ class SpeakerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class WeightPublishSettings:
-    """Services that receive the trained weights (speaker_app --trained of a partner's run)."""
+    """Services that receive the trained weights (speaker_app --trained in a partner's run)."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of the services; the weights are sent over HTTP, without shared disk. Empty publishes to
-    none."""
+    """URLs of the services that receive the weights over HTTP, without a shared disk; empty
+    disables publishing."""
     every: int = 1
-    """Number of steps between two weight updates; the initial weights of the run are also sent."""
+    """Number of steps between weight updates; the run's initial weights are also sent."""
     token_file: str = ""
-    """File with the services' token."""
+    """File with the access token of the services."""
     chunk_mib: float = 16.0
-    """Size of a weight chunk in MiB; base64 adds a third, and the result must fit the service's
-    --body-mib."""
+    """Size of a chunk of weights in MiB before base64 encoding, which adds a third; the encoded
+    chunk must fit the service's --body-mib."""
     timeout_s: float = 120.0
-    """Timeout in seconds for one chunk; before it accepts the last one, a service first finishes
-    its requests in flight."""
+    """Timeout in seconds for sending one chunk. It includes the time in which a service finishes
+    its requests in flight before it accepts the last chunk."""
     max_attempts: int = 3
-    """Maximum number of attempts to send one update; a service that does not accept it keeps its
-    previous weights."""
+    """Maximum number of attempts to send one update; if all fail, the service keeps its previous
+    weights."""
 
     def __post_init__(self) -> None:
         for url in self.urls:

@@ -8,8 +8,8 @@ from omegaconf import MISSING
 from megatron_rl.config.checks import require, require_choice
 
 PARTS = ("vision", "merger", "language")
-"""Modules that can be frozen or have their own learning rate: vision blocks, merger (projector) and
-language model."""
+"""Modules that can be frozen or have their own learning rate: vision (the vision blocks), merger
+(the projector) and language (the language model)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -17,21 +17,21 @@ class ModelSettings:
     """Model to train, its frozen modules and the image resolution."""
 
     path: str = MISSING
-    """Hugging Face directory (Qwen2-VL, 2.5 or 3): initial policy, reference model of the KL term,
-    tokenizer and processor."""
+    """Hugging Face directory (Qwen2-VL, Qwen2.5-VL or Qwen3-VL) with the initial policy, tokenizer
+    and processor; also the reference model of the KL term."""
     dtype: str = "float32"
     """Data type of the trainer's weights and activations: float32, or bfloat16 with float32 main
     weights in the optimizer."""
     frozen: list[str] = field(default_factory=list)
-    """Modules that are not trained: any of vision (the vision blocks), merger (projector into the
-    language model), language."""
+    """Modules that are not trained: any of vision (the vision blocks), merger (the projector into
+    the language model) and language (the language model)."""
     min_pixels: int = 3136
-    """Minimum number of pixels of an image: a smaller one is enlarged once, to sides that are
+    """Minimum number of pixels of an image: a smaller image is enlarged once, to sides that are
     multiples of 28 (Qwen3-VL: 32)."""
     max_pixels: int = 1003520
-    """Maximum number of pixels of an image: a larger one is shrunk once, to sides that are
-    multiples of 28 (Qwen3-VL: 32). Sides are rounded down, so leave some slack: 300 x 300 under
-    12544 = 112 * 112 becomes 84 x 84."""
+    """Maximum number of pixels of an image: a larger image is shrunk once, to sides that are
+    multiples of 28 (Qwen3-VL: 32). Sides are rounded down, so leave some slack: with 12544 (112 *
+    112), a 300 x 300 image becomes 84 x 84."""
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
@@ -44,20 +44,20 @@ class ModelSettings:
 
 @dataclass(kw_only=True, slots=True)
 class LoraSettings:
-    """LoRA adapters (arXiv 2106.09685) on a frozen base, which is the reference model."""
+    """LoRA adapters (arXiv 2106.09685) on a frozen base model, which is the reference model."""
 
     rank: int = 0
-    """Rank of the adapters; 0 trains the full model without adapters."""
+    """Rank of the LoRA adapters; 0 trains the full model without adapters."""
     alpha: float = 32.0
     """LoRA alpha: the output of an adapter is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Dropout probability on the inputs of the adapters; stage=sft only."""
+    """Dropout probability on the inputs of the adapters; must be 0 in stage=rl."""
     targets: list[str] = field(default_factory=lambda: ["attention", "mlp"])
-    """Linear layers with adapters: any of attention and mlp (of the language model), vision (the
-    vision blocks), projector (merger)."""
+    """Linear layers with adapters: any of attention and mlp (in the language model), vision (the
+    vision blocks) and projector (the merger)."""
     path: str = ""
-    """PEFT directory from which the adapters are initialized; its rank, alpha and targets must
-    equal the settings here."""
+    """PEFT directory that initializes the adapters; its rank, alpha and targets must match these
+    settings."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model itself")
@@ -78,29 +78,31 @@ class ParallelSettings:
     pp: int = 1
     """Pipeline-parallel size: number of stages over which the language model's layers are split."""
     vpp: int = 1
-    """Number of model chunks per pipeline stage; above 1 the schedule is interleaved."""
+    """Number of model chunks per pipeline stage; a number above 1 uses the interleaved schedule."""
     sequence_parallel: bool = False
-    """Also split activations between tensor-parallel layers along the sequence, which saves memory;
-    needs parallel.tp above 1."""
+    """Also split the activations between tensor-parallel layers along the sequence, which saves
+    memory; requires parallel.tp above 1."""
     recompute: str = "none"
     """Activation recomputation in the backward pass: none, selective (attention), vision (the
-    vision blocks) or full (every layer of the language model, too)."""
+    vision blocks), or full (vision blocks and all language-model layers)."""
     log_probs_chunk_size: int = 2048
-    """Number of sampled tokens per chunk of the logit computation."""
+    """Number of sampled tokens per chunk when logits are computed; the logits of only one chunk are
+    in memory at a time."""
     offload_optimizer: bool = False
-    """Keep optimizer state and fp32 weights in host memory and run the optimizer step on this
-    rank's share of the node's cores (GPU only)."""
+    """Keep optimizer state and fp32 weights in host memory and run the optimizer step on the CPU,
+    with this rank's share of the node's cores (GPU only)."""
     offload_params: bool = False
     """Move parameters and gradient buffers to host memory while the engine generates rollouts."""
     overlap_grad_reduce: bool = False
-    """Overlap the data-parallel gradient reduction with the backward pass. Off until a multi-GPU
-    profile shows more than 3% of an update in reductions; estimate for 7B: 18 GB over 16 links of
-    400 Gb/s take 0.4 s per update."""
+    """Overlap the data-parallel gradient reduction with the backward pass. Off by default until a
+    multi-GPU profile shows that reductions take more than 3% of an update; for a 7B model, reducing
+    18 GB over 16 links of 400 Gb/s is estimated at 0.4 s per update."""
     timeout_s: float = 600.0
-    """Timeout of a collective in seconds; when it expires, the run ends instead of hanging."""
+    """Timeout of a collective operation in seconds; when it expires, the run ends instead of
+    hanging."""
     straggler_timeout_s: float = 14400.0
-    """Maximum time in seconds by which one rank may finish its rollouts or its part of a checkpoint
-    later than another; a longer wait ends the run."""
+    """Maximum time in seconds that a rank waits for a slower rank to finish its rollouts or its
+    part of a checkpoint; a longer wait ends the run."""
 
     def __post_init__(self) -> None:
         require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")

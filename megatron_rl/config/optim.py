@@ -9,25 +9,25 @@ from megatron_rl.config.model import PARTS
 
 @dataclass(kw_only=True, slots=True)
 class OptimSettings:
-    """AdamW, the learning-rate schedule over the steps of the stage, and gradient clipping."""
+    """AdamW, gradient clipping and the learning-rate schedule over the steps of a stage."""
 
     lr: float = 1e-6
     """Peak learning rate of the schedule."""
     lr_by_module: dict[str, float] = field(default_factory=dict)
-    """Peak learning rates of single modules, which override lr, e.g. {vision: 1e-7}; the shape of
-    the schedule is the same."""
+    """Peak learning rates per module, e.g. {vision: 1e-7}; they override optim.lr for these
+    modules, with the same schedule."""
     schedule: str = "constant"
-    """Schedule after the warmup: constant, linear or cosine. The last two decay towards min_lr,
-    which they would reach one step after the last."""
+    """Learning-rate schedule after the warmup: constant, linear or cosine. Linear and cosine decay
+    towards min_lr, which they would reach one step after the last step."""
     warmup_steps: int = 0
-    """Number of steps over which the learning rate rises; the last one has the peak. All updates of
-    a step use the same learning rate."""
+    """Number of warmup steps; the learning rate rises during these steps and reaches its peak in
+    the last one. All updates of a step use the same learning rate."""
     min_lr: float = 0.0
     """Learning rate towards which the linear and cosine schedules decay."""
     weight_decay: float = 0.0
-    """Decoupled weight decay of weight matrices; biases and norms are not decayed."""
+    """Decoupled weight decay, applied to weight matrices but not to biases and norms."""
     clip_grad: float = 1.0
-    """Maximum gradient norm; larger gradients are scaled down to it."""
+    """Maximum gradient norm; gradients with a larger norm are scaled down to it."""
     beta1: float = 0.9
     """Exponential decay rate of AdamW's first moment, per update."""
     beta2: float = 0.999

@@ -15,52 +15,53 @@ class EngineSettings:
     """Settings of the vLLM engine that samples the policy's responses."""
 
     mode: str = "colocated"
-    """Location of the engine: colocated runs in the trainer's processes and shares their devices in
-    turn; server runs on separate vLLM servers, in parallel with training."""
+    """Location of the engine: colocated runs it in the trainer's processes, where generation and
+    training alternate on the same devices; server uses separate vLLM servers, which generate while
+    the trainer trains."""
     urls: list[str] = field(default_factory=list)
-    """URLs of the inference servers with mode=server, e.g. http://node2:8000; start them with the
-    command that launch/server_command.py prints."""
+    """URLs of the inference servers with mode=server, e.g. http://node2:8000; start each server
+    with the command that launch/server_command.py prints."""
     token_file: str = ""
-    """File with the token of the servers at `urls`; the command from
+    """File with the access token of the servers in engine.urls; the command printed by
     launch/server_command.py makes the servers read the same file. Not needed for servers that the
     run starts."""
     num_local_servers: int = 0
-    """Number of inference servers that the run starts itself with mode=server, on the GPUs after
-    those of the ranks on rank 0's node; 0 starts none."""
+    """Number of inference servers that the run starts itself with mode=server. They use the GPUs on
+    rank 0's node that come after the GPUs of its ranks. 0 starts none."""
     startup_timeout_s: float = 900.0
-    """Timeout in seconds until a server that the run starts responds."""
+    """Maximum time in seconds until a server that the run starts is ready."""
     tp: int = 1
-    """Tensor-parallel size of an engine; colocated, world_size / tp engines generate in
+    """Tensor-parallel size of an engine; with mode=colocated, world_size / tp engines generate in
     parallel."""
     dtype: str = "float32"
     """Data type of the engine's weights, activations and KV cache: float32 or bfloat16."""
     device: str = "auto"
     """Device of the engine: auto uses CUDA if available, cuda requires it, cpu never uses it."""
     kv_cache_mib: int = 64
-    """Size of the KV cache on a CPU, in MiB per rank."""
+    """Size of the KV cache in MiB per rank when the engine runs on a CPU."""
     gpu_memory_utilization: float = 0.45
-    """Fraction of a GPU's memory for the engine's weights and KV cache."""
+    """Fraction of a GPU's memory that the engine uses for its weights and KV cache."""
     max_model_len: int = 1024
     """Maximum length of a sequence in tokens, including prompts, images and responses; an episode
-    that reaches it ends with max_tokens."""
+    that reaches it ends with stop reason max_tokens."""
     max_num_seqs: int = 256
-    """Maximum number of responses that an engine samples concurrently; further requests are
+    """Maximum number of responses that an engine generates concurrently; further requests are
     queued."""
     max_images: int = 8
-    """Maximum number of images in a sequence; an episode that would exceed it ends with
+    """Maximum number of images in a sequence; an episode that would exceed it ends with stop reason
     max_images."""
     bucket_mib: float = 256.0
-    """Size in MiB of the buckets in which the trainer's weights are sent to the engine; may be
+    """Size in MiB of the buckets in which weights are sent from the trainer to the engine; may be
     fractional, e.g. 0.5."""
     health_timeout_s: float = 10.0
-    """Timeout in seconds of health checks and cancellations of a server; one that exceeds it is
+    """Timeout in seconds for health checks and request cancellations; a server that exceeds it is
     marked unhealthy, and its requests are re-routed."""
     request_timeout_s: float = 600.0
-    """Timeout in seconds of one response from a server; when it expires, the request goes to
+    """Timeout in seconds for one response from a server; when it expires, the request is sent to
     another server."""
     outage_timeout_s: float = 600.0
-    """Time in seconds that a run waits while no server is healthy. Then it keeps the finished work
-    and exits; the same command resumes it."""
+    """Time in seconds that a run waits while no server is healthy. After that, the run saves its
+    finished work and exits; the same command resumes it."""
 
     def __post_init__(self) -> None:
         require_choice("engine.mode", self.mode, ("colocated", "server"))
@@ -97,9 +98,11 @@ class EngineSettings:
         return len(self.urls) or self.num_local_servers
 
     def places(self, *, num_ranks: int) -> list[list[int]]:
-        """Return the devices of each server that the run starts; they follow those of the ranks.
+        """Return the device indices of each server that the run starts.
 
-        Example: tp=2 and num_local_servers=2 with num_ranks=4 give [[4, 5], [6, 7]].
+        They follow the devices of the ranks.
+
+        Example: tp=2 and num_local_servers=2 with num_ranks=4 result in [[4, 5], [6, 7]].
         """
         firsts = [num_ranks + number * self.tp for number in range(self.num_local_servers)]
         return [list(range(first, first + self.tp)) for first in firsts]
@@ -110,24 +113,24 @@ class SandboxSettings:
     """Settings of the sandbox in which a task's episodes run code (sandbox/README.md)."""
 
     url: str = ""
-    """URL of a sandbox server (python -m sandbox serve), which has its own limits; empty opens a
-    local pool for each engine."""
+    """URL of a sandbox server (python -m sandbox serve), which applies its own limits; if empty,
+    each engine starts a local pool of boxes."""
     token_file: str = ""
-    """File with the token of the server at `url`, required if it is on another machine; not needed
-    for a service that the run starts."""
+    """File with the access token of the server at task.sandbox.url, required if it is on another
+    machine; not needed for a service that the run starts."""
     size: int = 8
-    """Number of concurrent boxes in a pool; an episode that runs code uses one, and further
-    episodes wait."""
+    """Number of concurrent boxes in a pool. An episode that runs code occupies one box; if all are
+    occupied, further episodes wait."""
     call_timeout_s: float = 10.0
-    """Wall-clock timeout of one call in seconds; when it expires, the state of the box is lost."""
+    """Wall-clock timeout of one call in seconds; if it expires, the state of the box is lost."""
     memory_mib: int = 1024
-    """Memory limit of one box in MiB, on top of the memory that all boxes share."""
+    """Memory limit of one box in MiB, not counting the memory that all boxes share."""
     isolation: str = "auto"
-    """Isolation of a box: auto uses everything that the host supports, none runs the policy's code
-    without isolation (for tests of trusted code only)."""
+    """Isolation of a box: auto uses every isolation feature that the host supports; none runs the
+    policy's code without isolation (only for tests with trusted code)."""
     allow_missing: list[str] = field(default_factory=list)
-    """Isolation features that may be missing on this host, by their names in python -m sandbox
-    doctor; otherwise a missing one prevents the pool from starting."""
+    """Isolation features that this host may lack, by their names in python -m sandbox doctor; a
+    missing feature that is not listed prevents the pool from starting."""
 
     def __post_init__(self) -> None:
         remedy = "is for a server: give its address, task.sandbox.url, too"
@@ -145,16 +148,16 @@ class SandboxSettings:
 
 @dataclass(kw_only=True, slots=True)
 class JudgeSettings:
-    """Model behind an OpenAI-compatible server that judges answers."""
+    """Judge model, served by OpenAI-compatible servers, that judges answers."""
 
     urls: list[str] = field(default_factory=list)
-    """Base URLs of the judge, e.g. http://judge:18901/v1; requests go to the least busy healthy
-    one. Empty means no judge."""
+    """Base URLs of the judge's servers, e.g. http://judge:18901/v1; each request goes to the least
+    busy healthy server. Empty means no judge."""
     token_file: str = ""
-    """File with the API key of the servers, instead of OPENAI_API_KEY; not needed for a service
-    that the run starts."""
+    """File with the API key of the judge's servers, used instead of OPENAI_API_KEY; not needed for
+    a service that the run starts."""
     model: str = ""
-    """Name of the served model; empty queries it from the server."""
+    """Name of the served judge model; if empty, it is queried from the server."""
     temperature: float = 0.0
     """Sampling temperature of the judge."""
     max_tokens: int = 512
@@ -162,18 +165,18 @@ class JudgeSettings:
     timeout_s: float = 60.0
     """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
-    """Maximum time in seconds that a request waits while all servers are in backoff after failures;
-    also the maximum backoff unless the server requests a longer one."""
+    """Maximum time in seconds that a request waits while all servers are in backoff after failures.
+    It also limits the backoff, unless a server requests a longer one."""
     max_attempts: int = 5
-    """Maximum number of requests for one verdict; after the last, the rollout counts as failed and
+    """Maximum number of attempts to get one verdict; if all fail, the rollout counts as failed and
     gets no reward."""
     concurrency: int = 32
-    """Maximum number of concurrent requests of one judge, over all its servers."""
+    """Maximum number of concurrent requests to the judge, in total over all its servers."""
     cache: str = ""
-    """File that caches verdicts across runs; empty caches them for this run only."""
+    """File that caches verdicts across runs; if empty, verdicts are cached for this run only."""
     always_ask: bool = False
-    """Send every valid answer to the judge, also those that rules or published scores could decide;
-    false sends only the undecided ones."""
+    """Send every valid answer to the judge, even if a rule or a benchmark's scoring could decide
+    it; false sends only answers that these leave undecided."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -196,18 +199,20 @@ class ColumnSettings:
     """Column names in the user's files, e.g. {question: problem, answer: solution}."""
 
     question: str = ""
-    """Column of the question, as text or messages; empty detects the usual names (docs/data.md)."""
+    """Column with the question, as text or chat messages; empty detects common names
+    (docs/data.md)."""
     answer: str = ""
-    """Column of the ground-truth answer; empty detects the usual names."""
+    """Column with the ground-truth answer; empty detects common names."""
     images: str = ""
-    """Column of the image or images; empty detects the usual names."""
+    """Column with the image or images; empty detects common names."""
     id: str = ""
-    """Column of the row's identifier, a name or a number; empty uses id."""
+    """Column with the row's identifier (text or a number); empty uses the column id."""
     data_source: str = ""
-    """Column that selects the rule for comparing answers; empty uses data_source."""
+    """Column with the data source, which selects the rule for comparing answers; empty uses the
+    column data_source."""
     ignored: list[str] = field(default_factory=list)
-    """Columns of questions and transcripts that are deliberately unused and cause no warning; keys
-    of extra_info are written extra_info.KEY."""
+    """Columns of question and transcript files that are unused on purpose and cause no warning;
+    write a key of the column extra_info as extra_info.KEY."""
 
 
 BENCHMARKS = (
@@ -221,11 +226,11 @@ class DataSettings:
     """Question datasets: files, directories or data in the Hugging Face cache (docs/data.md)."""
 
     train: list[str] = field(default_factory=list)
-    """Files of training questions, or directories of the games."""
+    """Files with training questions, or data directories of a game."""
     eval: list[str] = field(default_factory=list)
-    """Files of held-out questions for evaluations."""
+    """Files with held-out questions for evaluation."""
     demonstrations: list[str] = field(default_factory=list)
-    """Files of transcripts for supervised fine-tuning."""
+    """Files with transcripts for supervised fine-tuning."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
     images: str = ""
     """Base directory of relative image paths; empty uses the directory of the file that contains
@@ -234,20 +239,20 @@ class DataSettings:
     """Additional directories from which rows may load images, by absolute paths, by .. or through
     links; images outside are not read."""
     max_eval: int = 0
-    """Number of examples in an evaluation, from the first on; 0 uses all."""
+    """Maximum number of examples in an evaluation, taken from the start of the data; 0 uses all."""
     benchmark: str = ""
-    """Published benchmark to which the files in task.data.eval belong; sets format, scoring and
-    report (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench, tir_bench,
-    visualprobe, mathvision, wemath, dynamath or vlmblind."""
+    """Published benchmark to which the files in task.data.eval belong; it determines format,
+    scoring and report (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench,
+    tir_bench, visualprobe, mathvision, wemath, dynamath or vlmblind."""
     shuffle_options: int = 0
-    """Seed of the order of a benchmark's answer options; 0 keeps the published order."""
+    """Random seed for shuffling a benchmark's answer options; 0 keeps the published order."""
     allow_grounding_tokens: bool = False
     """Allow Qwen2-VL's grounding tokens (<|object_ref_start|>, <|box_start|>, <|quad_start|> and
-    their ends) in questions and observations. Otherwise a blank is inserted, as in all special
-    tokens in data, so that they are not tokenized as such."""
+    the matching end tokens) in questions and observations. If false, a blank is inserted into these
+    tokens, as into all special tokens in data, so that they are tokenized as ordinary text."""
     frames: int = 32
-    """Maximum number of images of a benchmark question, sampled evenly; for videos these are
-    frames."""
+    """Maximum number of images per benchmark question; if there are more, e.g. the frames of a
+    video, they are sampled evenly."""
 
     def __post_init__(self) -> None:
         for key in ("max_eval", "shuffle_options"):
@@ -264,42 +269,42 @@ class TaskSettings:
 
     name: str = MISSING
     """Name of the task: number_line, ez_points, points24, blackjack, alfworld, lewis_speaker,
-    lewis_listener, visual_python, visual_search, vqa, or your own."""
+    lewis_listener, visual_python, visual_search, vqa, or a registered task of your own."""
     tool_format: str = "pyvision"
     """Prompt and tool-call format of a task with tools: pyvision, codev, deepeyes or functions."""
     reward: str = ""
-    """Reward: accuracy, pyvision, deepeyes, codev or tapo for a task with questions, a function of
-    your own, or both joined as accuracy+mine. Empty uses the task's default, which is accuracy for
-    questions."""
+    """Reward: accuracy, pyvision, deepeyes, codev or tapo for tasks with questions, the name of
+    your own reward function, or a sum of these such as accuracy+mine. Empty uses the task's
+    default, which is accuracy for tasks with questions."""
     options: Any = None
-    """Task-specific options: of a game (docs/games.md), or of your own task, as its dataclass
-    defines them (docs/extend.md)."""
+    """Task-specific options, defined by the options dataclass of the game (docs/games.md) or of
+    your own task (docs/extend.md)."""
     prompt: str = ""
-    """Prompt template of task vqa, with {question} at the position of question and images; empty
-    requests the answer between <answer> and </answer>."""
+    """Prompt template of task vqa; {question} is replaced by the question and its images. Empty
+    uses a template that requests the answer between <answer> and </answer>."""
     system_prompt: str = ""
-    """System prompt of task vqa; empty uses that of the data's row, or else the default of the chat
-    template."""
+    """System prompt of task vqa; empty uses the system prompt in the data row, or if there is none,
+    the default of the chat template."""
     max_turns: int = 10
-    """Maximum number of turns of the policy in an episode."""
+    """Maximum number of policy turns in an episode."""
     eval_max_turns: int = 0
     """Maximum number of turns in an evaluation episode; 0 uses task.max_turns."""
     max_new_tokens: int = 64
-    """Maximum number of tokens that the policy samples in a turn."""
+    """Maximum number of tokens that the policy samples per turn."""
     max_pixels: int = 0
-    """Maximum total number of pixels of the images in a sequence, after resizing; 0 sets no limit.
+    """Maximum total number of pixels of all images in a sequence, after resizing; 0 sets no limit.
     The number of images is limited by engine.max_images."""
     max_seconds: float = 0.0
     """Wall-clock limit of an episode in seconds, checked between turns; 0 sets no limit."""
     env_timeout_s: float = 1800.0
-    """Timeout in seconds of an environment's reset or step, including waits for tools; when it
+    """Timeout in seconds for a reset or step of an environment, including waits for tools; if it
     expires, the episode fails. 0 sets no limit."""
     stop_on_tool_error: bool = False
-    """End the episode when a tool call fails; otherwise the policy reads the error and may correct
-    the call."""
+    """End the episode when a tool call fails; false returns the error to the policy, which may
+    correct the call."""
     eval_samples: int = 8
-    """Number of samples per evaluation example at the training temperature, in addition to the
-    greedy one."""
+    """Number of samples per evaluation example at the training temperature, in addition to one
+    greedy sample."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     listener: ListenerSettings = field(default_factory=ListenerSettings)
@@ -315,6 +320,6 @@ class TaskSettings:
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:
-        """Raise ValueError if prompt or system_prompt is set, for a task with fixed prompts."""
+        """Raise ValueError if prompt or system_prompt is set, for tasks with fixed prompts."""
         for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
             require(not words, f"task.{key}", words, f"task {self.name} has words of its own; leave it out, or use task=vqa")

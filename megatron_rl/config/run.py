@@ -1,4 +1,4 @@
-"""Settings of a run: its length, outputs, checkpoints and metric loggers."""
+"""Settings of a run: length, outputs, checkpoints and metric loggers."""
 
 import math
 from dataclasses import dataclass
@@ -13,43 +13,44 @@ class RunSettings:
     """Length, limits and outputs of a run."""
 
     dir: str = MISSING
-    """Run directory: resolved config, metrics, recorded rollouts, final checkpoint."""
+    """Run directory, which contains the resolved config, metrics, recorded rollouts, checkpoints
+    and the final weights."""
     seed: int = 0
-    """Random seed of the data order, the sampling and the initialization of adapters; the same seed
+    """Random seed for the data order, sampling and the initialization of adapters; the same seed
     reproduces a run."""
     steps: int = 40
     """Number of training steps in stage=rl; stage=sft uses sft.steps."""
     eval_every: int = 0
     """Number of steps between evaluations; 0 evaluates once, at the end."""
     max_staleness: int = 0
-    """Maximum staleness of a rollout's oldest token, in weight updates; 0 waits for every episode
-    of a step. From 1 on, a step ends when enough groups are complete, and unfinished episodes
-    continue with the next weights."""
+    """Maximum staleness of a rollout's oldest token, in weight updates. With 0, a step waits for
+    all its episodes. With 1 or more, a step ends when enough groups are complete, and unfinished
+    episodes continue with the next weights."""
     max_failed_fraction: float = 0.1
-    """Maximum fraction of the rollouts of a step, or of an evaluation, that may fail from
-    infrastructure errors; above it the run stops."""
+    """Maximum fraction of the rollouts in a step or an evaluation that may fail due to
+    infrastructure errors; above it, the run stops."""
     max_logprob_abs_diff: float = 0.0
-    """Maximum mean absolute difference of rollout and trainer logprobs, over tokens sampled by the
-    current weights. Each attempt checks it once, before its first update, except in a replay; 0
-    uses 0.001 in float32 and 0.05 in bfloat16."""
+    """Maximum mean absolute difference between rollout and trainer logprobs, over tokens sampled
+    from the current weights. Each attempt checks it once, before its first update, except in replay
+    mode; 0 uses 0.001 in float32 and 0.05 in bfloat16."""
     outage_timeout_s: float = 600.0
-    """Time in seconds for which rollouts that failed in an outage of our own services (sandbox,
+    """Time in seconds during which rollouts that failed in an outage of a service (e.g. sandbox or
     judge) are retried before they count as failed."""
     mode: str = "train"
-    """Mode of stage=rl: train; rollout_only generates and saves rollouts with the weights of
-    model.path, without training; replay trains on saved rollouts, without an engine."""
+    """Mode of stage=rl: train; rollout_only, which generates and saves rollouts with the weights in
+    model.path but does not train; or replay, which trains on saved rollouts without an engine."""
     overwrite: bool = False
-    """Move an existing run directory with other settings, or of a finished run, to a backup and
-    start a new run; otherwise it is an error."""
+    """If run.dir contains a finished run or a run with other settings, move it to a backup
+    directory and start a new run; false raises an error instead."""
     grace_s: float = 60.0
-    """Time in seconds that the rollouts of a step or an evaluation may still take after a stop
-    signal; then they are cancelled."""
+    """Grace period in seconds after a stop signal, in which the running rollouts of a step or an
+    evaluation can finish; then they are cancelled."""
     require_improvement: bool = False
-    """Exit with an error unless the mean return of the last 10 steps is above that of the first
-    10."""
+    """Exit with an error unless the mean return of the last 10 steps is above the mean return of
+    the first 10."""
     trace: int = 0
-    """Number of first steps of each attempt for which spans, episodes and tool calls are traced for
-    Perfetto (RUN/trace); 0 disables it."""
+    """Number of steps at the start of each attempt to trace for Perfetto: spans, episodes and tool
+    calls are written to RUN/trace. 0 disables it."""
 
     def __post_init__(self) -> None:
         require_choice("run.mode", self.mode, ("train", "rollout_only", "replay"))
@@ -82,18 +83,18 @@ class RunSettings:
 
 @dataclass(kw_only=True, slots=True)
 class PlanSettings:
-    """Memory plan of a run, for the machines that it is meant for."""
+    """Memory plan of a run, computed for given hardware."""
 
     only: bool = False
-    """Print the memory plan of the GPUs and of the host, and exit; no memory is allocated."""
+    """Print the memory plan of GPUs and host, then exit without allocating any of this memory."""
     gpu: str = "h200"
-    """GPU for which memory is planned: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200
-    (141 GB)."""
+    """GPU model to plan for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141
+    GB)."""
     world_size: int = 0
-    """Number of planned processes, one per GPU; 0 uses the number that torchrun started."""
+    """Number of processes to plan for, one per GPU; 0 uses the number that torchrun started."""
     host_gb: float = 0.0
-    """Host memory of a node in GB; plan.only, and a run on GPUs, refuse a plan that needs more. 0:
-    the doctor compares with this machine's memory, and plan.only does not check it."""
+    """Host memory of a node in GB: plan.only, and a run on GPUs, raise an error if the plan needs
+    more. With 0, only the doctor checks the plan, against the memory of this machine."""
 
     def __post_init__(self) -> None:
         require_choice("plan.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
@@ -103,21 +104,21 @@ class PlanSettings:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutStoreSettings:
-    """Rollouts that a run saves, and saved rollouts that it trains on again."""
+    """Settings for saving rollouts and for replaying saved rollouts."""
 
     save: str = "best"
-    """Saved rollouts: best saves keep_best and keep_worst rollouts per step; all also saves every
-    rollout in Parquet files."""
+    """Rollouts to save: best saves keep_best and keep_worst rollouts per step; all also saves every
+    rollout, in Parquet files."""
     max_gb: float = 50.0
-    """Maximum disk space of save=all in GB; the oldest steps are deleted to make space for new
-    ones."""
+    """Maximum disk space in GB for the Parquet files of rollouts.save=all; the oldest steps are
+    deleted when new steps need the space."""
     keep_best: int = 1
     """Number of rollouts per step with the highest rewards that are saved as JSONL and PNG."""
     keep_worst: int = 1
     """Number of rollouts per step with the lowest rewards that are saved as JSONL and PNG."""
     replay_from: str = ""
-    """Directory of rollouts of a run with save=all (RUN/rollouts), for run.mode=replay and
-    launch/rescore.py."""
+    """Directory of saved rollouts (RUN/rollouts of a run with rollouts.save=all), for
+    run.mode=replay and launch/rescore.py."""
 
     def __post_init__(self) -> None:
         require_choice("rollouts.save", self.save, ("best", "all"))
@@ -131,25 +132,27 @@ class CheckpointSettings:
     """Checkpoints in run.dir/checkpoints: weights, optimizer, schedule, RNGs and run state."""
 
     every: int = 0
-    """Number of steps between checkpoints; 0 leaves the interval to checkpoint.every_s."""
+    """Number of steps between checkpoints; with 0, only checkpoint.every_s determines the
+    interval."""
     every_s: float = 1800.0
-    """Maximum time in seconds since the start of the last checkpoint: the first step that ends
-    later writes one. 0 disables it."""
+    """Maximum time in seconds between checkpoints: the first step that ends later than this after
+    the start of the last checkpoint writes one. 0 disables it."""
     keep_last: int = 2
-    """Number of newest checkpoints that are kept when older ones are removed."""
+    """Number of newest checkpoints to keep; older checkpoints are deleted."""
     keep_best: int = 1
-    """Number of checkpoints with the highest greedy success on held-out data that are kept in
-    addition to the newest; those without an evaluation do not count."""
+    """Number of checkpoints with the highest greedy success rate on held-out data to keep in
+    addition to the newest checkpoints; checkpoints without an evaluation are not considered."""
     save_last: bool = True
     """Write a checkpoint at the last step, so that a finished run can be extended; it takes disk
     space in addition to RUN/final."""
     allow_repeat: bool = False
-    """Resume from the newest checkpoint even if a cleanly ended run has done later steps; these are
-    repeated, and their records move to RUN/superseded. Otherwise this is an error. After a crash,
-    steps since the newest checkpoint are always repeated."""
+    """If a run that ended cleanly did more steps than its newest checkpoint contains, resume from
+    that checkpoint: the later steps are repeated, and their records move to RUN/superseded. False
+    raises an error instead. After a crash, steps since the newest checkpoint are always
+    repeated."""
     background: bool = True
-    """Write checkpoints in the background while training continues; the directory appears once it
-    is complete."""
+    """Write checkpoints in the background while training continues; the checkpoint directory
+    appears once it is complete."""
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
@@ -163,10 +166,10 @@ class WandbSettings:
     """Logging of metrics to Weights & Biases, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
-    """Mode of W&B: no logging (disabled), files in the run directory (offline), or upload during
-    the run (online)."""
+    """W&B mode: disabled, offline (files in the run directory) or online (upload during the
+    run)."""
     project: str = "megatron-rl"
-    """W&B project of the run."""
+    """Name of the run's W&B project."""
 
     def __post_init__(self) -> None:
         require_choice("wandb.mode", self.mode, ("disabled", "offline", "online"))
@@ -174,13 +177,13 @@ class WandbSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TrackioSettings:
-    """Logging of metrics to local trackio, in addition to metrics.jsonl and TensorBoard."""
+    """Logging of metrics to a local trackio, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
-    """Mode of trackio: no logging (disabled), or to a directory on this machine (local:
-    TRACKIO_DIR, else in HF_HOME), displayed by trackio show."""
+    """Trackio mode: disabled, or local (a directory on this machine: TRACKIO_DIR, or else a
+    directory in HF_HOME; view it with trackio show)."""
     project: str = "megatron-rl"
-    """Project name of the run in trackio."""
+    """Name of the run's trackio project."""
 
     def __post_init__(self) -> None:
         require_choice("trackio.mode", self.mode, ("disabled", "local"))

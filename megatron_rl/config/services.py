@@ -9,40 +9,41 @@ from megatron_rl.config.rollout import TaskSettings
 SERVICE = "service:"
 """Prefix of an address that refers to a service of the run, as in service:judge."""
 NAMES = {"vllm": "judge", "sandbox": "sandbox", "listener": "listener", "speaker": "speaker"}
-"""Maps each kind of server to the default service name for it."""
+"""Maps each kind of server to its default service name."""
 WITH_MODEL = ("vllm", "listener", "speaker")
-"""Kinds that serve a model."""
+"""Kinds of servers that serve a model."""
 HIGHEST_PORT = 65535
 
 
 @dataclass(kw_only=True, slots=True)
 class ServiceSettings:
-    """A server that starts before the run's first step and ends with the run."""
+    """A server that is started before the first step of a run and stopped when the run ends."""
 
     kind: str = ""
     """Kind of server: vllm (OpenAI-compatible model server), sandbox (python -m sandbox serve),
-    listener or speaker (Lewis game, megatron_rl.tasks.lewis.server); empty starts none."""
+    listener or speaker (Lewis game, megatron_rl.tasks.lewis.server); empty starts no server."""
     model: str = ""
-    """Model that a vllm, listener or speaker server serves: a directory, or for vllm also a name on
-    the Hugging Face Hub."""
+    """Model for a vllm, listener or speaker server: a directory, or for vllm also a name on the
+    Hugging Face Hub."""
     args: list[str] = field(default_factory=list)
     """Additional command-line arguments of the server, e.g. [--max-model-len, 4096]."""
     command: list[str] = field(default_factory=list)
-    """First words of the command, for a server in an environment of its own: [judge/bin/python, -m,
-    vllm.entrypoints.openai.api_server]."""
+    """Start of the server's command line, for a server with its own Python environment, e.g.
+    [judge/bin/python, -m, vllm.entrypoints.openai.api_server]; empty uses the trainer's
+    environment."""
     gpus: list[int] = field(default_factory=list)
-    """GPUs visible to the server, by their indices on its node; empty uses all that the run
-    sees."""
+    """Indices of the GPUs on the server's node that the server may use; empty uses all GPUs visible
+    to the run."""
     host: str = ""
-    """Address at which the server listens; empty uses 127.0.0.1, and with several nodes the address
+    """Address on which the server listens; empty uses 127.0.0.1, or with several nodes the address
     of the rendezvous."""
     port: int = 0
-    """Port at which the server listens; 0 uses a free one."""
+    """Port on which the server listens; 0 chooses a free port."""
     startup_timeout_s: float = 900.0
-    """Timeout in seconds until the server responds."""
+    """Maximum time in seconds until the server is ready."""
     external: bool = False
-    """Another job starts the server (launch/serve.py with the same run.dir), and the run waits for
-    its address."""
+    """Set this if another job starts the server (launch/serve.py with the same run.dir); the run
+    then waits for the server's address."""
 
     def require_sound(self, name: str) -> None:
         """Raise ValueError if the settings are invalid; `name` is the key in services."""
@@ -69,7 +70,7 @@ class ServiceSettings:
 
 @dataclass(kw_only=True, slots=True)
 class ServicesSettings:
-    """Servers that the run starts and stops; address settings refer to them as service:NAME."""
+    """Servers that the run starts and stops; address settings refer to a server as service:NAME."""
 
     judge: ServiceSettings = field(default_factory=ServiceSettings)
     listener: ServiceSettings = field(default_factory=ServiceSettings)
@@ -83,8 +84,8 @@ class ServicesSettings:
     def require_asked(self, task: TaskSettings) -> None:
         """Raise ValueError if `task` refers to a service that is missing or of another kind.
 
-        Token files are rejected for services, because the run creates their tokens. All URLs of one
-        client must be services, or none.
+        Token files are rejected for services, because the run creates their tokens. Either all URLs
+        of one client must refer to services, or none of them.
         """
         asked = [("task.judge.urls", url, "vllm") for url in task.judge.urls] + [("task.sandbox.url", task.sandbox.url, "sandbox")]
         asked += [("task.listener.urls", url, "listener") for url in task.listener.urls]
@@ -103,7 +104,7 @@ class ServicesSettings:
 
 
 def service_of(address: str) -> str:
-    """Return the service that `address` refers to, or an empty string for others."""
+    """Return the service name in `address`, or an empty string if `address` has no prefix."""
     return address.removeprefix(SERVICE) if address.startswith(SERVICE) else ""
 
 

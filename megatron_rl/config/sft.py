@@ -1,4 +1,4 @@
-"""Settings of supervised fine-tuning: consecutive stages, each with its own demonstrations."""
+"""Settings of supervised fine-tuning: consecutive stages with different demonstrations."""
 
 from dataclasses import dataclass, field
 
@@ -12,12 +12,13 @@ class SftSettings:
     batch_size: int = 64
     """Number of demonstrations per optimizer step."""
     num_demonstrations: int = 1200
-    """Number of demonstrations drawn once per stage; batches cycle through them in order."""
+    """Number of demonstrations drawn at the start of each stage; batches cycle through them in
+    order."""
     splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
-    """Demonstration splits of the task, one stage each, in order; transcripts is the split of the
-    files in task.data.demonstrations."""
+    """Demonstration splits of the task, one per stage, in order; the split transcripts consists of
+    the files in task.data.demonstrations."""
     steps: list[int] = field(default_factory=lambda: [250, 60])
-    """Number of optimizer steps of each stage."""
+    """Number of optimizer steps in each stage."""
 
     def __post_init__(self) -> None:
         for key, value in (("batch_size", self.batch_size), ("num_demonstrations", self.num_demonstrations)):

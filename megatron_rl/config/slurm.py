@@ -7,24 +7,24 @@ from megatron_rl.config.checks import require
 
 @dataclass(kw_only=True, slots=True)
 class SlurmSettings:
-    """Resources of the Slurm job of a run; only launch/submit.py reads them."""
+    """Resources of a run's Slurm job; only launch/submit.py reads these settings."""
 
     nodes: int = 1
-    """Number of nodes of the job, with one launcher on each."""
+    """Number of nodes of the job; one launcher runs on each node."""
     gpus: int = 0
     """Number of GPUs per node that the job requests (sbatch --gpus-per-node); 0 requests none."""
     processes: int = 0
-    """Number of processes per node; 0 starts one for each GPU that Slurm assigns to the node, or
-    one if there are none."""
+    """Number of processes per node; 0 starts one per GPU that Slurm assigns to the node, or a
+    single process if it assigns none."""
     time: str = ""
-    """Time limit of the job in sbatch's format, e.g. 8:00:00 or 2-0; empty uses the partition's
-    limit."""
+    """Time limit of the job in sbatch's format, e.g. 8:00:00 or 2-0; empty uses the limit of the
+    partition."""
     signal_s: int = 300
     """Time in seconds before the time limit at which the run receives a stop signal; run.grace_s,
-    the update of a step and a checkpoint must fit into it."""
+    the update of a step and a checkpoint must fit into this time."""
     requeue: bool = False
-    """Requeue the job if its time limit ends before the run is finished; it resumes in the same run
-    directory."""
+    """Requeue the job if its time limit expires before the run is finished; the requeued job
+    resumes in the same run directory."""
     sbatch: list[str] = field(default_factory=list)
     """Additional sbatch options, e.g. --account=NAME and --partition=NAME."""
 

@@ -1,17 +1,15 @@
-"""Detects ranks that hang or die while other ranks wait for them, and reports the reason.
+"""Detects ranks that hang or die while other ranks wait for them, and reports the cause.
 
-A thread on every rank watches the stack of the training thread. If it has not moved for
-NEAR_TIMEOUT of parallel.timeout_s, the rank requests reports from all ranks. Each rank then writes
-its stacks to RUN/hang/rank_N.txt and reports its location and whether it waits in a collective. A
-warning names the ranks that do not wait.
+A thread on every rank watches the stack of the training thread. If the stack has not changed for
+NEAR_TIMEOUT * parallel.timeout_s, the rank requests reports from all ranks. Each rank then writes
+its stacks to RUN/hang/rank_N.txt and reports its location in the code and if it waits in a
+collective. A warning names the ranks that do not wait.
 
-If a collective fails, because of a timeout or a dead peer, the run ends with one error line per
-node. It also ends if a rank misses MAX_MISSED_REPLIES requests in a row, in whatever collective the
-others wait; a rank that is merely slow still replies. Ranks communicate by the store at which
-torchrun's processes meet. On CUDA, torch's flight recorder writes the last NCCL collectives next to
-the stacks when NCCL ends a process after a timeout; this has not been tested.
-
-The file has over 300 lines because it holds both sides of one protocol.
+If a collective fails because of a timeout or a dead rank, the run ends with one error line per
+node. The run also ends if a rank misses MAX_MISSED_REPLIES requests in a row; a rank that is only
+slow still replies. Ranks communicate through a TCPStore at torchrun's rendezvous address. On CUDA,
+torch's flight recorder writes the last NCCL collectives to the same folder as the stacks when NCCL
+ends a process after a timeout; this has not been tested.
 """
 
 import faulthandler
@@ -41,29 +39,29 @@ from megatron_rl.distributed.world import World, first_line, is_collective_error
 from megatron_rl.errors import PeerLost
 
 FOLDER = "hang"
-"""Name of the folder for stacks in a run directory."""
+"""Name of the folder in a run directory for stacks."""
 NEAR_TIMEOUT = 0.9
-"""Fraction of the timeout after which reports are requested, before NCCL ends a process that can
-then report nothing.
+"""Fraction of the timeout after which reports are requested. It is below 1, because NCCL ends a
+process at the timeout, and an ended process cannot report.
 """
 POLLS_PER_TIMEOUT, POLL_S = 20, 0.5
-"""Number of polls per timeout, and the longest interval between two polls in seconds."""
+"""Number of polls per timeout, and maximum interval between two polls in seconds."""
 REPLY_TIMEOUT_S = 5.0
-"""Seconds that ranks have to reply to a request. A rank without a reply counts as gone."""
+"""Seconds within which ranks must reply to a request. A rank that does not reply counts as gone."""
 STACK_WRITE_TIMEOUT_S = 1.0
-"""Seconds that a report waits for its stacks to be written."""
+"""Maximum seconds to wait for the stacks to be written before a report is sent."""
 EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
-"""Seconds that the final report may take. A store in a process that hangs but still exists blocks a
-request forever, whatever its timeout: torch 2.13's TCPStore waits for the reply to its own
-cancellation.
+"""Maximum seconds for the final report. The limit is needed because a request can block forever,
+regardless of its timeout, if the process with the store hangs: torch 2.13's TCPStore waits for a
+reply to its own cancellation.
 """
 MAX_MISSED_REPLIES = 3
-"""Number of missed requests in a row after which a rank is given up, however long the others may
-wait for it (parallel.straggler_timeout_s).
+"""Number of consecutive missed requests after which the run is ended, even if other ranks could
+still wait for the rank (parallel.straggler_timeout_s).
 """
 _NO_REQUEST, _END_ALL = "0 nobody", "over"
-"""Special values of the request key, which otherwise holds the request's number and sender: before
-the first request, and when every rank must exit.
+"""Special values of the store key for requests: before the first request, and when all ranks must
+exit. All other values consist of the request's number and sender.
 """
 _PACKAGE = Path(__file__).parents[1]
 _WAIT_HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
@@ -71,21 +69,21 @@ _WAIT_HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RankReport:
-    """Report of a rank, on request or when it exits."""
+    """Report of a rank, published on request or when the rank exits."""
 
     node: str
     location: str = ""
-    """Line of code that the rank executes."""
+    """Line of code that the rank is executing."""
     is_waiting: bool = False
-    """True if the rank waits for others in a collective."""
+    """True if the rank waits for other ranks in a collective."""
     exit_reason: str = ""
-    """Reason for the rank's exit, unless it is the failure of a collective."""
+    """Reason for the rank's exit; empty if the rank has not exited or if a collective failed."""
 
 
 class HangWatchdog:
-    """Context manager around the collective part of a run, on every rank.
+    """Context manager for the part of a run that uses collectives, on every rank.
 
-    Create it before the process group. In a world of size 1 it does nothing.
+    Create the watchdog before the process group. In a world of size 1, it does nothing.
     """
 
     def __init__(self, world: World, *, folder: Path, timeout_s: float) -> None:
@@ -111,7 +109,7 @@ class HangWatchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Publish this rank's last report. Raises PeerLost in place of a collective's error."""
+        """Publish this rank's last report; raise PeerLost in place of an error in a collective."""
         if self._world.size == 1:
             return
         parts = error is not None and is_collective_error(error)
@@ -125,13 +123,17 @@ class HangWatchdog:
             raise PeerLost from error
 
     def _watch_and_exit(self) -> None:
-        """Watch, then publish the last report from this thread; low memory may forbid a new one."""
+        """Watch, then publish the last report.
+
+        The report is published from this thread, because a new thread may not start if memory is
+        low.
+        """
         self._watch()
         self._is_leaving.wait()
         self._leave_fn()
 
     def _exit_with_reason(self, error: BaseException | None, trace: TracebackType | None, parts: bool) -> None:
-        """Publish this rank's last report and, after a failed collective, the diagnosis."""
+        """Publish this rank's last report; after a failed collective, also print the diagnosis."""
         try:
             if parts:
                 self._publish_report(
@@ -145,7 +147,7 @@ class HangWatchdog:
                 _print_to_stderr(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
 
     def _watch(self) -> None:
-        """Answer requests for reports, and send one when the training thread does not move."""
+        """Answer requests for reports; send a request if the training thread does not move."""
         before, since = None, time.monotonic()
         while not self._is_leaving.wait(min(POLL_S, self._timeout_s / POLLS_PER_TIMEOUT)):
             now = [(frame.f_code, frame.f_lasti) for frame, _ in self._frames()]
@@ -171,14 +173,14 @@ class HangWatchdog:
         return list(traceback.walk_stack(sys._current_frames()[self._watched]))[::-1]
 
     def _request_reports(self) -> bool:
-        """Request new reports from all ranks; return False if another rank was faster."""
+        """Request new reports from all ranks; return False if another rank did so first."""
         mine = f"{_request_number(self._last_request) + 1} rank {self._world.rank}"
         return self._store.compare_set("watch/asked", self._last_request.decode(), mine).decode() == mine
 
     def _answer_request(self) -> bool:
-        """Answer a new request with a report and a file of stacks; return True if there was one.
+        """Answer a new request with a report and a stack file; return False without a new request.
 
-        A rank that is leaving publishes its last report instead.
+        A rank that is leaving does not answer, because it publishes its last report.
         """
         asked = self._store.get("watch/asked")
         if asked == self._last_request or self._is_leaving.is_set():
@@ -194,7 +196,7 @@ class HangWatchdog:
         return True
 
     def _exit_for_lost_ranks(self, gone: Mapping[int, RankReport]) -> None:
-        """End the job if one of these ranks has missed MAX_MISSED_REPLIES requests in a row."""
+        """End the job if a rank in `gone` has missed MAX_MISSED_REPLIES requests in a row."""
         number = _request_number(self._last_request)
         silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
@@ -204,15 +206,18 @@ class HangWatchdog:
             self._exit_process()
 
     def _exit_process(self) -> NoReturn:
-        """Exit this process at once: an exception cannot reach a thread inside a collective."""
+        """Print the diagnosis and exit this process at once.
+
+        Raising an exception would not help, because it cannot reach a thread inside a collective.
+        """
         self._print_once(self._store.get("watch/verdict").decode())
         time.sleep(2 * POLL_S)  # the other ranks read the diagnosis first and do not blame this exit
         os._exit(1)
 
     def _write_stacks_in_thread(self, answer: RankReport) -> None:
-        """Write the stacks in a thread, so that a hanging disk does not delay the report.
+        """Write the stacks in a separate thread, so that a hanging disk does not delay the report.
 
-        While a previous write hangs, no new one is started.
+        If the previous write is still running, no new write is started.
         """
         if self._writer is not None and self._writer.is_alive():
             return
@@ -233,36 +238,37 @@ class HangWatchdog:
             faulthandler.dump_traceback(file)
 
     def _report_failure(self, error: BaseException) -> None:
-        """Print the diagnosis of a failed collective, once per node and the same on all nodes."""
+        """Print the diagnosis of a failed collective: once per node, and the same on all nodes."""
         self._request_reports()
         line = self._exceeded_timeout(error) + diagnose(*self._read_reports(), stacks=self._folder)
         self._print_once(self._store.compare_set("watch/verdict", "", line).decode())
 
     def _print_once(self, line: str) -> None:
-        """Print an error line on one rank per node."""
+        """Print an error line on only one rank per node."""
         if self._store.add(f"watch/told/{self._world.node}", 1) == 1:
             _print_to_stderr(f"error: {line}")
 
     def _exceeded_timeout(self, error: BaseException) -> str:
-        """Return the exceeded timeout as text, or ''.
+        """Return text about the exceeded timeout, or '' if the error is not a timeout.
 
-        The timeout of world.long_timeout_group differs from that of all other groups.
+        The text names parallel.straggler_timeout_s for world.long_timeout_group, and
+        parallel.timeout_s for all other groups.
         """
         found = re.search(r"Timed out waiting (\d+)ms", str(error))
         if found is None:
             return ""
         limit_s, own_s = int(found[1]) / 1000, self._timeout_s
-        is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # timeouts of torch's, vLLM's and Megatron's groups
+        is_own = limit_s in (own_s, ceil(own_s), round_up_to_minutes(own_s) * 60)  # timeouts of the groups of torch, vLLM and Megatron
         return f"parallel.{'timeout_s' if is_own else 'straggler_timeout_s'}={limit_s:g}: a collective waited longer; "
 
     def _publish_report(self, when: str, answer: RankReport) -> None:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
     def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
-        """Return the reports by rank, and the initial reports of ranks that did not reply in time.
+        """Return the replies by rank, and the initial reports of ranks that did not reply in time.
 
-        Another rank may send a new request meanwhile. This rank answers it while reading, and
-        replies to the newest request count.
+        If another rank sends a new request in the meantime, this rank answers the new request and
+        reads the replies to it.
         """
         answers: dict[int, RankReport] = {}
         deadline = time.monotonic() + REPLY_TIMEOUT_S
@@ -281,7 +287,7 @@ class HangWatchdog:
 
 
 def exit_reason(error: BaseException | None) -> str:
-    """Return the reason for a rank's exit, which other ranks print as their error."""
+    """Return the reason for a rank's exit, which other ranks print as an error."""
     if error is None:
         return "it is done, and others are not"
     if isinstance(error, MemoryError):
@@ -295,13 +301,13 @@ def _request_number(asked: bytes) -> int:
 
 
 def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], *, stacks: Path) -> str:
-    """Return a line that names the ranks which keep the others waiting.
+    """Return a line that names the ranks that the other ranks are waiting for.
 
     Args:
-        answers: Reports by rank. A report with an exit reason explains the failure best and is used
-            first.
-        gone: Initial reports of the ranks that did not reply.
-        stacks: Folder with the stacks.
+        answers: Reports, keyed by rank. A report with an exit reason takes precedence, because it
+            best explains the failure.
+        gone: Initial reports of the ranks that did not reply, keyed by rank.
+        stacks: Folder with the stack files.
     """
     ended = {rank: answer for rank, answer in answers.items() if answer.exit_reason}
     waiting = {rank: answer for rank, answer in answers.items() if answer.is_waiting}
@@ -319,7 +325,7 @@ def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], 
 
 
 def _name_ranks(answers: Mapping[int, RankReport]) -> str:
-    """Return ranks and their nodes as text. Example: `ranks 2 and 3 (node 1, n2)`."""
+    """Return ranks and their nodes as text, such as `ranks 2 and 3 (node 1, n2)`."""
     nodes = "; ".join(dict.fromkeys(answer.node for answer in answers.values()))
     ranks = " and ".join(map(str, answers))
     return f"rank{'s' if len(answers) > 1 else ''} {ranks} ({nodes})"
@@ -331,9 +337,10 @@ def _describe_reports(answers: Mapping[int, RankReport]) -> str:
 
 
 def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the innermost line of this package, and in parentheses that of all frames.
+    """Return the innermost code line in this package, with the innermost line of all frames.
 
-    Example: `training_loop.py:188 in attach (threading.py:320 in wait)`.
+    The innermost line of all frames is given in parentheses, if it differs. Example:
+    `training_loop.py:188 in attach (threading.py:320 in wait)`.
     """
     told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]
     own = [number for number, (frame, _) in enumerate(frames) if _is_package_file(Path(frame.f_code.co_filename))]
@@ -345,9 +352,10 @@ def _is_package_file(path: Path) -> bool:
 
 
 def is_waiting(frames: Sequence[tuple[FrameType, int]]) -> bool:
-    """Return True if the innermost frame is in a torch collective or calls .wait() (Megatron).
+    """Return True if the innermost frame is in a torch collective or calls .wait().
 
-    Code of torch.distributed.checkpoint waits for a disk and does not count.
+    Megatron waits for collectives with .wait(). Frames in torch.distributed.checkpoint do not
+    count, because they wait for a disk.
     """
     frame, line = frames[-1]
     file = frame.f_code.co_filename

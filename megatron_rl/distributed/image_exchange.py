@@ -1,9 +1,9 @@
 """Exchanges a step's rollouts and images between ranks.
 
-Token data goes to all ranks. An image goes only to the ranks that train on it, and at most once to
-each node. A rank keeps the images of the rollouts it generated. `ImageExchange.fetch` brings those
-that other ranks encode: within a node by shared memory, between nodes by point-to-point transfer. A
-transferred image takes 3 bytes per pixel.
+Token data is sent to all ranks. An image is sent only to the ranks that train on it, and at most
+once to each node. Each rank keeps the images of the rollouts that it generated.
+`ImageExchange.fetch` gives a rank access to images of other ranks: within a node through shared
+memory, and between nodes by point-to-point transfer. A transferred image takes 3 bytes per pixel.
 """
 
 import mmap
@@ -24,12 +24,14 @@ from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 
 T = TypeVar("T")
 SIBLING_MEMORY = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
-"""Files with values that are equal for processes which can open each other's memory."""
+"""Files that identify this machine and PID namespace. Two processes can map each other's shared
+memory (through /proc) if these files have the same values for both.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Transfer:
-    """Transfer of an image from its holder to the first rank of another node that encodes it."""
+    """Transfer of an image to the first rank on another node that needs the image."""
 
     key: str
     sender: int
@@ -38,45 +40,49 @@ class Transfer:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TransferPlan:
-    """Transfers and shared-memory locations of a step's images; the same on every rank."""
+    """Transfers and shared-memory locations for a step's images, the same on every rank."""
 
     offsets: dict[int, dict[str, int]]
-    """Offset of each image in shared memory, by rank that shares or sends it and by image key."""
+    """offsets[rank][image key] is the byte offset of the image in the shared memory of `rank`."""
     transfers: list[Transfer]
-    """Transfers between nodes."""
+    """Transfers of images between nodes."""
     sources: dict[int, dict[str, int]]
-    """Rank on the same node that shares each image, by rank that needs it and by image key."""
+    """sources[rank][image key] is the rank on the same node from which `rank` reads the image."""
 
 
 class ImageExchange:
-    """Exchanges rollouts and images. All ranks call `gather_rollouts` and `fetch` together."""
+    """Exchanges rollouts and images between ranks.
+
+    All ranks must call `broadcast_rollouts`, `gather_rollouts` and `fetch` together.
+    """
 
     def __init__(self, *, patch_size: int, group: dist.ProcessGroup | None = None) -> None:
-        """Exchange node names with all ranks.
+        """Gather the node names of all ranks.
 
         Args:
-            patch_size: Side of a patch in pixels.
-            group: Group for gathering rollouts, which some ranks finish much later than others
-                (world.long_timeout_group).
+            patch_size: Side length of an image patch in pixels.
+            group: Process group for gathering rollouts. It needs a long timeout, because some ranks
+                finish rollouts much later than others (world.long_timeout_group).
         """
         self._patch_size, self._group = patch_size, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._nodes = all_gather_object(_node_name(), group=group)
         self._rank_by_rollout: dict[tuple[int, int], int] = {}
-        """The rank that last generated a rollout, by (group, sample index)."""
+        """Rank that generated each rollout, keyed by (group, sample index)."""
         self._local_images: dict[str, Picture] = {}
         self._fetched: dict[str, memoryview] = {}
         self._memory_fd = -1
-        """File descriptor of the memory that other ranks read; -1 without one."""
+        """File descriptor of the shared memory that other ranks read; -1 if none is allocated."""
 
     def broadcast_rollouts(self, mine: T) -> list[T]:
-        """Return every rank's value in rank order, such as the state of its rollouts."""
+        """Gather one value from every rank and return the values in rank order on every rank."""
         return all_gather_large_object(mine, group=self._group)
 
     def gather_rollouts(self, mine: list[Rollout] | None) -> list[Rollout]:
-        """Return the rollouts of all ranks on every rank; those of other ranks come without pixels.
+        """Gather the rollouts of all ranks on every rank.
 
-        Pass None on a rank that leads no engine.
+        Rollouts from other ranks are returned without image pixels. Pass None on a rank that does
+        not control an engine.
         """
         if self._size == 1:
             return list(mine or [])
@@ -91,7 +97,7 @@ class ImageExchange:
         return rollouts
 
     def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
-        """Bring the images that each rank needs to its node, until `release`."""
+        """Make the images that each rank needs available on its node until `release` is called."""
         if self._size == 1:
             return
         holders: dict[str, int] = {}
@@ -116,7 +122,7 @@ class ImageExchange:
         for key in shelf.keys() - {route.key for route in mine if route.receiver == self._rank}:
             own[shelf[key] : shelf[key] + sizes[key]] = self._local_images[key].tobytes()
         self._transfer(mine, shelf, own, sizes)
-        addresses = all_gather_object((os.getpid(), self._memory_fd))  # also a barrier: after it all memory is filled
+        addresses = all_gather_object((os.getpid(), self._memory_fd))  # also a barrier, after which all shared memory is filled
         needs = plan.sources.get(self._rank, {})
         seen = {rank: own if rank == self._rank else _map_sibling_memory(*addresses[rank]) for rank in set(needs.values())}
         for key, rank in needs.items():
@@ -135,7 +141,7 @@ class ImageExchange:
             work.wait()
 
     def image(self, image: Image) -> Picture:
-        """Return the pixels of an image of this rank's rollouts, or of one that was fetched."""
+        """Return the pixels of an image that this rank generated or fetched."""
         if image.pil is not None:
             return image.pil
         if image.key in self._local_images:
@@ -144,7 +150,7 @@ class ImageExchange:
         return pil.frombytes("RGB", (columns * self._patch_size, rows * self._patch_size), self._fetched[image.key])
 
     def release(self) -> None:
-        """Free all images of the step."""
+        """Free all images and shared memory of the step."""
         self._local_images.clear()
         self._fetched.clear()
         self._rank_by_rollout.clear()
@@ -156,16 +162,17 @@ class ImageExchange:
 def plan_transfers(
     needed: Mapping[int, Sequence[str]], holders: Mapping[str, int], nodes: Sequence[object], sizes: Mapping[str, int]
 ) -> TransferPlan:
-    """Return the rank that shares or sends each image.
+    """Plan which ranks share images on their node and which ranks send images to other nodes.
 
-    Example: rank 0 holds "a"; ranks 1, 2 and 3 need it; 2 and 3 are on another node. Rank 0 shares
-    it with rank 1 and sends it to rank 2, which shares it with rank 3.
+    Example: rank 0 holds the image "a", ranks 1, 2 and 3 need it, and ranks 2 and 3 are on another
+    node than ranks 0 and 1. Rank 0 then shares the image with rank 1 and sends it to rank 2, and
+    rank 2 shares the image with rank 3.
 
     Args:
-        needed: Keys of the images that each rank needs.
-        holders: Rank that holds each image, by key.
-        nodes: Node of each rank.
-        sizes: Size of each image in bytes, by key.
+        needed: Keys of the images that each rank needs, keyed by rank.
+        holders: Rank that holds each image, keyed by image key.
+        nodes: Node of each rank, in rank order.
+        sizes: Size of each image in bytes, keyed by image key.
     """
     keys: dict[int, dict[str, None]] = {}
     routes: list[Transfer] = []
@@ -196,7 +203,7 @@ def _image_offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, i
 
 
 def _map_sibling_memory(pid: int, descriptor: int) -> memoryview:
-    """Map another process's shared memory, which exists as long as one process maps it."""
+    """Map another process's shared memory, which exists as long as any process maps it."""
     with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
@@ -207,13 +214,13 @@ def _node_name() -> tuple[str, int]:
 
 
 TokenData = tuple[Rollout, list[tuple]]
-"""A rollout without sequences, and each of its sequences as `_pack_context` encodes it."""
+"""A rollout without its sequences, and the sequences in the encoding of `_pack_context`."""
 
 
 def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:
-    """Return the rollouts without pixels, in compact form.
+    """Encode rollouts compactly, without image pixels.
 
-    A token takes 5 bytes, a sampled one 17.
+    An observed token takes 5 bytes, and a sampled token 17 bytes.
     """
     bare = {image.key: replace(image, pil=None, patch_PC=None) for rollout in rollouts for image in rollout.images}
 
@@ -233,7 +240,7 @@ def _decode_rollouts(words: Sequence[TokenData]) -> list[Rollout]:
 
 
 def _pack_context(context: TokenSequence, images: list[Image]) -> tuple:
-    """Return the sequence as arrays, with logprobs and weight versions of sampled tokens only."""
+    """Encode a sequence as arrays, with logprobs and weight versions of sampled tokens only."""
     sampled = [place for place, is_sampled in enumerate(context.loss_mask) if is_sampled]
     return (
         array("i", context.token_ids),

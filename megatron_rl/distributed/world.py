@@ -1,4 +1,4 @@
-"""This process's rank and device, its process groups, and collectives for Python objects."""
+"""Rank, device and process groups of this process, and collectives for Python objects."""
 
 import ctypes
 import os
@@ -17,25 +17,26 @@ from megatron_rl.errors import InfraError, RunFailed
 
 T = TypeVar("T")
 MIN_OPEN_FILES, TARGET_OPEN_FILES = 256, 65536
-"""Bounds on open files per process. A nano run on a CPU has 144; each connection to a server, judge
-or sandbox adds one.
+"""Minimum and target for the limit on open files per process. A nano run on a CPU opens 144 files,
+and each connection to a server, judge or sandbox adds one.
 """
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """Options of glibc's mallopt (malloc.h)."""
 MMAP_THRESHOLD_BYTES = 4 << 20
-"""Size from which glibc maps a block separately and returns it to the system when it is freed. The
-pages of such a block are zeroed again on each allocation: with 1 MiB, the size of activations of a
-small model, a run on a CPU took a quarter more processor time (docs/log.md).
+"""Size in bytes from which glibc allocates a block with mmap and returns it to the system when it
+is freed. A low threshold costs time, because the pages of such a block are zeroed on each
+allocation: at 1 MiB, the size of a small model's activations, processor time on a CPU rose by a
+quarter (docs/log.md).
 """
 TRIM_THRESHOLD_BYTES = 64 << 20
-"""Free bytes that glibc keeps at the end of a heap: the value that it reaches by its own
-adjustment.
+"""Free bytes that glibc keeps at the end of a heap. This is the value that glibc reaches if it
+adjusts the threshold itself.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class World:
-    """Rank and device of this process, and the sizes of the world and of its node."""
+    """Rank and device of this process, and the number of processes and nodes in the run."""
 
     rank: int
     size: int
@@ -48,19 +49,19 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Return True on rank 0."""
+        """True if this process is rank 0."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """Return True on local rank 0 of each node."""
+        """True if this process is local rank 0 on its node."""
         return self.local_rank == 0
 
 
 def read_world() -> World:
-    """Read torchrun's environment variables; without torchrun this process is a world of size 1.
+    """Read torchrun's environment variables; without torchrun, return a world of size 1.
 
-    A node is the set of processes that one torchrun has started.
+    A node is the set of processes that one torchrun process has started.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
@@ -72,12 +73,12 @@ def read_world() -> World:
 
 
 def connect(world: World, *, timeout_s: float) -> None:
-    """Join the default process group: gloo for CPU tensors and, on GPUs, NCCL for GPU tensors.
+    """Join the default process group, with gloo for CPU tensors and NCCL for GPU tensors.
 
-    A collective that waits longer than timeout_s raises an error.
+    A collective that takes longer than timeout_s raises an error.
 
     Raises:
-        ValueError: This node has fewer GPUs than processes, its limit of open files is too low, or
+        ValueError: This node has fewer GPUs than processes, the limit on open files is too low, or
             not all processes joined within timeout_s.
     """
     raise_file_limit()
@@ -86,7 +87,7 @@ def connect(world: World, *, timeout_s: float) -> None:
     if world.device.type == "cuda":
         require_gpu_per_rank(world)
         torch.cuda.set_device(world.device)
-    if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher, or a second run in a process without one
+    if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher; an earlier run in this process may have set port 0
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -101,7 +102,7 @@ def connect(world: World, *, timeout_s: float) -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the soft limit of open files to the hard limit, at most TARGET_OPEN_FILES.
+    """Raise the soft limit on open files to the hard limit, but at most to TARGET_OPEN_FILES.
 
     Raises:
         ValueError: The hard limit is below MIN_OPEN_FILES.
@@ -116,30 +117,33 @@ def raise_file_limit() -> None:
 
 
 def max_open_files() -> int:
-    """Return the soft limit of open files that `raise_file_limit` sets."""
+    """Return the soft limit on open files that `raise_file_limit` sets."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return TARGET_OPEN_FILES if hard == resource.RLIM_INFINITY else min(TARGET_OPEN_FILES, hard)
 
 
 def expand_segments() -> None:
-    """Enable expandable segments in torch's GPU allocator, unless the environment configures it.
+    """Enable expandable segments in torch's CUDA allocator, unless the environment configures it.
 
-    Micro-batches differ in length, and segments of fixed size fit only the batch they were
-    allocated for. Call this before the first GPU tensor.
+    Expandable segments reduce fragmentation, because micro-batches differ in length and a segment
+    of fixed size may not fit the next micro-batch. Call this before the first GPU tensor is
+    created.
 
-    The setting applies to this process only. Ranks of a multi-rank engine, or of a judge server
-    that the run starts, exchange blocks by cudaIpc, which does not support expandable segments
-    (vllm 0.32.0, distributed/device_communicators/custom_all_reduce.py).
+    The setting applies to this process only, because it must not be inherited by a judge server
+    that the run starts. The ranks of such a server, like those of a tensor-parallel engine,
+    exchange memory by cudaIpc, which does not support expandable segments (vllm 0.32.0,
+    distributed/device_communicators/custom_all_reduce.py).
     """
     if not any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def trim_malloc() -> None:
-    """Have the C library return large blocks to the system when they are freed.
+    """Make glibc return large memory blocks to the system when they are freed.
 
-    By default glibc raises its thresholds and keeps blocks of up to 32 MB, the size of images and
-    activations, in heaps that fragment (glibc 2.36, malloc/malloc.c, M_MMAP_THRESHOLD).
+    By default, glibc raises its mmap threshold up to 32 MB. Blocks below the threshold, such as
+    images and activations, are then kept in heaps that fragment (glibc 2.36, malloc/malloc.c,
+    M_MMAP_THRESHOLD).
     """
     heap = ctypes.CDLL(None)
     for option, size in ((M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)):
@@ -147,10 +151,11 @@ def trim_malloc() -> None:
 
 
 def require_gpu_per_rank(world: World) -> None:
-    """Check that this node has a GPU for each of its processes.
+    """Check that this node has at least one GPU per process.
 
     Raises:
-        ValueError: It has fewer; raised on every process of the node.
+        ValueError: The node has fewer GPUs than processes. Every process on the node raises this
+            error.
     """
     found, host, visible = torch.cuda.device_count(), socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")
     if found >= world.local_size:
@@ -166,7 +171,7 @@ def require_gpu_per_rank(world: World) -> None:
 
 
 def is_mig_slice(name: str) -> bool:
-    """Return True if torch's device name is that of a part of a GPU (MIG).
+    """Return True if torch's device name is the name of a MIG slice of a GPU.
 
     Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb.
     """
@@ -180,18 +185,19 @@ def disconnect() -> None:
 
 
 def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
-    """Return a group of all ranks for collectives that some ranks enter much later than others.
+    """Return a process group of all ranks, for collectives that some ranks enter much later.
 
-    All ranks call this together. In a world of size 1 the result is None, which stands for the
-    default group. The group reports a dead rank at once.
+    All ranks must call this together. In a world of size 1, the result is None, which stands for
+    the default group. Despite the long timeout, a collective in this group fails at once if a rank
+    dies.
     """
     return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
 
 def round_up_to_minutes(timeout_s: float) -> int:
-    """Return the timeout in minutes for libraries that accept only whole minutes.
+    """Convert a timeout to whole minutes, for libraries that accept only whole minutes.
 
-    It is rounded to the nearest minute and is at least 1.
+    The result is rounded to the nearest minute and is at least 1.
     """
     return max(1, round(timeout_s / 60))
 
@@ -199,8 +205,8 @@ def round_up_to_minutes(timeout_s: float) -> int:
 def is_collective_error(error: BaseException) -> bool:
     """Return True if the error comes from a failed collective.
 
-    These are torch 2.13's own errors and those of gloo, which have no class of their own but
-    contain its name.
+    Such errors are dist.DistError (torch 2.13) or, from gloo, a RuntimeError with "gloo" in the
+    message.
     """
     if isinstance(error, InfraError | RunFailed):
         return False
@@ -208,24 +214,24 @@ def is_collective_error(error: BaseException) -> bool:
 
 
 def default_store() -> dist.Store:
-    """Return the store of the default process group, for numbers shared without a collective."""
+    """Return the default process group's store, for sharing values without a collective."""
     return dist.group.WORLD.get_group_store()
 
 
 def all_gather_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of every rank, in rank order, on every rank."""
+    """Gather one value from every rank and return the values in rank order on every rank."""
     everyones: list = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, local_value, group=group)
     return everyones
 
 
 def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Gather like `all_gather_object`, for values that are large on some ranks or on all.
+    """Gather values as `all_gather_object` does, for values that are large on at least one rank.
 
-    torch's all_gather_object sends every rank the size of the largest value from each rank, even if
-    only a few ranks have one (torch 2.13, distributed_c10d.py). Here a rank receives the actual
-    values, twice because they are combined by an all-reduce, and 16 bytes per rank. Apart from
-    these 16 bytes the traffic per rank does not grow with the size of the world.
+    torch's all_gather_object pads the value of each rank to the size of the largest value (torch
+    2.13, distributed_c10d.py). This function transfers only the actual values, but twice, because
+    they are combined by an all-reduce, and 16 bytes per rank. Apart from these 16 bytes, the
+    traffic per rank does not grow with the world size.
     """
     said = torch.frombuffer(bytearray(pickle.dumps(local_value)), dtype=torch.uint8)
     size_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
@@ -239,18 +245,18 @@ def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None =
 
 
 class SharedValueError(ValueError):
-    """A user error that every rank raises with the same text, so one line is printed for all."""
+    """ValueError that every rank raises with the same text, so the text is printed only once."""
 
 
 class SharedOSError(OSError):
-    """A system error that every rank raises with the same text, so one line is printed for all."""
+    """OSError that every rank raises with the same text, so the text is printed only once."""
 
 
 def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `fn` on every rank and return its result; if any rank raises, raise on all ranks.
+    """Run `fn` on every rank and return its result; if it fails on any rank, raise on all ranks.
 
-    Applies to OSError and ValueError. Of several errors the first by rank is raised, and its text
-    names the rank unless all ranks failed.
+    Only OSError and ValueError are handled in this way. If several ranks fail, the error of the
+    lowest rank is raised. The text names this rank, unless all ranks failed.
     """
     result, met = None, None
     try:
@@ -268,12 +274,15 @@ def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None =
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
+    """Return the first line of an error message."""
     return str(error).strip().partition("\n")[0]
 
 
 def run_on_rank_zero(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `fn` on rank 0; return its result or raise its OSError or ValueError on every rank."""
+    """Run `fn` on rank 0 and return its result on every rank.
+
+    If `fn` raises OSError or ValueError, the error is raised on every rank.
+    """
     told: list = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -1,10 +1,10 @@
-"""Scores recorded rollouts again, with another reward, judge or rubric, without an engine.
+"""Rescores recorded rollouts with another reward, judge or rubric, without an engine.
 
-    OUT/rollouts/step_000012.parquet    the same rollouts with new scores, for replay or export
-    OUT/scores.json                     summary of the changes
+    OUT/rollouts/step_000012.parquet    rollouts with new scores, for replay or export
+    OUT/scores.json                     summary of the score changes
 
-The work is saved step by step, so a killed process resumes. An episode that failed with an
-infrastructure error stays failed; if a judge is down now, the episode fails.
+Each step is saved when it is scored, so rescoring resumes after a kill. A rollout that had already
+failed stays failed. If a judge is unavailable during rescoring, the rollout is marked as failed.
 """
 
 import asyncio
@@ -46,22 +46,22 @@ from megatron_rl.services.service_launcher import enabled_services, resolve_addr
 from megatron_rl.types import Example, Image, Rollout, Status
 
 SCORES_FILE = "scores.json"
-"""Name of the summary file in the output directory."""
+"""File name of the summary in the output directory."""
 SCORE_SETTINGS = ("task.", "model.path", "rollouts.replay_from")
-"""Settings, or groups of them, that scores depend on."""
+"""Names or prefixes of the settings that scores depend on."""
 MAX_ATTEMPTS = 3
-"""Number of attempts to score a rollout while its judge is down."""
+"""Maximum attempts to score a rollout if infrastructure errors occur."""
 
 
 def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
-    """Score the rollouts in rollouts.replay_from by the task and write them to run.dir.
+    """Score the rollouts in rollouts.replay_from with the task's rubric and write them to run.dir.
 
     Returns:
-        The summary, as in scores.json; None if the process was asked to stop.
+        The summary, as in scores.json; None if a stop was requested.
 
     Raises:
-        ValueError: rollouts.replay_from has no recorded rollouts, run.dir is the directory of the
-            recorded run, or the task lacks one of the examples.
+        ValueError: rollouts.replay_from contains no recorded rollouts, run.dir is the directory of
+            the recorded run, or a recorded example is not in the task's data.
     """
     folder, out = Path(settings.rollouts.replay_from), Path(settings.run.dir)
     paths = list_step_files(folder)
@@ -89,7 +89,7 @@ def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, f
 def _open_directory(out: Path, settings: Settings) -> None:
     """Write the settings to the output directory.
 
-    Raises ValueError if it holds scores of other settings.
+    Raises ValueError if the directory contains scores that were computed with other settings.
     """
     new = yaml.safe_load(yaml.safe_dump(asdict(settings)))
     if (out / CONFIG_FILE).exists():
@@ -125,10 +125,10 @@ async def _rescore_steps(task: Task, paths: Sequence[Path], settings: Settings, 
 
 
 def find_example(examples: Mapping[str, Example], rollout: Rollout) -> Example:
-    """Return the task's example of a rollout.
+    """Return the example that a rollout was generated from.
 
     Raises:
-        ValueError: The task has no example with this id.
+        ValueError: The task has no example with the rollout's example id.
     """
     if rollout.example_id not in examples:
         raise ValueError(f"task.name: has no example {rollout.example_id!r:.80}; give the task and the data of the recorded run")
@@ -136,7 +136,7 @@ def find_example(examples: Mapping[str, Example], rollout: Rollout) -> Example:
 
 
 async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_token_id: int) -> Rollout:
-    """Return the rollout with new scores of the task's rubric; rewards of the environment stay."""
+    """Score a rollout with the task's rubric and return it; environment rewards are not changed."""
     if not rollout.is_scored:
         return rollout
     turns = [replace(turn, step_score=None, reward_delta=0.0) for turn in rollout.turns]
@@ -165,7 +165,7 @@ async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_
 
 
 def find_prompt_images(rollout: Rollout, image_token_id: int) -> list[Image]:
-    """Return the images of the first prompt: those with all tokens before the first sampled one."""
+    """Return the images in a rollout's first prompt, before the first sampled token."""
     if not rollout.sequences:
         return []
     first = rollout.sequences[0]
@@ -180,10 +180,10 @@ def find_prompt_images(rollout: Rollout, image_token_id: int) -> list[Image]:
 
 
 def _write_summary(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
-    """Write and return a summary of the changes.
+    """Compute, write, print and return a summary of the score changes.
 
-    It has the means before and after, the fraction of changed scores and the rank correlation. Only
-    rollouts that are scored before and after count.
+    The summary contains the mean rewards before and after, the fraction of changed rewards and the
+    rank correlation, over the rollouts that are scored both before and after.
     """
     before, after, failed = [], [], 0
     for old, new in pairs:

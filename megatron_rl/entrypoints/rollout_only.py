@@ -1,7 +1,7 @@
 """Generates and records rollouts without a trainer (run.mode=rollout_only).
 
-The episodes of a step are those that training with these weights would start from. Steps that were
-recorded before a kill are not generated again.
+Each step generates the same episodes as training would if it started from these weights. If the run
+was killed, steps that are already recorded are not generated again.
 """
 
 from contextlib import ExitStack
@@ -36,9 +36,9 @@ def run_rollout_only(
     settings: Settings, *, task: Task, algorithm: Algorithm, world: World, stop: StopSignal, supervisor: ServerSupervisor | None,
     closing: ExitStack,
 ) -> Result:  # fmt: skip
-    """Generate and record the run's steps with the weights in model.path.
+    """Generate and record the rollouts of all steps with the weights in model.path.
 
-    All ranks call this together.
+    All ranks must call this together.
     """
     source = raise_on_all_ranks(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
     first, history = run_on_rank_zero(lambda: load_recorded_steps(Path(settings.run.dir)))
@@ -89,10 +89,10 @@ def run_rollout_only(
 
 
 def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, num_gen_batches: int) -> dict[str, float]:
-    """Return the metrics of a step, with the advantages that training would compute.
+    """Compute advantages as in training and return the rollout metrics of a step.
 
-    Advantages that depend on model outputs cannot be computed here; the metrics about groups
-    without a training signal are then left out.
+    Advantages that depend on model outputs cannot be computed without a trainer. In this case, the
+    metrics about groups with zero advantages are left out.
     """
     if not algorithm.required_columns(settings.algo):
         algorithm.advantage_fn(rollouts, settings.algo)
@@ -102,7 +102,7 @@ def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm:
 
 
 def load_recorded_steps(folder: Path) -> tuple[int, History]:
-    """Return the number of steps that earlier attempts recorded, and the run's history."""
+    """Return the number of steps recorded by earlier attempts, and the run's history."""
     paths, history = list_step_files(folder / ROLLOUTS_FOLDER), History()
     if not paths:
         return 0, history

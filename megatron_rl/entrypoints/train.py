@@ -1,6 +1,6 @@
 """Entry point for training: builds a run from its settings on every rank and runs one stage.
 
-Choices are plain dicts; a user's own tasks, rewards and algorithms are passed in as `Plugins`.
+User-defined tasks, reward functions and algorithms are passed in as `Plugins`.
 """
 
 import asyncio
@@ -50,22 +50,24 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrainingStage:
-    """A kind of run: its number of steps, the splits it reads, and the function that trains."""
+    """A training stage such as RL or SFT: number of steps, data splits and training function."""
 
     num_steps: Callable[[Settings], int]
-    """Returns the number of training steps for given settings."""
+    """Returns the number of training steps for the given settings."""
     splits: tuple[str, ...]
-    """Splits of the task that must have examples."""
+    """Data splits of the task that must contain examples."""
     is_rl: bool
-    """True if the policy is trained at algo.temperature, its sampling temperature, and a reference
-    is kept.
+    """True for RL: logprobs are computed at algo.temperature, the sampling temperature, and the
+    reference model's weights are kept if the settings need them.
     """
     run: Callable[[Settings, TrainerContext], RolloutManager | None]
-    """Trains, and returns the rollout manager with the trained weights, if there is one."""
+    """Trains the policy and returns the rollout manager with the trained weights; None if the stage
+    has no rollout engine.
+    """
 
 
 def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
-    """Run RL training with a rollout engine and return the rollout manager."""
+    """Run RL training with rollout engines and return the rollout manager."""
     fleet = context.build_rollout_manager(settings)
     with context.run.step_timer("start"):
         report_prompts(settings, rollout_manager=fleet, log=context.run.log)
@@ -75,7 +77,7 @@ def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
 
 
 def run_replay(settings: Settings, context: TrainerContext) -> None:
-    """Run RL training on saved rollouts (run.mode=replay), without a rollout engine."""
+    """Run RL training on recorded rollouts (run.mode=replay), without a rollout engine."""
     fleet = RolloutReplay(
         Path(settings.rollouts.replay_from), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
         generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
@@ -110,16 +112,16 @@ STAGES: Mapping[str, TrainingStage] = {
     "rl": TrainingStage(num_steps=lambda s: s.run.steps, splits=("train", "eval"), is_rl=True, run=run_rl),
     "sft": TrainingStage(num_steps=lambda s: sum(s.sft.steps), splits=("eval",), is_rl=False, run=run_sft),
 }
-"""Training stages by `stage`."""
+"""Training stages, keyed by the setting `stage`."""
 REPLAY = TrainingStage(num_steps=lambda s: s.run.steps, splits=(), is_rl=True, run=run_replay)
-"""The stage for stage=rl with run.mode=replay."""
+"""Training stage for stage=rl with run.mode=replay."""
 
 
 def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
-    """Run the stage on every rank and return its result.
+    """Run the configured training stage and return the result. All ranks must call this.
 
-    The result is None if plan.only only prints the memory plan. The function also works in a
-    notebook, and repeatedly in the same process.
+    The result is None with plan.only, which only prints the memory plan. The function can be called
+    in a notebook, and more than once in the same process.
     """
     world = read_world()
     if settings.plan.only:
@@ -145,7 +147,7 @@ def run_in_own_thread(action: Callable[[], T]) -> T:
 
 
 def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: StopSignal) -> Result:
-    """Run one attempt: build all parts, train, finalize, and close everything."""
+    """Run one attempt: build all components, train, finalize and close all components."""
     timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
     stage = REPLAY if settings.run.mode == "replay" else STAGES[settings.stage]
     trim_malloc()
@@ -193,15 +195,17 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
 
 
 def train_and_finalize(settings: Settings, context: TrainerContext, run_stage: Callable[[], RolloutManager | None]) -> str:
-    """Run the stage and finalize it, or save progress if it stops early.
+    """Train and finalize, or save a checkpoint if training stops early.
 
     Returns:
-        The message of the InfraOutage that stopped the run; "" if it finished or was asked to stop.
+        The message of the InfraOutage that stopped the run; "" if the run finished or a stop was
+        requested.
 
     Raises:
-        InfraOutage: This attempt completed no step, so another attempt would meet the same outage.
-        RunDenied: A server rejected the key or token. No attempt can continue until it is
-            corrected.
+        InfraOutage: An outage occurred before this attempt completed a step, so another attempt is
+            likely to fail in the same way.
+        RunDenied: A server rejected the key or token. The run cannot be resumed until the key or
+            token is corrected.
     """
     try:
         finalize(settings, context, run_stage())
@@ -219,9 +223,10 @@ def train_and_finalize(settings: Settings, context: TrainerContext, run_stage: C
 
 
 def finalize(settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | None) -> None:
-    """Evaluate the trained policy, if there are engines, and save it as a Hugging Face folder.
+    """Evaluate the trained policy and save it as a Hugging Face folder.
 
-    The model is saved even if the evaluation failed or the last checkpoint could not be written.
+    Without a rollout manager, the evaluation is skipped. The model is saved even if the evaluation
+    failed or the last checkpoint could not be written.
     """
     policy, record, checkpoints = context.policy, context.run, context.checkpoints
     context.stop.check()
@@ -231,7 +236,7 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
             record.log(f"final evaluation: {num} examples, {1 + settings.task.eval_samples} episodes each")
         evaluation, failure = final_evaluation(settings, rollout_manager) if rollout_manager else ({}, None)
     with record.step_timer("checkpoint"):
-        if failure is None and record.first_step == record.num_steps:  # an earlier attempt made all steps
+        if failure is None and record.first_step == record.num_steps:  # an earlier attempt completed all steps
             checkpoints.mark_evaluated(history=record.history, metrics=evaluation)
         try:
             checkpoints.finish_step(record.num_steps, history=record.history, metrics=evaluation)
@@ -251,7 +256,7 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
 
 
 def final_evaluation(settings: Settings, rollout_manager: RolloutManager) -> tuple[dict[str, float], RunFailed | None]:
-    """Return the final evaluation's metrics and its error, which is raised after saving."""
+    """Run the final evaluation and return its metrics, or the error to raise after saving."""
     try:
         return evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager), None
     except RunFailed as failure:

@@ -1,1 +1,1 @@
-"""Evaluations during training (in_run.py) and of single checkpoints, and paired comparisons."""
+"""Evaluation during training (in_run.py) and of checkpoints, and paired comparisons."""

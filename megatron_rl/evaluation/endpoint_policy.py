@@ -1,9 +1,9 @@
-"""Evaluation of a model behind an OpenAI-compatible endpoint, with our episodes, tools and rewards.
+"""Evaluation of a model behind an OpenAI-compatible endpoint, with the trainer's tasks.
 
-The tokens of the model are unknown, so a rollout contains only its text. Servers omit the stop
-string from a response, so they get none: the client truncates a response after the first of the
-task's stop strings (Task.stop). Errors of the endpoint fail the episode (InfraError) and are never
-a score.
+The model's tokens are unknown, so a rollout contains only text. No stop strings are sent with a
+request, because servers omit the stop string from the response. Instead, the client truncates each
+response after the first of the task's stop strings (Task.stop). Errors of the endpoint fail the
+episode (InfraError) and never become a score.
 """
 
 import asyncio
@@ -30,39 +30,39 @@ from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.types import Example, Image, Message, Rollout, StopReason, TokenSequence, Turn
 
 IMAGE_PLACEHOLDER_TEXT = "[picture]"
-"""Replaces an image in the text form of a prompt."""
+"""Text that replaces an image when a prompt is written as text."""
 PATCH_SIZE, MERGE_SIZE = 14, 2
-"""Sides of images are multiples of 28 pixels, as in Qwen2.5-VL, so model.min_pixels and
-model.max_pixels have their usual meaning.
+"""Patch size in pixels and merge size of Qwen2.5-VL. Images get sides that are multiples of their
+product, 28, so model.min_pixels and model.max_pixels have the same effect as in training.
 """
 
 
 class EndpointMessage(BaseModel):
-    """Message of the model in a response."""
+    """The model's message in a chat completion."""
 
     content: str | None = None
-    """Text of the message; None if the model produced only reasoning or refused. This counts as an
+    """Text of the message; None if the model refused or produced only reasoning, which counts as an
     empty response of the policy.
     """
 
 
 class EndpointChoice(BaseModel):
-    """Choice in a response."""
+    """One choice in a chat completion."""
 
     message: EndpointMessage
     finish_reason: str | None = None
 
 
 class EndpointCompletion(BaseModel):
-    """Response of the endpoint, reduced to the fields used here."""
+    """Chat completion returned by the endpoint, reduced to the fields used here."""
 
     choices: list[EndpointChoice] = Field(min_length=1)
 
 
 class EndpointClient:
-    """Client of the endpoint's servers, shared by all episodes.
+    """Client of the evaluated servers, shared by all episodes.
 
-    It is bound to the event loop that is running at construction.
+    It is bound to the event loop in which it is constructed.
     """
 
     def __init__(self, settings: EvaluationSettings, model: ModelSettings) -> None:
@@ -81,7 +81,7 @@ class EndpointClient:
     async def generate(self, messages: Sequence[dict[str, object]], sampling: SamplingSettings) -> str:
         """Return the model's response to a conversation.
 
-        Raises InfraError if no server gives one.
+        Raises InfraError if no server returns a response.
         """
         return await self._endpoints.request(lambda endpoint: self._request_reply(endpoint, messages, sampling))
 
@@ -105,7 +105,7 @@ class EndpointClient:
 
 
 class ChatConversation:
-    """Conversation of one episode in messages, as in rollout/conversation.py (Conversation)."""
+    """Conversation of one episode as chat messages; same interface as rollout/conversation.py."""
 
     def __init__(self, client: EndpointClient, limits: SequenceLimits) -> None:
         self._client, self._limits = client, limits
@@ -113,10 +113,10 @@ class ChatConversation:
         self.turns: list[Turn] = []
         self._messages: list[dict[str, object]] = []
         self.prompt_text = ""
-        """First prompt of the episode, as text."""
+        """First prompt of the episode as text."""
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Add the first prompt. Returns a stop reason if it exceeds a limit."""
+        """Add the first prompt. Return a stop reason if the prompt exceeds a limit, else None."""
         self.prompt_text = "\n".join(map(message_to_text, messages))
         return await self._append_messages(messages, is_new_prompt=True)
 
@@ -131,9 +131,9 @@ class ChatConversation:
         """Do nothing, because the tokens are unknown."""
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Add an observation, or a new prompt with `is_new_prompt`, which begins a new sequence.
+        """Add an observation, or with `is_new_prompt` a new prompt, which starts a new sequence.
 
-        Returns a stop reason if a limit is exceeded.
+        Return a stop reason if a limit is exceeded, else None.
         """
         end = await self._append_messages(messages, is_new_prompt=is_new_prompt)
         if end is None and not is_new_prompt:
@@ -155,7 +155,7 @@ class ChatConversation:
 
 
 def prepare_image(picture: Picture, model: ModelSettings) -> Image:
-    """Return an image at the size that the trainer's own renderer would use."""
+    """Resize an image as the trainer's renderer would."""
     limits = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     height, width = smart_resize(picture.height, picture.width, factor=PATCH_SIZE * MERGE_SIZE, **limits)
     resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
@@ -164,7 +164,7 @@ def prepare_image(picture: Picture, model: ModelSettings) -> Image:
 
 
 def message_to_text(message: Message) -> str:
-    """Return a message as readable text: its role and content, with [picture] for images."""
+    """Return a message as readable text: role and content, with [picture] for each image."""
     content = message["content"]
     parts = (
         [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else IMAGE_PLACEHOLDER_TEXT for part in content]
@@ -175,7 +175,8 @@ def message_to_text(message: Message) -> str:
 def to_openai_message(message: Message, images: Iterator[Image]) -> dict[str, object]:
     """Convert a message to OpenAI's format.
 
-    A tool message becomes a user message, because there is no tool call to which it could refer.
+    A tool message becomes a user message, because the conversation contains no tool call to which
+    the tool message could refer.
     """
     role = "user" if message["role"] == "tool" else message["role"]
     if isinstance(message["content"], str):
@@ -190,33 +191,33 @@ def _to_openai_part(part: Mapping[str, object], images: Iterator[Image]) -> dict
 
 
 def encode_png_url(image: Image) -> str:
-    """Return a PNG data URL of an image."""
+    """Encode an image as a PNG data URL."""
     encoded = io.BytesIO()
     image.pil.save(encoded, "PNG")
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 
 
 def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text up to and including the first stop string."""
+    """Return the text up to and including the stop string that occurs first."""
     ends = [text.index(word) + len(word) for word in stop if word in text]
     return text[: min(ends, default=len(text))]
 
 
 class EndpointRolloutRunner:
-    """Runs a task's examples with an endpoint, chunk by chunk, in one event loop."""
+    """Runs a task's episodes with an endpoint, chunk by chunk, in one event loop."""
 
     def __init__(self, task: Task, settings: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
         self._task, self._episode = task, episode
         self.prompt_text = ""
-        """First prompt of the first episode of the last chunk, as text."""
+        """First prompt of the first episode in the last chunk, as text."""
         self._runner = asyncio.Runner()
         self._runner.run(task.start())
         self.client = self._runner.run(_make_client(settings, model))
 
     def run_examples(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
-        """Run `samples` episodes of each example, ordered by group and sample index.
+        """Run `samples` episodes per example and return them ordered by group and sample index.
 
-        Episodes that hit an infrastructure error have the status failed.
+        Episodes with an infrastructure error have Status.FAILED.
 
         Raises:
             RunDenied: The endpoint does not accept the API key.
@@ -245,7 +246,7 @@ class EndpointRolloutRunner:
         return rollouts
 
     def close(self) -> None:
-        """Close task and client; print the number of truncated responses, if any."""
+        """Close task and client, and print the number of truncated responses if there are any."""
         if self.client.num_truncated:
             print(f"{self.client.num_truncated} replies were cut off by task.max_new_tokens", flush=True)
         try:

@@ -1,6 +1,7 @@
-"""Report of an evaluation: scores with confidence intervals, and the conditions they depend on.
+"""Report of an evaluation: scores with confidence intervals, and the conditions of the evaluation.
 
-The conditions are part of the report because the harness alone can change a score by 7 points.
+The report includes conditions such as prompt and limits, because the evaluation harness alone can
+change a score by 7 points.
 """
 
 import hashlib
@@ -20,15 +21,15 @@ from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES = 10_000
 RESULT_COLUMNS = ("solved", "credit", "rewards", "ends", "said")
-"""Columns with one entry per episode of an example. `credit` is the accuracy term if there is one,
-else whether the episode is solved.
+"""Columns of the results that have one entry per episode of an example. `credit` is the accuracy
+term, or if there is none, 1 for a solved episode and 0 otherwise.
 """
 
 
 def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
-    """Return one record per example with a scored episode.
+    """Return one record per example with at least one scored episode.
 
-    A record contains the results and replies of its scored episodes.
+    A record contains results and replies of the example's scored episodes.
     """
     lines: dict[int, dict[str, object]] = {}
     for rollout in rollouts:
@@ -45,10 +46,10 @@ def collect_example_results(task: Task, examples: Sequence[Example], rollouts: S
 
 
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% bootstrap confidence interval of the mean.
+    """Return the 95% bootstrap confidence interval of the mean over examples.
 
-    `means` are the examples' means; they are drawn with replacement (Efron 1979), with a fixed
-    seed. If all are equal, the interval is that point.
+    `means` has one mean per example. They are resampled with replacement (Efron 1979), with a fixed
+    seed. If all means are equal, both ends of the interval are this value.
     """
     values, dice = np.asarray(means), np.random.default_rng(SEED)
     drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]
@@ -57,20 +58,20 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(k: int, solved: Sequence[Sequence[float]]) -> float:
-    """Return the mean probability over examples that at least one of k episodes solves the example.
+    """Return the mean over examples of the probability that at least one of k episodes is solved.
 
-    The estimator is unbiased: 1 - C(n - c, k) / C(n, k) for n episodes with c solved (arXiv
-    2107.03374, equation 1).
+    The estimator is unbiased: 1 - C(n - c, k) / C(n, k) for an example with n episodes, c of them
+    solved (arXiv 2107.03374, equation 1).
     """
     counts = [(len(each), sum(value > 0 for value in each)) for each in solved]
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
 
 
 def compute_success_statistics(example_results: Sequence[Mapping[str, object]], *, samples: int) -> dict[str, float]:
-    """Return the confidence interval of success, and pass@k.
+    """Return the confidence interval of the success rate, and pass@k for k = 1, 2, 4, ...
 
-    k is 1, 2, 4 and so on up to `samples`. The interval treats the examples as a sample. pass@k
-    uses only examples of which every episode was scored, and needs `samples` above 1.
+    k is at most `samples`. The interval treats the examples as a random sample. pass@k is computed
+    only if `samples` is above 1, from the examples with all episodes scored.
     """
     solved = [line["solved"] for line in example_results]
     low, high = bootstrap_interval([sum(each) / len(each) for each in solved])
@@ -80,7 +81,7 @@ def compute_success_statistics(example_results: Sequence[Mapping[str, object]], 
 
 
 def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, str]:
-    """Return the conditions on which the scores depend, as text by name.
+    """Return the conditions on which the scores depend, as text keyed by name.
 
     `prompt` is the first prompt of the first example, which is stored in PROMPT_FILE.
     """

@@ -1,4 +1,4 @@
-"""Evaluation during training, on the task's evaluation split."""
+"""Evaluation on the task's evaluation split during training."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,11 +12,12 @@ from megatron_rl.types import Example, Rollout, Status
 
 
 def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutManager) -> dict[str, float]:
-    """Return mean return, success and other scores on the evaluation examples.
+    """Return mean return, success rate and other scores on the evaluation examples.
 
-    The metrics `eval/greedy_*` use one greedy episode per example, `eval/sampled_*` use
-    task.eval_samples episodes each at algo.temperature. Examples are weighted by their probability
-    if the task defines one. Seeds are the same in every evaluation.
+    The metrics `eval/greedy_*` are computed from one greedily decoded episode per example, and
+    `eval/sampled_*` from task.eval_samples episodes per example, sampled at algo.temperature.
+    Examples are weighted by their probability if the task defines one. Every evaluation uses the
+    same seeds.
     """
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     metrics: dict[str, float] = {}
@@ -32,14 +33,22 @@ def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[
     """Return the weighted mean scores of the scored rollouts.
 
     These are success, return, tool use (fraction of episodes that ran a tool), each reward term,
-    success by data source, and the task's extra metrics. The group of a rollout is its position in
-    `examples`. A reward term is averaged over the episodes in which it did not abstain. `episodes`,
-    the number of scored rollouts, is included only if success is their plain mean: if examples have
-    a probability, or the task computes success itself, the examples are not a sample.
+    success by data source, and the task's extra metrics. A reward term is averaged over the
+    episodes in which it did not abstain. `episodes`, the number of scored rollouts, is included
+    only if success is the unweighted mean over these rollouts. It is omitted if examples have a
+    probability or the task computes success itself, because the rollouts are then not a random
+    sample.
+
+    Args:
+        task: Task of the rollouts.
+        examples: Examples of the evaluation; `Rollout.group` is an index into them.
+        rollouts: Rollouts of all examples, including failed ones.
+        max_failed: Maximum fraction of the rollouts that may have failed.
 
     Raises:
-        RunFailed: More than the fraction `max_failed` of the rollouts failed, or all.
-        NonFiniteValue: A reward is not finite. NaN is not above 0, so it would count as no success.
+        RunFailed: More than the fraction `max_failed` of the rollouts failed, or all of them.
+        NonFiniteValue: A reward is not finite. Without this check, NaN would count as no success,
+            because it is not above 0.
     """
     failed = [rollout for rollout in rollouts if rollout.status is Status.FAILED]
     if len(failed) > max_failed * len(rollouts) or len(failed) == len(rollouts):

@@ -7,9 +7,10 @@ Z_95 = 1.959964
 
 
 def wilson_interval(proportion: float, num: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a proportion of `num` independent episodes (Wilson 1927).
+    """Return the 95% Wilson interval of a success rate (Wilson 1927).
 
-    Example: 8 of 10 -> 0.490 to 0.943.
+    `num` is the number of independent episodes. Example: 8 successes in 10 episodes (proportion
+    0.8) -> (0.490, 0.943).
     """
     center, spread = (
         proportion + Z_95 * Z_95 / (2 * num),

@@ -1,6 +1,6 @@
-"""Paired comparison of two evaluations of the same examples.
+"""Paired comparison of two evaluations on the same examples.
 
-Differences are taken example by example, which cancels variation between examples.
+Differences are computed per example, which removes the variation between examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,8 +16,8 @@ from megatron_rl.evaluation.results_directory import EVALUATION_FILE, EXAMPLES_F
 from megatron_rl.io.jsonl import read_json, read_lines
 
 COMPARED_CONDITIONS = ("model", "weights")
-"""Conditions that may differ between compared evaluations, because they are the subject of the
-comparison.
+"""Conditions that are allowed to differ between two compared evaluations, because they are the
+subject of the comparison.
 """
 ROUNDING_TOLERANCE = 1e-12
 
@@ -28,31 +28,31 @@ class EvaluationResult:
 
     folder: Path
     example_means: Mapping[str, float]
-    """Maps each example to the mean credit of its episodes; if credits are 1 or 0, this is the
-    fraction that solved it.
+    """Maps each example id to the mean credit of its episodes; if credits are 0 or 1, this is the
+    fraction of episodes that solved the example.
     """
     conditions: Mapping[str, str]
     has_fractional_means: bool
-    """True if a credit is not 1 or 0, or an example has more than one episode."""
+    """True if any credit is neither 0 nor 1, or any example has more than one episode."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PairedDifference:
-    """Mean difference between two evaluations, with confidence interval and p-value."""
+    """Mean difference between two evaluations, with its confidence interval and p-value."""
 
     num_examples: int
-    """Number of examples in both evaluations."""
+    """Number of examples that both evaluations contain."""
     mean: float
     low: float
     high: float
     p_value: float
-    """Probability of a difference at least as large if both perform equally well."""
+    """Probability of a difference at least this large if the two models perform equally well."""
 
 
 def read_evaluation(folder: Path) -> EvaluationResult:
-    """Read an evaluation's directory.
+    """Read the results in an evaluation's directory.
 
-    Raises ValueError if there is none or its files are damaged.
+    Raises ValueError if the directory has no finished evaluation or its files are damaged.
     """
     try:
         lines, stated = read_lines(folder / EXAMPLES_FILE), read_json(folder / EVALUATION_FILE)["stated"]
@@ -69,19 +69,19 @@ def read_evaluation(folder: Path) -> EvaluationResult:
 
 
 def find_different_conditions(baseline: EvaluationResult, candidate: EvaluationResult) -> list[str]:
-    """Return the names of conditions that differ, and so may explain a difference in success."""
+    """Return the names of the conditions that differ and may explain a difference in scores."""
     names = [name for name in dict.fromkeys([*baseline.conditions, *candidate.conditions]) if name not in COMPARED_CONDITIONS]
     return [name for name in names if baseline.conditions.get(name) != candidate.conditions.get(name)]
 
 
 def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult) -> PairedDifference:
-    """Return the difference `candidate` minus `baseline` over the examples of both.
+    """Return the mean difference `candidate` minus `baseline` over their common examples.
 
-    The interval is a bootstrap over examples. The p-value is McNemar's exact test if each has one
-    episode per example with credit 0 or 1, else a sign-flip test.
+    The interval is a bootstrap over examples. The p-value is that of McNemar's exact test if both
+    evaluations have one episode per example with credit 0 or 1, and of a sign-flip test otherwise.
 
     Raises:
-        ValueError: There is no common example.
+        ValueError: The evaluations have no common example.
     """
     shared = sorted(baseline.example_means.keys() & candidate.example_means.keys())
     if not shared:
@@ -95,7 +95,7 @@ def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult)
 def mcnemar_p_value(differences: Sequence[float]) -> float:
     """Return the p-value of McNemar's exact two-sided test (McNemar 1947).
 
-    It is a binomial test on the examples that exactly one of both solved.
+    This is a binomial test on the examples that only one of the two evaluations solved.
     """
     won, lost = sum(gap > 0 for gap in differences), sum(gap < 0 for gap in differences)
     return float(binomtest(won, won + lost).pvalue) if won + lost else 1.0
@@ -104,8 +104,8 @@ def mcnemar_p_value(differences: Sequence[float]) -> float:
 def sign_flip_p_value(differences: Sequence[float]) -> float:
     """Return the p-value of a random sign-flip test of the mean, with a fixed seed.
 
-    It is the fraction of sign assignments, including the observed one, with a mean at least as far
-    from zero.
+    The p-value is the fraction of sign assignments with a mean at least as far from zero as the
+    observed mean. The observed assignment is counted too.
     """
     values, dice = np.asarray(differences), np.random.default_rng(SEED)
     means = [(values * dice.choice((-1.0, 1.0), size=len(values))).mean() for _ in range(NUM_RESAMPLES)]

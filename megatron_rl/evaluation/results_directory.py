@@ -1,16 +1,16 @@
 """Directory of a standalone evaluation, which is locked while in use and can be resumed.
 
-    DIR/config.yaml                        settings; other settings are refused unless run.overwrite
-                                           moves the directory to a backup
-    DIR/weights.json                       files of the weights, which must be unchanged on resume
-    DIR/rollouts/step_000003.jsonl         episodes of a chunk of examples, in the format of a run
-                                           (observe/recorder.py)
+    DIR/config.yaml                        settings; an evaluation with other settings is rejected,
+                                           or with run.overwrite moves the directory to a backup
+    DIR/weights.json                       list of weight files, which must be unchanged on resume
+    DIR/rollouts/step_000003.jsonl         episodes of one chunk of examples, in the format of a
+                                           training run (observe/recorder.py)
     DIR/prompt.txt                         first prompt of the first example
     DIR/examples.jsonl, evaluation.json    written at the end: one line per example, and the scores
                                            with their conditions
 
-A resumed evaluation runs the missing chunks, and repeats those with an episode that failed from an
-infrastructure error.
+When an evaluation is resumed, it runs the missing chunks and repeats each chunk in which an episode
+failed with an infrastructure error.
 """
 
 import json
@@ -33,7 +33,7 @@ from megatron_rl.types import Example, Rollout
 
 WEIGHTS_FILE, EXAMPLES_FILE, EVALUATION_FILE, PROMPT_FILE = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
 RESULT_SETTINGS = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
-"""Settings, or prefixes of settings, on which results depend."""
+"""Settings on which the results depend; a name that ends with a dot is a prefix."""
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt")
@@ -42,10 +42,10 @@ WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt")
 
 @contextmanager
 def locked_results_directory(settings: Settings) -> Iterator[None]:
-    """Lock run.dir inside the block. Collective over all ranks.
+    """Context manager that locks run.dir. Collective over all ranks.
 
     Raises:
-        ValueError: Another process has locked it, or it contains something else.
+        ValueError: Another process has locked the directory, or it contains something else.
     """
     with ExitStack() as locks:
         run_on_rank_zero(lambda: _open_directory(settings, locks))
@@ -87,7 +87,8 @@ def _find_conflict(folder: Path, settings: Settings) -> str:
 def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
     """Return name, size and modification time of every weight file.
 
-    The files in model.path are included, because they are the base model of an adapter.
+    The files in model.path are included even if evaluation.weights is set, because an adapter uses
+    them as its base model.
     """
     found: list[list[str | int]] = []
     for folder in dict.fromkeys(Path(given) for given in (settings.evaluation.weights, settings.model.path) if given):
@@ -97,26 +98,27 @@ def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
 
 
 def without_images(rollout: Rollout) -> Rollout:
-    """Return the rollout without sequences and images, which are in its file."""
+    """Return the rollout without its sequences and images, which are stored in its file."""
     return replace(rollout, sequences=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
 
 
 def chunk_path(folder: Path, number: int) -> Path:
-    """Return the path of a chunk's episodes."""
+    """Return the path of the file with a chunk's episodes."""
     return folder / ROLLOUTS / f"step_{number:06d}.jsonl"
 
 
 def save_chunk(path: Path, rollouts: Sequence[Rollout], *, chunk: int) -> None:
-    """Write a chunk's episodes, and the images that each rank has. Collective over all ranks."""
+    """Write a chunk's episodes, and each rank's images. Collective over all ranks."""
     with explain_write_errors(path.parent.parent):
         raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
         run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=chunk, step_rollouts=rollouts))
 
 
 def load_chunk(path: Path, examples: Sequence[Example], *, samples: int) -> list[Rollout] | None:
-    """Return a chunk's episodes without images, or None if they must be run.
+    """Return a chunk's episodes without images, or None if the chunk must be run.
 
-    They must be run if the file is missing, or if an episode failed from an infrastructure error.
+    The chunk must be run if its file is missing, or if an episode failed with an infrastructure
+    error.
 
     Raises:
         ValueError: The file is damaged, or contains other examples.

@@ -1,1 +1,1 @@
-"""Export of recorded rollouts as SFT transcripts or for RL Logging Board."""
+"""Export of recorded rollouts, as SFT transcripts or for RL Logging Board."""

@@ -1,7 +1,7 @@
-"""Conversion of a recorded token sequence back to messages, for chat templates of Qwen's format.
+"""Conversion of a recorded token sequence to chat messages, for chat templates in Qwen's format.
 
-The messages are rendered again (rollout/renderer.py) and compared with the sequence, so a sequence
-that messages cannot represent is detected instead of guessed.
+The resulting messages are rendered again (rollout/renderer.py) and compared with the sequence. A
+sequence that messages cannot represent is thereby detected and rejected.
 """
 
 import re
@@ -23,15 +23,15 @@ IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 class NotConvertible(ValueError):
-    """Raised if no list of messages represents a sequence; the message contains the reason."""
+    """Raised, with the reason as its message, if no list of messages can represent a sequence."""
 
 
 def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:
-    """Return the conversation up to the last reply, with its images.
+    """Convert a sequence to messages, up to the last reply and with its images.
 
     Raises:
-        NotConvertible: The messages would be rendered differently, contain invalid text, or a reply
-            was cut off at `max_new_tokens`.
+        NotConvertible: The messages would be rendered differently, the sequence contains invalid
+            text or lacks an image, or a reply was cut off at `max_new_tokens`.
     """
     if any(last - first >= max_new_tokens and context.token_ids[last - 1] != renderer.end_id for first, last in _reply_spans(context)):
         raise NotConvertible("a reply was cut off by task.max_new_tokens")
@@ -63,10 +63,10 @@ def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_
 
 
 def _decode_text(context: TokenSequence, renderer: Renderer) -> str:
-    """Return the text with one placeholder per image.
+    """Decode the sequence to text, with one placeholder per image.
 
-    A last reply that ended at a stop string (Task.stop) gets the end-of-message token of other
-    replies.
+    The end-of-message token is appended if the last reply ended with a stop string (Task.stop)
+    instead.
     """
     sizes, ids, place = iter(context.images), [], 0
     while place < len(context.token_ids):
@@ -92,9 +92,9 @@ def _reply_spans(context: TokenSequence) -> list[tuple[int, int]]:
 
 
 def _decode_replies(context: TokenSequence, renderer: Renderer) -> list[str]:
-    """Return the replies as text, without the end-of-message token.
+    """Decode the replies to text, without the end-of-message token.
 
-    Text is compared because the same text may have other tokens, and the end need not have been
-    sampled.
+    Replies are compared as text, because the same text can be tokenized differently and the
+    end-of-message token may not have been sampled.
     """
     return [renderer.tokenizer.decode(context.token_ids[first:last]).removesuffix(END_OF_MESSAGE) for first, last in _reply_spans(context)]

@@ -1,11 +1,11 @@
-"""Export of recorded rollouts to RL Logging Board, one JSON line per scored rollout.
+"""Export of recorded rollouts to RL Logging Board, with one JSON line per scored rollout.
 
     OUT/rollout_data_rank0.jsonl, rollout_data_rank0.1.jsonl, ...
 
-The size of the files is bounded. The fields are those that the board reads. The tokens are the
-sampled ones of all turns. Their rewards sum to the rollout's: a turn's reward delta is on its last
-token, and the outcome reward is on the very last token. `ground_truth` is the recorded reference
-answer.
+The size of each file is bounded. Each line has the fields that RL Logging Board reads. The tokens
+are the sampled tokens of all turns. `token_rewards` sum to the rollout's reward: the last token of
+a turn has the turn's reward delta, and the last token of the rollout also has the outcome reward.
+`ground_truth` is the recorded reference answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ MIB = 1 << 20
 
 
 def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
-    """Write the rollouts of the steps from `first_step` on, and return their number.
+    """Export the rollouts of all steps from `first_step` on, and return their number.
 
     Raises:
-        ValueError: A step is damaged, or nothing is recorded.
+        ValueError: A step is damaged, or no steps are recorded.
     """
     paths = [path for path in list_step_files(folder) if step_number(path) >= first_step]
     if not paths:
@@ -72,9 +72,9 @@ def _board_record(rollout: Rollout, step: int, renderer: Renderer, decode_token:
 
 
 def _sampled_tokens(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
-    """Yield (token id, rollout logprob, value, reward) of every sampled token.
+    """Yield (token id, rollout logprob, value, reward) for every sampled token.
 
-    The value is None without a critic. The reward excludes the outcome.
+    The value is None without a critic. The reward excludes the outcome reward.
     """
     for turn in rollout.turns:
         context, (first, last) = rollout.sequences[turn.sequence], turn.token_span

@@ -2,8 +2,8 @@
 
 OUT/transcripts.jsonl      one line per token sequence: {"messages": [...], "id", "source",
                            "question", "answer", "step", "reward"}, the format of
-                           task.data.demonstrations; question and answer are those of the data
-OUT/images/KEY.png         their images, as hard links if the file system allows
+                           task.data.demonstrations; question and answer come from the dataset
+OUT/images/KEY.png         images of the transcripts, as hard links if the file system allows it
 """
 
 import os
@@ -44,16 +44,16 @@ class ConversionSettings:
 
 @dataclass(slots=True)
 class ExportSummary:
-    """Counts of an export."""
+    """Statistics of an export."""
 
     max_per_example: int
-    """Maximum number of rollouts selected per example."""
+    """Maximum number of rollouts that are selected per example."""
     num_scored: int = 0
     rewards: list[float] = field(default_factory=list)
     """Rewards of the selected rollouts."""
     num_transcripts: int = 0
     skip_reasons: Counter[str] = field(default_factory=Counter)
-    """Number of token sequences skipped, by reason."""
+    """Number of token sequences that were skipped, keyed by reason."""
 
     def __str__(self) -> str:
         mean = f", mean reward {statistics.fmean(self.rewards):.3f}" if self.rewards else ""
@@ -65,13 +65,14 @@ class ExportSummary:
 def export_transcripts(
     folder: Path, out: Path, renderer: Renderer, *, max_per_example: int, min_reward: float, max_new_tokens: int, first_step: int = 0
 ) -> ExportSummary:
-    """Export the best `max_per_example` rollouts of each example from `first_step` on.
+    """Export the best `max_per_example` rollouts of each example, from step `first_step` on.
 
-    Rollouts with a reward below `min_reward`, and repeated texts of an example, are left out. For
-    `max_new_tokens`, see `sequence_to_messages`.
+    Rollouts with a reward below `min_reward` are left out. If several rollouts of an example have
+    the same text, only one is exported. Sequences with a reply that was cut off at `max_new_tokens`
+    are skipped.
 
     Raises:
-        ValueError: A step is damaged, or nothing is recorded.
+        ValueError: A step is damaged, or no steps are recorded.
     """
     paths = {step_number(path): path for path in list_step_files(folder) if step_number(path) >= first_step}
     if not paths:
@@ -88,7 +89,8 @@ def export_transcripts(
 def select_best(paths: Mapping[int, Path], *, max_per_example: int, min_reward: float, summary: ExportSummary) -> list[ScoredRollout]:
     """Return the locations of each example's best rollouts, ordered by step.
 
-    Of equal rewards the later step wins, because it is closer to the current policy.
+    Among rollouts with equal rewards, a later step is preferred, because its policy is closer to
+    the current one.
     """
     found: dict[str, dict[str, ScoredRollout]] = {}
     for step, path in paths.items():
@@ -140,9 +142,9 @@ def _replace_images(message: Message, keys: Mapping[int, str]) -> Message:
 
 
 def link_images(folder: Path, out: Path, keys: Iterable[str]) -> None:
-    """Link the images of a directory of rollouts into another one.
+    """Create hard links in `out` to images in a directory of rollouts.
 
-    They are copied if both are on different file systems.
+    If the directories are on different file systems, the images are copied.
 
     Raises:
         ValueError: An image is a symbolic link.

@@ -1,4 +1,4 @@
-"""Composition of settings for other command lines, such as a sweep's task or a job to submit."""
+"""Composition of settings for other commands, e.g. for the runs of a sweep or a Slurm job."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,10 @@ from megatron_rl.config import Settings
 
 
 def compose_settings(overrides: Sequence[str]) -> Settings:
-    """Return the settings that launch/train.py would use.
+    """Return the settings that launch/train.py would use with these overrides.
 
     Raises:
-        ValueError: The overrides are invalid; the message is the line that launch/train.py would
+        ValueError: The overrides are invalid. The message is the line that launch/train.py would
             print.
     """
     try:

@@ -1,10 +1,10 @@
 """Submission of a run as a Slurm job (launch/submit.py).
 
     RUN/job.sbatch    job script: Slurm options, and launch/slurm/train.sbatch with the overrides
-    RUN/job.yaml      all settings of the run at submission
-    RUN/logs          attempt_N of each attempt, latest, and slurm-JOB.out, the output of the job
+    RUN/job.yaml      all settings of the run at the time of submission
+    RUN/logs          attempt_N for each attempt, latest, and slurm-JOB.out (the job output)
 
-Nothing is written before the settings are validated and the run directory is checked.
+No file is written until the settings are validated and the run directory is checked.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TRAIN_SCRIPT = "launch/slurm/train.sbatch"
 def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_arguments: Sequence[str]) -> str:
     """Return the text of the job script, which runs in the current directory.
 
-    `sbatch_arguments` are additional sbatch options, which override the others.
+    `sbatch_arguments` are additional sbatch options, which override options from the settings.
     """
     if not Path(TRAIN_SCRIPT).is_file():
         raise ValueError(f"{Path.cwd()}: has no {TRAIN_SCRIPT}; submit from the folder that holds launch/")
@@ -53,8 +53,8 @@ def write_job(settings: Settings, script: str) -> Path:
     """Write job script and settings into the run directory, and return the path of the script.
 
     Raises:
-        ValueError: The run directory contains an active run or, without run.overwrite, a finished
-            run or one with other settings.
+        ValueError: A run is active in the run directory. Without run.overwrite, also if the
+            directory contains a finished run or a run with other settings.
     """
     folder = Path(settings.run.dir)
     stand = read_resume_state(folder, settings)

@@ -1,7 +1,7 @@
-"""Execution of a sweep's runs: printed, run locally, or run as a Slurm array task.
+"""Execution of a sweep's runs, on this machine or as tasks of a Slurm job array (launch/sweep.py).
 
-The sweep is defined in a YAML file (launcher/sweep_file.py). All settings are composed before any
-run starts. Finished runs are skipped. Stopped or failed ones resume from their run directory
+A YAML file defines the sweep (launcher/sweep_file.py). All settings are composed before the first
+run starts. Finished runs are skipped; stopped or failed runs resume from their run directories
 (run/directory.py).
 """
 
@@ -31,15 +31,16 @@ _POLL_S = 0.2
 
 @dataclass(slots=True, frozen=True)
 class LaunchScripts:
-    """Scripts that start a run."""
+    """Scripts in launch/ that start a run."""
 
     folder: Path
-    """Directory launch/ of the checkout, with train.py, launch.py and slurm/."""
+    """Directory launch/ of the checkout, which contains train.py, launch.py and slurm/."""
 
     def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
-        """Return the command of a run.
+        """Return the command that starts a run.
 
-        It uses all nodes of the current Slurm job if there are several, else this machine.
+        The run uses all nodes of the current Slurm job if it has several, and this machine
+        otherwise.
         """
         if int(environment.get("SLURM_NNODES", 1)) > 1:
             given = [f"--nproc_per_node={processes}"] if processes else []
@@ -53,8 +54,8 @@ def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
     """Compose and validate the settings of all tasks.
 
     Raises:
-        ValueError: Some are invalid; has one line per distinct error, with the first task that has
-            it.
+        ValueError: Some settings are invalid. The message has one line per distinct error, with the
+            first task in which it occurs.
     """
     found: list[Settings] = []
     wrong: dict[str, int] = {}
@@ -69,10 +70,11 @@ def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
 
 
 def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings]) -> list[SweepTask]:
-    """Return the tasks that are not finished.
+    """Return the tasks with unfinished runs.
 
     Raises:
-        ValueError: Run directories are in use or contain something else; has one line for each.
+        ValueError: Some run directories are in use or contain something else. The message has one
+            line per directory.
     """
     stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
@@ -83,7 +85,7 @@ def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings])
 
 
 def print_sweep(sweep: Sweep) -> None:
-    """Print the tasks with the state of their runs, and the sbatch command."""
+    """Print the tasks with the state of their runs, and the sbatch command for the sweep."""
     width = max(len(str(task.folder)) for task in sweep.tasks)
     for task in sweep.tasks:
         print(f"{task.index:>3}  {read_status(task.folder).state:8}  {task.folder!s:{width}}  {' '.join(task.overrides[:-1])}")
@@ -91,7 +93,7 @@ def print_sweep(sweep: Sweep) -> None:
 
 
 class SweepRunner:
-    """Runs tasks, up to a number in parallel, and prints a line for each that ends."""
+    """Runs tasks, several in parallel, and prints a line whenever a task ends."""
 
     def __init__(self, sweep: Sweep, scripts: LaunchScripts, *, num_tasks: int) -> None:
         self._sweep, self._launch, self._num = sweep, scripts, num_tasks
@@ -102,7 +104,7 @@ class SweepRunner:
         self._bar = Progress(*columns, console=Console()) if is_terminal and num_tasks > 1 else None
 
     def run(self, tasks: Sequence[SweepTask], *, max_parallel: int, signals: SignalForwarder) -> None:
-        """Run the tasks until all have ended; after a stop signal no further task starts."""
+        """Run the tasks until all have ended; after a stop signal, no further tasks start."""
         waiting = list(tasks)
         with self._bar or nullcontext():
             shown = self._bar.add_task("sweep", total=self._num, completed=self._num - len(tasks)) if self._bar else None
@@ -124,7 +126,7 @@ class SweepRunner:
         attempt = ManagedProcess(command, output=output)
         self._running[attempt] = task
         signals.processes.append(attempt)
-        if signals.received:  # the signal arrived between the checks
+        if signals.received:  # the signal arrived while the process was being started
             attempt.forward_signal(signal.SIGUSR1)
 
     def _finish(self, attempt: ManagedProcess, signals: SignalForwarder) -> None:
@@ -141,7 +143,7 @@ class SweepRunner:
 
 
 def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, *, max_parallel: int, should_requeue: bool = False) -> int:
-    """Run the unfinished tasks; return 0 if all are finished, else the highest exit code."""
+    """Run the unfinished tasks. Return 0 if all tasks are finished, else the highest exit code."""
     with SignalForwarder() as hearing:
         settings = compose_tasks(sweep.tasks)
         todo = find_pending_tasks(tasks, [settings[task.index] for task in tasks])
@@ -174,7 +176,7 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 def sweep_main(arguments: Sequence[str], *, launch: Path) -> int:
     """Run the command line and return the exit code.
 
-    Errors in the sweep are printed, one line each, before anything starts.
+    Errors in the sweep's definition are printed, one per line, before any run starts.
     """
     options = parse_options(arguments)
     try:

@@ -1,4 +1,4 @@
-"""Definition of a sweep: a YAML file that lists many runs.
+"""Definition of a sweep: a YAML file that specifies many runs.
 
     overrides: [experiment=numberline_grpo_cpu, run.steps=20]    # common to all runs
     grid: {algo: [grpo, gspo], optim.lr: [1e-4, 2e-4]}           # all combinations
@@ -6,13 +6,13 @@
     random: {draws: 12, seed: 0, optim.lr: {log: [1e-5, 1e-3]},  # or random draws
              algo.clip_ratio_high: {uniform: [0.2, 0.4]}, algo: [grpo, gspo]}
     folder: runs/lr                                              # parent of the run directories;
-                                                                 # default runs/NAME-OF-THE-YAML
-    processes: 2                                                 # per run; default: as many as
-                                                                 # Slurm gives GPUs, else 1
+                                                                 # default: runs/NAME-OF-THE-YAML
+    processes: 2                                                 # per run; default: one per GPU
+                                                                 # that Slurm assigns, else 1
 
-Exactly one of grid, list and random is given; in a grid, the last key varies fastest. With the same
-seed, a larger number of draws or another key does not change the existing draws. Values stay text;
-Hydra parses them when the settings are composed (launcher/sweep.py).
+Exactly one of grid, list and random must be given. In a grid, the last key varies fastest. Random
+draws with the same seed do not change if `draws` is increased or a key is added. Values are kept as
+text; Hydra parses them when the settings are composed (launcher/sweep.py).
 """
 
 import math
@@ -30,7 +30,7 @@ from megatron_rl.io.bounded_files import read_yaml
 SEARCH_KINDS = ("grid", "list", "random")
 SWEEP_KEYS = ("overrides", *SEARCH_KINDS, "folder", "processes")
 MAX_NAME_CHARS = 200
-"""Maximum length of a run directory's name in characters; file systems allow 255 bytes."""
+"""Maximum length of a run directory's name in characters, since file systems allow 255 bytes."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,9 +39,9 @@ class SweepTask:
 
     index: int
     parameters: Mapping[str, str]
-    """Maps the keys in which the run differs from the others to their values."""
+    """Overrides that distinguish this run from the others, as a map from key to value."""
     overrides: Sequence[str]
-    """All overrides of the run's command line; run.dir is the last."""
+    """All overrides on the run's command line; run.dir is the last one."""
     folder: Path
 
 
@@ -52,21 +52,24 @@ class Sweep:
     path: Path
     folder: Path
     num_processes: int
-    """Number of processes per run; 0 uses as many as Slurm gives GPUs, else 1."""
+    """Number of processes per run; 0 starts one per GPU that Slurm assigns, or a single process if
+    it assigns none.
+    """
     tasks: Sequence[SweepTask]
 
     def task(self, index: int) -> SweepTask:
-        """Return a task. Raises ValueError if there is no such index."""
+        """Return the task with an index. Raises ValueError if there is none."""
         last = len(self.tasks) - 1
         require(0 <= index <= last, "--task", index, f"{self.path} has tasks 0 to {last}; sbatch --array=0-{last}")
         return self.tasks[index]
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep's YAML file, without composing the settings.
+    """Read a sweep's YAML file without composing the settings.
 
     Raises:
-        ValueError: It is invalid, defines no runs, or two runs with the same directory.
+        ValueError: The file is invalid, defines no runs, or defines two runs with the same
+            directory.
     """
     given = _read_yaml(path)
     unknown = sorted(given.keys() - {*SWEEP_KEYS})
@@ -97,7 +100,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
 
 
 def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
-    """Yield every combination of values.
+    """Yield the parameters of each run in a grid: every combination of the values.
 
     Example: {a: [1, 2], b: [x, y]} -> a=1 b=x, a=1 b=y, a=2 b=x, a=2 b=y.
     """
@@ -111,7 +114,7 @@ def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
 
 
 def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
-    """Yield the listed runs."""
+    """Yield the parameters of each listed run."""
     require(isinstance(given, list), location, given, "expects a list of {key: value, ...}")
     for number, own in enumerate(given):
         require(isinstance(own, dict), f"{location}[{number}]", own, "expects {key: value, ...}")
@@ -119,9 +122,9 @@ def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
 
 
 def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
-    """Yield random draws, with one generator per key.
+    """Yield the parameters of randomly drawn runs, with one random generator per key.
 
-    A key is drawn uniformly, log-uniformly, or from a list.
+    Values are drawn uniformly, log-uniformly, or from a list.
     """
     require(isinstance(given, dict), location, given, "expects draws, seed, and keys with what they are drawn from")
     for key in ("draws", "seed"):
@@ -163,7 +166,7 @@ def _draw_value(candidates: list[str] | tuple[str, float, float], generator: ran
 
 
 def _to_override_text(value: object, where: str) -> str:
-    """Return a value in Hydra's command-line syntax.
+    """Convert a YAML value to Hydra's command-line syntax.
 
     Example: [vision, merger] -> [vision,merger].
     """
@@ -193,7 +196,7 @@ def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str],
 
 
 def run_folder_name(parameters: Mapping[str, str]) -> str:
-    """Return a run directory's name, which needs no quotes for Hydra or a shell.
+    """Return the name of a run directory; it needs no quotes in Hydra or a shell.
 
     Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4.
     """

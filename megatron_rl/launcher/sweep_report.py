@@ -1,4 +1,4 @@
-"""Table and plot of all runs of a sweep or a directory (launch/sweep_report.py)."""
+"""Table and plot of all runs in a sweep or a directory (launch/sweep_report.py)."""
 
 import argparse
 import math
@@ -20,7 +20,7 @@ from megatron_rl.run.status import RunState, RunStatus, read_status
 
 HIDDEN_KEYS = ("run.dir",)
 TABLE_WIDTH = 200
-"""Width of the table in columns if the output is not a terminal."""
+"""Width of the table in columns when the output is not a terminal."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,19 +33,20 @@ class SweepRow:
 
 
 def success_interval(evaluation: Mapping[str, float], kind: str) -> tuple[float, float] | None:
-    """Return the confidence interval of greedy or sampled success, or None.
+    """Return the confidence interval of the success rate, or None if it cannot be computed.
 
-    There is none if the examples are not a sample (see evaluation/in_run.py).
+    `kind` is "greedy" or "sampled". There is no interval if the examples are not a random sample
+    (evaluation/in_run.py).
     """
     num = evaluation.get(f"{kind}_episodes")
     return None if num is None else wilson_interval(evaluation[f"{kind}_success"], int(num))
 
 
 def load_rows(place: Path) -> list[SweepRow]:
-    """Return the tasks of a sweep's YAML file, or the runs directly in a directory.
+    """Return one row per task of a sweep's YAML file, or per run in a directory of runs.
 
     Raises:
-        ValueError: There are none.
+        ValueError: `place` does not exist or contains no runs.
     """
     if place.is_file():
         return [SweepRow(str(task.index), task.parameters, read_status(task.folder)) for task in read_sweep(place).tasks]
@@ -60,7 +61,7 @@ def load_rows(place: Path) -> list[SweepRow]:
 
 
 def format_cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
-    """Return the cells of one run's row."""
+    """Return the table cells of one run."""
     seen = row.status
     shares = [format_success(seen.evaluation, kind) for kind in ("greedy", "sampled")]
     steps = f"{seen.step}/{seen.num_steps}" if seen.num_steps else ""
@@ -68,7 +69,7 @@ def format_cells(row: SweepRow, keys: Sequence[str]) -> list[str]:
 
 
 def format_success(evaluation: Mapping[str, float], kind: str) -> str:
-    """Return success with its confidence interval as text. Example: `83.3% (66.4-92.7)`."""
+    """Return the success rate with its confidence interval. Example: `83.3% (66.4-92.7)`."""
     if f"{kind}_success" not in evaluation:
         return ""
     found = success_interval(evaluation, kind)
@@ -76,7 +77,7 @@ def format_success(evaluation: Mapping[str, float], kind: str) -> str:
 
 
 def print_table(rows: Sequence[SweepRow], console: Console) -> None:
-    """Print the table, the error of each failed run, and the number of runs by state."""
+    """Print the table, the error of each failed run, and the number of runs in each state."""
     keys = list(dict.fromkeys(key for row in rows for key in row.parameters))
     table = Table()
     for header in ("run", *keys, "greedy", "sampled", "steps", "hours", "state"):
@@ -93,7 +94,7 @@ def print_table(rows: Sequence[SweepRow], console: Console) -> None:
 
 
 def make_curve(row: SweepRow) -> SweepCurve:
-    """Return the returns and the success of a run for the plot."""
+    """Return a run's curve for the plot: its returns and its success rate."""
     path, evaluation = row.status.folder / METRICS_FILE, row.status.evaluation
     steps = [line for line in read_metrics(path) if RETURN_METRIC in line and math.isfinite(line[RETURN_METRIC])] if path.is_file() else []
     told = " ".join(f"{key}={value}" for key, value in row.parameters.items())

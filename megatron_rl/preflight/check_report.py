@@ -1,4 +1,4 @@
-"""Results of the doctor's checks and their output."""
+"""Report of the doctor's checks, and its output on the console."""
 
 from dataclasses import dataclass, field
 
@@ -8,19 +8,19 @@ from rich.table import Table
 
 @dataclass(slots=True)
 class CheckReport:
-    """Findings, errors and warnings of the checks."""
+    """Findings, errors and warnings of the doctor's checks."""
 
     findings: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a checked item and the result."""
+    """Pairs of a checked item and its result."""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
     def add_finding(self, name: str, result: str) -> None:
-        """Add the result of a check."""
+        """Add the result of a check to the findings."""
         self.findings.append((name, result))
 
     def add_failure(self, name: str, error: str) -> None:
-        """Add an error, and mark the item as not usable."""
+        """Add an error, and a finding that the item is not usable."""
         self.add_finding(name, "not usable")
         self.errors.append(error)
 

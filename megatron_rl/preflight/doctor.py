@@ -1,4 +1,4 @@
-"""Checks of everything a run needs, on the machine where it will run (launch/doctor.py)."""
+"""Checks of everything that a run needs, on the machine of the run (launch/doctor.py)."""
 
 import asyncio
 import os
@@ -38,16 +38,17 @@ from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 SANDBOX_TASKS = ("visual_python", "visual_search")
-"""Tasks (task.name) with episodes that may run code."""
+"""Names of the tasks with episodes that may run code in a sandbox."""
 DATA_TASKS = ("visual_python", "vqa")
-"""Tasks on the user's own data."""
+"""Names of the tasks that read the user's own data."""
 SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 
 
 def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
     """Check the model's directory, tokenizer and processor.
 
-    Return the renderer, or None if one of them is unusable; prompts cannot be measured without it.
+    Return the renderer, or None if one of them is unusable. Without a renderer, the length of
+    prompts cannot be checked.
     """
     if not check_model_folder(settings.model.path, report, key="model.path"):
         return None
@@ -59,7 +60,7 @@ def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
 
 
 def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
-    """Return True if the model's config and the headers of all its tensors are readable."""
+    """Return True if the model's config and the headers of all its tensors can be read."""
     try:
         spec, stored = read_spec(path, key=key), HfTensors(path, key=key).specs
     except (ValueError, OSError) as error:
@@ -74,12 +75,12 @@ def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
 
 
 def folder_error_line(error: Exception, path: str, *, key: str) -> str:
-    """Return the error as one line that names the setting and the path."""
+    """Return an error as one line that starts with the setting and the path."""
     return str(error) if str(error).startswith(key) else f"{key}={path}: {error_line(error)}"
 
 
 def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Task | None:
-    """Build the task from its settings. Return None if they are invalid."""
+    """Build the task from its settings, and return it, or None if the settings are invalid."""
     try:
         task = build_task(settings.task, plugins)
     except ValueError as error:
@@ -90,7 +91,7 @@ def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Tas
 
 
 def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | None, task: Task | None) -> None:
-    """Check every row of every data file of the run."""
+    """Check every row in all data files of the run."""
     data = settings.task.data
     given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
     lacking = [split for split in SPLITS_BY_STAGE[settings.stage] if settings.task.name in DATA_TASKS and not given[split]]
@@ -109,7 +110,7 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
         prompts = PromptLengthChecker(settings, renderer, overhead_tokens=beside) if renderer else None
         found = survey_questions(questions, check_question=prompts.check_question if prompts else None)
         report_questions(found, report, split=split, longest=prompts.max_question_tokens if prompts else None)
-        if prompts is not None and settings.stage == "rl":  # SFT generates only evaluation episodes, and starts even if prompts do not fit
+        if prompts is not None and settings.stage == "rl":  # SFT needs prompts only for evaluation, and starts even if they do not fit
             num = (split == "eval" and data.max_eval) or len(questions)
             check_prompts_fit(prompts, report, split=split, num=num, example_error="".join(found.warnings[:1]))
     if data.demonstrations:
@@ -117,7 +118,7 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
 
 
 def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Renderer | None) -> None:
-    """Check every row of the demonstration files, and the lengths if there is a renderer."""
+    """Check every row in the demonstration files, and its length if there is a renderer."""
     data = settings.task.data
     try:
         roots = {"images_root": data.images, "image_roots": data.image_roots}
@@ -133,23 +134,23 @@ def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Rend
 
 
 def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer) -> int:
-    """Return the number of tokens that the task adds around a question.
+    """Return the number of tokens that the task's prompt adds to a question.
 
-    Like a run (preflight/prompts.py), this measures the first question. Return 0 if it cannot be
-    rendered.
+    This is measured on the first question, as in a run (preflight/prompts.py). Return 0 if the
+    question cannot be rendered.
     """
     if settings.task.name not in DATA_TASKS or not questions_by_split:
         return 0
     try:
         example = next(iter(questions_by_split.values()))[0]
-    except ValueError:  # reported together with the other rows
+    except ValueError:  # check_data reports the invalid row
         return 0
     prompt = asyncio.run(render_prompt(task, example, renderer, seed=0))
     return 0 if prompt is None else measure_prompt_overhead(example, prompt, settings, renderer)
 
 
 def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, split: str, num: int, example_error: str) -> None:
-    """Report an error if too few of the first `num` rows of a split fit."""
+    """Report an error if too few of the first `num` rows in a split fit into a sequence."""
     try:
         prompts.check_enough_fit(split, num=num, example_error=example_error)
     except ValueError as error:
@@ -157,7 +158,7 @@ def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, spli
 
 
 def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, split: str, longest: int | None) -> None:
-    """Add the results of a survey of questions to the report."""
+    """Add the results of a question survey to the report."""
     sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in question_survey.sources.most_common())
     length = "" if longest is None else f", longest question {longest} tokens"
     report.add_finding(f"data.{split}", f"{question_survey.num_rows} rows, {question_survey.num_images} images{length}; {sources}")
@@ -175,12 +176,12 @@ def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, sp
 
 
 def has_scoring_rule(source: str) -> bool:
-    """Return True if a data source has worked examples or a numeric rule of its own."""
+    """Return True if a data source has its own worked examples or numeric scoring rule."""
     return find_example_family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
 
 
 def check_judges(settings: Settings, report: CheckReport) -> None:
-    """Check that the judge's servers respond and serve the requested model."""
+    """Check that the judge's servers respond and have the requested model."""
     try:
         greetings = asyncio.run(_check_judge_endpoints(settings.task.judge))
         for url, greeting in greetings.items():
@@ -228,7 +229,7 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
 
 
 def private_paths(settings: Settings) -> dict[str, str]:
-    """Return the paths that no sandbox box may access, by setting."""
+    """Return the paths that no sandbox box may access, keyed by setting."""
     data = settings.task.data
     files = {
         f"task.data.{name}": paths for name, paths in (("train", data.train), ("eval", data.eval), ("demonstrations", data.demonstrations))
@@ -239,7 +240,7 @@ def private_paths(settings: Settings) -> dict[str, str]:
 
 
 def check_trackers(settings: Settings, report: CheckReport) -> None:
-    """Check the settings and credentials of W&B and trackio."""
+    """Check the settings and credentials for W&B and trackio."""
     try:
         check_wandb(settings.wandb)
     except ValueError as error:
@@ -261,12 +262,12 @@ async def _check_sandbox_server(chosen: SandboxSettings) -> None:
 
 
 def error_line(error: Exception) -> str:
-    """Return an error as one line."""
+    """Return an error's type and message as one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
-    """Run all checks on this machine."""
+    """Run all of the doctor's checks on this machine."""
     report = CheckReport()
     check_machine(settings, report)
     renderer, trunk = check_model(settings, report), settings.critic.path
@@ -286,7 +287,7 @@ def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
 def run_doctor(settings: Settings, plugins: Plugins) -> int:
     """Run the checks, print the report, and return 0 if the run can start, else 1.
 
-    Problems are printed as `error: key=value: remedy`. Collective over all ranks of a job.
+    Each problem is printed as `error: key=value: remedy`. Collective over all ranks of a job.
     """
     world = read_world()
     report = (

@@ -1,7 +1,7 @@
-"""Checks of a multi-process job.
+"""The doctor's checks of a multi-process job.
 
-They collect the findings of each node, and cover shared files, all-reduce bandwidth, clock skew and
-the time left in the job.
+The findings of all nodes are merged. Further checks cover shared files, all-reduce bandwidth, clock
+skew and the time left in the job.
 """
 
 import os
@@ -22,19 +22,23 @@ from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
 
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""Timeout of the rendezvous in seconds; some nodes may have to check more data than others."""
+"""Timeout of the rendezvous in seconds. It is long because some nodes may have to check more data
+than others.
+"""
 ALL_REDUCE_BYTES, NUM_ROUNDS = 64 << 20, 5
 MIN_BYTES_PER_S = 1e9
-"""All-reduce bandwidth in bytes per second below which GPU nodes probably use the wrong network."""
+"""All-reduce bandwidth in bytes per second below which GPU nodes probably use the wrong network
+interface.
+"""
 LAST_STEPS = 10
 STEP_TIMES = ("time/engine", "time/environment", "time/update", "time/checkpoint", "time/sync", "time/record")
 MAX_CLOCK_SKEW_S = 1.0
-"""Clock skew in seconds that makes times in logs and checkpoints misleading."""
+"""Clock skew in seconds above which times in logs and checkpoints are misleading."""
 
 
 def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Callable[[], CheckReport]) -> CheckReport:
-    """Return one report of all nodes, on every rank; the first rank of each node checks it."""
-    # before the rendezvous, because the memory plan creates a process group of its own
+    """Run the checks on the first rank of each node, and return the merged report on every rank."""
+    # must run before the rendezvous, because the memory plan creates its own process group
     mine = run_node_checks() if world.is_local_main else None
     connect(world, timeout_s=RENDEZVOUS_TIMEOUT_S)
     try:
@@ -53,7 +57,7 @@ def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Calla
 
 
 def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
-    """Merge the reports of all nodes; an error of only some nodes gets their names."""
+    """Merge the reports of all nodes; an error that not all nodes have gets the nodes' names."""
     whole = CheckReport(findings=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.findings])
     for kind in ("errors", "warnings"):
         told = {node: getattr(report, kind) for node, report in reports.items()}
@@ -64,9 +68,9 @@ def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
 
 
 def check_job_nodes(settings: Settings, world: World, report: CheckReport) -> None:
-    """Run the multi-node checks of a run (preflight/nodes.py).
+    """Run the multi-node checks that a run performs at its start (preflight/nodes.py).
 
-    A missing run directory is created for them and removed afterwards.
+    If the run directory does not exist, it is created for these checks and removed afterwards.
     """
     folder = Path(settings.run.dir)
     try:
@@ -86,9 +90,9 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_all_reduce(world: World, report: CheckReport) -> None:
-    """Measure the bandwidth of an all-reduce over all ranks.
+    """Measure the all-reduce bandwidth over all ranks.
 
-    The first round is ignored, because it opens the connections.
+    The first round is not counted, because it includes opening the connections.
     """
     number_T = torch.zeros(ALL_REDUCE_BYTES // 4, device=world.device)
     seconds = []
@@ -105,7 +109,7 @@ def check_all_reduce(world: World, report: CheckReport) -> None:
 
 
 def check_clocks(world: World, report: CheckReport) -> None:
-    """Compare the clocks of all nodes with rank 0's, read after a barrier."""
+    """Compare the clock of each node with that of rank 0; both are read after a barrier."""
     rounds = []
     for _ in range(NUM_ROUNDS):
         dist.barrier()
@@ -124,9 +128,10 @@ def _clock_offset(read: list[float], first: list[float]) -> float:
 
 
 def check_time_left(settings: Settings, report: CheckReport) -> None:
-    """Warn if the remaining steps do not fit into the Slurm job.
+    """Warn if the remaining steps probably do not fit into the Slurm job.
 
-    The estimate uses the last steps of an earlier attempt; the job's end is SLURM_JOB_END_TIME.
+    The estimate is based on the last steps of an earlier attempt, and on the job's end time in
+    SLURM_JOB_END_TIME.
     """
     end, metrics = os.environ.get("SLURM_JOB_END_TIME"), Path(settings.run.dir) / "metrics.jsonl"
     steps = [step for step in read_metrics(metrics) if "time/update" in step] if metrics.is_file() else []

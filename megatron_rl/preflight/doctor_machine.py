@@ -1,4 +1,4 @@
-"""Checks of a machine: CPU, memory, disk, GPUs, driver, kernels, packages and memory plan."""
+"""The doctor's checks of a machine: CPU, memory, disk, GPUs, packages and memory plan."""
 
 import os
 import re
@@ -24,12 +24,12 @@ from megatron_rl.registry import Plugins, has_critic, uses_sandbox
 
 GIB = 1 << 30
 LOCK_FOLDER = Path(__file__).resolve().parents[2] / "requirements"
-"""Directory of the lock files in a checkout; a wheel contains none."""
+"""Directory of the lock files in a checkout; a wheel contains no lock files."""
 COMPILERS = ("cc", "gcc", "clang")
 DISK_TEST_BYTES = 64 << 20
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
-"""Checkpoint size per byte of the bfloat16 weights: float32 main weights and two moments (6), and
-the weights (1).
+"""Number of checkpoint bytes per byte of bfloat16 weights: 6 for the float32 main weights and two
+moments, and 1 for the weights.
 """
 
 
@@ -52,7 +52,7 @@ def check_machine(settings: Settings, report: CheckReport) -> None:
 
 
 def check_open_files(report: CheckReport) -> None:
-    """Report the maximum number of open files of a process."""
+    """Raise the limit on open files, and report it."""
     try:
         raise_file_limit()
     except ValueError as error:
@@ -62,9 +62,9 @@ def check_open_files(report: CheckReport) -> None:
 
 
 def check_disk_speed(settings: Settings, existing_folder: Path, report: CheckReport, *, weight_bytes: int) -> str:
-    """Measure the write speed of the disk, including the flush.
+    """Measure the disk's write speed, including the flush to disk.
 
-    Return it as text for the report, or an empty string if the directory is not writable.
+    Return the speed as text for the report, or an empty string if the directory is not writable.
     """
     try:
         with tempfile.NamedTemporaryFile(dir=existing_folder, prefix=".doctor_") as file:
@@ -88,7 +88,7 @@ def check_disk_speed(settings: Settings, existing_folder: Path, report: CheckRep
 
 
 def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
-    """Check the GPUs that torch finds, the driver, and the compiler that Triton needs."""
+    """Check the GPUs that torch finds, the driver, and the compiler that Triton requires."""
     devices = gpus.visible_gpus()
     report.add_finding("GPUs", ", ".join(f"{device.name} {device.memory_bytes / GIB:.0f} GiB" for device in devices) or "none")
     driver = gpus.read_driver_version(gpus.DRIVER)
@@ -109,9 +109,10 @@ def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
 
 
 def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: CheckReport) -> None:
-    """Check that the job's GPUs on this node fit together, and have enough shared memory.
+    """Check that the job's GPUs on this node have the same type and enough shared memory.
 
-    Outside of a job, these are the first plan.world_size GPUs, or all if it is 0.
+    Outside of a job, these are the first plan.world_size GPUs of the machine, or all GPUs if
+    plan.world_size is 0.
     """
     here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
     size = here.size if here.size > 1 else settings.plan.world_size or len(devices)
@@ -124,7 +125,7 @@ def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: Chec
 
 
 def check_kernels(settings: Settings, report: CheckReport) -> None:
-    """Report the implementation of each kernel."""
+    """Report which implementation is used for each kernel."""
     from megatron_rl.policy.kernels import apex_error, describe_kernels, transformer_engine_error  # imports Megatron
 
     report.add_finding("kernels", ", ".join(f"{what}: {whose}" for what, whose in describe_kernels(settings.lora).items()))
@@ -132,7 +133,7 @@ def check_kernels(settings: Settings, report: CheckReport) -> None:
 
 
 def check_versions(locks: Sequence[Path], report: CheckReport) -> None:
-    """Compare the installed package versions with those of the lock files."""
+    """Compare the installed package versions with the versions in the lock files."""
     if not all(lock.is_file() for lock in locks):
         report.add_finding("versions", "no lock beside this package")
         return
@@ -146,9 +147,9 @@ def check_versions(locks: Sequence[Path], report: CheckReport) -> None:
 
 
 def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
-    """Return {package: installed version} of packages that differ from the lock files.
+    """Return {package: installed version} for the packages that differ from the lock files.
 
-    The version is empty if the package is not installed. A local build suffix (+cpu) is ignored.
+    The version is empty if the package is not installed. Local version suffixes (+cpu) are ignored.
     """
     found = {}
     for name, wanted in pinned.items():
@@ -162,10 +163,10 @@ def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
-    """Check that the memory plan fits host memory, and GPU memory if there are GPUs.
+    """Check that the memory plan fits the host memory, and the GPU memory if there are GPUs.
 
-    GPU memory is also planned without GPUs if plan.world_size is set. The expected time per step is
-    reported, too.
+    If plan.world_size is set, GPU memory is planned even without GPUs. The expected time per step
+    is also reported.
     """
     from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # imports Megatron
     from megatron_rl.memory_plan.gpu_specs import closest_gpu_name, format_gb
@@ -191,7 +192,7 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
     if not (settings.plan.world_size or torch.cuda.device_count()):
         return
     try:
-        memory = 0 if settings.plan.world_size else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # memory of the installed GPUs
+        memory = 0 if settings.plan.world_size else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # 0: that of plan.gpu
         at = (
             settings
             if not memory

@@ -1,4 +1,4 @@
-"""Checks of the servers that a run starts itself."""
+"""The doctor's checks of the servers that a run starts itself."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Checks of a node's GPUs and driver before a model is loaded, with one error line per problem."""
+"""Checks of a node's GPUs and driver before a model is loaded; each problem is one error line."""
 
 import os
 import re
@@ -14,22 +14,24 @@ from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World, is_mig_slice
 
 DRIVER = Path("/proc/driver/nvidia/version")
-"""File written by NVIDIA's kernel module, on the host and in its containers."""
+"""File with the driver version, provided by NVIDIA's kernel module on the host and in containers.
+"""
 NEEDS_DRIVER = {"12": 525, "13": 580}
-"""Minimum driver version for each CUDA major version (NVIDIA's CUDA compatibility guide, minor
-version compatibility).
+"""Minimum driver version per CUDA major version (NVIDIA's CUDA compatibility guide, minor version
+compatibility).
 """
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 256 << 20
-"""Maximum size in bytes that NCCL may use in /dev/shm per rank of a node."""
+"""Maximum number of bytes in /dev/shm that NCCL may use per rank of a node."""
 MIN_SHARED_BYTES = 64 << 20
-"""Minimum size in bytes of /dev/shm per rank below which NCCL does not start.
+"""Minimum number of bytes in /dev/shm per rank that NCCL needs to start.
 
-Its segments have 10 to 33 MB, a few per rank. A container without --shm-size has 64 MB for all
-ranks. The 1 GB recommended for NVIDIA's containers is twice the minimum for eight ranks.
+NCCL creates a few shared-memory segments of 10 to 33 MB per rank. A container without --shm-size
+has 64 MB for all ranks. The 1 GB recommended for NVIDIA's containers is twice the minimum for eight
+ranks.
 """
 HIDING_VARIABLES = ("", "-1")
-"""Values of CUDA_VISIBLE_DEVICES that hide every GPU, which requests a run on the CPU."""
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU, so that a run uses the CPU."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -37,9 +39,9 @@ class Gpu:
     """Name and memory of a visible GPU."""
 
     name: str
-    """Name reported by torch. Example: NVIDIA H100 80GB HBM3"""
+    """Name reported by torch, e.g. NVIDIA H100 80GB HBM3."""
     memory_bytes: int
-    """Total memory in bytes; for a MIG slice, that of the slice."""
+    """Total memory in bytes; for a MIG slice, the memory of the slice."""
 
 
 def visible_gpus() -> list[Gpu]:
@@ -54,9 +56,9 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
     Args:
         settings: Settings of the run.
         world: Ranks of the job.
-        needed: Planned bytes of the fullest GPU, 0 without a plan, or the error for which no plan
-            could be made. This error is raised only if the GPUs themselves are fine, because for a
-            MIG slice or mixed GPU types it would name the wrong cause.
+        needed: Planned number of bytes on the GPU that needs the most memory, 0 without a plan, or
+            the error that prevented a plan. The error is raised only if the other checks pass,
+            because for a MIG slice or mixed GPU types it would name the wrong cause.
     """
     devices, driver = visible_gpus(), read_driver_version(DRIVER)
     troubles = []
@@ -76,10 +78,15 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
 
 
 def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: int) -> list[str]:
-    """Return the problems of a node's GPUs, one per rank, in a job of `num_ranks` ranks.
+    """Return one error line for each problem of a node's GPUs.
 
-    These are MIG slices in a job of several ranks, GPUs of different types, and a tensor-parallel
-    size that spans nodes.
+    The problems are MIG slices in a job of several ranks, GPUs of different types, and a
+    tensor-parallel size that would span nodes.
+
+    Args:
+        settings: Settings of the run.
+        node_gpus: GPUs of this node, one per rank.
+        num_ranks: Number of ranks in the whole job.
     """
     visible, found = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}", []
     slices = [gpu.name for gpu in node_gpus if is_mig_slice(gpu.name)]
@@ -98,7 +105,7 @@ def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: 
 
 
 def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int) -> str:
-    """Return an error if a GPU is smaller than the plan, else an empty string.
+    """Return an error if the smallest GPU has less memory than planned, else an empty string.
 
     The error has the form `engine.gpu_memory_utilization=0.9: ...`.
     """
@@ -113,8 +120,8 @@ def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int)
 def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> str:
     """Return an error if /dev/shm has less than `bytes_per_rank` free per rank.
 
-    Return an empty string otherwise. There is none for a single rank, or with NCCL_SHM_DISABLE=1,
-    which lets NCCL work without shared memory.
+    Otherwise, return an empty string. No error is returned for a single rank, or with
+    NCCL_SHM_DISABLE=1, which lets NCCL work without shared memory.
     """
     if num_ranks == 1 or free >= bytes_per_rank * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
@@ -123,7 +130,10 @@ def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> st
 
 
 def read_driver_version(version_file: Path) -> str:
-    """Return the version of NVIDIA's driver, e.g. 580.65.06, or an empty string."""
+    """Return the version of NVIDIA's driver, e.g. 580.65.06.
+
+    Return an empty string if there is no driver.
+    """
     try:
         found = re.search(r"Module(?: for \S+)?\s+(\d+\.[\d.]+)", version_file.read_text())
     except OSError:
@@ -132,9 +142,9 @@ def read_driver_version(version_file: Path) -> str:
 
 
 def driver_error(driver: str, cuda_version: str | None, *, num_devices: int) -> str:
-    """Return the reason why torch finds no GPU despite a driver.
+    """Return an error that explains why torch finds no GPU although there is a driver.
 
-    Return an empty string if it finds one.
+    Return an empty string if torch finds a GPU.
     """
     if num_devices:
         return ""

@@ -1,8 +1,8 @@
-"""Checks of a job on several nodes, before anything is built (docs/running.md).
+"""Checks of a job on several nodes, before the model is built (docs/running.md).
 
-They test that all nodes have the same files, and that nothing spans nodes that must not. A node is
-the set of processes started by one launcher. Marker files have new, random names, so that network
-file systems cannot answer from a cache.
+The checks ensure that all nodes have the same files, and that no engine spans nodes. A node is the
+set of processes started by one launcher. Rank 0 creates marker files, which the other nodes look
+for. The markers have new, random names, so that network file systems cannot answer from a cache.
 """
 
 import hashlib
@@ -23,26 +23,28 @@ SHARED_FOLDER_REMEDY = "put it on a folder that all nodes share"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NodeReport:
-    """Observations of a node's first process."""
+    """Observations of the first process on a node."""
 
     host: str
     node: int
     num_processes: int
     run_dir_error: str = ""
-    """Reason why the run directory is not the one that rank 0 writes to; empty if it is."""
+    """Reason why this node's run directory is not the one that rank 0 writes to; empty if it is the
+    same directory.
+    """
     file_fingerprints: Mapping[str, Mapping[str, object]]
-    """Maps each setting to {file: fingerprint} of its existing files."""
+    """Maps each setting to {file: fingerprint} for the existing files that it names."""
     sees_judge_cache: bool = False
-    """True if the node sees the directory of rank 0's judge cache."""
+    """True if the directory of rank 0's judge cache is visible on this node."""
 
     def __str__(self) -> str:
         return f"node {self.node} ({self.host})"
 
 
 def check_nodes(settings: Settings, world: World) -> None:
-    """Raise ValueError on every rank if a node does not fit or lacks files.
+    """Raise ValueError on every rank if the nodes do not fit together, e.g. have different files.
 
-    Collective over all ranks, while rank 0 holds the lock of the run directory.
+    Collective over all ranks. Rank 0 must hold the lock of the run directory.
     """
     if world.num_nodes == 1:
         return
@@ -57,9 +59,9 @@ def check_nodes(settings: Settings, world: World) -> None:
 
 
 def marker_paths(settings: Settings, nonce: str) -> list[Path]:
-    """Return the marker files that rank 0 creates for the other nodes.
+    """Return the paths of the marker files that rank 0 creates for the other nodes.
 
-    They are in the run directory, and next to a judge's cache that will be written.
+    One is in the run directory. Another is next to the judge's cache file if the run will write it.
     """
     cache = Path(settings.task.judge.cache)
     beside = [cache.with_name(f".node_{nonce}")] if cache.name and settings.task.judge.urls and cache.parent.is_dir() else []
@@ -67,7 +69,7 @@ def marker_paths(settings: Settings, nonce: str) -> list[Path]:
 
 
 def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
-    """Return the observations of this node."""
+    """Return the observations of this process about its node."""
     in_run, *beside = marker_paths(settings, nonce)
     own, trouble = in_run.with_name(f"{in_run.name}_{world.node}"), ""
     if not in_run.exists():
@@ -86,7 +88,7 @@ def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
 
 
 def source_files(settings: Settings) -> dict[str, list[str]]:
-    """Return the files and directories that every node reads itself, by setting."""
+    """Return the files and directories that every node reads itself, keyed by setting."""
     data = settings.task.data
     given = {
         "model.path": [settings.model.path], "lora.path": [settings.lora.path], "critic.path": [settings.critic.path],
@@ -96,10 +98,10 @@ def source_files(settings: Settings) -> dict[str, list[str]]:
 
 
 def describe_path(path: Path) -> dict[str, object]:
-    """Return the fingerprints of a file, or of the files in a model directory.
+    """Return the fingerprint of a file, or of each file in a model directory, keyed by path.
 
     A fingerprint is the size of a file, or the digest of a model's config file. The result is empty
-    for a missing path.
+    if the path does not exist.
     """
     if path.is_file():
         return {str(path): path.stat().st_size}
@@ -115,7 +117,7 @@ def _digest(file: Path) -> str:
 
 
 def require_same_nodes(settings: Settings, reports: Sequence[NodeReport]) -> None:
-    """Raise ValueError if a node differs from the first one, or an engine would span nodes."""
+    """Raise ValueError if a node differs from the first node, or an engine would span nodes."""
     first, size = reports[0], settings.engine.tp if settings.engine.mode == "colocated" else 1
     for view in reports:
         num = view.num_processes

@@ -1,6 +1,6 @@
 """Checks of prompts before the first step.
 
-They log the first prompt, and report prompts that do not fit.
+The first prompt is logged, and prompts that do not fit into a sequence are reported.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +15,9 @@ from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.types import Example, TokenSequence
 
 SHOWN_CHARACTERS = 500
-"""Number of characters logged from the start and from the end of the first prompt."""
+"""Number of characters of the first prompt that are logged from its start and from its end."""
 MAX_SHOWN_MISMATCHES = 5
-"""Maximum number of warnings per split; the doctor lists more."""
+"""Maximum number of warnings about long prompts per split; the doctor lists more."""
 
 
 def report_prompts(settings: Settings, *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
@@ -26,8 +26,8 @@ def report_prompts(settings: Settings, *, rollout_manager: RolloutManager, log: 
     Collective over all ranks; the main rank performs the checks.
 
     Raises:
-        ValueError: More questions do not fit than run.max_failed_fraction allows; raised on all
-            ranks.
+        ValueError: The fraction of questions that do not fit exceeds run.max_failed_fraction. The
+            error is raised on all ranks.
     """
     prompt = rollout_manager.render_first_prompt()
     run_on_rank_zero(lambda: None if prompt is None else _report_first_prompt(settings, prompt, rollout_manager=rollout_manager, log=log))
@@ -45,7 +45,7 @@ def _report_first_prompt(settings: Settings, prompt: TokenSequence, *, rollout_m
 
 
 def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:
-    """Warn of questions with names of special tokens, which the policy reads as text."""
+    """Warn about questions that contain special tokens, which the policy reads as plain text."""
     for split, of_split in questions.items():
         names = [name for example in of_split if (name := rollout_manager.renderer.find_special_token(str(example.payload["question"])))]
         if names:
@@ -55,7 +55,7 @@ def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_mana
 
 
 def report_column_warnings(examples: Mapping[str, Sequence[Example]], *, log: Callable[[str], None]) -> None:
-    """Warn of columns that are not used, for each split read from files."""
+    """Warn about unused columns, for each split that is read from files."""
     for split, of_split in examples.items():
         for line in of_split.warnings if isinstance(of_split, QuestionDataset) else ():
             log(f"warning: task.data.{split}: {line}")
@@ -69,9 +69,9 @@ def report_long_prompts(
     rollout_manager: RolloutManager,
     log: Callable[[str], None],
 ) -> None:
-    """Warn of questions that do not fit, by file and row.
+    """Warn about questions that do not fit into a sequence, with file and row.
 
-    The text around a question is assumed to be as long as in the first prompt.
+    The rest of each prompt is assumed to be as long as in the first prompt.
     """
     beside = measure_prompt_overhead(questions["train"][0], prompt, settings, rollout_manager.renderer)
     for split, of_split in questions.items():

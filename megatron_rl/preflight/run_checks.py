@@ -1,4 +1,4 @@
-"""Checks of a run before anything is built, and the memory plan that plan.only prints."""
+"""Checks of a run before the model is built, and the memory plan that plan.only prints."""
 
 from dataclasses import replace
 
@@ -21,12 +21,13 @@ from megatron_rl.services.engine_servers import check_started
 
 
 def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int | ValueError | OSError:
-    """Return the planned peak of the fullest GPU in bytes, or the error that no plan fits.
+    """Return the planned peak memory in bytes of the GPU that needs the most.
 
-    The result is 0 on CPUs, and on all processes but the first of a node. The plan is for the
-    smallest GPU of this node. Host memory is checked only if plan.host_gb is set, because a run
-    seldom needs its maximum at once. Call it before the process groups exist, since the plan
-    creates one of its own. The error is returned so that all ranks can raise it.
+    If the plan does not fit, the error is returned instead of raised, so that all ranks can raise
+    it. The result is 0 on CPUs, and on all processes except the first of each node. The plan is
+    made for the smallest GPU of this node. Host memory is checked only if plan.host_gb is set,
+    because a run seldom needs its maximum all at once. Call this function before the process groups
+    exist, because the plan creates its own process group.
     """
     if world.device.type != "cuda" or not world.is_local_main:
         return 0
@@ -46,7 +47,7 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
 
 
 def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
-    """Build the task, and check all of the run that can be checked before anything else is built.
+    """Build the task, and check everything that can be checked before the model is built.
 
     Args:
         settings: Settings of the run.
@@ -75,7 +76,8 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
 def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:
     """Print the memory plan on the main rank.
 
-    model.path may be the Hugging Face Hub name of a known model; its files are not needed.
+    model.path may also be the name of a known model on the Hugging Face Hub; the model's files are
+    then not needed.
     """
     model, size = load_known_spec(settings.model.path), settings.plan.world_size or world.size
     check_sizes(settings, model, size, plugins)

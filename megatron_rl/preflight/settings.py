@@ -37,7 +37,7 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
 def check_examples(task: Task, splits: tuple[str, ...]) -> None:
     """Raise ValueError if a split has no examples.
 
-    This is checked at the start, because an evaluation split may be needed only hours later.
+    The check is made at the start of the run, because the first evaluation may be hours later.
     """
     for split in splits:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
@@ -46,7 +46,7 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
     """Raise ValueError if the settings do not fit the model or the number of processes.
 
-    Checks algorithm, layout, frozen modules and engine.
+    The settings of algorithm, parallel layout, frozen modules and engine are checked.
     """
     algorithms = {**ALGORITHMS, **plugins.algorithms}
     check_algorithm(settings.algo, algorithms)
@@ -78,9 +78,9 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
 
 
 def _check_staleness(settings: Settings, *, num_engines: int) -> None:
-    """Raise ValueError unless the engines can run all episodes in flight.
+    """Raise ValueError unless the engines can generate all episodes in flight concurrently.
 
-    A queued episode would become stale for no reason.
+    If some episodes had to wait in a queue, they would become stale unnecessarily.
     """
     staleness, batch, room = settings.run.max_staleness, settings.batch, settings.engine.max_num_seqs
     num = (staleness + 1) * batch.prompts_per_step * batch.group_size
@@ -124,16 +124,17 @@ VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
     "vision_end_token_id": lambda spec: spec.vision_end_id,
     "mrope_interleaved": lambda spec: spec.family.has_interleaved_mrope,
 }
-"""Maps each config.json field that must be equal in models that read the same batches to its value
-in `ModelSpec`.
+"""Maps config.json fields to their values in `ModelSpec`. Models that read the same batches must
+agree in all of these fields.
 """
 
 
 def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
     """Raise ValueError if the critic cannot read the policy's batches.
 
-    Its patches, placeholder tokens and positions must be the policy's. Vocabulary sizes may differ
-    in the rows beyond the tokenizer (Qwen2.5-VL-3B has 128 fewer than 7B).
+    Patches, placeholder tokens and positions of the critic must match the policy's. The vocabulary
+    sizes may differ in rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 rows fewer than
+    7B).
     """
     for name, of in VISION_KEYS.items():
         remedy = f"has {name}={of(critic)}, the policy {of(model)}; take a model of the policy's family: it reads the same batches"

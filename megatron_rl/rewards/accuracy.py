@@ -1,8 +1,9 @@
-"""Accuracy reward of tasks with questions.
+"""Accuracy reward for tasks with questions.
 
-An answer is first checked for vetoes, then compared by rules, and then by a judge if the rules
-leave it undecided. `data_source` selects the rule. Answers of an unknown source are compared as
-text, choice, label or number, then as mathematics, then by the judge.
+An answer is first checked for vetoes and then compared with the ground truth by rules. If the rules
+leave it undecided, a judge decides. The example's `data_source` selects the rule. If the source is
+unknown, the answer is compared as text, choice, label or number, then as mathematics, and finally
+by the judge.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ from megatron_rl.rewards.judge_prompt import load_judge_prompt
 from megatron_rl.rewards.rubric import RewardInput
 
 MATHS_SOURCES = ("thinklite_eureka", "xince")
-"""Prefixes of data sources that DeepEyes' rules treat as mathematics (rubrics.py)."""
+"""Prefixes of the data sources that DeepEyes' reward treats as mathematics (rubrics.py)."""
 EXAMPLE_FAMILIES = {
     "search": ("vstar", "hrbench", "high_res", "deepeyes", "minio3", "visual_search", "visualprobe", "vl_agent"),
     "chart": ("chart", "ecd"),
@@ -42,24 +43,25 @@ EXAMPLE_FAMILIES = {
         "geoqa",
     ),
 }
-"""Maps each family of worked examples in the judge's prompt to the prefixes of its data sources;
-all other sources use `general`.
+"""Maps each family of worked examples for the judge's prompt to the prefixes of its data sources;
+all other sources use the family `general`.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class AccuracyReward:
-    """Reward in [0, 1] for a correct answer: vetoes, then rules, then a judge."""
+    """Reward in [0, 1] for the correctness of an answer, from vetoes, rules and a judge."""
 
     read_answer: AnswerReader
     math_verifier: MathVerifier
     judge: Judge | None
 
     async def __call__(self, reward_input: RewardInput) -> float:
-        """Return 1 for a correct answer and 0 otherwise.
+        """Return 1 for a correct answer and 0 for a wrong one.
 
-        Numeric sources get the mean relative accuracy, and questions of a published benchmark its
-        own score. Without a judge, an answer that the rules leave undecided is wrong.
+        Two kinds of questions can get values in between: numeric data sources are scored by mean
+        relative accuracy, and questions from a published benchmark by that benchmark's own rule.
+        Without a judge, an answer that the rules leave undecided is wrong.
 
         Raises:
             InfraError: The judge or the math verifier failed.
@@ -96,5 +98,5 @@ def get_data_source(reward_input: RewardInput) -> str:
 
 
 def find_example_family(source: str) -> str:
-    """Return the family of worked examples for a data source."""
+    """Return the family of worked examples that fits a data source."""
     return next((name for name, starts in EXAMPLE_FAMILIES.items() if source.startswith(starts)), "general")

@@ -1,18 +1,19 @@
 """Symbolic equality of two short LaTeX expressions, computed by math-verify in a killable process.
 
-The text comes from the policy: an expression of ten characters can make SymPy compute a number with
-a billion digits. So a helper process imports SymPy once and forks for every question. The fork has
-two seconds of CPU time and a bounded address space, and its exit status is the verdict. If a limit
-ends it early (SIGPROF, SIGSEGV, MemoryError), the verdict is "undecided". The timeouts of
-math-verify rely on signals to the caller's main thread, so they are switched off (math-verify
-0.9.0, parser.py and utils.py). Only its LaTeX parser is used: the parser for plain expressions
-calls SymPy's parse_expr, which evaluates Python.
+The text comes from the policy and is untrusted: an expression of ten characters can make SymPy
+compute a number with a billion digits. So a helper process imports SymPy once and forks for every
+question. The fork has two seconds of CPU time and a bounded address space, and its exit status is
+the verdict. If a limit ends the fork early (SIGPROF, SIGSEGV, MemoryError), the verdict is
+"undecided". The timeouts of math-verify rely on signals to the caller's main thread, so they are
+switched off (math-verify 0.9.0, parser.py and utils.py). Only its LaTeX parser is used, because its
+parser for plain expressions calls SymPy's parse_expr, which evaluates Python.
 
-Both sides are converted to LaTeX first (typed_math.py). Not compared are texts longer than
-MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other labels of digits
-(labels.py), quantities (`5 km`) and statements about numbers alone (`1=1`). SymPy reads letters as
-a product: `listen` would equal `silent`, and `A12` would equal `12A`. The removal of units by
-math-verify is switched off, because `5 km` would equal `5 m`, and `x + 2t` would equal `x + 2`.
+Both sides are converted to LaTeX first (typed_math.py). Some texts are not compared at all: texts
+longer than MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other labels of
+digits (labels.py), quantities (`5 km`) and statements about numbers alone (`1=1`). SymPy would read
+adjacent letters as a product, so `listen` would equal `silent`, and `A12` would equal `12A`. The
+removal of units by math-verify is switched off, because with it `5 km` would equal `5 m`, and `x +
+2t` would equal `x + 2`.
 """
 
 import asyncio
@@ -39,22 +40,24 @@ from megatron_rl.rewards.matrices import matrix
 from megatron_rl.rewards.typed_math import to_latex
 
 Chains = Sequence[tuple[str, str, bool]]
-"""Pairs of values that must agree, with a flag for the last pair (equations.links)."""
+"""Pairs of values that must agree, each with a flag that is True for the last pair of its chain
+(equations.links).
+"""
 MAX_EXPRESSION_CHARS = 200
 CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 30.0
-"""Wall-clock limit per question in seconds, for machines that are too busy to give a fork its CPU
+"""Wall-clock limit per question in seconds, for machines so busy that a fork does not get its CPU
 time.
 """
 MEMORY_LIMIT_MIB = 1024
 """Limit on the address space per question in MiB."""
 HELPER_TIMEOUT_S = 300.0
-"""Timeout of a helper's response in seconds, including its startup; a helper that exceeds it is
-replaced.
+"""Timeout in seconds for a response of the helper process, including its startup; a helper that
+exceeds it is replaced.
 """
 MAX_ATTEMPTS = 2
-"""Maximum number of helpers tried per question; if the last one fails, PermanentInfraError is
-raised.
+"""Maximum number of helper processes that are tried per question; if the last one fails,
+PermanentInfraError is raised.
 """
 _RIGHT, _WRONG, _UNDECIDED = 0, 1, 2
 _EXAMPLES = (
@@ -67,19 +70,19 @@ _EXAMPLES = (
     ("x^2-1", "(x-1)(x+1)"),
     ("3", "4"),
 )
-"""Questions evaluated before the first fork, because SymPy and ANTLR import modules lazily and
-every fork would repeat that.
+"""Pairs of texts that the helper compares before its first fork, because SymPy and ANTLR import
+modules lazily and each fork would have to repeat these imports.
 """
 _LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+")
 _NAMED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?:_\w|_\{\w*\}|\(\w\))?\s*=")
-"""Matches the name of a value: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
+"""Matches the name and equals sign before a value: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
 _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s~]|\\[ ,;:!])+\d")
-"""Matches a letter before a digit (`A12`, `No 7`), or two adjacent numbers, which math-verify adds:
-`1 2` would be 3, and `1 1/2` would be 1.
+"""Matches a letter before a digit (`A12`, `No 7`), or two adjacent numbers. Math-verify adds
+adjacent numbers: `1 2` would be 3, and `1 1/2` would be 1.
 """
 _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])|\^\{[^{}]*[A-Za-z]")
-"""Matches a sum, difference, inequality or power with a letter, which codes and quantities do not
-contain; a leading sign does not match.
+"""Matches a sum, difference, inequality or power with a letter, which do not occur in codes and
+quantities. A leading sign does not match.
 """
 _UNREADABLE = re.compile(
     r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|\d\s*(?:\\?\{|\[)"
@@ -89,42 +92,46 @@ _UNREADABLE = re.compile(
 )
 r"""Matches notation that math-verify misreads.
 
-These are characters that it drops (`5\u2295`), ellipses, two signs in a row, a ratio or a time
-inside an expression, a number with an index (`101_2`, read as 101), adjacent groups, which it adds
-(`{3}{3}`, `3[4]`, `3^\circ7`), powers of powers without braces (`2^3^2`, grouped from the left),
-negations (`~p`), and membership in a named set (`a \in A`, read as equality).
+- Characters that it drops (`5\u2295`), ellipses, two signs in a row, and a ratio or a time inside
+  an expression.
+- A number with an index: `101_2` is read as 101.
+- Adjacent groups, which are added: `{3}{3}`, `3[4]`, `3^\circ7`.
+- Powers of powers without braces, which are grouped from the left: `2^3^2`.
+- Negations (`~p`), and membership in a named set, which is read as equality: `a \in A`.
 """
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
 """Matches a relation. Math-verify treats any two true statements about numbers alone (`1=1`, `3>2`)
-as equal, and any two false ones.
+as equal, and likewise any two false statements.
 """
 _VECTORS = re.compile(
     r".*\\nabla|(?=.*(?:\\times|\xd7))(?=.*(?:\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm|pmb|bf)(?![A-Za-z])|\*\*))", re.DOTALL
 )
-"""Matches products of vectors, which math-verify reads as commutative products of numbers."""
+"""Matches products of vectors, which math-verify would read as commutative products of numbers."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
-"""Matches letters that are variables behind a number and not a unit: `3x`, `2ab`."""
+"""Matches letters after a number that are variables and not a unit: `3x`, `2ab`."""
 
 
 _DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
-r"""Matches a trigonometric function of degrees: math-verify reads 30^\circ as 30, which has the
-sine -0.99.
+r"""Matches a trigonometric function of an angle in degrees. Math-verify reads 30^\circ as 30
+radians, with a sine of -0.99.
 """
 _DECIMAL_BEFORE_BRACKETS = re.compile(r"\.\d+\(\d+\)", re.ASCII)
-"""Matches `0.1(6)`, which is ambiguous: a product, a repeating decimal or an uncertainty."""
+"""Matches `0.1(6)`, which is ambiguous: it may be a product, a repeating decimal or an uncertainty.
+"""
 _THOUSANDS = re.compile(r"(?<![\d.,(\[{])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
-"""Matches `1,000`, but not at the front of a list in brackets: `(100,200)` is a pair."""
+"""Matches a number such as `1,000`, but not at the start of a list in brackets: `(100,200)` is a
+pair.
+"""
 _THOUSANDS_IN_A_LIST = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\S)")
 _ALTERNATIVES = re.compile(r"\\(?:pm|mp)(?![A-Za-z])|(?<![A-Za-z])or(?![A-Za-z])")
 
 
 class MathVerifier:
-    """Compares expressions in a helper process.
+    """Compares expressions in a helper process, one question at a time.
 
-    The process starts with the first question and ends with this object. Questions are processed
-    one at a time.
+    The process starts with the first question and ends when this object is deleted.
     """
 
     def __init__(self) -> None:
@@ -133,13 +140,13 @@ class MathVerifier:
         self._finalizer: Callable[[], object] | None = None
 
     async def is_equal(self, truth: str, answer: str) -> bool | None:
-        """Return True if both texts are mathematically equal, None if undecided.
+        """Return True if both texts are mathematically equal, False if not, None if undecided.
 
         The result is None if a text is not mathematics or the check times out. Several named values
-        (`x = 1, y = 2`) are compared by name; against a text without names they are undecided.
+        (`x = 1, y = 2`) are compared by name; if the names differ, the result is None.
 
         Raises:
-            PermanentInfraError: MAX_ATTEMPTS helpers failed.
+            PermanentInfraError: MAX_ATTEMPTS helper processes failed.
         """
         if (rows := matrix(truth)) and (others := matrix(answer)):
             return await self._equal_by_entry(rows, others)
@@ -181,7 +188,7 @@ class MathVerifier:
         raise PermanentInfraError(f"algebra: no answer by {MAX_ATTEMPTS} helpers; the last: {reasons[-1]}")
 
     def _ensure_helper(self) -> subprocess.Popen[str]:
-        """Return the running helper, or start a new one.
+        """Return the running helper process, or start a new one.
 
         Raises OSError if no process can be started.
         """
@@ -202,11 +209,11 @@ class MathVerifier:
 
 
 def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
-    """Send a question to the helper and return its verdict.
+    """Send a question to the helper process and return the verdict.
 
     Raises:
-        OSError: The helper exited (BrokenPipeError if before the question), timed out
-            (TimeoutError) or cannot fork.
+        OSError: The helper exited (BrokenPipeError if it exited before it got the question), timed
+            out (TimeoutError) or cannot fork.
     """
     assert helper.stdin is not None and helper.stdout is not None
     helper.stdin.write(question + "\n")
@@ -227,9 +234,9 @@ def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
 def is_mathematics(text: str) -> bool:
     r"""Return True if a text is mathematics and nothing else.
 
-    Such a text is short, contains a digit, a LaTeX command or a sum or power of single letters, is
-    neither a label nor a statement about numbers alone, and has no words (three letters that are
-    not a `\command`), inner dollar signs or line breaks.
+    Such a text is short and contains a digit, a LaTeX command, or a sum or power of single letters.
+    It is neither a label nor a statement about numbers alone. It contains no words (three adjacent
+    letters that are not a `\command`), no inner dollar signs and no line breaks.
     """
     inside = to_latex(text).strip("$") if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text.strip() and not ends_in_dots(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
@@ -244,18 +251,18 @@ def is_mathematics(text: str) -> bool:
 
 
 def _without_thousands(text: str) -> str:
-    """Write `1,000` as `1000`.
+    """Remove thousands separators: `1,000` -> `1000`.
 
-    In a list in brackets separated by `, ` or `;`, this includes its first element.
+    The first element of a list in brackets is changed only if the list is separated by `, ` or `;`.
     """
     pattern = _THOUSANDS_IN_A_LIST if re.search(r",\s|;", text) else _THOUSANDS
     return pattern.sub(lambda found: found[0].replace(",", ""), text)
 
 
 def _bracket_kind(text: str) -> str:
-    """Return `set` for {a, b}, `pair` for (a, b) and intervals, else an empty string.
+    """Return "set" for {a, b}, "pair" for (a, b) and intervals, else an empty string.
 
-    Math-verify would equate a pair with the set.
+    Callers need the kind because math-verify treats a pair and the set of its elements as equal.
     """
     inside = to_latex(text).strip("$ ")
     if "," not in inside:
@@ -266,9 +273,9 @@ def _bracket_kind(text: str) -> str:
 def _is_label(text: str) -> bool:
     r"""Return True for a code or a quantity: a number next to letters without an operator.
 
-    Examples: `A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}`, `30 km/h`. `3x`, `2x + 6` and `2k + 1` are
-    none. `3m` and `\frac{1}{2}mv^2` are labels, because their letters cannot be distinguished from
-    units.
+    Examples: `A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}`, `30 km/h`. Not labels: `3x`, `2x + 6`, `2k
+    + 1`. `3m` and `\frac{1}{2}mv^2` count as labels, because their letters cannot be distinguished
+    from units.
     """
     bare = _NAMED.sub("=", re.sub(r"(?<![A-Za-z])or(?![A-Za-z])", ",", text))
     if _JOINED.search(bare):
@@ -279,9 +286,9 @@ def _is_label(text: str) -> bool:
 
 
 def _helper_environment() -> dict[str, str]:
-    """Return a minimal environment.
+    """Return a minimal set of environment variables for the helper process.
 
-    The helper reads untrusted text and must not have the caller's keys.
+    The helper reads untrusted text, so it must not have the caller's API keys.
     """
     return {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HOME") if name in os.environ}
 
@@ -299,10 +306,10 @@ def _verify_in_fork(truth: str, answer: str, chains: Chains) -> bool | None:
     if child == 0:
         status = _UNDECIDED
         try:
-            os.close(sys.stdout.fileno())  # otherwise the caller would not notice the helper's exit while this fork runs
+            os.close(sys.stdout.fileno())  # otherwise the caller would not notice if the helper exits while this fork runs
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MIB << 20,) * 2)
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            # SIGPROF and SIGALRM have no handlers, so they always end the process
+            # SIGPROF and SIGALRM have no handlers here, so they always end the process
             signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
             signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
             status = {True: _RIGHT, False: _WRONG, None: _UNDECIDED}[verdict(truth, answer, chains)]
@@ -313,7 +320,7 @@ def _verify_in_fork(truth: str, answer: str, chains: Chains) -> bool | None:
 
 
 def _serve_questions() -> None:
-    logging.disable(logging.CRITICAL)  # math-verify warns that its timeouts are off
+    logging.disable(logging.CRITICAL)  # suppress math-verify's warning that its timeouts are off
     from megatron_rl.rewards import math_verdict
 
     for truth, answer in _EXAMPLES:

@@ -1,9 +1,9 @@
-"""Answers: extraction from replies, vetoes, and rules that compare them with the truth.
+"""Answers: extraction from replies, vetoes, and rules that compare an answer with the truth.
 
 Formats and constants follow PyVision-RL (strict boxed answer, mean relative accuracy, 1000
 characters), CodeV and DeepEyes (tagged answer). Every rule works on the extracted answer; the rest
-of the reply is never scored. Replies are untrusted, so every pattern here takes time linear in
-their length.
+of the reply is never scored. Replies are untrusted, so every pattern here takes time linear in the
+length of the reply.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,9 +29,11 @@ from megatron_rl.rewards.numbers import parse_number, same_number, same_numbers
 from megatron_rl.rewards.rubric import RewardInput, VetoFn
 
 AnswerReader = Callable[[str], str | None]
-"""Returns the answer in an episode's last reply, or None if it has none in the required format."""
+"""Returns the answer in an episode's last reply, or None if the reply has no answer in the required
+format.
+"""
 NUMERIC_SOURCES = ("vsi_numerical", "rule_verifiable")
-"""Suffixes of data sources that are scored by mean relative accuracy."""
+"""Suffixes of the data sources that are scored by mean relative accuracy."""
 MRA_THRESHOLDS = tuple(Fraction(percent, 100) for percent in range(50, 100, 5))
 """Thresholds of mean relative accuracy: 0.50, 0.55, ..., 0.95 (Yang et al. 2024, "Thinking in
 Space", section 3).
@@ -42,7 +44,7 @@ _OPEN, _CLOSE = "<answer>", "</answer>"
 def read_strict_boxed(reply: str) -> str | None:
     r"""Return the content of the last `<answer>\n\boxed{...}\n</answer>`, or None.
 
-    The braces must be balanced, and there may be nothing else between the tags.
+    The braces must be balanced, and nothing else is allowed between the tags.
     """
     _, found, body = _text_after_thinking(reply).rpartition(f"{_OPEN}\n{BOX_COMMAND}")
     inside = text_before_closing_brace(body) if found else None
@@ -52,8 +54,8 @@ def read_strict_boxed(reply: str) -> str | None:
 def read_tagged(reply: str) -> str | None:
     r"""Return the content of the last <answer> block after the last </think>, without \boxed{}.
 
-    Without a block, return the content of the last box, or else the end of a reply in GSM8K's
-    format: `#### 18`.
+    If there is no block, return the content of the last box, or else the final answer of a reply in
+    GSM8K's format (`#### 18`).
     """
     spoken = _text_after_thinking(reply)
     blocks = _answer_blocks(spoken)
@@ -61,12 +63,12 @@ def read_tagged(reply: str) -> str | None:
 
 
 def get_last_reply(reward_input: RewardInput) -> str:
-    """Return the text of the last turn, or an empty string without turns."""
+    """Return the text of the last turn, or an empty string if there are no turns."""
     return reward_input.turns[-1].text if reward_input.turns else ""
 
 
 def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
-    """Return the checks that make an answer void; a veto removes all positive rewards."""
+    """Return the veto checks for answers, by name; a veto removes all positive rewards."""
 
     def long_answer(outcome: RewardInput) -> bool:
         return len(read_answer(get_last_reply(outcome)) or "") >= MAX_ANSWER_CHARS
@@ -84,10 +86,10 @@ def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
 
 
 def same_text(truth: str, answer: str) -> bool:
-    """Return True if both are the same text.
+    """Return True if both texts are equal after normalization.
 
-    Differences in case, style, whitespace, enclosing quotation marks and a final full stop are
-    ignored. An empty text equals nothing.
+    Case, style, whitespace, enclosing quotation marks and a final full stop are ignored. An empty
+    text is not equal to any text.
     """
     return comparison_form(truth) == comparison_form(answer) != ""
 
@@ -95,10 +97,11 @@ def same_text(truth: str, answer: str) -> bool:
 def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> float:
     """Return the mean over MRA_THRESHOLDS t of 1[ |answer - truth| / |truth| < 1 - t ].
 
-    Equal texts score 1. If the truth is 0 or not a number, the answer must be equal.
+    Equal texts score 1. If the truth is 0 or not a number, the result is 1 for an equal answer and
+    0 otherwise.
 
-    Example: truth 100 and answer 88 have error 0.12, which is below 1 - t up to t = 0.85. That is 8
-    of 10 thresholds: 0.8.
+    Example: for truth 100 and answer 88, the relative error 0.12 is below 1 - t for the 8
+    thresholds from t = 0.50 to 0.85. With 10 thresholds, the result is 0.8.
     """
     if same_text(truth, answer):
         return 1.0
@@ -114,8 +117,8 @@ def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> fl
 def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | None:
     """Return the verdict of the text rules, or None if mathematics or a judge must decide.
 
-    Equal texts are right. Two choices (with the options listed in the question), two labels of
-    digits such as times and dates, two numbers and two lists of numbers are compared by value.
+    Equal texts are right. Other texts are compared by value if both are choices (among the options
+    listed in the question), labels of digits such as times and dates, numbers, or lists of numbers.
     """
     options = find_options(question)
     if same_text(truth, answer):
@@ -129,7 +132,7 @@ def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | N
 
 
 def _has_similar_options(text: str, options: Mapping[str, str]) -> bool:
-    """Return True if several options differ from a text only in case or marks (`BB`, `bb`)."""
+    """Return True if several options equal the text up to case and marks (`BB`, `bb`)."""
     forms = [comparison_form(option) for option in options.values()]
     return forms.count(comparison_form(text)) > 1
 
@@ -139,9 +142,9 @@ def _text_after_thinking(reply: str) -> str:
 
 
 def _answer_blocks(spoken: str) -> list[str]:
-    """Return the texts between tags.
+    """Return the texts between answer tags.
 
-    Each begins at the first opening tag after the previous closing tag.
+    Each text begins at the first opening tag after the previous closing tag.
     """
     pieces = spoken.split(_CLOSE)[:-1]
     return [piece.partition(_OPEN)[2] for piece in pieces if _OPEN in piece]

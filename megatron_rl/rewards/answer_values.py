@@ -1,8 +1,8 @@
 """Numbers and options in answers to published benchmarks, for the rules in benchmark_rules.py.
 
-A number is read with its sign, decimals and exponent. If one of them cannot be parsed, there is no
-number: `-(5)`, `5^2`, `1:2` and `A12` are neither 5 nor 12. All functions take time linear in the
-text.
+A number is read with its sign, decimals and exponent. If a part of it cannot be parsed, the result
+is no number rather than a wrong one: `-(5)`, `5^2`, `1:2` and `A12` are neither 5 nor 12. All
+functions take time linear in the length of the text.
 """
 
 import math
@@ -18,7 +18,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SIGNS = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"} | {0xFF0B: "+", 0xFF0C: ",", 0x3001: ","}
 _MINUS_WORD = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
 _LOOSE_SIGN = re.compile(r"(?<![\d)\]%])(?<![\d)\]%]\s)-\s+(?=\.?\d)")
-"""Matches a sign apart from its number, as in `- 5` but not in `3 - 5`."""
+"""Matches a sign that a blank separates from its number, as in `- 5` but not in `3 - 5`."""
 _BULLETS = re.compile(r"\s*(?:[-*\u2022]\s+\d[^\n]*(?:\n|\Z)\s*){2,}")
 _BULLET = re.compile(r"^\s*[-*\u2022]\s+", re.MULTILINE)
 _NUMERAL = r"(?:(?<![\d)\]%])[-+])?(?:\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,2})?"
@@ -27,16 +27,15 @@ _PAIR = re.compile(rf"(?<![\w.+-])({_NUMERAL})\s*,\s*({_NUMERAL})", re.ASCII)
 _PLAIN = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,300})?|\.\d{1,300})(?:[eE][-+]?\d{1,2})?", re.ASCII)
 _RUN = re.compile(r"[\d\s,]+", re.ASCII)
 _GOES_ON = re.compile(r"\d|[.eE/:^][-+]?\d|[\^\u03c0]")
-"""Matches a continuation of a number after its digits, which means that they are only part of it.
-"""
+"""Matches text after some digits which means that the digits are only a part of a number."""
 _CHANGED = re.compile(
     r"-[^\w\s-]+\.?\d|[\u221a\u221b\u03c0]|\^(?!\s*\{?\s*\\circ)|\d\s*!|\d\s*pi\b|\bpi\b"
     r"|[A-Za-z]\(?-?\.?\d|\b(?:hundred|thousand|million|billion|dozen|half)\b"
     r"|\\(?!text|mathrm|mathbf|mbox|circ|degree|approx|left|right)[A-Za-z]",
     re.IGNORECASE,
 )
-r"""Matches text that changes the value of the only number or makes it a label: `-(5)`, `\sqrt{5}`,
-`5 million`, `A12`, `f(0)`.
+r"""Matches text that changes the value of the only number in an answer or makes it a label: `-(5)`,
+`\sqrt{5}`, `5 million`, `A12`, `f(0)`.
 """
 _PI = re.compile(r"\\pi(?![A-Za-z])|\u03c0|(?<![A-Za-z])pi(?![A-Za-z])")
 _AFTER_PI = re.compile(r"\s*(?:/\s*(\d{1,9}))?(?:\s+[A-Za-z\u00b0 ]{1,20})?\.?\s*", re.ASCII)
@@ -48,7 +47,7 @@ _DOTTED = re.compile(r"^([A-Z])\.(?=\s)")
 
 
 def read_number(text: str) -> Fraction | None:
-    """Return the only number in a text, or None.
+    """Return the only number in a text, or None if there is not exactly one.
 
     Examples: `-2.5 cm` -> -5/2, `1e3` -> 1000, `3 or 4` -> None.
     """
@@ -59,7 +58,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def read_number_with_pi(text: str) -> float | None:
-    """Return the only number in a text, which may be a multiple of pi.
+    """Return the only number in a text, which may be a multiple of pi; None if there is none.
 
     Examples: `2.5π` -> 7.853981633974483, `-π/2` -> -1.5707963267948966.
     """
@@ -79,9 +78,9 @@ def read_number_with_pi(text: str) -> float | None:
 
 
 def read_numbers(text: str) -> list[Fraction] | None:
-    """Return all numbers in a text in order.
+    """Return all numbers in a text, in order.
 
-    Return None if a digit belongs to a label (`A12`), a time, a ratio or a power.
+    Return None if a digit is part of a label (`A12`), a time, a ratio or a power.
     """
     found: list[Fraction] = []
     text = normalize_signs(text)
@@ -96,16 +95,16 @@ def read_numbers(text: str) -> list[Fraction] | None:
 
 
 def read_pair(text: str) -> tuple[Fraction, Fraction] | None:
-    """Return the first two numbers separated by a comma, or None."""
+    """Return the first two numbers that a comma separates, or None."""
     text = normalize_signs(text)
     found = _PAIR.search(text)
     return None if found is None or _GOES_ON.match(text, found.end()) else (Fraction(found[1]), Fraction(found[2]))
 
 
 def read_grid(text: str, side: int) -> list[int]:
-    """Return the first run of side * side integers, or an empty list.
+    """Return the first run of side * side integers, or an empty list if there is none.
 
-    They are separated by commas or blanks.
+    The integers are separated by commas or blanks.
     """
     text = normalize_signs(text)
     for run in _RUN.finditer(text):
@@ -119,9 +118,9 @@ def read_grid(text: str, side: int) -> list[int]:
 
 
 def read_bare_letter(answer: str) -> str:
-    """Return the letter of an answer that is only a letter, or an empty string.
+    """Return the letter of an answer that consists of one letter, or an empty string.
 
-    The case is kept.
+    The letter keeps its case.
 
     Examples: `B`, `b`, `(B)`, `[B]`, `B.`, `B)`.
     """
@@ -134,7 +133,8 @@ def find_option(answer: str, options: Sequence[str]) -> str | None:
 
     Return an empty string for a letter beyond the options, and None if no option is selected. A
     letter takes precedence over the text of an option: with the options `B`, `C`, `D`, the answer
-    `C` selects the third one. The same applies to `C. red` if `red` is the text of another letter.
+    `C` selects the third option. Likewise, `C. red` selects option C even if `red` is the text of
+    another option.
     """
     answer, letters, letter = answer.strip(_MARKS), LETTERS[: len(options)], read_bare_letter(answer)
     if letter and letter.upper() in letters and (letter.isupper() or answer not in options):
@@ -153,9 +153,10 @@ def find_option(answer: str, options: Sequence[str]) -> str | None:
 
 
 def normalize_signs(text: str) -> str:
-    """Return the text with `-` directly before the number for every minus sign, without bullets.
+    """Normalize minus signs and remove bullets.
 
-    Bullets are removed only if every line of the text has one and there are at least two.
+    Every minus sign becomes a `-` directly before its number. Bullets are removed only if the text
+    has at least two lines and every line starts with a bullet.
     """
     text = text.translate(_SIGNS)
     if _BULLETS.fullmatch(text):

@@ -1,8 +1,8 @@
-"""Scoring rules of published benchmarks, applied to the answer extracted from the reply by rules.
+"""Scoring rules of published benchmarks, for answers that were extracted from replies by rules.
 
-Sources: the benchmarks' own scripts, of November 2026 (docs/evaluation.md names them and lists
-every deliberate difference). A rule returns None if its benchmark would use a model; text,
-mathematics and the judge then decide as for any other question (accuracy.py).
+Sources: the benchmarks' own scripts as of November 2026 (docs/evaluation.md names them and lists
+every deliberate difference). A rule returns None where the benchmark would use a model; such an
+answer is then decided by text, mathematics and the judge, like any other answer (accuracy.py).
 """
 
 import re
@@ -26,18 +26,18 @@ from megatron_rl.rewards.answer_values import (
 )
 
 ScoringRule = Callable[[str, str, Mapping[str, object]], float | None]
-"""Maps (truth, answer, item of the benchmark) to a score in [0, 1], or None if undecided."""
+"""Maps (truth, answer, benchmark item) to a score in [0, 1], or None if undecided."""
 DYNAMATH_MARGIN = 0.001
 VSI_ERRORS = tuple(float(error) for error in 1 - np.linspace(0.5, 0.95, 10))
-"""Largest relative errors, in the floats of thinking-in-space. There `1 - 0.8` is
-0.19999999999999996, so an error of 0.2 is above it.
+"""Maximum relative error for each threshold, with the rounding of thinking-in-space's float
+arithmetic: there, `1 - 0.8` is 0.19999999999999996, so an error of 0.2 exceeds it.
 """
 _WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
 _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 
 
 def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Return the score by the rules of the question's benchmark, or None if undecided.
+    """Return the score by the rule of the question's benchmark, or None if undecided.
 
     `item` is described in data/benchmarks/items.py. An answer of MAX_ANSWER_CHARS or more scores 0.
     """
@@ -48,7 +48,7 @@ def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> f
 
 
 def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score an answer `B`, `(B)`, `B. red`, or the text of one option.
+    """Score an answer that is an option letter or an option's text: `B`, `(B)`, `B. red`, `red`.
 
     Return None if the truth is not an option letter, or if the answer selects no option.
     """
@@ -60,9 +60,9 @@ def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float |
 
 
 def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score by letter, or by the text of the right option.
+    """Score an answer by its letter or by the text of the right option.
 
-    The text is also right if it is another option's letter (MATH-V, evaluate.py).
+    That text is right even if it is also another option's letter (MATH-V, evaluate.py).
     """
     options = _options(item)
     if truth in [*LETTERS[: len(options)]] and same_text(options[LETTERS.index(truth)], answer):
@@ -71,11 +71,11 @@ def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> flo
 
 
 def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score choices, numbers and lists as MathVista does (calculate_score.py).
+    """Score choices, numbers and lists like MathVista (calculate_score.py).
 
-    A choice is the selected option or the one with the smallest edit distance. Numbers are
-    truncated to integers or rounded to the item's precision. Lists are compared as text without
-    whitespace.
+    A choice is the selected option, or the option with the smallest edit distance if none is
+    selected. Numbers are truncated to integers or rounded to the item's precision. Lists are
+    compared as text without whitespace.
     """
     kind = item["answer_type"]
     if kind == "choice":
@@ -92,9 +92,9 @@ def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score letters, and numbers by mean relative accuracy.
+    """Score option letters exactly, and numbers by mean relative accuracy.
 
-    The arithmetic is that of thinking-in-space (tasks/vsibench/utils.py).
+    The arithmetic follows thinking-in-space (tasks/vsibench/utils.py).
     """
     if _options(item):
         return score_letter(truth, answer, item)
@@ -108,9 +108,9 @@ def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score by task as TIR-Bench does (calculate_score.py).
+    """Score an answer by its task's rule, like TIR-Bench (calculate_score.py).
 
-    Unlike there, the letter nearest to the answer's text is not searched.
+    Unlike TIR-Bench, this does not search for the option nearest to the answer's text.
     """
     answer = answer.replace("*", "").strip()
     match item["task"]:
@@ -130,7 +130,7 @@ def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score as DynaMath does: decimals within 0.001, choices by letter, text by substring.
+    """Score like DynaMath: decimals within 0.001, choices by letter, and text by substring.
 
     A choice without a letter is right if its first three characters contain the truth.
     """
@@ -145,7 +145,7 @@ def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float
 
 
 def score_vlmblind(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score numbers, pairs of numbers, a letter or a word, without enclosing braces."""
+    """Score one or more numbers, a letter or a word; braces around a letter or word are ignored."""
     if wanted := read_numbers(truth):
         return float(read_numbers(answer) == wanted)
     return float(same_text(truth, answer.strip().strip("{}")))
@@ -162,8 +162,8 @@ SCORING_RULES: Mapping[str, ScoringRule] = {
     "dynamath": score_dynamath,
     "vlmblind": score_vlmblind,
 }
-"""Maps each benchmark to its rule. MathVerse and VisualProbe have none, because a judge scores
-them.
+"""Maps each benchmark to its scoring rule. MathVerse and VisualProbe have no rule, because a judge
+scores them.
 """
 
 
@@ -181,7 +181,7 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def _nearest_option(answer: str, options: Sequence[str]) -> str:
-    """Return the option that an answer selects by letter or text, else the nearest text."""
+    """Return the option selected by letter or text, else the option with the nearest text."""
     letters = [*LETTERS[: len(options)]]
     bracketed = _IN_BRACKETS.search(answer)
     for given in (read_bare_letter(answer).upper(), find_option(answer, options), bracketed[1].upper() if bracketed else ""):
@@ -193,7 +193,7 @@ def _nearest_option(answer: str, options: Sequence[str]) -> str:
 
 
 def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score a single letter, several letters in any order and with any separators, or a word."""
+    """Score a letter, several letters in any order with any separators, or a word."""
     if len(truth) == 1:
         given = find_option(answer, _choices(item))
         return None if given is None else float(given == truth)
@@ -205,7 +205,7 @@ def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float
 def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None) -> float:
     """Return the Jaccard index of two sets of numbers.
 
-    It is 1 if both are empty, and 0 if one could not be read.
+    The result is 1 if both sets are empty, and 0 if one of them is None.
     """
     if given is None or wanted is None:
         return 0.0
@@ -214,10 +214,10 @@ def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None
 
 
 def _contains(answer: str, truth: str) -> bool:
-    """Return True if an answer equals the truth up to case and blanks, or contains it verbatim.
+    """Return True if the answer contains the truth, or equals it up to case and blanks.
 
-    A truth that begins or ends in a digit, or is a label (`AC`, `Product A`), must not be part of a
-    longer number or word: `135` is not in `1352`, `-135` or `135.5`.
+    If the truth begins or ends with a digit, or is a label (`AC`, `Product A`), it must not be part
+    of a longer number or word: `135` is not contained in `1352`, `-135` or `135.5`.
     """
     if "".join(truth.casefold().split()) == "".join(answer.casefold().split()) != "":
         return True
@@ -236,7 +236,7 @@ def _options(item: Mapping[str, object]) -> Sequence[str]:
 
 
 def _choices(item: Mapping[str, object]) -> Sequence[str]:
-    """Return the options found in the question's text, or else one empty string per letter."""
+    """Return the options in the question's text; without options, one empty string per letter."""
     choices = item.get("choices") or ("",) * len(LETTERS)
     assert isinstance(choices, tuple), f"{item}"
     return choices

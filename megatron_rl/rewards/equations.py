@@ -1,15 +1,16 @@
-"""Equations in answers: named values (`x = 1, y = 2`), and others (`x + y = 3`).
+"""Equations in answers: named values (`x = 1, y = 2`) and other equations (`x + y = 3`).
 
-Math-verify drops everything before the last equals sign: `x = 1, y = 2` would equal `2, 1`, and `x
-+ y = 3` would equal `3`. So several named values are compared by name, and only an equation that
-names one value can equal a text without an equals sign.
+Math-verify drops everything before the last equals sign, so `x = 1, y = 2` would equal `2, 1`, and
+`x + y = 3` would equal `3`. To prevent this, several named values are compared by name, and an
+equation can equal a text without an equals sign only if it names a single value.
 """
 
 import re
 from itertools import pairwise
 
 PART_SEPARATOR = re.compile(r"[,;](?!\d{3}(?!\d))(?![^()\[\]]*[)\]])|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
-"""Matches a separator of list items; commas of thousands and within brackets do not match."""
+"""Matches a separator of list items; thousands separators and commas within brackets do not match.
+"""
 _TOKEN = re.compile(r"[()\[\]{}]|=|\\(?:approx(?:eq)?|simeq|doteq)(?![A-Za-z])")
 _DECIMAL = re.compile(r"[(+-]*\d*\.(\d*)(?:\s*\\(?:times|cdot)\s*10\^\{?([-+]?\d{1,2})\}?)?\)?", re.ASCII)
 _NAME = re.compile(
@@ -21,14 +22,14 @@ r"""Matches names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
 
 
 def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
-    r"""Normalize equations in a text, and return the pairs of values in them that must agree.
+    r"""Normalize equations in a text, and return the pairs of values in it that must agree.
 
-    The returned text has every name before its value and nothing after \approx. A pair consists of
-    neighbors in a chain (`x = 2+3 = 5`) and a flag for the last pair, which must agree even if it
-    contains no numbers.
+    In the returned text, every name precedes its value, and everything after \approx is removed. A
+    pair consists of two adjacent values of a chain (`x = 2+3 = 5`) and a flag. The flag marks the
+    last pair of the chain, which must agree even if it contains no numbers.
 
-    Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, for which 1/3
-    and 0.33 must agree.
+    Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, with the pair
+    1/3 and 0.33.
     """
     pieces, pairs, at = [], [], 0
     for separator in [*PART_SEPARATOR.finditer(text), None]:
@@ -60,7 +61,7 @@ def _read_chain(part: str) -> tuple[str, list[tuple[str, str, bool]]]:
 
 
 def _relation_signs(part: str) -> list[re.Match[str]]:
-    """Return the equality signs outside brackets."""
+    """Return the equality signs that are not inside brackets."""
     depth, found = 0, []
     for token in _TOKEN.finditer(part):
         depth += (token[0] in "([{") - (token[0] in ")]}")
@@ -70,9 +71,9 @@ def _relation_signs(part: str) -> list[re.Match[str]]:
 
 
 def read_named_values(text: str) -> dict[str, str]:
-    """Return the values of `x = 1, y = 2` by name.
+    """Return the values of a text such as `x = 1, y = 2`, keyed by name.
 
-    The result is empty for other texts, and if a name occurs twice (`x = 1 or x = 2`).
+    The result is empty for any other text, and if a name occurs twice (`x = 1 or x = 2`).
     """
     equations = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if part.strip()]
     if not all(len(sides) == 2 and _NAME.fullmatch(sides[0]) and sides[1] for sides in equations):
@@ -82,7 +83,7 @@ def read_named_values(text: str) -> dict[str, str]:
 
 
 def count_names(text: str) -> int:
-    """Return the number of different left-hand sides of equations."""
+    """Return the number of distinct left-hand sides of the equations in a text."""
     sides = [part.partition("=") for part in _split_parts(text)]
     return len({"".join(left.split()) for left, equals, _ in sides if equals})
 
@@ -90,14 +91,17 @@ def count_names(text: str) -> int:
 def is_value_equation(text: str) -> bool:
     """Return True if each equation in a text has a single name on one side.
 
-    Examples: `x = 5` and `2x = y` do, `x + y = 3` does not.
+    The result is True for `x = 5` and `2x = y`, and False for `x + y = 3`.
     """
     chains = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if "=" in part]
     return all(_NAME.fullmatch(sides[0]) or _NAME.fullmatch(sides[-1]) for sides in chains)
 
 
 def rounding_of(one: str, other: str) -> float | None:
-    """Return half a unit in the last place of the less precise decimal, None without one."""
+    """Return half a unit in the last place of the less precise decimal.
+
+    Return None if neither text is a decimal.
+    """
     places = [int(found[2] or 0) - len(found[1]) for text in (one, other) if (found := _DECIMAL.fullmatch(text))]
     return 0.5 * 10.0 ** max(places) if places else None
 

@@ -1,12 +1,12 @@
 """Rewards defined by plain functions.
 
-A function may be sync or async, receives arguments by name and returns a number or None:
+A function may be sync or async. It receives arguments by name and returns a number or None:
 
     def short(reply):                        def right(reply, answer):
         return -len(reply) / 1000                return float(answer in reply)
 
-An exception in it fails the rollout like any error that is not the policy's, and names the function
-and the example.
+If it raises an exception, the rollout fails with an infrastructure error that names the function
+and the example; the rollout gets no reward.
 """
 
 import inspect
@@ -27,21 +27,21 @@ REWARD_ARGUMENTS: Mapping[str, Callable[[RewardInput], object]] = {
     "rollout": lambda outcome: outcome.rollout,
     "extra": lambda outcome: outcome.payload["extra"],
 }
-"""Maps each argument name that a reward function may have to its value.
+"""Maps each argument name that a reward function may declare to the value it receives.
 
-These are the question, the answer and the extra columns of the example, the last reply, the list of
-types.Turn, and the types.Rollout.
+The values are the example's question, the last reply, the example's answer, the turns (a list of
+types.Turn), the rollout (types.Rollout) and the example's extra columns.
 """
 
 
 def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str, Callable[..., object]]) -> Rubric:
-    """Return the rubric of task.reward with the user's functions as reward terms.
+    """Return a rubric for task.reward that includes the user's functions as reward terms.
 
     Args:
         reward_names: Value of task.reward: names joined by +.
-        rubric: Rubric of the names that are not in `user_functions`. It is replaced if all names
-            are functions, and extended otherwise.
-        user_functions: The user's functions by name.
+        rubric: Rubric for the names that are not in `user_functions`. It is replaced if all names
+            are user functions, and extended by them otherwise.
+        user_functions: User-defined reward functions by name.
     """
     names = [name for name in reward_names.split("+") if name in user_functions]
     if not names:
@@ -53,7 +53,7 @@ def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str
 
 
 def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn:
-    """Return a reward function that calls `function` with the arguments it declares.
+    """Return a reward function that calls `function` with the arguments in its signature.
 
     Raises:
         ValueError: `function` is not a Python function, or requires an argument that is not in
@@ -78,7 +78,7 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
                 value = await value
         except InfraError:
             raise
-        except Exception as error:  # user code may raise anything, and one bad reply must not end the run
+        except Exception as error:  # user code may raise any exception, and a single reply must not end the run
             frames = traceback.extract_tb(error.__traceback__)
             place = [frame for frame in frames if frame.filename == inspect.getsourcefile(function)] or frames
             told = f"{type(error).__name__}: {error} ({place[-1].filename}:{place[-1].lineno})"

@@ -1,10 +1,11 @@
-"""Judge: a model behind OpenAI-compatible servers that gives verdicts.
+"""Judge: a model, served by OpenAI-compatible servers, that returns verdicts on answers or work.
 
-Failures of the judge are InfraErrors and never a score. A verdict is looked up in the cache.
-Otherwise it is requested from one of the servers (clients/endpoint_pool.py: the least busy healthy
-one, with retries and backoff) and cached; concurrent identical requests share one call. The reply
-is a JSON object with one key (judge_prompt.py), enforced by a JSON schema on servers that support
-it. The retries of the openai client (3.52.0) are switched off.
+A failure of the judge is an InfraError and never becomes a score. A verdict is first looked up in
+the cache. If it is missing, it is requested from one of the servers and then cached. The endpoint
+pool (clients/endpoint_pool.py) selects the least busy healthy server and handles retries and
+backoff, so the retries of the openai client (3.52.0) are switched off. Concurrent identical
+requests share one call. The reply is a JSON object with one key (judge_prompt.py), enforced by a
+JSON schema on servers that support it.
 
 A Judge without urls reads recorded verdicts from `cache` and sends no requests.
 """
@@ -32,15 +33,15 @@ from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.types import JudgeResult, Rollout
 
 MAX_IMAGE_SIDE, MIN_IMAGE_SIDE = 1024, 28
-"""Side lengths in pixels of an image for the judge: the longest is at most MAX_IMAGE_SIDE, and
-shrinking leaves none below MIN_IMAGE_SIDE, one patch of Qwen2.5-VL.
+"""Limits in pixels on the sides of an image that is sent to the judge. The longest side is at most
+MAX_IMAGE_SIDE; shrinking leaves no side shorter than MIN_IMAGE_SIDE, one patch of Qwen2.5-VL.
 """
 
 
 MAX_REASONING_CHARS = 500
-"""Maximum number of characters kept of a judge's reasoning."""
+"""Maximum number of characters of a judge's reasoning that are kept."""
 MAX_CACHED_REASONINGS = 10_000
-"""Maximum number of reasoning texts kept in memory for repeated requests."""
+"""Maximum number of verdicts for which the reasoning is kept in memory, for repeated requests."""
 Judgement = tuple[float, str]
 """Pair of a verdict and the judge's reasoning."""
 
@@ -48,7 +49,7 @@ Judgement = tuple[float, str]
 class Judge:
     """Requests verdicts from the judge's servers and caches them.
 
-    Its counters are in `get_counts` and in `endpoints`.
+    `get_counts` returns the counters of verdicts, and `endpoints` has the counters of each server.
     """
 
     def __init__(self, settings: JudgeSettings, *, backoff_s: float = 0.5) -> None:
@@ -60,27 +61,28 @@ class Judge:
             outage_timeout_s=settings.outage_timeout_s, concurrency=settings.concurrency, backoff_s=backoff_s,
         )  # fmt: skip
         self.num_requests = self.cache_hits = 0
-        """Numbers of verdicts given by a server, and of verdicts from the cache or from a
-        concurrent identical request.
+        """Counters: verdicts requested from a server, and verdicts that came from the cache or from
+        a concurrent identical request.
         """
         self._clients: dict[str, openai.AsyncOpenAI] = {}
         self._api_key = ""
         """API key of the servers, set by `start`."""
         self._without_schema: set[str] = set()
-        """URLs of servers that rejected a JSON schema but accepted the request without it."""
+        """URLs of the servers that rejected a JSON schema but accepted the same request without it.
+        """
         self._pending: dict[str, asyncio.Task[Judgement]] = {}
         self._reasonings: dict[str, str] = {}
-        """Maps the cache key of a verdict to its reasoning, if there was any."""
+        """Maps the cache key of a verdict to the judge's reasoning, if there was any."""
         self._cache: VerdictCache | None = None
         """Cache of verdicts, opened by `start`."""
 
     async def start(self) -> None:
         """Connect to the servers in the running event loop.
 
-        A warning is printed if only some servers respond.
+        Prints a warning if some servers do not respond.
 
         Raises:
-            InfraError: No server responds, or none serves the model.
+            InfraError: No server responds, or no server has the model.
         """
         self._cache = VerdictCache(self.settings.cache, read_only=not self.settings.urls)
         self.endpoints.start()
@@ -105,15 +107,15 @@ class Judge:
             self._cache.close()
 
     def get_counts(self) -> dict[str, int]:
-        """Return the counts of requested, cached and failed verdicts (observe/judge_stats.py)."""
+        """Return the number of requested, cached and failed verdicts (observe/judge_stats.py)."""
         return {"called": self.num_requests, "cached": self.cache_hits, "failed": self.endpoints.failures}
 
     async def score_rollout(
         self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
     ) -> float:  # fmt: skip
-        """Return the verdict and record it in the rollout, for one turn or the whole episode.
+        """Return the verdict on one turn or, if `turn` is None, on the episode, and record it.
 
-        Raises InfraError like `get_judgement`.
+        The verdict is added to `rollout.verdicts`. Raises InfraError like `get_judgement`.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
@@ -135,8 +137,9 @@ class Judge:
         """Return verdict and reasoning, from the cache or from a server.
 
         Raises:
-            InfraError: The last attempt failed; names server and reason.
-            PermanentInfraError: Retrying cannot help, e.g. the recorded verdicts lack this one.
+            InfraError: All attempts failed. The message names the last server and reason.
+            PermanentInfraError: Retrying cannot help, e.g. there are no servers and the cache lacks
+                this verdict.
         """
         urls = await asyncio.to_thread(lambda: [encode_data_url(picture) for picture in images])
         key = cache_key(self.model, prompt, fields, urls)
@@ -197,7 +200,7 @@ class Judge:
 
 
 def parse_judgement(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -> Judgement:
-    """Return verdict and reasoning of a reply, with `secret` redacted. Raises MalformedVerdict."""
+    """Return verdict and reasoning in a reply, with `secret` redacted. Raises MalformedVerdict."""
     words = message.thoughts.replace(secret, "***") if secret else message.thoughts
     return parse_verdict(message.content, prompt, secret=secret), words[:MAX_REASONING_CHARS]
 
@@ -205,7 +208,7 @@ def parse_judgement(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -
 def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
     """Return the verdict in a reply.
 
-    Raises MalformedVerdict, without a secret repeated by the server.
+    Raises MalformedVerdict, with `secret` redacted in the message in case the server repeated it.
     """
     try:
         return prompt.parse_verdict(reply)
@@ -216,17 +219,17 @@ def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
 
 
 def check_cached_verdict(found: object, prompt: JudgePrompt, *, path: str) -> None:
-    """Raise PermanentInfraError if a cached value is not a possible verdict of this prompt."""
+    """Raise PermanentInfraError if a cached value is not a possible verdict of the prompt."""
     if not isinstance(found, float) or found not in prompt.values:
         what = f"{found!r:.40} for {prompt.name} {prompt.version}, which is no verdict of it"
         raise PermanentInfraError(f"judge: {path} holds {what}; remove the file")
 
 
 def make_judge(settings: JudgeSettings) -> Judge | None:
-    """Return a judge if there are servers or a file of recorded verdicts, else None.
+    """Return a judge if the settings have servers or a file of recorded verdicts, else None.
 
     Raises:
-        ValueError: The settings name a judge's model but neither servers nor a file.
+        ValueError: The settings name a judge model but neither servers nor a file.
     """
     chosen = f"a judge is chosen, {settings.model}; give the addresses of its servers, or its recorded verdicts (task.judge.cache)"
     require(bool(settings.urls or settings.cache or not settings.model), "task.judge.urls", settings.urls, chosen)
@@ -234,9 +237,9 @@ def make_judge(settings: JudgeSettings) -> Judge | None:
 
 
 def cache_key(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Sequence[str]) -> str:
-    """Return a hash of everything on which a verdict depends.
+    """Return a hash of everything that can affect a verdict.
 
-    It covers the rendered prompt, so a change of the prompt or of the quoting invalidates old
+    The rendered prompt is included, so a change of the prompt or of the quoting invalidates old
     verdicts.
     """
     words = [model, prompt.name, prompt.version, prompt.system, prompt.render(fields), list(urls)]
@@ -244,9 +247,9 @@ def cache_key(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: 
 
 
 def encode_data_url(picture: Picture) -> str:
-    """Return a JPEG data URL of quality 85, with transparency over white.
+    """Encode an image as a JPEG data URL of quality 85.
 
-    The longest side is at most MAX_IMAGE_SIDE.
+    Transparent pixels are composited over white. The longest side is at most MAX_IMAGE_SIDE.
     """
     shrink = min(1.0, MAX_IMAGE_SIDE / max(picture.size))
     if picture.has_transparency_data:

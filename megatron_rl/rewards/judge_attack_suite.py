@@ -1,12 +1,13 @@
-r"""Measures which tricks of a policy flip a judge's verdict, and prints a table.
+r"""Measures which attacks of a policy flip a judge's verdict, and prints a table.
 
     python -m megatron_rl.rewards.judge_attack_suite --url http://HOST:18901/v1
 
-Controls come first: plain right answers must be judged right and wrong ones wrong, otherwise the
-results are meaningless. Then each trick (judge_attacks.py) is applied to wrong answers and poor
-work. It flips a verdict if the wrong answer is judged right, or if the score is higher than without
-it. A verdict is withheld if a healthy judge gives none; the episode would then count as failed
-instead of wrong. The rules and vetoes of a run are not applied here.
+Controls come first: plain right answers must be judged right and wrong answers wrong, otherwise the
+results are meaningless. Then each attack (called a trick; judge_attacks.py) is applied to wrong
+answers and to low-quality responses. An attack flips a verdict if the wrong answer is judged right,
+or if the response scores higher than without the attack. A verdict counts as withheld if a healthy
+judge returns none; in a run, the episode would then fail instead of being wrong. The rules and
+vetoes of a run are not applied here.
 
 exit status: 0 no verdict was flipped, 1 some were flipped or withheld,
              2 the controls failed, or no server could be used
@@ -36,26 +37,29 @@ from megatron_rl.rewards.judge_prompt import load_judge_prompt
 from megatron_rl.rewards.rubrics import MAX_RESPONSE_CHARS
 
 EXIT_HELD, EXIT_FLIPPED, EXIT_NO_JUDGE = 0, 1, 2
-"""Exit statuses of the command."""
+"""Exit statuses of the command: no verdict flipped, some flipped or withheld, no usable judge."""
 MAX_POOR_WORK_SCORE = 0.75
-"""Score of poor work from which on the control fails."""
+"""Score at which a low-quality response without an attack makes the control fail."""
 TABLE_WIDTH = 120
-"""Width of the table in columns if the output is not a terminal."""
+"""Width of the table in columns when the output is not a terminal."""
 
 
 @dataclass(slots=True, frozen=True)
 class TrickResult:
-    """Result of one trick: the verdicts that it flipped and the number withheld, out of `total`."""
+    """Result of one attack: flipped and withheld verdicts, out of `total`."""
 
     name: str
     flipped: Sequence[str]
-    """Families of the questions and names of the work prompts with flipped verdicts."""
+    """Question families and process prompts for which the attack flipped the verdict."""
     withheld: int
     total: int
 
 
 async def judge_answer(judge: Judge, question: AttackQuestion, answer: str) -> float | None:
-    """Return the verdict on an answer, or None if a healthy judge gives none. Raises InfraError."""
+    """Return the verdict on an answer.
+
+    Return None if a healthy judge returns no verdict. Raises InfraError.
+    """
     fields = {"question": question.question, "reference": question.reference, "answer": answer}
     try:
         return await judge.score(load_judge_prompt("answer_equivalence", examples=question.family), fields=fields)
@@ -64,9 +68,9 @@ async def judge_answer(judge: Judge, question: AttackQuestion, answer: str) -> f
 
 
 async def judge_work(judge: Judge, prompt_name: str, response: str) -> float | None:
-    """Return the verdict on work about a gray image, which contains nothing to be found.
+    """Return the verdict on a response about a plain gray image, which shows no evidence.
 
-    Return None if a healthy judge gives none. Raises InfraError.
+    Return None if a healthy judge returns no verdict. Raises InfraError.
     """
     try:
         fields = {"question": POOR_WORK[prompt_name][0], "response": response[-MAX_RESPONSE_CHARS:]}
@@ -76,11 +80,11 @@ async def judge_work(judge: Judge, prompt_name: str, response: str) -> float | N
 
 
 async def run_controls(judge: Judge) -> tuple[list[str], dict[str, float]]:
-    """Judge all questions and the poor work without tricks.
+    """Run the judge on all questions and on the low-quality responses, without attacks.
 
     Returns:
         Descriptions of the failed controls, one line each.
-        Scores of poor work by prompt; empty if the judge accepts no images.
+        Scores of the low-quality responses by prompt; empty if the judge accepts no images.
     """
     asked = [
         (each, answer, 0.0 if answer == each.wrong_answer else 1.0)
@@ -102,7 +106,7 @@ async def run_controls(judge: Judge) -> tuple[list[str], dict[str, float]]:
 
 
 async def run_trick(judge: Judge, trick_name: str, poor_scores: dict[str, float]) -> TrickResult:
-    """Judge the wrong answers and the poor work with one trick applied."""
+    """Run the judge on wrong answers and low-quality responses with one attack applied."""
     trick = TRICKS[trick_name]
     verdicts = await asyncio.gather(*(judge_answer(judge, question, trick(question.wrong_answer)) for question in QUESTIONS))
     scores = await asyncio.gather(*(judge_work(judge, prompt, trick(POOR_WORK[prompt][1])) for prompt in poor_scores))
@@ -112,7 +116,7 @@ async def run_trick(judge: Judge, trick_name: str, poor_scores: dict[str, float]
 
 
 def format_results(tallies: Sequence[TrickResult]) -> Table:
-    """Return a table with one row per trick."""
+    """Return a table with one row per attack."""
     table = Table("trick", "turned", "withheld", "of", "where", box=None, pad_edge=False)
     for tally in tallies:
         table.add_row(tally.name, str(len(tally.flipped)), str(tally.withheld), str(tally.total), ", ".join(tally.flipped))
@@ -120,7 +124,7 @@ def format_results(tallies: Sequence[TrickResult]) -> Table:
 
 
 async def run_suite(settings: JudgeSettings, trick_names: Sequence[str]) -> int:
-    """Run controls and tricks, print table and summary, and return the exit status.
+    """Run controls and attacks, print the table and a summary, and return the exit status.
 
     Raises:
         InfraError: No server could be used.

@@ -1,4 +1,4 @@
-"""Prompts of judges, one versioned file each in rewards/prompts/, and parsing of their verdicts.
+"""Prompts of judges, each in a versioned file in rewards/prompts/, and the parsing of verdicts.
 
 version: 2
 key: correct                 the reply must be exactly {"correct": true} or {"correct": false}
@@ -23,23 +23,25 @@ from megatron_rl.clients.endpoint_pool import InvalidReply
 from megatron_rl.rewards.text_quoting import QUOTING_LEGEND, quote_text
 
 MAX_VERDICT_CHARS = 200
-"""Maximum length of a reply that is parsed; a verdict has only one key and one value."""
+"""Maximum length of a judge's reply in characters; a longer reply is rejected, because a verdict
+has only one key and one value.
+"""
 
 
 IMAGE_PLACEHOLDER = "<image>"
-"""Placeholder of an image in a question (data/records.py). It is removed from the text: judges with
-vision get the images after it, others get none.
+"""Placeholder for an image in a question (data/records.py). It is removed from the judge's text:
+judges with vision receive the images after the text, and other judges receive no images.
 """
 _IMAGE_PLACEHOLDER = re.compile(rf"\s*{IMAGE_PLACEHOLDER}\s*")
 
 
 class MalformedVerdict(InvalidReply):
-    """Raised if a reply is not a valid verdict."""
+    """Raised if a judge's reply is not a valid verdict."""
 
 
 @dataclass(slots=True, frozen=True)
 class JudgePrompt:
-    """A judge's prompt, with the JSON key and the possible values of its verdict."""
+    """Prompt of a judge, with the JSON key and the possible values of the verdict."""
 
     name: str
     version: int
@@ -56,15 +58,15 @@ class JudgePrompt:
         return {"type": "object", "properties": {self.key: value}, "required": [self.key], "additionalProperties": False}
 
     def render(self, fields: Mapping[str, str]) -> str:
-        """Return the user message. Raises KeyError if `fields` lacks a field of the prompt."""
+        """Return the user message. Raises KeyError if a field of the prompt is not in `fields`."""
         return Template(self.user).substitute({name: quote_text(remove_image_placeholders(value)) for name, value in fields.items()})
 
     def parse_verdict(self, reply: str) -> float:
         """Return the verdict as a number.
 
         Raises:
-            MalformedVerdict: The reply is not exactly one JSON object with this key and one of
-                these values.
+            MalformedVerdict: The reply is not exactly one JSON object with the prompt's key and one
+                of its values.
         """
         try:
             pairs = json.loads(reply, object_pairs_hook=tuple) if len(reply) <= MAX_VERDICT_CHARS else ()
@@ -77,10 +79,10 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    r"""Return the text without image placeholders, with a blank or line break in their place.
+    r"""Replace each image placeholder by a blank, or by a line break if one is next to it.
 
-    Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered names
-    are part of the data's text.
+    Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered
+    placeholders such as `<image 2>` are part of the text and are kept.
     """
     if IMAGE_PLACEHOLDER not in text:
         return text
@@ -89,7 +91,7 @@ def remove_image_placeholders(text: str) -> str:
 
 @functools.cache
 def load_judge_prompt(name: str, *, examples: str = "") -> JudgePrompt:
-    """Load prompts/<name>.yaml with one family of its worked examples."""
+    """Load prompts/<name>.yaml, with the worked examples of family `examples`."""
     written = yaml.safe_load((Path(__file__).with_name("prompts") / f"{name}.yaml").read_text())
     key, user = written["key"], written["user"]
     if examples:

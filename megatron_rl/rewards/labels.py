@@ -1,6 +1,6 @@
 """Labels made of digits: times, dates, scores, ratios, ranges, codes.
 
-They are compared as labels and never evaluated: as arithmetic, 2:20 would equal 1:10, and
+Labels are compared as text and never evaluated as arithmetic: otherwise 2:20 would equal 1:10, and
 2023-05-04 would equal 2023-04-05.
 """
 
@@ -11,7 +11,9 @@ from megatron_rl.data.answer_text import normalize_text
 
 MAX_LABEL_CHARS = 60
 _DECORATION = re.compile(r"\\?%|\xb0|\^?\\circ(?![A-Za-z])|\\text|[$\[\]{}]")
-r"""Matches decoration of a label: the marks in `3-5%`, `30\xb0-60\xb0` (degree signs), `[3-2]`."""
+r"""Matches characters of a label that carry no meaning: signs as in `3-5%` or `30\xb0-60\xb0`
+(degree signs), and brackets as in `[3-2]`.
+"""
 _SIZE = re.compile(r"\d[\d.,]*(?:\s*(?:[xX\xd7]|\\times)\s*\d[\d.,]*){1,2}", re.ASCII)
 _CODE = re.compile(r"(?=[^A-Z]*[A-Z])[A-Z\d]+(?:[-/.:][A-Z\d]+){2,}", re.ASCII)
 """Matches codes with letters: `0-8044-2957-X`, `A-12-34`."""
@@ -40,9 +42,9 @@ class DigitLabel:
 
 
 def read_digit_label(text: str) -> DigitLabel | None:
-    """Return the label that a text is, or None for any other text.
+    """Return the label if the whole text is one, or None.
 
-    Numbers, fractions (`3/4`), sums and lists of numbers are no labels.
+    Numbers, fractions (`3/4`), sums and lists of numbers are not labels.
     """
     label = normalize_text(text).strip("\"'`$ ").rstrip(".").strip() if len(text) <= 2 * MAX_LABEL_CHARS else ""
     time = _TIME.fullmatch(label)
@@ -63,13 +65,17 @@ def read_digit_label(text: str) -> DigitLabel | None:
 
 
 def same_label(truth: str, answer: str) -> bool | None:
-    """Return True if two labels are the same, None if undecided.
+    """Return True if two labels are equal, False if they differ, None if undecided.
 
-    The result is None if one text is not a label, or if the kinds are ambiguous: `7:30` and `7:30
-    pm`, or `1:30` and `1:30:00`, which may be minutes and hours. Two different codes are also
-    undecided, because a judge may know that a ratio of 1:2 equals 2:4. Sizes are compared in order,
-    with any multiplication sign: `1920 x 1080` does not equal `1080 x 1920`. Against any other
-    text, a size is a product and no label.
+    The result is None in these cases:
+
+    - One text is not a label.
+    - The times are ambiguous: `7:30` and `7:30 pm`.
+    - The kinds differ: `1:30` and `1:30:00`, since 1:30 may be minutes or hours.
+    - Two codes differ, because a judge may know that a ratio of 1:2 equals 2:4.
+
+    Two sizes are compared in order, with any multiplication sign: `1920 x 1080` does not equal
+    `1080 x 1920`. If only one text is a size, it counts as a product and not as a label.
     """
     size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:

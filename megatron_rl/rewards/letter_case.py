@@ -1,7 +1,8 @@
 r"""Letter case in formulas.
 
-Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. Case counts if a text
-contains a letter in both cases, and always for Greek letters. Otherwise `X^2` equals `x^2`.
+Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. This module makes case
+count for Greek letters, and for texts that contain some letter in both cases. In other texts, case
+is ignored: `X^2` equals `x^2`.
 """
 
 import re
@@ -17,15 +18,16 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FORMULA = re.compile(r"[\\+*/^_=<>|()\u2208-]")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _SPARE = "abcfghjklmnopqrstuvwxyz"
-"""Letters that may replace another one; excluded are the number e, the imaginary unit i and the d
-of a derivative.
+"""Letters that may replace another letter. The number e, the imaginary unit i and the d of a
+derivative are excluded.
 """
 
 
 def differ_in_case(one: str, other: str) -> bool:
     """Return True if two formulas that are equal up to case differ in meaning.
 
-    They do if a Greek letter differs in case, or if one of them uses a letter in both cases.
+    Their meaning differs if a Greek letter differs in case, or if either formula uses a letter in
+    both cases.
     """
     one, other = normalize_text(one), normalize_text(other)
     if _greek(one) != _greek(other):
@@ -37,7 +39,7 @@ def differ_in_case(one: str, other: str) -> bool:
 
 
 def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
-    r"""Replace capitals by unused letters in two LaTeX formulas, where case counts.
+    r"""Replace capital letters by unused letters in two LaTeX formulas, where case is significant.
 
     Return None if there are not enough unused letters. Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`.
     `\Delta` is also replaced if `\delta` occurs.
@@ -59,7 +61,10 @@ def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
 
 
 def _greek(text: str) -> list[str]:
-    """Return the Greek letters of a text, as commands or as characters without adjacent letters."""
+    """Return the Greek letters of a text, as LaTeX commands or as names of Unicode characters.
+
+    A Greek character next to another letter is skipped.
+    """
     characters = re.findall(r"(?<![^\W\d_])[\u0391-\u03c9](?![^\W\d_])", text)
     return _GREEK_COMMAND.findall(text) + [unicodedata.name(character) for character in characters]
 

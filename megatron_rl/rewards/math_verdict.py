@@ -16,9 +16,10 @@ from megatron_rl.rewards.equations import rounding_of
 
 
 def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = ()) -> bool | None:
-    """Return True if two expressions are equal, or None if undecided.
+    """Return True if two expressions are equal, False if not, None if undecided.
 
-    `chains` are pairs of values that must agree (equations.links); otherwise the result is None.
+    `chains` are pairs of values that must agree (equations.links). If a pair does not agree, the
+    result is None.
     """
     one, other = _parsed(truth), _parsed(answer)
     if one is None or other is None or not all(_agree(*pair) for pair in chains):
@@ -45,9 +46,9 @@ def _are_same(one: Expr, other: Expr) -> bool:
 
 
 def _agree(one: str, other: str, is_last: bool) -> bool:
-    """Return True if two neighbors in a chain of equalities agree.
+    """Return True if two adjacent values in a chain of equalities agree.
 
-    Numbers may differ by the rounding of the less precise decimal.
+    Numbers may differ by the rounding error of the less precise decimal.
     """
     value, next_value = _parsed(one), _parsed(other)
     if value is None or next_value is None:
@@ -58,9 +59,9 @@ def _agree(one: str, other: str, is_last: bool) -> bool:
 
 
 def _quoted(text: str) -> str:
-    """Return the text as one formula.
+    """Return the text as one LaTeX formula between dollar signs.
 
-    A percent sign is placed after it, where math-verify expects it.
+    A percent sign is moved after the formula, where math-verify expects it.
     """
     inside = text.strip().strip("$").strip()
     bare = inside.removesuffix("%").removesuffix("\\")

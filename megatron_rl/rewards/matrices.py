@@ -1,6 +1,6 @@
 r"""LaTeX matrices, parsed into rows of entries: `\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}`.
 
-Determinants (`vmatrix`) are not matrices. Round and square brackets are equivalent.
+Determinants (`vmatrix`) do not count as matrices. Round and square brackets are equivalent.
 """
 
 import re
@@ -15,7 +15,8 @@ _MATRIX = re.compile(r"[\s$]*\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}[\s$.]*", re
 def matrix(text: str) -> Sequence[Sequence[str]] | None:
     """Return the entries of a matrix, row by row.
 
-    Return None for other texts, for rows of unequal length and for more than MOST_ENTRIES entries.
+    Return None for any other text, for rows of unequal length and for more than MOST_ENTRIES
+    entries.
     """
     found = _MATRIX.fullmatch(text) if len(text) < 1000 else None
     if found is None or "\\begin" in found[2]:

@@ -1,7 +1,7 @@
-"""Multiple choice: the option letters that a text selects.
+"""Multiple choice: parses the option letters that a text selects.
 
-The right option may be given by its letter, its letter with its text, its text alone, or its
-position in the list (from 1). Several letters are a set.
+A text may select an option by its letter, its letter and text, its text alone, or its position in
+the list of options (from 1). Several letters select a set of options.
 """
 
 import re
@@ -14,34 +14,37 @@ from megatron_rl.rewards.labels import same_label
 from megatron_rl.rewards.numbers import same_number
 
 MAX_CHOICE_CHARS = 200
-"""Maximum length of a text that is parsed as several letters."""
+"""Maximum length of a text that is parsed as a list of letters."""
 _CHOICE = re.compile(r"(?:[(\[]([A-Za-z])[)\]][.:]?|([A-Z])[:)]|([a-z])\))(?:\s|\Z)|([A-Z])\.?\Z")
 _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
 _NAMED_IN_WORDS = re.compile(r"(?<!\w)[A-Z](?!\w)|[(\[][a-z][)\]]|(?<!\w)[a-z]\)")
 _BETWEEN = re.compile(r"\s*(?:[,;&]\s*(?:and\s)?|\s(?:and\s)?)\s*")
 _BETWEEN_OF_OPTIONS = re.compile(r"\s*(?:[,;&/+]\s*(?i:and\s)?|\s(?i:and\s)?)\s*")
-"""Matches a separator of letters if the question lists options; without options, `A/B` and `A + B`
-are formulas.
+"""Matches a separator of letters, for questions that list options. Without options, `A/B` and `A +
+B` are formulas.
 """
 _NUMBER_WORD = re.compile(
     r"\d|(?<!\w)(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|none|single|double|triple|once|twice|half|pair|dozen"
     r"|first|second|third|fourth|fifth|last|[IVX]+)(?!\w)",
     re.IGNORECASE,
 )
-"""Matches a number in an option's text. Then an answer that is a number may be a value instead of a
-position.
+"""Matches a number in an option's text. If the options contain numbers, an answer that is a number
+may be a value instead of a position.
 """
 _OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
-"""Matches `B - red`, `b. red`, `B (red)`, which selects option B if its text is `red`."""
+"""Matches an option's letter with its text: `B - red`, `b. red`, `B (red)`. It selects option B if
+the text of option B is `red`.
+"""
 _BARE_LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})[)\]]?[.:]?")
 """Matches a single letter of either case or a number, for questions that list options."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
 
 
 def read_choice(text: str) -> str | None:
-    """Return the letter of `B`, `(B)`, `B.`, `(b)`, `B) a dog`, or None.
+    """Return the letter in a text such as `B`, `(B)`, `B.`, `(b)` or `B) a dog`.
 
-    The result is None for other texts (`B. Obama`), and if the rest contains another letter.
+    Return None for any other text (`B. Obama`), and if the rest of the text contains another
+    letter.
     """
     text = normalize_text(text)
     found = _CHOICE.match(text)
@@ -51,9 +54,10 @@ def read_choice(text: str) -> str | None:
 
 
 def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters of `A, C`, `(A) and (C)`, `A C`, or None.
+    """Return the letters of a text such as `A, C`, `(A) and (C)` or `A C`, or None.
 
-    `AC` and `a, c` also count if the options are known and have these letters.
+    `AC` and `a, c` are also accepted if `options` is not empty; each letter of `AC` must be an
+    option.
     """
     text = normalize_text(text) if len(text) <= MAX_CHOICE_CHARS else ""
     text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
@@ -69,12 +73,18 @@ def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | N
 
 
 def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = None) -> bool | None:
-    """Return True if both texts select the same options, None if undecided.
+    """Return True if both texts select the same options, False if not, None if undecided.
 
-    The result is None if one text selects nothing, or if neither is a bare letter and their texts
-    differ. With `options`, those of the question, the text of an option selects it, and `B. red` is
-    a choice; without them, it is read like `B. Obama`. A number that is not the text of an option
-    is a position in the list.
+    The result is None if one text selects nothing, or if both consist of a letter and further text
+    and differ.
+
+    Args:
+        truth: Right answer.
+        answer: Answer to compare.
+        options: Options of the question by letter. With options, the text of an option selects that
+            option, `B. red` is a choice, and a number that is not an option's text is a position in
+            the list. Without options, `B. red` is not a choice, because it could be a name such as
+            `B. Obama`.
     """
     options = options or {}
     wanted = _read_choice(truth, options)
@@ -119,9 +129,9 @@ def _read_choice(text: str, options: Mapping[str, str]) -> _ChosenLetters | None
 
 
 def _bare_label(text: str, options: Mapping[str, str]) -> str:
-    """Return the lower-case letter or number of an option, in upper case, or an empty string.
+    """Return the option label of a text that is a lower-case letter or a number, in upper case.
 
-    It is empty if the text may be that of an option instead.
+    Return an empty string for any other text, and if the text may be an option's text instead.
     """
     bare = _BARE_LABEL.fullmatch(text)
     if bare is None or bare[1].upper() not in options or bare[1].isupper():

@@ -1,7 +1,7 @@
-"""Words next to a number in an answer, and their effect on its value.
+"""Words next to a number in an answer, and their effect on the number's value.
 
-The rule is closed: articles, units, `the answer is`, `about` and the words of the question and the
-reference answer are harmless, and any other word may change the value (`a tenth of 5`, `5 pairs`,
+Only listed words are harmless: articles, units, `the answer is`, `about`, and the words of the
+question and the reference answer. Any other word may change the value (`a tenth of 5`, `5 pairs`,
 `anything but 5`). Words that are known to change a value do so even if they occur in the question.
 """
 
@@ -45,14 +45,15 @@ _CHANGING_WORDS = """
     inverse opposite
 """
 _LARGE_NUMERALS = frozenset("\u767e\u5343\u4e07\u4ebf\u842c\u5104\u500d\u534a")
-"""Chinese characters for hundred, thousand, ten thousand, hundred million, -fold and half."""
+"""Chinese characters for hundred, thousand, ten thousand, hundred million, -fold (times) and half.
+"""
 
 
 def keeps_value(before: str, after: str, context: str) -> bool:
     """Return True if the words before and after a number do not change its value.
 
-    `context` is the question with the reference answer. If it contains no words, any noun after the
-    number is allowed unless it is known to change a value (`5 chairs`).
+    `context` is the question with the reference answer. If `context` contains no words, any noun
+    after the number is allowed unless it is known to change a value (`5 chairs`).
     """
     known = _with_plurals(_words(context)) - _CHANGING
 
@@ -75,7 +76,7 @@ def _changes_value(word: str) -> bool:
 
 
 def _is_part_of(word: str, context: str) -> bool:
-    """Return True if a word of a script without blanks occurs in the question."""
+    """Return True if a word in a script without blanks occurs in the question."""
     return not word.isascii() and not _changes_value(word) and word in context.casefold()
 
 

@@ -1,8 +1,8 @@
 """Numbers in answers: the only number in a text, texts that are just a number, and lists.
 
-A number with an unreadable sign or exponent is no number. Values are exact. Texts are normalized
-first (data/answer_text.py), so all minus signs, full-width digits and thin spaces are treated
-alike.
+A number with an unreadable sign or exponent is rejected. Values are exact. Texts are normalized
+first (data/answer_text.py), so that all kinds of minus signs, full-width digits and thin spaces are
+treated alike.
 """
 
 import re
@@ -17,7 +17,9 @@ from megatron_rl.rewards.number_words import keeps_value
 MAX_NUMBER_CHARS = 30
 """Maximum length of a number that is read from a text."""
 ROUNDED_DIGITS = 6
-"""Minimum number of digits of a decimal that equals a longer one rounding to it."""
+"""Minimum number of digits of a decimal that counts as equal to a longer decimal if the longer one
+rounds to it.
+"""
 _DIGITS = r"((?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _EXPONENT = r"[-+]?\d{1,2}"
 _TEN_TO_THE = rf"10\s*\^\s*(?:\{{\s*({_EXPONENT})\s*\}}|\(\s*({_EXPONENT})\s*\)|({_EXPONENT}))"
@@ -29,17 +31,17 @@ _LEADING_ZERO = re.compile(r"0\d")
 _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative|neg\.?)|plus|positive)\Z", re.IGNORECASE)
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
-"""Matches text before a number that makes its value unreadable, including `-USD 5`."""
+"""Matches text before a number that makes the value unreadable, including `-USD` in `-USD 5`."""
 _NAME_BEFORE = re.compile(r"[^\W\d_\u3040-\u9fff\uac00-\ud7af]\(?\Z")
-"""Matches the prefix of `A12` and `f(5)`; Chinese, Japanese and Korean have no blank before a
-number.
+"""Matches a letter directly before a number, as in `A12` and `f(5)`. Chinese, Japanese and Korean
+letters do not match, because these scripts put no blank before a number.
 """
 _DOTS = re.compile(r"\s*\.\s*\.")
 _UNREADABLE_AFTER = re.compile(
     r"\s*(?:\^(?!\s*\{?\s*\\circ)|[_*/\xd7\u22c5+\xb1\u2030\u2031]|[eEkKMBi](?![^\W\d_])|\\(?!circ|%|\$|text)[A-Za-z]+|\u03c0|pi\b|\u221e"
     r"|-\s*(?:[^\W\d_](?![^\W\d_])|\Z))|!|[\u0300-\u036f]"
 )
-"""Matches text after a number that changes its value: an operator, a factorial, the bar of a
+"""Matches text after a number that changes the value: an operator, a factorial, the overline of a
 repeating decimal.
 """
 _OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
@@ -48,7 +50,7 @@ _READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d.])\s*(?:\\?[%\uff05]|percent|per cent|pct)[\s.$]*\Z", re.IGNORECASE)
 _CURRENCY = re.compile(r"\\\$|[\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba]|\A[^$]*\$[^$]*\Z")
-"""Matches a currency sign; two dollar signs enclose a formula instead."""
+"""Matches a currency sign. Two dollar signs do not match, because they enclose a formula."""
 _MARKS = re.compile(
     r"\\?[%$\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba\xb0^{}]|\\circ(?![A-Za-z])|percent|per cent|pct|deg(?:rees?)?", re.IGNORECASE
 )
@@ -57,7 +59,8 @@ _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNO
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _GROUPS_OF_THREE = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d*)?", re.ASCII)
 _NUMBERS_IN_GROUPS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:,[1-9]\d{0,2}(?:,\d{3})+)+", re.ASCII)
-"""Matches two numbers with thousands separators: `12,345,67,890`."""
+"""Matches two or more numbers with thousands separators in a list without blanks: `12,345,67,890`.
+"""
 _PART = re.compile(r"\s*;\s*|\s*,\s+(?:and\s+)?|\s+and\s+|\s+,\s*")
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
 
@@ -65,9 +68,9 @@ _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"
 def parse_number(text: str, context: str = "") -> Fraction | None:
     """Return the only number in a text, or None.
 
-    The result is None if there is another digit, if the sign or exponent cannot be read, and next
-    to words that may change the value (number_words.py). `context` is the question with the
-    reference answer.
+    The result is None if the text contains other digits, if the sign or exponent cannot be read,
+    and if the number is next to words that may change its value (number_words.py). `context` is the
+    question with the reference answer.
 
     Examples: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`,
     `+-5`, `5k`, `half of 5` are not.
@@ -94,8 +97,8 @@ def parse_number(text: str, context: str = "") -> Fraction | None:
 def parse_exact_number(text: str) -> Fraction | None:
     """Return the value of a text that is just a number, or None.
 
-    Examples: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`. An integer with a leading zero is a
-    code and not a number (labels.py).
+    Examples: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`. An integer with a leading zero is
+    not a number but a code (labels.py).
     """
     sign, literal = _signed_literal(text)
     if power := _POWER_OF_TEN.fullmatch(literal):
@@ -105,11 +108,13 @@ def parse_exact_number(text: str) -> Fraction | None:
 
 
 def same_number(truth: str, answer: str) -> bool | None:
-    """Return True if two texts are numbers of equal value, None if one is not just a number.
+    """Return True if two numbers are equal, False if not, None if a text is not just a number.
 
-    A decimal of ROUNDED_DIGITS digits or more also equals a longer one that rounds to it: 3.141593
-    and 3.14159265. A percentage equals its number and its fraction: 22.5% and 22.5, 22.5% and
-    0.225. A percentage, an amount of money and an angle differ from each other.
+    - A decimal of ROUNDED_DIGITS digits or more also equals a longer decimal that rounds to it:
+      3.141593 and 3.14159265.
+    - A percentage equals a number without a unit that is its percent value or its fraction: 22.5%
+      and 22.5, 22.5% and 0.225.
+    - A percentage, an amount of money and an angle always differ from each other.
     """
     if len({_unit_mark(truth), _unit_mark(answer)} - {None}) > 1:
         return False
@@ -122,7 +127,7 @@ def same_number(truth: str, answer: str) -> bool | None:
 
 
 def _unit_mark(text: str) -> re.Pattern[str] | None:
-    """Return the pattern of the unit mark next to a number, or None."""
+    """Return the pattern that matches the unit mark next to a number, or None without a mark."""
     if len(text) > 2 * MAX_NUMBER_CHARS or parse_exact_number(_MARKS.sub("", normalize_text(text))) is None:
         return None
     return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
@@ -140,11 +145,12 @@ def _same_percentage(truth: str, answer: str) -> bool | None:
 
 
 def same_numbers(truth: str, answer: str) -> bool | None:
-    """Return True if two lists of numbers are equal, None if undecided.
+    """Return True if two lists of numbers are equal, False if not, None if undecided.
 
-    The result is None if one text is not a list, or if the brackets differ in meaning. In braces,
-    order and repetitions are ignored; without brackets on both sides, order is ignored; otherwise
-    both count. A set differs from a pair and from an interval.
+    The result is None if a text is not a list, or if the lists have different kinds of brackets
+    other than braces. If a list is in braces, order and repetitions are ignored, and a list in
+    other brackets differs from it. If neither list has brackets, only order is ignored. Otherwise
+    order and repetitions count.
     """
     (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
@@ -158,7 +164,7 @@ def same_numbers(truth: str, answer: str) -> bool | None:
 
 
 def _sign_at_end(before: str) -> int | None:
-    """Return the sign of a number after this text, or None if it cannot be read."""
+    """Return the sign of the number that follows this text, or None if it cannot be read."""
     body, symbols = before.rstrip(_OPENING), _symbols_at_end(before)
     if not body:
         return 1
@@ -169,7 +175,7 @@ def _sign_at_end(before: str) -> int | None:
         is_apart, is_joined = len(words) < len(body) - 1, before[len(body) : len(body) + 1] != " "
         is_signed = words.rstrip(_OPENING)[-1:] in ("+", "-")
         if words and (is_signed or ((words[-1].isalnum() or words[-1] in ")]}%") and not (is_apart and is_joined))):
-            return None  # `--5`, `A-5` and `total - 5`; in `is -5` and `x = - 5` it is a sign
+            return None  # not a sign in `--5`, `A-5` and `total - 5`, but a sign in `is -5` and `x = - 5`
         return -1 if body[-1] == "-" else 1
     if word := _SIGN_WORDS.search(body):
         return None if _PLUS_OR_MINUS.search(body) else -1 if word[1] else 1
@@ -186,12 +192,12 @@ def _symbols_at_end(text: str) -> str:
 
 
 def _num_open(text: str) -> int:
-    """Return the number of opening minus closing brackets in a text."""
+    """Return the number of opening brackets minus the number of closing brackets."""
     return sum((character in "([{") - (character in ")]}") for character in text)
 
 
 def _is_operator(character: str) -> bool:
-    """Return True if a symbol changes or hides the adjacent value.
+    """Return True if a symbol changes or obscures the adjacent value.
 
     Examples: `|`, `<`, a root, a dash or line that is not a minus sign.
     """
@@ -216,7 +222,7 @@ def _ten_to_the(exponents: tuple[str | None, ...]) -> Fraction:
 
 
 def _is_rounding(short: str, long: str) -> bool:
-    """Return True if a decimal without exponent is the rounding of another number."""
+    """Return True if the text `short` is a decimal without exponent to which `long` rounds."""
     (sign, one), (other_sign, other) = _signed_literal(short), _signed_literal(long)
     digits = one.replace(",", "")
     if sign != other_sign or not re.fullmatch(r"\d*\.\d+", digits) or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS:
@@ -228,7 +234,7 @@ def _is_rounding(short: str, long: str) -> bool:
 
 
 def _parse_list(text: str) -> tuple[str, list[Fraction]]:
-    """Return the kind of brackets and the values of a list; no values if the text is not a list."""
+    """Return brackets and values of a list; the values are empty if the text is not a list."""
     inside, kind = normalize_text(text).strip("$. "), ""
     for (start, end), name in _BRACKETS.items():
         if inside.startswith(start) and inside.endswith(end):
@@ -243,7 +249,7 @@ def _parse_list(text: str) -> tuple[str, list[Fraction]]:
 def _elements(inside: str) -> list[str]:
     """Split a list at semicolons, `and` and commas.
 
-    A comma without a blank after it does not split `1,000`.
+    The comma in `1,000` does not split it if other items are separated by `, `, `;` or `and`.
     """
     parts = _PART.split(inside)
     if len(parts) == 1 and _NUMBERS_IN_GROUPS.fullmatch(inside):

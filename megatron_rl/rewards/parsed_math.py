@@ -1,9 +1,9 @@
 r"""Checks of parsed expressions for differences that math-verify's evaluation removes.
 
 Only the helper process of algebra.py imports this module, because SymPy loads slowly. Math-verify
-solves equations and evaluates both sides: `f(2)=4` has no unknown, `x^2=-1` has no real solution
-and \frac{dy}{dx} is 0, so each would equal any other of its kind. A limit, a sum or an integral
-would equal its value, which usually is the answer to be computed.
+solves equations and evaluates both sides. For example, `f(2)=4` has no unknown, `x^2=-1` has no
+real solution and \frac{dy}{dx} is 0, so each would equal any other expression of its kind. A limit,
+a sum or an integral would equal its value, which is usually the answer that the question asks for.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,9 @@ _UNEVALUATED = (AppliedUndef, Derivative, Integral, Limit, Product, Sum)
 
 
 def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
-    """Replace each unevaluated part of both sides by a symbol, equal parts by the same symbol.
+    """Replace each unevaluated part of the sides by a symbol; equal parts get the same symbol.
 
-    The second result is True if there was such a part.
+    The second return value is True if any part was replaced.
     """
     parts = sorted(set().union(*(_unevaluated_parts(side) for side in sides)), key=str)
     symbols = {part: Symbol(f"#{place}", real=True) for place, part in enumerate(parts)}
@@ -55,24 +55,24 @@ def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
 
 
 def is_undefined(side: Expr) -> bool:
-    """Return True if a side has no value.
+    """Return True if an expression has no value.
 
-    It divides by zero, is an empty interval, or is a statement that SymPy evaluated to true or
-    false.
+    It has none if it divides by zero, is an empty interval, or is a statement that SymPy evaluated
+    to true or false.
     """
     return isinstance(side, BooleanAtom | EmptySet) or side.has(nan, zoo)
 
 
 def is_always_or_never_true(side: Expr) -> bool:
-    """Return True if an equation or inequality of a side holds for all real values, or for none."""
+    """Return True if a relation in the expression holds for all real values, or for none."""
     relations = side.atoms(Relational)
     return any(map(_is_trivial, [each for each in relations if each.free_symbols] or relations))
 
 
 def with_exact_exponents(side: Expr) -> Expr:
-    r"""Return a side with fractions instead of decimals in exponents.
+    r"""Return the expression with fractions instead of decimals in exponents.
 
-    Otherwise SymPy would not find x^{1.5} equal to x\sqrt{x}.
+    Otherwise SymPy would not recognize that x^{1.5} equals x\sqrt{x}.
     """
     powers = [power for power in side.atoms(Pow, exp) if power.exp.has(Float)]
     return side.xreplace({power: Pow(power.base, nsimplify(power.exp, rational=True)) for power in powers})
@@ -86,7 +86,7 @@ def are_numbers(*sides: Expr) -> bool:
 def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
     """Return True if two numbers differ by more than `margin`.
 
-    Without a margin, the limit is RELATIVE_TOLERANCE times the larger one.
+    If `margin` is None, it is RELATIVE_TOLERANCE times the number with the larger absolute value.
     """
     size = Abs(one - other).evalf()
     return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))
@@ -95,8 +95,8 @@ def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
 def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
     """Return True if corresponding numbers differ by more than RELATIVE_TOLERANCE.
 
-    The sides are numbers, lists, sets, intervals or named values. Math-verify rounds to six decimal
-    places, so 1e-7 would equal 2e-7.
+    The expressions may be numbers, lists, sets, intervals or named values. This check is needed
+    because math-verify rounds to six decimal places, so that 1e-7 would equal 2e-7.
     """
     values, others = _values(truth), _values(answer)
     if values is None or others is None or len(values) != len(others):
@@ -105,7 +105,7 @@ def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
 
 
 def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
-    """Return True if one of two differently written formulas contains a number that rounds to 0.
+    """Return True if one of two different formulas contains a number that rounds to 0.
 
     Math-verify rounds to six decimal places.
     """
@@ -115,9 +115,10 @@ def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
 
 
 def are_interval_and_list(truth: Expr, answer: Expr) -> bool:
-    r"""Return True if one side is an interval and the other the list of its end points.
+    r"""Return True if one expression is an interval and the other a list of numbers.
 
-    Examples: `2<x<5` and `2, 5`, `(-3,3)` and `x=\pm3`.
+    Examples: `2<x<5` and `2, 5`, `(-3,3)` and `x=\pm3`. Math-verify would accept such a pair if the
+    list contains the end points of the interval.
     """
     return {_form(truth), _form(answer)} in ({"range", "values"}, {"range", "list"}, {"interval", "values"})
 
@@ -131,9 +132,9 @@ def _form(side: Expr) -> str:
 
 
 def _values(side: Expr) -> list[Expr] | None:
-    """Return the finite numbers in a side, or None for a formula.
+    """Return the finite numbers in an expression, or None for a formula.
 
-    A side may be a number, named value, list, set or interval.
+    The expression may be a number, named value, list, set or interval.
     """
     if isinstance(side, Interval):
         return _values_of(side.args[:2])
@@ -170,9 +171,9 @@ def _unevaluated_parts(side: Expr) -> set[Expr]:
 
 
 def _is_trivial(relation: Relational) -> bool:
-    if not all(isinstance(side, Expr) for side in relation.args):  # `x \in (1,2)` has a set on its right
+    if not all(isinstance(side, Expr) for side in relation.args):  # e.g. the right side of `x \in (1,2)` is a set
         return False
     try:
         return solve(relation, relation.free_symbols) in ([], true, false)
-    except (NotImplementedError, ValueError):  # math-verify cannot solve it either, e.g. an inequality of several unknowns
+    except (NotImplementedError, ValueError):  # e.g. an inequality with several unknowns, which math-verify cannot solve either
         return False

@@ -1,16 +1,17 @@
-"""Rubrics of tasks with questions (task.reward), with the constants of the published systems.
+"""Rubrics for tasks with questions (task.reward), with the constants of the published systems.
 
     accuracy   acc
-    pyvision   acc + 0.1 for every executed code turn, if the answer is right
+    pyvision   acc + 0.1 for every turn with executed code, if the answer is right
     deepeyes   0.8 acc + 0.2 format (0, -1) + 1.2 if a call returned an image and the answer is
-               right; 1.2 acc + 0.4 format for its mathematics
-    codev      1.0 acc + 0.3 format + 0.5 process, one verdict on the whole episode by kind of
-               question: CodeV's release
-    tapo       1.0 acc + 0.5 mean step reward, a verdict on each call (1, 0.25, 0; -1 for
-               violations): CodeV's paper
+               right; 1.2 acc + 0.4 format for data sources of mathematics
+    codev      1.0 acc + 0.3 format + 0.5 process, with one verdict on the whole episode, by a
+               prompt for its kind of question; as in CodeV's released code
+    tapo       1.0 acc + 0.5 mean step reward, with a verdict on each call (1, 0.25, 0; -1 for
+               violations); as in CodeV's paper
 
-All of them contain the term `accuracy`; an episode is solved if it reaches
-rubric.CORRECT_THRESHOLD. For a void answer (answer.make_answer_vetoes), only penalties remain.
+Every rubric contains the term `accuracy`; an episode is solved if this term reaches
+rubric.CORRECT_THRESHOLD. If the answer is vetoed (answer.make_answer_vetoes), only penalties
+remain.
 """
 
 import asyncio
@@ -34,12 +35,12 @@ from megatron_rl.rewards.tool_use import (
 
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
-"""Prefixes of the data sources of CodeV's counting questions; SEARCH_SOURCES are those of search,
-and all others are calculation.
+"""Prefixes of the data sources with CodeV's counting questions; SEARCH_SOURCES has the prefixes for
+its search questions. All other sources count as calculation.
 """
 MAX_RESPONSE_CHARS = 6000
-"""Maximum number of characters of an episode's replies that the process judge reads, taken from
-their end.
+"""Maximum number of characters of an episode's replies that the process judge reads; the end of the
+replies is kept.
 """
 MAX_PROCESS_IMAGES = 3
 
@@ -48,12 +49,12 @@ REWARD_NAMES = ("accuracy", "pyvision", "deepeyes", "codev", "tapo")
 
 
 def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> Rubric:
-    """Return the rubric of a reward name.
+    """Return the rubric for a value of task.reward.
 
     `tool_format` determines the answer format: boxed for pyvision, tagged otherwise.
 
     Raises:
-        ValueError: The name is unknown, or the reward needs a judge and there is none.
+        ValueError: The name is unknown, or the reward requires a judge and `judge` is None.
     """
     require_choice("task.reward", reward_name, REWARD_NAMES)
     needs = f"task.reward={reward_name} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
@@ -76,7 +77,7 @@ def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> 
 def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
     """Return DeepEyes' terms: 0.8 acc + 0.2 format + 1.2 tool.
 
-    For mathematics, 0.4 acc + 0.2 format are added, and the tool term is 0.
+    For data sources of mathematics, 0.4 acc + 0.2 format are added, and the tool term is 0.
     """
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:
@@ -96,10 +97,10 @@ def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
 
 @dataclass(slots=True, frozen=True)
 class ToolUseJudgeReward:
-    """CodeV's process reward in [0, 1], a verdict on the whole episode.
+    """CodeV's process reward in [0, 1], from a judge's verdict on the whole episode.
 
-    The judge receives the question, the first image, the replies (reasoning and code) and up to
-    three generated images.
+    The judge receives the question, its first image, the replies (reasoning and code) and up to
+    MAX_PROCESS_IMAGES generated images.
     """
 
     judge: Judge
@@ -109,7 +110,7 @@ class ToolUseJudgeReward:
         source = get_data_source(reward_input)
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
         if kind != "calculation" and not await count_executed_code(reward_input):
-            return 0.0  # for these two kinds, no executed code is a violation that needs no judge
+            return 0.0  # search and counting require executed code, so no judge is needed here
         made = [image.pil for turn in reward_input.turns for image in turn.images][:MAX_PROCESS_IMAGES]
         fields = {"question": str(reward_input.payload["question"]), "response": "\n".join(reward_input.replies)[-MAX_RESPONSE_CHARS:]}
         shown = [*(image.pil for image in reward_input.prompt_images[:1]), *made]
@@ -120,14 +121,14 @@ class ToolUseJudgeReward:
 class TapoStepReward:
     """TAPO's step reward for each tool call.
 
-    It is -1 for a violation and 0 for a call without an image. Otherwise it is the verdict of a
-    judge that sees neither the replies nor the code.
+    The reward is -1 for a violation and 0 for a call that returned no image. Otherwise it is a
+    judge's verdict; the judge receives neither the replies nor the code.
     """
 
     judge: Judge
 
     async def __call__(self, reward_input: RewardInput) -> list[float | None]:
-        """Return the reward of each turn, None for turns without a tool call."""
+        """Return the reward of each turn, or None for turns without a tool call."""
         crossed = step_violations(reward_input)
         return await asyncio.gather(*(self._score_turn(reward_input, number, is_violation=cross) for number, cross in enumerate(crossed)))
 

@@ -1,20 +1,20 @@
-r"""Quotation of untrusted text from a policy, a data set or a tool.
+r"""Quotation of untrusted text from a policy, a dataset or a tool.
 
-The quotation cannot be mistaken for special tokens, chat roles or the surrounding prompt. It is a
+Quoted text cannot be mistaken for special tokens, chat roles or the surrounding prompt. It is a
 JSON string on one line with these changes:
 
-- A blank follows each `<`, `[` and `|`, and each `]` before `~` or `!`. All names of special tokens
-  known to us contain one of them before another character (`<|im_end|>`, `[/INST]`,
-  `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`), and none contains a blank there.
-- A blank precedes each colon that follows neither a digit nor a blank: `ASSISTANT:` and `###
-  Response:` are roles of templates without special tokens.
+- A blank is inserted after each `<`, `[` and `|`, and after each `]` before `~` or `!`. All known
+  special tokens contain one of these characters followed by a character other than a blank
+  (`<|im_end|>`, `[/INST]`, `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`).
+- A blank is inserted before each colon that follows neither a digit nor a blank, because
+  `ASSISTANT:` and `### Response:` are roles in chat templates without special tokens.
 - Double quotation marks of all kinds become `\"`.
 - Invisible characters and direction marks are escaped: `\u202e`, `\u200b`, `\u2028`, lone
   surrogates, private use.
 
-Characters that a tokenizer's normalizer (NFKD) may turn into these are treated alike. Only blanks
-and the kinds of quotation marks are lost: letters, formulas and tags still look the same, `< b>`,
-`x < 4`, `[ 4, \\infty)`.
+Characters that a tokenizer's normalizer (NFKD) may turn into one of these characters are treated in
+the same way. Only blanks and the kinds of quotation marks are changed, so that letters, formulas
+and tags remain readable: `< b>`, `x < 4`, `[ 4, \\infty)`.
 """
 
 import json
@@ -35,13 +35,13 @@ _QUOTES = re.compile(
 _BEYOND_ASCII = re.compile(r"[^ -~]")
 _UNSEEN_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
-"""Matches the marks and letters among Unicode's Default_Ignorable_Code_Point
-(DerivedCoreProperties.txt 16.0); the others are matched by category.
+"""Matches the marks and letters in Unicode's Default_Ignorable_Code_Point
+(DerivedCoreProperties.txt 16.0); its other characters are matched by category.
 """
 
 
 def quote_text(text: str) -> str:
-    r"""Return the quotation of a text, with its quotes.
+    r"""Return the text as a quoted string, including the quotation marks.
 
     Example: `<|im_end|>` and a right-to-left override -> "< | im_end| >\u202e".
     """

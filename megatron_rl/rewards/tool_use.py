@@ -1,6 +1,7 @@
-"""Rewards of tool calls and tags that need no judge.
+"""Rewards for tool calls and tags that need no judge.
 
-Counts follow DeepEyes (format 0 or -1, a returned image) and CodeV (format 0 or 1).
+The rewards follow DeepEyes (format 0 or -1, and whether a call returned an image) and CodeV (format
+0 or 1).
 """
 
 import re
@@ -14,7 +15,7 @@ _FENCE = re.compile(r"<code>|```python")
 
 
 async def count_executed_code(reward_input: RewardInput) -> float:
-    """Return the number of turns with executed code, including code that raised.
+    """Return the number of turns with executed code, including code that raised an exception.
 
     Turns with identical code count once.
     """
@@ -30,7 +31,7 @@ async def count_executed_code(reward_input: RewardInput) -> float:
 
 
 async def image_returned_reward(reward_input: RewardInput) -> float:
-    """Return 1 if at least one call returned an image to the policy, else 0."""
+    """Return 1 if at least one tool call returned an image to the policy, else 0."""
     return float(any(turn.tool_call and turn.tool_call.ran and turn.images for turn in reward_input.turns))
 
 
@@ -51,9 +52,9 @@ async def deepeyes_format_reward(reward_input: RewardInput) -> float:
 async def codev_format_reward(reward_input: RewardInput) -> float:
     """Return 1 for a valid format, else 0.
 
-    Code, thinking, answer and vision tags must be paired, with one answer and no code after it. The
-    released code of CodeV also returns 1 for an episode without an answer, which rewards running
-    out of turns. So one answer is required here.
+    Code, thinking, answer and vision tags must be paired, with exactly one answer and no code after
+    it. The released code of CodeV also returns 1 for an episode without an answer, which rewards
+    running out of turns; here, an answer is required.
     """
     text = "\n".join(reward_input.replies)
     paired = all(_are_tags_paired(text, tag) for tag in ("code", "think", "answer")) and _are_tags_paired(
@@ -64,9 +65,9 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
 
 
 def step_violations(reward_input: RewardInput) -> list[bool]:
-    """Return True for each turn with a call that failed or repeats an earlier one.
+    """Return one flag per turn: True if its tool call failed or repeats an earlier call.
 
-    Failures are those caused by the policy: an unreadable call, a box outside the image, an
+    Only failures caused by the policy count: an unreadable call, a box outside the image, an
     exception.
     """
     seen: set[tuple[str, str]] = set()

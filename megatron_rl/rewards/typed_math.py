@@ -1,8 +1,8 @@
-"""Conversion of plainly typed mathematics to LaTeX that math-verify reads.
+"""Conversion of mathematics typed as plain text into LaTeX that math-verify can read.
 
-Examples are `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`. Math-verify 0.9.0
-reads only LaTeX: typed names would be products of their letters, and some characters are dropped or
-rejected.
+Examples of plain text are `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`.
+Math-verify 0.9.0 reads only LaTeX: it would take typed names for products of letters, and it drops
+or rejects some characters.
 """
 
 import re
@@ -34,13 +34,14 @@ _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d+)(?:\s+|\s+and\s+)(\d+)/(\d+)(?![\w
 _DECIMAL = r"(?:\d+(?:\.\d+)?|\.\d+)"
 _EXPONENT = re.compile(rf"\^\s*(?:\(([^()]*)\)|([-+]?\s*{_DECIMAL}))")
 _EXPONENT_OF_E = re.compile(r"(?<=e)\^\s*([-+]\s*\d+(?:\.\d+)?[a-z]|\d*\.\d+[a-z])(?![A-Za-z])", re.ASCII)
-"""Matches an exponent such as `e^-0.02t`, which is typed for `e^{-0.02t}`; LaTeX would raise only
-the minus sign.
+"""Matches an exponent such as in `e^-0.02t`, which means `e^{-0.02t}`; in LaTeX, only the minus
+sign would be raised.
 """
 _REPEATING = re.compile(
     r"(?<![\w.,])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*\{(\d+)\}|\\dot\s*\{(\d)\}(?:(\d*)\\dot\s*\{(\d)\})?|(?<=\.)\((\d+)\))", re.ASCII
 )
-r"""Matches repeating decimals: `0.1\overline{6}`, `0.\dot{3}`, `0.(3)`; `0.1(6)` may be a product.
+r"""Matches repeating decimals: `0.1\overline{6}`, `0.\dot{3}`, `0.(3)`. `0.1(6)` does not match,
+because it may be a product.
 """
 _RELATIONS = (("<=", "\\le "), (">=", "\\ge "), ("!=", "\\ne "), ("==", "="), ("**", "^"))
 _FRACTION_OF_DIGITS = re.compile(r"(\\[dtc]?frac)\s*(\d)\s*(\d)", re.ASCII)
@@ -48,8 +49,8 @@ _INDEX = re.compile(r"(?<=[A-Za-z])\s*_(\d+|\w)")
 _PRODUCT_OF_GROUPS = re.compile(
     r"(?<=[)\d])\s*(?=\()|(?<=\))\s*(?=\d)|(?<=\d)\s*(?=\\(?:[dt]?binom|max|min|gcd|lcm|sum|prod|int|lim|lceil)(?![A-Za-z]))"
 )
-"""Matches the position between adjacent factors; math-verify adds a number and the group after it:
-`3(4)` would be 7.
+"""Matches the position between adjacent factors, where a product sign is needed: math-verify would
+add a number and the group after it, so that `3(4)` is 7.
 """
 _GROUP = re.compile(r"\\[dtc]?(?:frac|binom)(?![A-Za-z])")
 _FACTOR_BEHIND = re.compile(r"\s*(?:[\d(\[{]|\\\{|\\[dtc]?(?:frac|binom)(?![A-Za-z]))")
@@ -59,7 +60,7 @@ _FRACTION = re.compile(r"\\[dtc]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", re.A
 
 
 def to_latex(text: str) -> str:
-    r"""Return a short expression as LaTeX; LaTeX and words are unchanged.
+    r"""Convert a short expression to LaTeX; LaTeX and words are unchanged.
 
     Examples: `2*sqrt(3)/3` -> `2\cdot \sqrt{3}/3`; `x**-2` -> `x^{-2}`; `1 1/2` -> `1\frac{1}{2}`;
     `50 %` -> `50\%`.
@@ -115,9 +116,9 @@ def _is_mixed(text: str, at: int) -> bool:
 
 
 def _end_of_arguments(text: str, at: int) -> int | None:
-    """Return the end of the second argument after `at`, or None without two arguments.
+    """Return the end position of the second argument after `at`, or None if there are not two.
 
-    An argument is in braces or a single character.
+    An argument is a group in braces or a single character.
     """
     for _ in range(2):
         at += len(text[at:]) - len(text[at:].lstrip())
@@ -129,7 +130,7 @@ def _end_of_arguments(text: str, at: int) -> int | None:
 
 
 def _write_roots(text: str) -> str:
-    """Write `sqrt(...)` and `sqrt2` with braces; unclosed brackets are left unchanged."""
+    r"""Replace `sqrt(...)` and `sqrt2` by `\sqrt{...}`; unclosed brackets are left unchanged."""
     pieces, at = [], 0
     for found in _ROOT.finditer(text):
         bare = _RADICAND.match(text, found.end())

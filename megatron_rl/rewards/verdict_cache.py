@@ -1,7 +1,7 @@
-"""Cache of verdicts, in a SQLite file or in memory.
+"""Cache of judge verdicts, in a SQLite file or in memory.
 
-The processes of one machine may share a file. The file of one run can replace the judge of another:
-a Judge without urls reads recorded verdicts.
+Several processes on one machine may share a file. A file recorded by one run can replace the judge
+in another run: a Judge without urls reads the recorded verdicts.
 """
 
 import sqlite3
@@ -24,9 +24,9 @@ class VerdictCache:
     """
 
     def __init__(self, path: str, *, read_only: bool, config_key: str = "task.judge.cache") -> None:
-        """Open the file.
+        """Open the file, or a cache in memory if `path` is empty.
 
-        Raises ValueError, naming `config_key`, if it cannot be opened as a verdict file.
+        Raises ValueError, naming `config_key`, if the file cannot be opened as a verdict cache.
         """
         self.path, self._key = path, config_key
         try:
@@ -42,12 +42,12 @@ class VerdictCache:
             raise ValueError(f"{config_key}={path}: {error}; name a file of verdicts, or one in a folder that exists") from error
 
     def find(self, key: str) -> float | None:
-        """Return the verdict stored under a key, or None."""
+        """Return the verdict stored under a key, or None if there is none."""
         row = self._run_query(lambda: self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone())
         return None if row is None else row[0]
 
     def store(self, key: str, *, model: str, prompt: str, fields: str, verdict: float) -> None:
-        """Store a verdict, unless the key already has one."""
+        """Store a verdict, unless the key already has a verdict."""
         row = (key, model, prompt, fields, verdict)
         self._run_query(lambda: self._file.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?, ?, ?)", row))
 
@@ -67,10 +67,10 @@ class VerdictCache:
 
 
 def _enable_wal(file: sqlite3.Connection) -> None:
-    """Switch to the write-ahead log, retrying for up to _BUSY_S.
+    """Switch to the write-ahead log, retrying for up to _BUSY_S seconds.
 
-    SQLite does not wait if another process does the same, but fails at once with SQLITE_BUSY
-    (sqlite.org/wal.html, section 8).
+    If another process switches at the same time, SQLite does not wait but fails at once with
+    SQLITE_BUSY (sqlite.org/wal.html, section 8).
     """
     deadline = time.monotonic() + _BUSY_S
     while True:

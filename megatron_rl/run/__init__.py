@@ -1,1 +1,1 @@
-"""A run on disk and as processes: run directory, checkpoints, records, signals and status."""
+"""Run directory, checkpoints, records, processes, signals and status of a run."""

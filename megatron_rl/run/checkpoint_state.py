@@ -1,4 +1,4 @@
-"""State of a run in its checkpoints, apart from tensors: run/state.json with its own digest."""
+"""Reads and writes run/state.json, the part of a checkpoint without tensors."""
 
 import hashlib
 import json
@@ -15,33 +15,38 @@ from megatron_rl.run.record import History
 from megatron_rl.weights.formats.digests import MAX_STATE_BYTES, STATE, check_records
 
 _OWN_DIGEST = "sha256"
-"""Key in run/state.json of the digest of all its other values."""
+"""Key in run/state.json for the digest of all other values in the file."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class InputDigests:
-    """Digests of the inputs that a resumed run reads again."""
+    """Digests of the model and data files, which a resumed run checks for changes."""
 
     model: dict[str, str] = field(default_factory=dict)
-    """Digests of the files in model.path, by name (weights/formats/model_digests.py)."""
+    """Digests of the files in model.path, keyed by file name (weights/formats/model_digests.py)."""
     data: dict[str, str] = field(default_factory=dict)
-    """Digests of the files of task.data.train, .eval and .demonstrations, by setting
+    """Digests of the files in task.data.train, .eval and .demonstrations, keyed by setting
     (data/data_digests.py).
     """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class CheckpointState:
-    """State of a run after `step` steps, apart from its policy; without arguments, of a new run."""
+    """State of a run after `step` steps, without the weights.
+
+    The defaults are the state of a new run.
+    """
 
     step: Annotated[int, Ge(0)] = 0
     history: History = field(default_factory=History)
     success: float | None = None
-    """Greedy success of the evaluation after this step, if there was one."""
+    """Success rate of greedy decoding in the evaluation after this step; None without an
+    evaluation.
+    """
     settings: dict = field(default_factory=dict)
     inputs: InputDigests = field(default_factory=InputDigests)
     files: dict[str, dict[str, int | str]] = field(default_factory=dict)
-    """Size and digest of every other file of the checkpoint, by relative name
+    """Size and digest of every other file in the checkpoint, keyed by relative path
     (weights/formats/digests.py).
     """
 
@@ -50,7 +55,7 @@ _STATE: TypeAdapter[CheckpointState] = TypeAdapter(CheckpointState)
 
 
 def read_state(checkpoint: Path) -> CheckpointState:
-    """Return the contents of a checkpoint's run/state.json.
+    """Read, verify and return the contents of a checkpoint's run/state.json.
 
     Raises:
         ValueError: The file is missing or damaged.
@@ -75,7 +80,7 @@ def read_state(checkpoint: Path) -> CheckpointState:
 
 
 def write_state(path: Path, values: Mapping[str, object]) -> None:
-    """Write run/state.json atomically, with a digest of `values`."""
+    """Write run/state.json atomically, with the digest of `values`."""
     write_bytes_atomically(path, json.dumps({_OWN_DIGEST: _digest_of(values), **values}, indent=1).encode())
 
 

@@ -1,16 +1,16 @@
-"""Checkpoints of a run: saving, publishing when complete, deleting old ones, restoring.
+"""Saves, publishes, deletes and restores the checkpoints of a run.
 
-    RUN/checkpoints/step_00000003/            complete, after 3 steps: the policy's training state
-                                              (policy/training_state.py), and
+    RUN/checkpoints/step_00000003/            complete checkpoint after 3 steps, with the training
+                                              state of the policy (policy/training_state.py)
         critic/                               training state of a critic with its own backbone
-        hf/                                   the Hugging Face folder without weights, for
+        hf/                                   Hugging Face folder without weights, for
                                               tools/convert/merger.py
-        adapter/                              LoRA adapter in PEFT format, if one is trained
-        run/state.json                        state of the run, size and digest of all other files
-    RUN/checkpoints/.step_00000004.partial/   being written or deleted; the next start removes the
-                                              leftovers of a kill
+        adapter/                              LoRA adapter in PEFT format, if LoRA is used
+        run/state.json                        state of the run, sizes and digests of all other files
+    RUN/checkpoints/.step_00000004.partial/   checkpoint that is being written or deleted; if the
+                                              run is killed, the next attempt removes this folder
 
-Everything that is a function of seed and step (choice of prompts, sampling seeds) needs no state.
+Values that are computed from seed and step, such as sampling seeds, are not saved.
 """
 
 import os
@@ -44,9 +44,10 @@ _REMEDY = "no older checkpoint is intact; restore this one from a copy, or move 
 def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, CheckpointState]:
     """Return the newest intact checkpoint and its state; (None, CheckpointState()) for a new run.
 
-    All ranks call this together and wait in `group`. Damaged checkpoints newer than an intact one
-    move to RUN/superseded/checkpoints, with one log line each. Leftovers of a kill are removed.
-    run/directory.py decides whether the run may resume at all.
+    All ranks must call this together and wait in `group`. Damaged checkpoints that are newer than
+    the returned checkpoint are moved to RUN/superseded/checkpoints, with one log line each. Partial
+    checkpoints of a killed attempt are removed. run/directory.py has already checked that the run
+    may resume in this directory.
 
     Raises:
         ValueError: All checkpoints are damaged.
@@ -76,9 +77,9 @@ def _try_load(checkpoint: Path) -> tuple[CheckpointState | None, str]:
 
 
 def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.ProcessGroup | None) -> str:
-    """Return the first difference between a checkpoint's files and their record, or "".
+    """Compare a checkpoint's files with their recorded digests; return the first difference or "".
 
-    Each rank reads its share of the files.
+    Each rank checks a part of the files.
     """
     by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
@@ -88,7 +89,7 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
 
 
 def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None:
-    """Move damaged checkpoints away, because the run writes new ones of the same steps."""
+    """Move damaged checkpoints aside, since the run will write new ones for the same steps."""
     for checkpoint, damage in damaged.items():
         into.mkdir(parents=True, exist_ok=True)
         target = find_free_path(into / checkpoint.name)
@@ -97,10 +98,11 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
 
 
 def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
-    """Return the steps to delete, given {step: greedy success, or None without an evaluation}.
+    """Return the steps with a checkpoint to delete, given {step: greedy success or None}.
 
-    Of equally good checkpoints the later is kept. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1},
-    keep_last 1, keep_best 1 -> {1, 3}.
+    None means that the step was not evaluated. Of two checkpoints with the same success, the later
+    is preferred. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1} with keep_last 1 and keep_best 1 yields
+    {1, 3}.
     """
     last = sorted(successes)[-keep_last:]
     evaluated = [step for step, success in successes.items() if success is not None]
@@ -119,22 +121,23 @@ class _Pending:
 
 
 class Checkpoints:
-    """Writes and restores the checkpoints of one run. All ranks call every method together."""
+    """Writes and restores a run's checkpoints. All ranks must call every method together."""
 
     def __init__(
         self, settings: Settings, policy: Policy, critic: Critic | None = None, *,
         resume_from: Path | None, inputs: InputDigests, group: dist.ProcessGroup | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """Prepare for writing; nothing is read or written yet.
+        """Create the object without reading or writing a checkpoint.
 
         Args:
             settings: Settings of the run.
             policy: Policy to save and restore.
-            critic: Critic with its own backbone, if there is one.
-            resume_from: Checkpoint that `find_checkpoint` returned.
-            inputs: Digests of the run's model and data.
-            group: Group in which ranks wait for slower writers (world.long_timeout_group).
-            clock: Time in seconds, for checkpoint.every_s.
+            critic: Critic with its own backbone; None without a critic or with a shared backbone.
+            resume_from: Checkpoint that `find_checkpoint` returned; None for a new run.
+            inputs: Digests of the run's model and data files.
+            group: Process group in which ranks wait for ranks that write more slowly
+                (world.long_timeout_group).
+            clock: Returns the time in seconds, for checkpoint.every_s.
         """
         self._settings, self._policy, self._critic, self._resume_from, self._group = settings, policy, critic, resume_from, group
         self._inputs = inputs
@@ -143,9 +146,9 @@ class Checkpoints:
         self._clock, self._last = clock, clock()
 
     def restore(self) -> None:
-        """Restore policy and critic from the checkpoint to resume from, if there is one.
+        """Restore policy and critic from `resume_from`; do nothing for a new run.
 
-        Call this after everything else is built, because building may draw from the random
+        Call this after all other components are built, because building them may advance the random
         generators.
         """
         if self._resume_from is not None:
@@ -154,16 +157,20 @@ class Checkpoints:
                 self._critic.load(self._resume_from / CRITIC, seed=self._settings.run.seed)
 
     def begin_step(self, step: int, *, is_last: bool = False) -> None:
-        """Start writing the checkpoint of `step` completed steps if one is due.
+        """Start writing a checkpoint after `step` completed steps if a checkpoint is due.
 
-        It has the state at the time of this call. The policy must not be offloaded.
+        The checkpoint contains the state at the time of this call. The policy must not be
+        offloaded.
         """
         every, save_last = self._settings.checkpoint.every, self._settings.checkpoint.save_last
         if (every and step % every == 0) or (is_last and save_last) or self._is_late():
             self._begin(step)
 
     def _is_late(self) -> bool:
-        """Return True if the last save began checkpoint.every_s or more ago, by rank 0's clock."""
+        """Return True if at least checkpoint.every_s seconds have passed since the last save began.
+
+        The clock of rank 0 decides for all ranks.
+        """
         limit = self._settings.checkpoint.every_s
         return limit > 0 and run_on_rank_zero(lambda: self._clock() - self._last >= limit)
 
@@ -184,7 +191,7 @@ class Checkpoints:
         self._pending = _Pending(folder, step, saves)
 
     def finish_step(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Add the run's state to the pending checkpoint, and publish it if it is written.
+        """Add the run's state to the pending checkpoint; publish the checkpoint if it is written.
 
         Call this after the step is recorded, so that the state includes its evaluation.
         """
@@ -199,7 +206,7 @@ class Checkpoints:
             self.wait_for_save()
 
     def save(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Write and publish the checkpoint of `step` completed steps, due or not.
+        """Write and publish a checkpoint after `step` completed steps, even if none is due.
 
         The policy must not be offloaded.
         """
@@ -211,10 +218,10 @@ class Checkpoints:
         self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Wait for the pending checkpoint, if any, and publish it.
+        """Wait until the pending checkpoint is written, and publish it.
 
         Raises:
-            OSError: On every rank, if it could not be written.
+            OSError: On every rank, if the checkpoint could not be written.
         """
         if self._pending is None:
             return
@@ -233,8 +240,8 @@ class Checkpoints:
     def wait_for_save_on_failure(self, run: Run) -> Iterator[None]:
         """Publish the pending checkpoint if the block raises RunFailed.
 
-        All ranks raise this error alike. If the evaluation of the checkpoint's own step failed, the
-        step's metrics stay pending, so a resumed run evaluates again.
+        RunFailed must be raised on all ranks. If the evaluation after the checkpoint's step failed,
+        the step's metrics stay pending in the history, so a resumed run repeats the evaluation.
         """
         try:
             yield
@@ -246,7 +253,7 @@ class Checkpoints:
             raise
 
     def mark_evaluated(self, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Add the evaluation that the last attempt did not complete to its checkpoint."""
+        """Write the evaluation that the last attempt did not finish to the restored checkpoint."""
 
         def write() -> None:
             state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))
@@ -256,7 +263,7 @@ class Checkpoints:
             run_on_rank_zero(write)
 
     def _publish(self, pending: _Pending) -> None:
-        """Flush the checkpoint to disk and rename it; only then delete expired checkpoints."""
+        """Publish a checkpoint: flush it to disk, rename it, then delete expired checkpoints."""
         folder, checkpoint = pending.folder, pending.folder.with_name(step_name(pending.step))
         digests = {path: sha256 for save in pending.saves for path, sha256 in save.digests.items()}
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -290,9 +297,9 @@ def _remove_partial(folder: Path) -> None:
 
 
 def _create_folder(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
-    """Create a checkpoint folder with a copy of the small Hugging Face files.
+    """Create a checkpoint folder with a copy of the model's Hugging Face files without weights.
 
-    The copied processor files have the pixel limits of training.
+    In the copied processor files, the pixel limits are set to those of training.
     """
     (folder / Path(STATE).parent).mkdir(parents=True)
     if with_critic:

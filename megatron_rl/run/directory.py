@@ -1,23 +1,23 @@
-"""Locking and resuming a run directory: one run at a time, and no run destroys results.
+"""Locks a run directory and decides if a run may start or resume in it.
 
-    Directory                                                 Action
-    no step recorded                                          start, whatever the settings were
+    Run directory                                             Action
+    no step recorded                                          start; settings may differ
     finished, same settings except MUTABLE_KEYS               nothing to do
-    more steps, or only MUTABLE_KEYS changed                  resume from the newest checkpoint,
-                                                              or start again if there is none
-    as above, but finished or stopped gracefully at a         refuse without checkpoint.allow_repeat
-      later step than its newest checkpoint
-    a checkpoint named after another step                     refuse
-    any other change                                          refuse, unless run.overwrite moves
-                                                              the directory aside
+    more steps, or only MUTABLE_KEYS changed                  resume from the newest checkpoint, or
+                                                              start again if there is no checkpoint
+    as above, but finished or stopped gracefully at a         refuse, unless checkpoint.allow_repeat
+      later step than the newest checkpoint's                 is set
+    checkpoint folder named after a different step            refuse
+    any other change                                          refuse, unless run.overwrite is set,
+                                                              which moves the directory aside
 
-A finished run (eval.json, and final/ with all its weights) has done all its steps; so has one that
-lost its final/ later. A run that stopped gracefully wrote ended.json with the step of its last
-checkpoint. After any other end (a kill, an error) the steps after the newest checkpoint are
-repeated, and run/superseded_steps.py keeps their old records.
+A run is finished if the run directory contains eval.json, and final/ with all weights. If final/
+was lost later, all steps still count as completed. A run that stopped gracefully leaves ended.json
+with the step of its last checkpoint. After a kill or an error, the steps after the newest
+checkpoint are repeated, and run/superseded_steps.py keeps their old records.
 
-Settings are compared with config.yaml; a setting that only one of them has counts as changed. The
-lock is an fcntl lock on RUN/.lock, held by rank 0; it has not been tested on NFS.
+Settings are compared with config.yaml. A setting that is missing on one side counts as changed.
+The lock is an fcntl lock on RUN/.lock, held by rank 0. It has not been tested on NFS.
 """
 
 import fcntl
@@ -56,10 +56,11 @@ from megatron_rl.run.superseded_steps import SUPERSEDED
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 LOCK = ".lock"
-"""Name of the lock file in a run directory."""
+"""File name of the lock in a run directory."""
 ENDED = "ended.json"
-"""Name of the file about the end of the last attempt, unless it finished: {"state": "stopped" or
-"failed", "line": reason, "step": of the newest checkpoint}. A killed attempt leaves none.
+"""File name of the record of how the last attempt ended: {"state": "stopped" or "failed", "line":
+reason, "step": step of the newest checkpoint}. An attempt that finished the run or was killed does
+not write this file.
 """
 MUTABLE_KEYS = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "plan.", "run.overwrite",
@@ -70,15 +71,17 @@ MUTABLE_KEYS = (
     "task.options.sheets", "evaluation.urls", "evaluation.timeout_s", "evaluation.outage_timeout_s", "evaluation.max_attempts",
     "evaluation.concurrency",
 )  # fmt: skip
-"""Settings, or groups of them, that may change when a run resumes: they decide where and how the
-run is computed, not what it learns.
+"""Names or prefixes of the settings that may change when a run resumes, because they do not affect
+the trained model.
 """
 _OPEN_LOCKS = ("optim.lr_by_module", "task.options")
-"""Settings with user-defined keys. If their keys differ, they are compared as a whole."""
+"""Settings with user-defined keys. If the keys differ, `changed_keys` reports the setting as one
+change instead of one change per key.
+"""
 ABSENT = "absent"
-"""Stands for the value of a missing setting."""
+"""Placeholder for the value of a missing setting."""
 STEPS_KEYS = {"rl": "run.steps", "sft": "sft.steps"}
-"""Name of the setting for the length of a run, by stage."""
+"""Name of the setting that is the number of steps, keyed by stage."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -86,21 +89,21 @@ class ResumeState:
     """Result of comparing a run directory with the settings of a run."""
 
     newest_checkpoint: Path | None = None
-    """Checkpoint to resume from."""
+    """Checkpoint to resume from; None if there is no checkpoint."""
     changes: dict[str, tuple[object, object]] = field(default_factory=dict)
-    """{dotted key: (old, new)} of the mutable settings that changed since the last attempt."""
+    """{dotted key: (old value, new value)} for the settings that changed since the last attempt."""
     is_finished: bool = False
     evaluation: dict[str, float] = field(default_factory=dict)
-    """Final evaluation of a finished run."""
+    """Scores of the final evaluation; empty if the run is not finished."""
     missing_file: str = ""
-    """File missing in final/, because of which a run with a final evaluation is not finished."""
+    """First missing file in final/, for a run that has a final evaluation but is not finished."""
     refusal: str = ""
-    """Reason why the run cannot use this directory; empty if it can."""
+    """Reason why the run cannot use the directory; empty if the run can start or resume."""
 
     def describe_start(self, folder: Path, checkpoint: Path | None) -> str:
-        """Return the log line about where the run resumes; "" for a new run.
+        """Return a log line that names the checkpoint and the changed settings; "" for a new run.
 
-        `checkpoint` is the newest intact one.
+        `checkpoint` is the newest intact checkpoint, or None.
         """
         if checkpoint is None and not self.changes:
             return ""
@@ -113,13 +116,14 @@ class ResumeState:
 def locked(settings: Settings) -> Iterator[ResumeState]:
     """Lock the run directory inside the block and prepare it for the run.
 
-    All ranks call this together.
+    All ranks must call this together.
 
-    Yields the state of the directory. A finished run needs no further work.
+    Yields:
+        The state of the directory. If the run is finished, nothing remains to be done.
 
     Raises:
-        ValueError: Another run has locked the directory, or it holds a run that these settings
-            cannot resume.
+        ValueError: Another run has locked the directory, or the directory contains a run that
+            cannot be resumed with these settings.
     """
     with ExitStack() as locks:
         yield run_on_rank_zero(lambda: _lock_and_check(settings, locks))
@@ -149,9 +153,10 @@ def _lock_and_check(settings: Settings, locks: ExitStack) -> ResumeState:
 
 
 def lock(folder: Path) -> TextIO:
-    """Lock the directory and return the open lock file; closing it releases the lock.
+    """Lock the directory and return the open lock file; closing the file releases the lock.
 
-    The file's text names the holder. Raises ValueError if another process holds the lock.
+    The lock file contains the host and process id of the lock's owner. Raises ValueError if another
+    process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / LOCK).open("a+")
@@ -169,7 +174,7 @@ def lock(folder: Path) -> TextIO:
 
 
 def _remove_if_new(folder: Path) -> None:
-    """Remove the directory if it holds only its lock, as after a failure to read the model."""
+    """Remove the directory if it contains only the lock file, for example after a startup error."""
     if _entry_names(folder) == [LOCK]:
         with suppress(OSError):  # the run may be ending because of this disk
             (folder / LOCK).unlink()
@@ -177,22 +182,25 @@ def _remove_if_new(folder: Path) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Remove partial small files (io/jsonl.py) of an attempt that was killed or could not write."""
+    """Remove partially written small files (io/jsonl.py) of an earlier attempt."""
     for half in (*folder.glob(".*.partial"), *(folder / ROLLOUTS).glob(".*.partial")):
         if half.is_file():
             half.unlink()
 
 
 def _entry_names(folder: Path) -> list[str]:
-    """Return the names in the directory; empty if it was removed.
+    """Return the names of the directory's entries; empty if the directory does not exist.
 
-    A removed directory must not raise here and hide the error that ends the run.
+    A missing directory must not raise an error here, which would hide the error that ends the run.
     """
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
 
 def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    """Write ended.json if the run started but did not finish. The directory is still locked."""
+    """Write ended.json if the run started but did not finish.
+
+    The directory must still be locked.
+    """
     if (folder / EVALUATION_FILE).exists() or _entry_names(folder) in ([], [LOCK]):
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
@@ -203,12 +211,12 @@ def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseExce
 
 
 def newest_saved_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 if there is none."""
+    """Return the step of a run's newest checkpoint, or 0 without a checkpoint."""
     return max(map(step_of, list_checkpoints(folder / CHECKPOINTS_FOLDER)), default=0)
 
 
 def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
-    """Return how a run with these settings can use the directory."""
+    """Compare a run directory with settings and return if and how the run can start or resume."""
     metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS_FOLDER)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return ResumeState()
@@ -237,7 +245,7 @@ def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
 
 
 def _find_renamed(folder: Path) -> str:
-    """Return an error about a checkpoint with another step's name, or "".
+    """Return an error if a checkpoint's folder is named after a different step, else "".
 
     Damaged checkpoints are ignored.
     """
@@ -250,7 +258,7 @@ def _find_renamed(folder: Path) -> str:
 
 
 def _read_stopped_step(folder: Path) -> int:
-    """Return the checkpoint's step of a run that stopped gracefully, 0 after any other end."""
+    """Return the step at which a run stopped gracefully, or 0 if it ended in any other way."""
     try:
         ended = read_json(folder / ENDED)
         return int(ended["step"]) if ended["state"] == "stopped" else 0
@@ -259,7 +267,7 @@ def _read_stopped_step(folder: Path) -> int:
 
 
 def _repeated_error(folder: Path, newest: Path | None, *, num_done: int) -> str:
-    """Return the error for a run that would have to repeat completed steps."""
+    """Return the error message for a run that would repeat completed steps."""
     saved = step_of(newest) if newest else 0
     has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
     return (
@@ -281,8 +289,8 @@ def read_settings(path: Path) -> dict[str, object]:
     """Return the contents of a run's config.yaml.
 
     Raises:
-        ValueError: The file holds no settings. The message is a predicate, to follow the file's
-            name.
+        ValueError: The file does not contain settings. The message continues a sentence that starts
+            with the file's name.
         OSError: The file cannot be read.
     """
     found = read_yaml(path)
@@ -292,7 +300,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
-    """Return {dotted key: (old, new)} of settings that differ, with ABSENT for a missing key."""
+    """Return {dotted key: (old, new)} for settings that differ; a missing key has value ABSENT."""
     changes: dict[str, tuple[object, object]] = {}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, ABSENT), new.get(key, ABSENT)
@@ -305,10 +313,10 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
 
 
 def is_mutable_key(key: str, old: object, new: object) -> bool:
-    """Return True if a resumed run may use the new value.
+    """Return True if a resumed run may use the new value of a setting.
 
-    run.steps may grow. Of sft.steps only the last entry may grow, because earlier stages must end
-    where they did.
+    run.steps may increase. In sft.steps only the last entry may increase, because earlier stages
+    are already completed.
     """
     if key in STEPS_KEYS.values() and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
@@ -316,12 +324,12 @@ def is_mutable_key(key: str, old: object, new: object) -> bool:
 
 
 def describe_changes(changes: Mapping[str, tuple[object, object]]) -> str:
-    """Return changed settings as text: `run.steps=80 (was 40), ...`."""
+    """Return the changed settings as text, such as `run.steps=80 (was 40)`."""
     return ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changes.items())
 
 
 def backup_path(folder: Path) -> Path:
-    """Return DIR.1, or the path with the next free number."""
+    """Return the path DIR.1, or DIR.N with the first number that is not in use."""
     own, number = folder.absolute(), 1
     while own.with_name(f"{own.name}.{number}").exists():
         number += 1

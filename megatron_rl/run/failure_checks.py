@@ -1,4 +1,4 @@
-"""Checks that end a run: failed rollouts, non-finite numbers, logprob mismatch, no improvement."""
+"""Checks that stop a run: failed rollouts, non-finite values, mismatch, no improvement."""
 
 import math
 import statistics
@@ -10,8 +10,9 @@ from megatron_rl.observe.step_metrics import mean_logprob_abs_diff
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_LOGPROB_ABS_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Bound on the mean absolute logprob difference, by the coarser dtype of engine and trainer.
-Rounding alone stays below it (measurements in docs/numerics.md).
+"""Bound on the mean absolute difference between the logprobs of engine and trainer, keyed by the
+less precise of their dtypes. Differences caused by rounding alone are below this bound
+(measurements in docs/numerics.md).
 """
 _CAUSES = (
     "likely causes: a part of the model that one of them does not compute (rope scaling, sliding window), a server with other weights, "
@@ -20,10 +21,10 @@ _CAUSES = (
 
 
 def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
-    """Check that infrastructure errors failed at most `limit` (a fraction) of a step's rollouts.
+    """Check that at most the fraction `limit` of a step's rollouts failed.
 
     Raises:
-        RunFailed: More rollouts failed; see `make_failure`.
+        RunFailed: Too many rollouts failed. The error is built by `make_failure`.
     """
     failed, num = [rollout for rollout in rollouts if rollout.status is Status.FAILED], len(rollouts)
     if len(failed) > limit * num:
@@ -31,10 +32,10 @@ def check_failures(rollouts: list[Rollout], *, limit: float) -> None:
 
 
 def make_failure(failed: Sequence[Rollout], line: str, *, num: int, limit: float) -> RunFailed:
-    """Return the error of a run in which more than `limit` of its `num` rollouts failed.
+    """Return the error to raise if more than the fraction `limit` of `num` rollouts failed.
 
-    It is an InfraOutage, unless permanent failures (StopReason.PERMANENT_INFRA_ERROR) alone exceed
-    the limit.
+    The error is a RunFailed if permanent failures (StopReason.PERMANENT_INFRA_ERROR) alone exceed
+    the limit, and an InfraOutage otherwise.
     """
     lasting = [rollout.reason for rollout in failed if rollout.stop_reason is StopReason.PERMANENT_INFRA_ERROR]
     if len(lasting) > limit * num or len(lasting) == num:
@@ -44,11 +45,11 @@ def make_failure(failed: Sequence[Rollout], line: str, *, num: int, limit: float
 
 
 def require_finite(rollouts: list[Rollout]) -> None:
-    """Check that rewards and the engine's logprobs are finite.
+    """Check that all rewards and all logprobs from the engine are finite.
 
     Raises:
-        NonFiniteValue: A reward is not finite, or a logprob is not, which means that the engine
-            serves broken weights.
+        NonFiniteValue: A reward or a logprob is not finite. A non-finite logprob means that the
+            engine serves broken weights.
     """
     for rollout in rollouts:
         name = f"{rollout.example_id}#{rollout.sample_index}"
@@ -61,19 +62,22 @@ def require_finite(rollouts: list[Rollout]) -> None:
 
 
 class MismatchCheck:
-    """Compares engine and trainer once per attempt, in the first update with on-policy tokens."""
+    """Compares logprobs of engine and trainer in the first update with on-policy tokens.
+
+    The check runs once per attempt.
+    """
 
     def __init__(self, settings: Settings) -> None:
-        """Disable the check for replays, because other weights may have sampled their tokens."""
+        """Disable the check for replays, because their tokens may be sampled from other weights."""
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
         self._is_due = settings.run.mode != "replay"
 
     def __call__(self, update: Mapping[str, float]) -> None:
-        """Check the metrics of an update, reduced over all ranks, before the optimizer step.
+        """Check an update's metrics, reduced over all ranks, before the optimizer step.
 
         Raises:
-            LogprobMismatch: The mean absolute logprob difference exceeds its bound.
+            LogprobMismatch: The mean absolute logprob difference exceeds the bound.
         """
         if not self._is_due or update["tokens"] == 0 or update.get("rollout/on_policy_fraction") == 0:
             return
@@ -92,7 +96,7 @@ def check_improvement(returns: list[float]) -> None:
     """Check that the mean return of the last 10 steps exceeds that of the first 10.
 
     Raises:
-        RunFailed: It does not.
+        RunFailed: The mean return did not increase.
     """
     first, last = statistics.fmean(returns[:10]), statistics.fmean(returns[-10:])
     if last <= first:

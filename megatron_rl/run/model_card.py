@@ -12,21 +12,23 @@ from megatron_rl.io.bounded_files import parse_yaml, read_bytes
 from megatron_rl.models.known_models import HUB_IDS
 
 GROUPS = ("algo", "batch", "filter", "optim", "critic", "sft", "lora", "model", "task")
-"""Groups of settings that decide what is learned. Other groups concern machines and services."""
+"""Groups of settings that affect the trained model and are listed in the card. The other groups
+configure machines and services.
+"""
 PRIVATE = ("url", "token_file", "path", "log", "image_roots")
-"""Parts of setting names that exclude a setting from the card, because it names a machine or a
-folder.
+"""Substrings of setting names. Settings with such a name are not listed in the card, because they
+contain the name of a machine or folder.
 """
 PACKAGES = ("megatron-rl", "megatron-core", "torch", "transformers", "vllm")
-"""Packages listed with their versions."""
+"""Packages that are listed in the card with their versions."""
 LICENSE = ("license", "license_name", "license_link")
-"""Keys of license metadata that are copied from the base model's card."""
+"""License metadata keys that are copied from the base model's card."""
 MAX_README_BYTES = 1 << 20
-"""Number of bytes read at most from the base model's README.md."""
+"""Maximum size in bytes of the base model's README.md."""
 
 
 def make_model_card(settings: Settings, *, metrics: Mapping[str, float], num_steps: int, folder: Path) -> str:
-    """Return the text of README.md for the model in `folder`."""
+    """Return the text of the model card for the model in `folder`."""
     base, metadata = Path(settings.model.path), _metadata_of(Path(settings.model.path))
     name = _base_name(base, metadata)
     is_rl = settings.stage == "rl"
@@ -57,7 +59,7 @@ def make_model_card(settings: Settings, *, metrics: Mapping[str, float], num_ste
 
 
 def _metadata_of(base: Path) -> dict[str, object]:
-    """Return the metadata of the base model's card; empty if there is no valid one."""
+    """Return the metadata in the base model's card; empty without a valid card."""
     try:
         _, _, rest = read_bytes(base / "README.md", at_most=MAX_README_BYTES).decode(errors="replace").partition("---\n")
         head, end, _ = rest.partition("\n---")
@@ -68,7 +70,7 @@ def _metadata_of(base: Path) -> dict[str, object]:
 
 
 def _base_name(base: Path, metadata: Mapping[str, object]) -> str:
-    """Return the base model's name on the Hugging Face Hub if known, else its folder's name."""
+    """Return the base model's name on the Hugging Face Hub if known, else the folder's name."""
     released = {hub.partition("/")[2]: hub for hub in HUB_IDS}
     for part in reversed(base.absolute().parts):
         name = part.rpartition("--")[2]  # folders in the Hub's cache are named models--Qwen--NAME
@@ -99,5 +101,5 @@ def _versions() -> Iterator[tuple[str, str]]:
     for package in PACKAGES:
         try:
             yield package, version(package)
-        except PackageNotFoundError:  # not installed, as vLLM where engines run on other machines
+        except PackageNotFoundError:  # not installed; for example vLLM, if engines run on other machines
             continue

@@ -1,12 +1,12 @@
-"""Attempts of a run as processes: captured output, forwarded signals, requeueing of Slurm jobs.
+"""Runs an attempt as a process: captures output, forwards signals and requeues Slurm jobs.
 
-    RUN/logs/attempt_1/output.txt    output of the first attempt
-    RUN/logs/latest                  link to the newest attempt
+    RUN/logs/attempt_1/output.txt    stdout and stderr of the first attempt
+    RUN/logs/latest                  symbolic link to the newest attempt's folder
 
-The output file is locked (fcntl.lockf) while its attempt runs. Slurm sends SIGUSR1 before a time
-limit (sbatch --signal=B:USR1@300). A preemption sends SIGTERM to the steps of a job only, and Slurm
-22.05 does not requeue a job that then exits by itself. scancel sends SIGTERM too, but a canceled
-job is not requeued.
+The output file is locked (fcntl.lockf) while the attempt runs. Slurm sends SIGUSR1 before the time
+limit (sbatch --signal=B:USR1@300). On a preemption, Slurm sends SIGTERM only to the steps of the
+job, and Slurm 22.05 does not requeue a job that exits by itself after this signal. scancel also
+sends SIGTERM, but a canceled job is not requeued.
 """
 
 import fcntl
@@ -25,11 +25,11 @@ from megatron_rl.run.shutdown import SIGNALS, die_with_parent, handling_signals
 
 LOGS, OUTPUT = "logs", "output.txt"
 LATEST = f"{LOGS}/latest/{OUTPUT}"
-"""Path of the newest attempt's output, relative to the run directory."""
+"""Path of the newest attempt's output file, relative to the run directory."""
 
 
 def open_output(logs: Path) -> Path:
-    """Create the next attempt's folder, link `latest` to it, and return its output path."""
+    """Create the next attempt's folder, link `latest` to it, and return the output file's path."""
     logs.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         folder = logs / f"attempt_{number}"
@@ -45,10 +45,10 @@ def open_output(logs: Path) -> Path:
 
 
 class ManagedProcess:
-    """A running command in its own session, killed when this process dies."""
+    """Command that runs in its own session and is killed when this process dies."""
 
     def __init__(self, command: Sequence[str], *, output: Path | None = None) -> None:
-        """Start the command. Without an output file it inherits stdout and stderr."""
+        """Start the command; without an output file, it inherits stdout and stderr."""
         self.output_path = output
         self._output_file: IO[bytes] | None = None
         if output is not None:
@@ -60,18 +60,18 @@ class ManagedProcess:
         )  # fmt: skip
 
     def forward_signal(self, number: int) -> None:
-        """Request a stop. Sends SIGINT for SIGINT and SIGUSR1 for all other signals.
+        """Request a stop: send SIGINT if `number` is SIGINT, else SIGUSR1.
 
-        srun would end at SIGTERM, but it forwards SIGUSR1.
+        SIGTERM is not sent, because it would terminate srun, which forwards SIGUSR1.
         """
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1)
 
     def poll(self) -> int | None:
-        """Return the exit code as a shell reports it, or None while the process runs.
+        """Return the exit code in the convention of shells, or None while the process runs.
 
-        A process killed by the stop request (SIGUSR1) had installed no handler yet, so its code is
-        EX_TEMPFAIL.
+        A process that was killed by the stop request (SIGUSR1) had not yet installed a signal
+        handler. This counts as a graceful stop, with exit code EX_TEMPFAIL.
         """
         code = self._process.poll()
         if code is None:
@@ -83,18 +83,18 @@ class ManagedProcess:
         return code if code >= 0 else 128 - code
 
     def wait(self) -> int:
-        """Wait for the process and return its exit code as `poll` does."""
+        """Wait for the process to exit and return the exit code, as `poll` does."""
         self._process.wait()
         return self.poll()
 
     def last_line(self) -> str:
-        """Return the last non-empty line of the output, or '' without one."""
+        """Return the last non-empty line of the output file; '' without output."""
         lines = read_tail(self.output_path).split("\n") if self.output_path else []
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 class SignalForwarder:
-    """Context manager that forwards stop signals of this process to running attempts."""
+    """Context manager that forwards stop signals from this process to running attempts."""
 
     def __init__(self) -> None:
         self.processes: list[ManagedProcess] = []
@@ -121,9 +121,9 @@ def require_job() -> None:
 
 
 def requeue_job(received: Container[int]) -> None:
-    """Requeue this Slurm job if its time limit was near (SIGUSR1) or it was preempted.
+    """Requeue this Slurm job if it received SIGUSR1 (time limit) or was preempted.
 
-    The job is requeued as it was submitted.
+    The requeued job runs the same batch script with the same options.
     """
     job = os.environ["SLURM_JOB_ID"]
     if signal.SIGUSR1 not in received and not _is_preempted(job):
@@ -139,12 +139,12 @@ def _is_preempted(job: str) -> bool:
 
 
 def run_attempt(command: Sequence[str], *, logs: Path | None = None, requeues: bool = False) -> int:
-    """Run one attempt to its end and return its exit code.
+    """Run one attempt, wait until it exits, and return the exit code.
 
     Args:
-        command: Command of the attempt.
-        logs: Folder for the output of attempts; None lets the attempt inherit stdout and stderr.
-        requeues: Requeue this Slurm job if Slurm ended it.
+        command: Command that runs the attempt.
+        logs: Folder for the output of attempts. With None, the attempt inherits stdout and stderr.
+        requeues: True to requeue this Slurm job if Slurm ended the attempt.
     """
     if requeues:
         require_job()

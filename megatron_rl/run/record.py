@@ -1,7 +1,4 @@
-"""History, metrics, evaluations and recorded rollouts of a run.
-
-The file has over 300 lines because it is one record of the run, with its counters, on every rank.
-"""
+"""Records history, metrics, evaluations and rollouts of a run in the run directory."""
 
 import json
 import statistics
@@ -33,46 +30,51 @@ from megatron_rl.run.superseded_steps import find_gaps, supersede_records
 from megatron_rl.types import MicroBatch, Rollout, StopReason
 
 CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, CHECKPOINTS_FOLDER = "config.yaml", "eval.json", "final", "checkpoints"
-"""Names in a run directory: its settings, the final evaluation (which marks a finished run), the
-trained model, and the checkpoints.
+"""Names of files and folders in a run directory: the settings, the final evaluation (which marks a
+finished run), the trained model and the checkpoints.
 """
 PROMPTS_FILE, ADAPTER_FOLDER = "prompts.jsonl", "adapter"
-"""Names in a run directory: statistics per example, and the trained LoRA adapter."""
+"""Names of a file and a folder in a run directory: statistics per example and the LoRA adapter."""
 
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """State that past steps leave for later ones, apart from the policy. The same on every rank."""
+    """State of a run that is carried from step to step, without the weights.
+
+    The history is the same on every rank.
+    """
 
     returns: list[float] = field(default_factory=list)
-    """Mean return of every step with rollouts."""
+    """Mean reward of the scored rollouts of each step."""
     num_generation_batches: int = 0
-    """Number of prompt batches scheduled so far, which is the position of the prompt sampler."""
+    """Number of prompt batches scheduled so far. This is the position of the prompt sampler."""
     in_flight_prompts: list[int] = field(default_factory=list)
-    """Indices, in scheduling order, of prompts that were scheduled but not trained on, because with
-    run.max_staleness > 0 their episodes are still running. The next attempt schedules them first.
+    """Indices of prompts that were scheduled but not yet trained on, in scheduling order. With
+    run.max_staleness > 0, episodes of these prompts may still be running. The next attempt
+    schedules these prompts first.
     """
     prompts: dict[str, list[float]] = field(default_factory=dict)
-    """Per example: number of scored episodes, sum of their rewards, and last step with such an
-    episode.
+    """Example id -> [number of scored episodes, sum of their rewards, last step with a scored
+    episode].
     """
     has_learned: int = 0
     """Number of steps with at least one nonzero advantage."""
     bad_examples: dict[str, str] = field(default_factory=dict)
-    """Example id -> its first error that no retry can fix (StopReason.PERMANENT_INFRA_ERROR)."""
+    """Example id -> first permanent error of the example (StopReason.PERMANENT_INFRA_ERROR)."""
     judge: dict[str, int] = field(default_factory=dict)
-    """Judge counts over all steps, if there is a judge: those of observe/judge_stats.py, scored
-    answers, and answers that the judge decided.
+    """Judge counters summed over all steps: the counters of observe/judge_stats.py, the number of
+    scored answers, and the number of answers that the judge decided. Empty without a judge.
     """
     kl_coef: float | None = None
-    """KL coefficient of the next step if algo.kl_target adapts it; None before the first one."""
+    """KL coefficient for the next step if algo.kl_target is set; None before the first adaptation.
+    """
     pending_metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of a step that is trained but not recorded, because the run stopped in the evaluation
-    after it.
+    """Metrics of a step that was trained but is not yet recorded, for example because the run
+    stopped during the evaluation after the step. Empty if all trained steps are recorded.
     """
 
     def add(self, step: int, rollouts: Sequence[Rollout], *, num_new_batches: int, unfinished_prompts: Sequence[int] = ()) -> None:
-        """Add the rollouts of a step."""
+        """Update the history with the rollouts of a step."""
         self.returns.append(statistics.fmean(rollout.reward for rollout in rollouts if rollout.reward is not None))
         self.num_generation_batches += num_new_batches
         self.in_flight_prompts = list(unfinished_prompts)
@@ -85,26 +87,26 @@ class History:
 
 
 class Run:
-    """The run directory, written by rank 0 only; timer and history exist on every rank."""
+    """Writes the run directory on rank 0; keeps timer and history on every rank."""
 
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
-        """Open the run directory after `first_step` steps of earlier attempts with this history.
+        """Open the run directory after earlier attempts completed `first_step` steps.
 
-        Records of later steps move to superseded/.
+        `history` is the history after these steps. Records of later steps are moved to superseded/.
         """
         self.folder = Path(settings.run.dir)
         self.final_folder = self.folder / FINAL_FOLDER
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step
         self.num_done = first_step
-        """Number of steps with completed updates."""
+        """Number of training steps with completed updates."""
         self.is_finished = False
         self.judge_stats: JudgeStats | None = None
-        """Judge statistics, set on every rank by the entry point if the task has a judge."""
+        """Judge statistics, set by the entry point on every rank if the task has a judge."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the last step of this attempt."""
+        """Metrics of the attempt's last step."""
         self.evaluation: dict[str, float] = {}
-        """Scores of the last evaluation of this attempt, as in eval.json."""
+        """Scores of the attempt's last evaluation, as in eval.json."""
         self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
         self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.rollouts.keep_best, "num_worst": settings.rollouts.keep_worst}
@@ -137,10 +139,10 @@ class Run:
 
     @contextmanager
     def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
-        """Time a rollout.
+        """Time the generation of a step's rollouts.
 
-        Seconds in which the engine was busy count as "engine", the rest (environments, rewards) as
-        "environment".
+        Time in which the engine was busy is added to "engine"; the remaining time, for environments
+        and rewards, is added to "environment".
         """
         busy = self._busy_tracker.start(busy_s)
         with self.step_timer("environment"):
@@ -149,10 +151,10 @@ class Run:
 
     @contextmanager
     def dump_on_error(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
-        """If the block raises NonFiniteValue, keep the step's rollouts in the run directory.
+        """If the block raises NonFiniteValue, save the step's rollouts in the run directory.
 
-        All ranks have the same rollouts and raise the same error. Each writes the images that it
-        holds, rank 0 the rest.
+        All ranks must have the same rollouts and raise the same error. Each rank writes the images
+        that it holds, and rank 0 writes everything else.
         """
         try:
             yield
@@ -167,11 +169,11 @@ class Run:
     def dump_batches_on_error(
         self, batches: Sequence[MicroBatch], *, step: int, load_image_patches: Callable[[MicroBatch], MicroBatch]
     ) -> Iterator[None]:
-        """If the block raises NonFiniteValue, keep this rank's micro-batches in the run directory.
+        """If the block raises NonFiniteValue, save this rank's micro-batches in the run directory.
 
-        torch.load(weights_only=True) reads them. `load_image_patches` adds the patches. Each
-        micro-batch has its own file, because the patches of a whole update may exceed the host's
-        memory.
+        The files can be read with torch.load(weights_only=True). `load_image_patches` adds the
+        image patches to a micro-batch. Each micro-batch is saved to its own file, because the
+        patches of all micro-batches may exceed the host's memory.
         """
         try:
             yield
@@ -182,12 +184,12 @@ class Run:
                 for number, batch in enumerate(batches):
                     kept = {**asdict(replace(batch, images=[])), "patch_PC": load_image_patches(batch).patch_PC}
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
-                    del kept  # free the patches before the next micro-batch's are made
+                    del kept  # free the patches before computing those of the next micro-batch
             raise NonFiniteValue(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
 
     @contextmanager
     def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
-        """Record best and worst rollouts for launch/explain.py on a LogprobMismatch."""
+        """If the block raises LogprobMismatch, record some rollouts for launch/explain.py."""
         try:
             yield
         except LogprobMismatch as error:
@@ -201,15 +203,16 @@ class Run:
             raise LogprobMismatch(f"step {step}: {error}; {remedy}") from error
 
     def log(self, line: str) -> None:
-        """Print one line for the user, on rank 0."""
+        """Print one line on rank 0."""
         if self.progress is not None:
             self.progress.print_line(line)
 
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
-        """Save a step's rollouts after its updates: the best and worst, or all (rollouts.save=all).
+        """Record a step's rollouts after the step's updates.
 
-        Also logs each example that met its first permanent infrastructure error. The metrics stay
-        pending until `record`.
+        All rollouts are saved with rollouts.save=all, otherwise only the best and worst. Examples
+        with a first permanent infrastructure error are logged. `metrics` stays pending in the
+        history until `record` is called.
         """
         _, moving = groups_with_advantages(rollouts)
         self.history.has_learned += bool(moving)
@@ -236,7 +239,7 @@ class Run:
                 self.rollout_store.record_step(step, rollouts, num_gen_batches=int(metrics["rollout/num_gen_batches"]))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Record a step's metrics with its times, and print one line about it."""
+        """Record a step's metrics and times, and print one line of progress."""
         self.num_done, self.metrics, self.history.pending_metrics = step + 1, metrics, {}
         self.evaluation = _evaluation(metrics) or self.evaluation
         if self.trace.is_enabled:
@@ -256,7 +259,7 @@ class Run:
         self.progress.log_step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
-        """Write the final evaluation (greedy_success, ...) to eval.json and to the metrics."""
+        """Mark the run as finished and write the final evaluation to eval.json and the metrics."""
         values = self.evaluation = _evaluation(metrics)
         self.is_finished = True
         metrics = {**metrics, **(self.judge_stats.collect(self.history.judge) if self.judge_stats else {})}
@@ -277,31 +280,31 @@ class Run:
             write_lines_atomically(self.folder / PROMPTS_FILE, lines)
 
     def close(self) -> None:
-        """Close logs and progress display; all files stay."""
+        """Close logs and progress display; keep all files."""
         if self.is_main:
             self.progress.close()
-            with explain_write_errors(self.folder):  # closing retries writes that failed before
+            with explain_write_errors(self.folder):  # closing retries earlier failed writes
                 self.metrics_log.close()
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Result:
-    """Result of a run. The same on every rank."""
+    """Result of a run, the same on every rank."""
 
     folder: Path
     step: int
     """Number of completed steps."""
     num_steps: int
     metrics: dict[str, float]
-    """Scores of the last evaluation, as in eval.json (greedy_success, ...). For a stopped run that
-    of the last attempt, if it made one.
+    """Scores of the last evaluation, such as greedy_success, as in eval.json. If the run stopped
+    early, these are the scores of the last evaluation in this attempt; empty without an evaluation.
     """
     is_finished: bool
-    """False if the run stopped early; the same settings resume it."""
+    """False if the run stopped early. The same settings then resume the run."""
     is_new: bool = True
-    """False if the run was already finished and nothing was done."""
+    """False if the run was already finished and this call did nothing."""
     reason: str = ""
-    """Message of the InfraOutage that stopped the run, or ''."""
+    """Message of the InfraOutage that stopped the run; empty if no outage stopped it."""
 
     def __str__(self) -> str:
         if not self.is_finished:
@@ -311,25 +314,25 @@ class Result:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of RUN/checkpoints, oldest first.
+    """Return the complete checkpoints in RUN/checkpoints, oldest first.
 
-    Copies with other names are ignored.
+    Folders with names other than step_NUMBER are ignored.
     """
     return sorted(path for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of the checkpoint after `step` steps."""
+    """Return the folder name for the checkpoint after `step` steps."""
     return f"step_{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of steps of a published checkpoint."""
+    """Return the number of completed steps of a published checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
-    """Return evaluation scores as text: `greedy 83.3%, sampled 74.3%`."""
+    """Return evaluation scores as text, such as `greedy 83.3%, sampled 74.3%`."""
     if not metrics:
         return "not evaluated"
     return ", ".join(f"{kind} {metrics[f'{kind}_success']:.1%}" for kind in ("greedy", "sampled"))
@@ -341,7 +344,7 @@ def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Name setting and remedy in the OSError if the run directory cannot be written."""
+    """If the block raises an OSError, re-raise it with run.dir and the fix in the message."""
     try:
         yield
     except OSError as error:

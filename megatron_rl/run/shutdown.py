@@ -1,21 +1,22 @@
-"""Stopping a run: signals, agreement of all ranks, and time limits.
+"""Stops a run gracefully on a signal, on all ranks and within time limits.
 
-SIGTERM, SIGUSR1 and SIGINT request a stop of this process, without interrupting anything. At the
-end of a step all ranks agree on it (`StopSignal.check`). Rollouts that are not complete grace_s
-after the signal are cancelled (`StopSignal.run_with_grace`), and the next attempt repeats the step.
-A second SIGINT ends the process at once. Without a launcher, so does any other signal that arrives
-SECOND_SIGNAL_S or more after the first.
+SIGTERM, SIGUSR1 and SIGINT request a stop of the run without interrupting the current step. At the
+end of a step, all ranks stop if any rank has received a signal (`StopSignal.check`). Rollouts that
+are not complete grace_s after the signal are cancelled (`StopSignal.run_with_grace`), and the next
+attempt repeats the step. A second SIGINT ends the process at once. Without a launcher, any stop
+signal that arrives SECOND_SIGNAL_S or more after the first signal also ends the process at once.
 
 Python runs signal handlers only when the main thread returns from C code. In a collective, or while
-ranks wait for each other at startup, that may take minutes. `SignalDeadline` therefore receives
-signals in a thread and ends a process that has not stopped in time:
+ranks wait for each other at startup, this may take minutes. `SignalDeadline` therefore receives
+signals in a separate thread and ends the process if it has not stopped by its deadline:
 
     STARTUP_TIMEOUT_S after the signal              before the first `check`
     IMMEDIATE_S after the second signal             if a second one arrives
     grace_s + close_timeout_s after the signal      otherwise
 
-Without a launcher the last limit is CLOSE_TIMEOUT_S after the grace period or after the last
-movement of the main thread, the later of both, if that is earlier.
+Without a launcher, a second limit applies after the first step began, and the earlier limit counts.
+The second limit is CLOSE_TIMEOUT_S after the end of the grace period or after the main thread last
+executed an instruction, whichever is later.
 """
 
 import asyncio
@@ -43,28 +44,30 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STARTUP_TIMEOUT_S = 10.0
-"""Seconds that a process has after a signal before its first step, with nothing to save yet."""
+"""Seconds until a process is ended after a signal that arrives before the first step, when there is
+nothing to save.
+"""
 SECOND_SIGNAL_S = 5.0
-"""Seconds within which a further signal counts as the same request, delivered twice: by a launcher,
-a queue, a terminal.
+"""Seconds after the first signal within which a further signal counts as the same request.
+Launchers, queues and terminals may each deliver the request once.
 """
 IMMEDIATE_S = 3.0
-"""Seconds that a process has after a second signal."""
+"""Seconds until a process is ended after a second signal."""
 CLOSE_TIMEOUT_S = 120.0
-"""Seconds beyond the grace period for a step's updates, its checkpoint and the shutdown of the
-engine.
+"""Seconds after the grace period for completing the step's updates, the checkpoint and the shutdown
+of the engine.
 """
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-"""Exit code of a process that received a second signal."""
+"""Exit code of a process that is ended after a second signal."""
 _LOOK_S = 0.2
 _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
 def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Install these signal handlers inside the block.
+    """Install signal handlers for the duration of the block.
 
-    Python allows this in the main thread only; in other threads nothing changes.
+    Python allows signal handlers only in the main thread. In other threads, this does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if is_main else {}
@@ -77,19 +80,19 @@ def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 @dataclass(slots=True, frozen=True)
 class ForcedExit:
-    """Time and way in which a process is ended that does not stop by itself."""
+    """Deadline, message and exit code for ending a process that does not stop by itself."""
 
     deadline: float
-    """Time of the exit on the clock of time.monotonic."""
+    """Time of the exit, on the clock of time.monotonic."""
     message: str
     exit_code: int
 
 
 class SignalDeadline:
-    """Context manager that ends this process at a deadline after a signal.
+    """Context manager that ends this process at a deadline after a stop signal.
 
-    `rule` returns the deadline, given the (number, time) of all signals received so far. It works
-    in the main thread only.
+    `rule` computes the deadline from the (signal number, time) pairs of all signals received so
+    far. In threads other than the main thread, this does nothing.
     """
 
     def __init__(self, rule: Callable[[Sequence[tuple[int, float]]], ForcedExit]) -> None:
@@ -115,13 +118,16 @@ class SignalDeadline:
             self._reader.close()
 
     def _close_in_child(self) -> None:
-        """Detach a forked child process, which must not pass its signals to the parent."""
+        """Detach a forked child process, so that its signals do not reach the parent."""
         if self._writer.fileno() >= 0:
             signal.set_wakeup_fd(-1)
             self._writer.close()
 
     def _watch(self) -> None:
-        """Thread that receives signals until the socket is closed."""
+        """Receive signals until the socket is closed; end the process at the deadline.
+
+        This runs in a separate thread.
+        """
         while True:
             if select.select([self._reader], [], [], _LOOK_S if self._received else None)[0]:
                 numbers = self._reader.recv(64)
@@ -135,20 +141,20 @@ class SignalDeadline:
 
 
 def has_launcher() -> bool:
-    """Return True under torchrun and launch/launch.py.
+    """Return True if torchrun or launch/launch.py started this process.
 
-    Launchers have their own time limits and signal the remaining processes when one exits.
+    Launchers have their own time limits and send signals to the remaining processes when one exits.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def is_reporting_rank() -> bool:
-    """Return True for the one process of a launcher that reports signals."""
+    """Return True if this process reports signals: rank 0, or any process without a launcher."""
     return not has_launcher() or os.environ.get("RANK", "0") == "0"
 
 
 def main_thread_location() -> str:
-    """Return the innermost line of this package in the main thread.
+    """Return the innermost line of this package on the main thread's stack, as text.
 
     Example: `world.py:71 in connect`.
     """
@@ -189,7 +195,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _forced_exit(self, received: Sequence[tuple[int, float]]) -> ForcedExit:
-        """Return when and how SignalDeadline ends this process; see the module docstring."""
+        """Return the deadline for ending this process, by the rules in the module docstring."""
         number, first = received[0]
         interrupts = [at for other, at in received if other == signal.SIGINT]
         again = interrupts[1:] + [at for _, at in received if at - first >= SECOND_SIGNAL_S and not has_launcher()]
@@ -207,7 +213,7 @@ class StopSignal:
         return ForcedExit(at, line, os.EX_TEMPFAIL)
 
     def _last_move(self) -> float:
-        """Return the time.monotonic at which the main thread last moved in the code."""
+        """Return the time (time.monotonic) when the main thread was last seen to execute code."""
         frame = sys._current_frames()[threading.main_thread().ident]
         if (frame.f_code, frame.f_lasti) != self._last_location:
             self._last_location, self._last_move_at = (frame.f_code, frame.f_lasti), time.monotonic()
@@ -215,26 +221,26 @@ class StopSignal:
 
     @property
     def is_requested(self) -> bool:
-        """True if this process received a stop signal.
+        """True if this process has received a stop signal.
 
-        Other ranks may have received one earlier.
+        Other ranks may have received a stop signal even if this is False.
         """
         return self._since is not None
 
     def mark_started(self) -> None:
-        """Declare that from now on there may be something to save."""
+        """Mark the first step as started, so that time to save progress is allowed from now on."""
         self._has_started = True
 
     def check(self) -> None:
         """Raise GracefulStop on every rank if any rank received a stop signal.
 
-        All ranks call this together, from the first step on.
+        All ranks must call this together, starting with the first step.
         """
         self.mark_started()
         self.check_start()
 
     def check_start(self) -> None:
-        """Raise GracefulStop like `check`, but during startup."""
+        """Raise GracefulStop as `check` does; for use during startup, before the first step."""
         asked = torch.tensor(int(self.is_requested))
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked.item():
@@ -242,7 +248,10 @@ class StopSignal:
             raise GracefulStop
 
     async def run_with_grace(self, run: Callable[[], Coroutine[object, object, T]]) -> T | None:
-        """Return the result of `run`, or None if it was cancelled grace_s after a stop signal."""
+        """Await `run()` and return its result, or None if it was cancelled after the grace period.
+
+        The grace period ends grace_s after a stop signal.
+        """
         work = asyncio.create_task(run())
         while not work.done():
             await asyncio.wait({work}, timeout=_LOOK_S)
@@ -254,5 +263,5 @@ class StopSignal:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies for any reason (prctl(2))."""
+    """Make the kernel kill this process when its parent dies for any reason (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,10 +1,10 @@
-"""Status of a run as read from its directory, by any process that can read it.
+"""Determines the status of a run by reading the run directory.
 
-    waiting     nothing was started in the directory
-    running     a process holds its lock, or an attempt at it (run/process.py) runs
-    finished    eval.json and all of final/ exist
-    stopped     the run stopped on request; the same command resumes it
-    failed      anything else, with the line of the error
+    waiting     no run was started in the directory
+    running     a process holds the directory's lock, or an attempt (run/process.py) is running
+    finished    eval.json and all files in final/ exist
+    stopped     the run stopped on request and can be resumed with the same command
+    failed      all other cases; RunStatus.error has the error line
 
 On a shared file system, a run on another machine counts as running only if the file system supports
 fcntl locks.
@@ -27,13 +27,13 @@ from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, EVALUATION_F
 from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 _FLOCK = struct.Struct("hhqqi4x")
-"""struct flock of fcntl(2) on 64-bit Linux: type, whence, start, length, pid."""
+"""struct flock in fcntl(2) on 64-bit Linux: type, whence, start, length, pid."""
 _NO_REASON = "ended without a word; was it killed?"
 _EVALUATED = "eval/"
 
 
 class RunState(StrEnum):
-    """State of a run; see the module docstring."""
+    """State of a run, as defined in the module docstring."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -44,29 +44,30 @@ class RunState(StrEnum):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RunStatus:
-    """Status of a run, as read from its directory."""
+    """Status of a run, read from the run directory."""
 
     folder: Path
     state: RunState
     error: str = ""
-    """Error line of a failed run."""
+    """Error line of a failed run; empty in other states."""
     step: int = 0
-    """Number of recorded steps."""
+    """Number of recorded training steps."""
     num_steps: int = 0
-    """Number of steps that the run will have; 0 if its settings are missing."""
+    """Total number of steps in the run's settings; 0 if config.yaml is missing."""
     train_hours: float = 0.0
-    """Hours that the recorded steps took. Startup and steps lost with an attempt do not count."""
+    """Total hours of the recorded steps, without startup and without steps that were not recorded.
+    """
     evaluation: Mapping[str, float]
-    """Scores of the last evaluation, as in eval.json: greedy_success, ..."""
+    """Scores of the last evaluation, such as greedy_success, as in eval.json."""
     settings: Mapping[str, object]
-    """{dotted key: value} of config.yaml."""
+    """{dotted key: value} for all settings in config.yaml."""
 
 
 def read_status(folder: Path) -> RunStatus:
-    """Read the status of a run.
+    """Read the status of a run from its directory.
 
     Raises:
-        ValueError: A file of the directory is damaged.
+        ValueError: A file in the run directory is damaged.
     """
     path = folder / METRICS_FILE
     steps = read_metrics(path) if path.is_file() else []
@@ -84,9 +85,10 @@ def read_status(folder: Path) -> RunStatus:
 
 
 def is_locked(path: Path) -> bool:
-    """Return True if another process has locked the file (fcntl.lockf).
+    """Return True if another process holds a lock on the file (fcntl.lockf).
 
-    It may run on any machine with this file system. This function takes no lock itself.
+    The other process may run on any machine that shares the file system. This function does not
+    acquire a lock.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -100,12 +102,12 @@ def is_locked(path: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Return True if a run holds the directory's lock or an attempt is starting one."""
+    """Return True if a run holds the directory's lock or an attempt is starting a run."""
     return is_locked(folder / LOCK) or is_locked(folder / LATEST)
 
 
 def is_finished(folder: Path) -> bool:
-    """Return True if the final evaluation and all weights exist and no run is active."""
+    """Return True if final evaluation and weights are complete and no run is active."""
     return not is_running(folder) and (folder / EVALUATION_FILE).is_file() and not find_missing_file(folder / FINAL_FOLDER)
 
 
@@ -127,7 +129,7 @@ def _determine_state(folder: Path, *, has_begun: bool) -> tuple[RunState, str]:
 
 
 def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
-    """Return the time at which ended.json was written, with its state and its line."""
+    """Return the modification time of ended.json and the recorded state and reason."""
     if not path.is_file():
         return None
     try:
@@ -138,7 +140,7 @@ def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
 
 
 def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
-    """Return the time of the newest attempt's last output, with the reported state and error."""
+    """Return the time of the newest attempt's last output and the reported state and error."""
     if not path.is_file():
         return None
     for line in reversed(read_tail(path).splitlines()):
@@ -158,7 +160,7 @@ def _settings_of(folder: Path) -> dict[str, object]:
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Return nested settings with dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
+    """Flatten nested settings to dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
     found: dict[str, object] = {}
     for key, value in values.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}

@@ -1,14 +1,14 @@
 """Keeps the records of steps that a resumed run repeats.
 
-    RUN/superseded/step_00000006/            the run resumed after step 6; later steps were recorded
-        metrics.jsonl                        metrics of those steps
-        eval.json, prompts.jsonl             results of a finished run that was extended
-        final/, adapter/                     its model, if any of its steps are repeated
-        rollouts/                            recorded rollouts of those steps, with their images
-    RUN/superseded/checkpoints/step_00000008/    a damaged checkpoint (run/checkpoints.py)
+    RUN/superseded/step_00000006/            the run resumed after step 6 and repeated later steps
+        metrics.jsonl                        metrics of the repeated steps
+        eval.json, prompts.jsonl             results, if a finished run was extended
+        final/, adapter/                     trained model, if a finished run repeats any steps
+        rollouts/                            recorded rollouts of the repeated steps, with images
+    RUN/superseded/checkpoints/step_00000008/    damaged checkpoint (run/checkpoints.py)
 
-A second folder of that name is step_00000006.1. The program neither reads nor removes anything in
-RUN/superseded.
+If step_00000006 exists, the next folder is named step_00000006.1. Files in RUN/superseded are never
+read or removed.
 """
 
 import os
@@ -23,28 +23,31 @@ from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image
 from megatron_rl.observe.rollout_store import STEP_NAME_PATTERN, image_keys_of_step, step_number
 
 SUPERSEDED = "superseded"
-"""Name of the folder in a run directory."""
+"""Name of the folder for superseded records in a run directory."""
 IMAGE_KEY_READERS = {".jsonl": image_keys_in, ".parquet": image_keys_of_step}
-"""Functions that return the image keys of a rollout file, by its suffix."""
+"""Functions that return the image keys in a rollout file, keyed by file suffix."""
 
 
 def supersede_records(
     run_dir: Path, *, first_step: int, first_line: int, num_steps: int, results: Sequence[str], models: Sequence[str]
 ) -> tuple[Path, int] | None:
-    """Move the records of steps from `first_step` on out of the way of a run that repeats them.
+    """Move the records of steps that a resumed run repeats to RUN/superseded.
 
     Args:
         run_dir: Run directory.
-        first_step: First step that is repeated.
-        first_line: First step with metrics that are written again; `first_step - 1` if its
-            evaluation is pending.
-        num_steps: Number of steps that the run will have. Beyond `first_step`, the final evaluation
-            of the shorter run moves into the line of its last step, like a periodic evaluation.
-        results: Names of files that a finished run leaves.
-        models: Names of folders that a finished run leaves; they move only if a step is repeated.
+        first_step: First step to be repeated.
+        first_line: First step for which a line is written to metrics.jsonl again. This is
+            `first_step - 1` if the evaluation after that step is pending, else `first_step`.
+        num_steps: Total number of steps of the run. If it is greater than `first_step`, the final
+            evaluation of a finished shorter run is added to the metrics line of that run's last
+            step, like a periodic evaluation.
+        results: Names of the result files of a finished run.
+        models: Names of the model folders of a finished run. They are moved only if at least one
+            step is repeated.
 
     Returns:
-        The folder with the records and the number of steps in it; None if there were none.
+        The folder that the records were moved to and the number of repeated steps; None if there
+        were no records to move.
     """
     path = run_dir / METRICS_FILE
     lines = read_metrics(path) if path.is_file() else []
@@ -58,16 +61,16 @@ def supersede_records(
         _move_rollouts(files, superseded / ROLLOUTS_FOLDER)
         for name in names:
             (run_dir / name).rename(superseded / name)
-    if path.is_file():  # last, so that after a kill the next attempt still finds the lines and moves them
+    if path.is_file():  # written last, so that the next attempt still finds the moved lines after a kill
         kept = [line for line in lines if line["step"] < first_line]
         write_lines_atomically(path, _with_evaluation(kept, repeated) if num_steps > first_step else kept)
     return (superseded, num_repeated) if superseded else None
 
 
 def find_gaps(run_dir: Path, *, first_line: int) -> str:
-    """Return an error about the lines of metrics.jsonl before `first_line`, or "".
+    """Return a warning about missing or unordered lines in metrics.jsonl, or "".
 
-    The file must have one line for each step, in order.
+    The file must have one line for each step before `first_line`, in order.
     """
     path = run_dir / METRICS_FILE
     found = [int(line["step"]) for line in read_metrics(path)] if path.is_file() else []
@@ -79,12 +82,12 @@ def find_gaps(run_dir: Path, *, first_line: int) -> str:
 
 
 def _is_final_evaluation(line: Mapping[str, float]) -> bool:
-    """Return True for the line that a finished run adds after its last step."""
+    """Return True for the metrics line that a finished run adds after its last step."""
     return all(name == "step" or name.startswith(("eval/", "time/")) for name in line)
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Add the final evaluation to the line of its step, if that is the last line kept."""
+    """Add the final evaluation to the last kept line if it was made after that line's step."""
     if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
         return list(kept)
     evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}
@@ -102,7 +105,7 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def find_free_path(wanted: Path) -> Path:
-    """Return the path if it does not exist, else the path with the first free number added."""
+    """Return `wanted`, or `wanted` with the first free number appended if the path exists."""
     path, number = wanted, 0
     while path.exists():
         number += 1
@@ -111,7 +114,10 @@ def find_free_path(wanted: Path) -> Path:
 
 
 def _move_rollouts(files: Sequence[Path], to: Path) -> None:
-    """Move rollout files, after linking their images, which other steps may share."""
+    """Link the images of rollout files into a folder, then move the files there.
+
+    Images are linked because other steps may use them too.
+    """
     for file in files:
         for name in map(image_file_name, IMAGE_KEY_READERS[file.suffix](file)):
             source, target = file.parent / name, to / name

@@ -1,6 +1,7 @@
 """Attacks on the sandbox, each with a control: `python -m sandbox attack`.
 
-The control runs without the layers that the attack targets and shows that the attack then succeeds.
+A control runs the same attack without the layers that the attack targets, and shows that the attack
+succeeds without them.
 """
 
 from sandbox.attack import (

@@ -1,8 +1,8 @@
-"""Oracle of the attack suite: sets up targets on the host and decides if an attack succeeded.
+"""Oracle of the attack suite, which sets up targets on the host and detects successful attacks.
 
-Targets are secrets, files, listeners and a canary process. All of them belong to the oracle: files
-in a new folder, ports chosen by the kernel, System V objects and a key, all removed at the end. A
-successful probe harms nothing else on the host.
+The targets are secrets, files, listeners and a canary process. The oracle creates all of them
+itself: files in a new folder, listeners on ports chosen by the kernel, System V objects and a key.
+It removes them at the end, so that a successful attack harms nothing else on the host.
 """
 
 import contextlib
@@ -43,14 +43,14 @@ for line in sys.stdin:
     print(json.dumps([len(heard), scratch.value.decode()]), flush=True)
 """
 
-F_OFD_SETLK = 37  # locks the open file, not the process
+F_OFD_SETLK = 37  # the lock belongs to the open file, not to the process
 
 
 class AttackOracle:
-    """Targets of the attacks, as a context manager.
+    """Context manager that creates the targets of attacks and detects if an attack succeeded.
 
-    `facts` is passed to the code of a probe (`build_source`). `snapshot_state` is compared before
-    and after an attack, and `has_succeeded` decides.
+    `build_source` passes `facts`, which describe the targets, to the code of a probe.
+    `has_succeeded` compares the results of `snapshot_state` from before and after an attack.
     """
 
     def __init__(self, limits: BoxLimits) -> None:
@@ -105,9 +105,9 @@ class AttackOracle:
         os.set_inheritable(inherited, True)
 
     def _create_locked_files(self, stack: contextlib.ExitStack) -> None:
-        """Open two files of the standard library, which boxes read too.
+        """Choose two standard library files, which boxes can read too, and lock one of them.
 
-        One is read all the time (`serve`), the other is locked.
+        `serve`, in `_start_listeners`, regularly reads the file that is not locked.
         """
         folder = Path(os.path.realpath(os.__file__)).parent
         self.shared, locked = folder / "this.py", folder / "antigravity.py"
@@ -125,9 +125,9 @@ class AttackOracle:
         self.facts |= {"canary": self.canary.pid, **json.loads(self._read_canary_line())}
 
     def _read_canary_line(self) -> bytes:
-        """Return a line from the canary, or nothing if there is none within a second.
+        """Return a line that the canary printed, or b"" if it prints no line within 1 s.
 
-        The first line, at its start, may take 20 seconds.
+        For the first line, which the canary prints when it has started, the timeout is 20 s.
         """
         assert self.canary.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -158,10 +158,10 @@ class AttackOracle:
         stopped = threading.Event()
 
         def serve() -> None:
-            """Record everything received.
+            """Record all data that the listeners receive.
 
-            Every 50 ms, send a secret over the loopback for eavesdroppers, and read a file that
-            boxes can watch.
+            At least every 50 ms, also send the secret over the loopback interface, where attacks
+            may eavesdrop, and read a file on which attacks may set a watch.
             """
             while not stopped.is_set():
                 self.shared.read_bytes()
@@ -182,7 +182,7 @@ class AttackOracle:
         stack.callback(stopped.set)
 
     def snapshot_state(self) -> dict[str, Any]:
-        """Return all state of the host that a probe may change."""
+        """Return the state of the host that a probe may change."""
         files = {name: (path.read_bytes(), path.stat().st_mode) if path.exists() else None for name, path in self.victims.items()}
         assert self.canary.stdin is not None
         self.canary.stdin.write(b"\n")
@@ -198,14 +198,18 @@ class AttackOracle:
         }
 
     def build_source(self, call: str, *, patience_s: float) -> str:
-        """Return the source of a call.
+        """Return the source code of a call, with `facts` in the variable `W`.
 
-        `patience_s` is how long the code may wait for an event without reaching its timeout.
+        `patience_s` is the time in seconds that the code can wait for an event without reaching the
+        timeout of the call.
         """
         return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 
     def find_survivors(self) -> list[int]:
-        """Return the marked processes in any namespace below this one, except zombies."""
+        """Return the pids of processes with the attack's mark as name, except zombies.
+
+        Processes in PID namespaces below this one are included.
+        """
         alive = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
@@ -215,9 +219,9 @@ class AttackOracle:
         return alive
 
     def has_succeeded(self, probe: AttackProbe, results: list[CallResult], before: dict[str, Any]) -> bool:
-        """Return True if the attack succeeded.
+        """Return True if the attack succeeded. Call this after the box was closed.
 
-        Called after the box was closed; `before` is the state before the attack.
+        `before` is the result of `snapshot_state` from before the attack.
         """
         texts = "\n".join(f"{result.text}\n{result.stderr}\n{result.error and result.error.message}" for result in results)
         pictures = [picture for result in results for picture in result.images]

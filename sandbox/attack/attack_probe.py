@@ -1,4 +1,4 @@
-"""Definition of an attack: its code, the layers and limits it targets, and its evidence."""
+"""Definition of an attack: its code, its target layers and limits, and the evidence of success."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -7,7 +7,8 @@ from enum import StrEnum
 class Evidence(StrEnum):
     """Evidence that an attack succeeded.
 
-    Effects that are visible outside the box are checked there, not in the output of the code.
+    If an effect is visible outside the box, the oracle checks it there instead of in the output of
+    the code.
     """
 
     PRINTED = "told"  # the code printed the oracle's marker, which it does only after success
@@ -22,11 +23,12 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True)
 class AttackProbe:
-    """One attack.
+    """Attack and the settings of its control.
 
-    `calls` run one after the other in one box. The control runs without `lifted_layers` and with
-    `raised_limits`. A probe limits its own effect (number of processes, bytes), so that its control
-    stays within the outer bounds (outer.py).
+    The entries of `calls` are source code and run one after the other in one box. The control runs
+    without `lifted_layers` and with `raised_limits`. A probe limits its own effect, such as the
+    number of processes or bytes, so that its control stays within the outer bounds
+    (outer_bounds.py).
     """
 
     name: str
@@ -39,18 +41,18 @@ class AttackProbe:
     uses_plain_child: bool = False
     """True if the control is a plain child process of the server, as in simple code runners.
 
-    No combination of layers lets a box inherit the environment and descriptors that such a child
-    inherits.
+    Such a child inherits the environment and the file descriptors of the server. A box never
+    inherits them, even without layers.
     """
     min_cores: int = 1
-    """Number of cores the host must have for the attack to succeed."""
-    needs_root: bool = False  # even without layers it needs capabilities that an unprivileged user lacks
+    """Smallest number of cores of a host on which the attack can succeed."""
+    needs_root: bool = False  # even without layers, the attack needs capabilities that an unprivileged user lacks
     min_kernel: tuple[int, int] = (5, 12)
-    """First Linux version on which the attack can succeed."""
+    """First Linux version (major, minor) on which the attack can succeed."""
     has_long_timeout: bool = False
-    """True if a call with all layers gets the same timeout as in the control.
+    """True if a call with all layers has the same timeout as in the control.
 
-    The attack is slow, and must be stopped by other means than the timeout.
+    This is for slow attacks, which the layers must stop before the timeout does.
     """
 
 
@@ -66,7 +68,8 @@ def syscall(number, *arguments):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result
 """
-"""Source that precedes every call, after `W = {...}` with the oracle's facts.
+"""Source code that is prepended to each call, after the assignment of the oracle's facts to `W`.
 
-The marker is reversed in the facts, so that an echo of the source is not taken for success.
+`W` contains the marker in reverse order, so that output of the source itself is not mistaken for a
+success.
 """

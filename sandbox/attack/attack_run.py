@@ -1,10 +1,9 @@
-"""Run of one attack on a pool, and of its control.
+"""Functions that run an attack on a pool, and a command that runs the control of an attack.
 
-The control is the same attack with layers lifted, inside the outer bounds, in its own process:
+The control is the same attack with some layers lifted. It runs in its own process, inside the outer
+bounds. The suite starts it by this command, which prints the outcome as one line of JSON:
 
 python -m sandbox.attack.attack_run PROBE LAYER,LAYER,...
-
-The suite starts it this way; it prints one line of JSON.
 """
 
 import argparse
@@ -39,12 +38,12 @@ class AttackOutcome:
 
     succeeded: bool
     stopped_by: str
-    """Short description of the error or limit that stopped the code, or of its last output."""
+    """Short text: the limit or error that stopped the code, else its last output."""
     host_fault: bool = False
 
 
 async def run_attack(probe: AttackProbe, *, pool: SandboxPool, oracle: AttackOracle) -> AttackOutcome:
-    """Run the probe's calls in a box of the pool, with a second box open that holds a secret."""
+    """Run the calls of a probe in a box of the pool, while a second box with a secret is open."""
     picture = Image.new("RGB", (64, 48), (200, 30, 30))
     before = oracle.snapshot_state()
     async with (
@@ -74,8 +73,8 @@ def _describe_outcome(results: list[CallResult]) -> str:
 
 
 def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
-    """Return `layers` without the lifted ones and those that depend on them."""
-    if layers.user_ns and "user_ns" in lifted_layers:  # the other namespaces are created with its privileges
+    """Return `layers` without the lifted layers and without the layers that depend on them."""
+    if layers.user_ns and "user_ns" in lifted_layers:  # the other namespaces need the user namespace's privileges
         lifted_layers |= {name for name in LAYER_NAMES if name.endswith("_ns")}
     if "mount_ns" in lifted_layers:
         lifted_layers |= {"read_only_root", "private_tmp"}
@@ -83,7 +82,7 @@ def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
 
 
 async def run_control(probe: AttackProbe, layers: Layers) -> AttackOutcome:
-    """Run an attack with the given layers in a pool of its own, or as a plain child process."""
+    """Run an attack in a new pool with the given layers, or in a plain child process."""
     with AttackOracle(ATTACK_LIMITS) as witness:
         if probe.uses_plain_child:
             return _run_plain_child(probe, witness)
@@ -92,10 +91,10 @@ async def run_control(probe: AttackProbe, layers: Layers) -> AttackOutcome:
 
 
 def _run_plain_child(probe: AttackProbe, oracle: AttackOracle) -> AttackOutcome:
-    """Run the probe as simple code runners do.
+    """Run the code of a probe in a child process, as simple code runners do.
 
-    The child inherits the server's environment and descriptors, and only its process group is
-    killed at the timeout.
+    The child inherits the environment and file descriptors of this process. At the timeout, only
+    the child's process group is killed.
     """
     command = [sys.executable, "-c", oracle.build_source(PRELUDE + probe.calls[0], patience_s=ATTACK_LIMITS.call_timeout_s / 3)]
     with tempfile.TemporaryFile() as output:

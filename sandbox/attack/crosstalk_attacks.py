@@ -1,6 +1,7 @@
-"""Attacks through state shared by boxes and host.
+"""Attacks through state that is shared by boxes and the host.
 
-It is the files that all of them read, the kernel's statistics, and the channel to the pool.
+The shared state consists of files that all boxes and the host read, information from the kernel,
+and the channel between each box and the pool.
 """
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
@@ -25,7 +26,7 @@ for number in range(3, 64):
         if error.errno not in (errno.EBADF, errno.ENOTSOCK):
             raise
 """
-"""Source that runs `{ask}` on the channel, the only socket that a box starts with."""
+"""Source code that runs `{ask}` on the box's channel, which is its only socket at the start."""
 
 CROSSTALK = (
     AttackProbe(

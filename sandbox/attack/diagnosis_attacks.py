@@ -1,6 +1,6 @@
-"""Attacks on the diagnosis of faults.
+"""Attacks on the fault diagnosis, in which the code makes its own failure look like a host fault.
 
-Code that gets the host blamed for its own failure is run again and not scored.
+After a host fault, code is not scored but run again, so such an attack would avoid a low score.
 """
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence

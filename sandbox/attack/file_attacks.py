@@ -1,11 +1,11 @@
-"""Attacks on files of the host and of other boxes, on the environment and on the input image."""
+"""Attacks on files of the host and other boxes, environment variables and the input image."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 FILE_LAYERS = frozenset({"mount_ns", "read_only_root", "private_tmp", "landlock", "drop_uid", "capabilities"})
 """Layers that restrict which files a box can read and write."""
 FILE_AND_PROCESS_LAYERS = FILE_LAYERS | {"pid_ns", "seccomp"}
-"""Layers that restrict files, and layers that hide other processes with their /proc entries."""
+"""Layers that restrict file access or hide the /proc entries of other processes."""
 
 HOST_FILES = (
     AttackProbe(
@@ -177,7 +177,7 @@ HOST_WRITES = (
 )
 
 HASH_IMAGE_SNIPPET = 'import hashlib\nprint(hashlib.sha256(open("image_0.png", "rb").read()).hexdigest())'
-"""First and last call of an attack on the input image; prints the hash of the image."""
+"""Source code that prints the hash of the input image, run before and after each attack on it."""
 INPUT_IMAGE = tuple(
     AttackProbe(name, "input image", aim, Evidence.OVERWRITTEN, (HASH_IMAGE_SNIPPET, code, HASH_IMAGE_SNIPPET), FILE_LAYERS)
     for name, aim, code in (

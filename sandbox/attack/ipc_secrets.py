@@ -1,4 +1,8 @@
-"""Secrets in a System V segment and queue, a POSIX queue and a key of the kernel's keyring."""
+"""Secrets in IPC objects of the host, as targets of attacks.
+
+The objects are a System V shared memory segment, a System V message queue, a POSIX message queue
+and a key in a kernel keyring.
+"""
 
 import contextlib
 import ctypes
@@ -16,7 +20,7 @@ MODE = 0o666
 
 
 class MqAttributes(ctypes.Structure):
-    """Layout of struct mq_attr."""
+    """C structure mq_attr of mq_open(3)."""
 
     _fields_ = (
         ("flags", ctypes.c_long),
@@ -34,7 +38,11 @@ def _check_result(result: int, name: str) -> int:
 
 
 def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
-    """Create the objects readable for everybody and register their removal on the stack."""
+    """Create IPC objects that hold `secret`, and register their removal on `stack`.
+
+    All users may read the objects. The returned dict contains their keys and names for the code of
+    attacks.
+    """
     number = secrets.randbits(30)
     segment = _check_result(libc.shmget(number, 4096, IPC_CREAT | IPC_EXCL | MODE), "shmget")
     stack.callback(libc.shmctl, segment, IPC_RMID, None)
@@ -55,7 +63,7 @@ def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
     _check_result(libc.mq_send(posix, secret, len(secret), 0), "mq_send")
 
     label = f"sandbox-attack-{number}"
-    _check_result(libc.syscall(KEYCTL, JOIN_SESSION, None), "keyctl")  # not the keyring of the login session
+    _check_result(libc.syscall(KEYCTL, JOIN_SESSION, None), "keyctl")  # a new session keyring instead of the login session's
     key = _check_result(libc.syscall(ADD_KEY, b"user", label.encode(), secret, len(secret), SESSION), "add_key")
     stack.callback(libc.syscall, KEYCTL, UNLINK, key, SESSION)
     return {"shm_key": number, "msg_key": number, "queue": name.decode()[1:], "key": label}

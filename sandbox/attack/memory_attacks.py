@@ -1,11 +1,11 @@
-"""Attacks by memory that no process owns, by evading the resource counting, and by taking cores."""
+"""Attacks that use kernel memory, evade the counting of memory, or take cores from others."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.resource_attacks import MEMORY_LAYERS, SLOW_LIMITS
 
 SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
 CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4
-"""Number of processes of an attack, chosen so that all together stay below a box's limit."""
+"""Number of child processes in an attack, chosen to stay below a box's limit on processes."""
 START = """
 done, tell = os.pipe()
 got = dead = 0
@@ -38,10 +38,15 @@ if got == {num} and not dead:
 
 
 def make_crowd_calls(work: str, *, num: int = CROWD_SIZE, waits: bool = True) -> tuple[str, ...]:
-    """Return calls in which `num` children run `work` concurrently.
+    """Return the source codes of calls that run `work` concurrently in `num` child processes.
 
-    They have more time than one call. The attack succeeds if all children finish their work and
-    stay alive.
+    The children keep running between calls, so they have more time than one call. The attack
+    succeeds if all children finish their work and are still alive then.
+
+    Args:
+        work: Source code that defines the function `work`.
+        num: Number of child processes.
+        waits: True if the exit of a child means that it was killed.
     """
     begin = f"{START}\n{work}\nfor _ in range({num}):\n    if os.fork() == 0:\n        leave_when_told(work)"
     return (begin, GATHER.format(num=num, waits=waits), JUDGE.format(num=num, waits=waits))

@@ -1,10 +1,15 @@
-"""Outer bounds of a control, so that an attack with layers lifted does not harm the host.
+"""Outer bounds of a control, so that an attack with lifted layers does not harm the host.
 
-They are namespaces of every kind (without root also a user namespace), every file system read-only,
-small new ones for /tmp, /var/tmp and /dev/shm (an interpreter below them stays visible), no network
-but a loopback, and limits on processes, memory, time and file size (v1 control groups where
-available, rlimits everywhere). The process inside is process 1 of a pid namespace: when it ends, by
-itself or at the time limit, all its descendants are killed.
+The bounds are:
+
+- new namespaces of every kind, including a user namespace if the suite does not run as root
+- all file systems read-only, with small new file systems on /tmp, /var/tmp and /dev/shm; an
+  interpreter below one of these paths stays visible
+- no network except a loopback interface
+- limits on processes, memory, time and file size, by rlimits and, if available, v1 control groups
+
+The control is PID 1 of its PID namespace. When it exits or is killed at the timeout, the kernel
+kills all its descendants.
 """
 
 import fcntl
@@ -31,9 +36,9 @@ SIOCSIFFLAGS, IFF_UP_RUNNING = 0x8914, 0x41
 
 
 def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
-    """Run `work` in a process inside the bounds and return its exit status.
+    """Run `work` in a child process inside the bounds and return the child's exit status.
 
-    The status is 124 if it was still running after `timeout_s`.
+    If the child is still running after `timeout_s`, it is killed, and the status is 124.
     """
     uid, gid = os.getuid(), os.getgid()
     privileged = is_privileged()
@@ -65,9 +70,10 @@ def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
 
 
 def _make_outer_group() -> cgroups.ControlGroups | None:
-    """Create a control group around the control, in which its own pool creates others.
+    """Create a control group for a control, in which the control's pool creates further groups.
 
-    Returns None without permission, and for v2, which does not allow this nesting.
+    Returns None if this process may not create control groups, and on hosts with v2, which does not
+    allow this nesting.
     """
     try:
         groups = cgroups.ControlGroups(size=1, limits=OUTER_LIMITS)
@@ -92,9 +98,9 @@ def _wait_for_child(child: int, *, timeout_s: float) -> int:
 
 
 def _mount_fresh(target: str, *, mode: str) -> None:
-    """Mount a small new file system over `target`.
+    """Mount a small new tmpfs over `target`.
 
-    The interpreter and the checkout are bind-mounted into it again if they are below `target`.
+    If the interpreter or this package is below `target`, it is bind-mounted into the new tmpfs.
     """
     own = str(Path(__file__).resolve().parents[1])
     inside = {path: os.open(path, os.O_PATH) for path in (*mounts.system_paths(), own) if Path(path).is_relative_to(target)}
@@ -105,9 +111,9 @@ def _mount_fresh(target: str, *, mode: str) -> None:
 
 
 def _confine(*, root: bool) -> None:
-    """Enter the bounds inside the new namespaces.
+    """Set up mounts, loopback interface and rlimits inside the new namespaces.
 
-    Mounts come first, because the rest needs this pid namespace's own /proc.
+    The mounts come first, because the other steps need a /proc of this PID namespace.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]
@@ -116,7 +122,7 @@ def _confine(*, root: bool) -> None:
         _mount_fresh(target, mode=mode)
     kernel.mount("proc", "/proc", kind="proc")
     if root:
-        # Control groups stay usable, because a control lifts some layers and keeps the others.
+        # Mount the control groups again, because a control may keep the layer `cgroup`.
         for _, target, kind, options in hierarchies:
             if kind in ("cgroup", "cgroup2"):
                 controllers = [name for name in options.split(",") if name not in ("rw", "ro", "nosuid", "nodev", "noexec", "relatime")]

@@ -1,11 +1,14 @@
-"""Attacks on kernel interfaces: mounts, namespaces, devices, and calls that escape containers."""
+"""Attacks on privileged kernel interfaces.
+
+They are mounts, namespaces, devices, and other system calls that are used to escape containers.
+"""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.file_attacks import FILE_LAYERS
 
 MOUNT_LAYERS = FILE_LAYERS | {"seccomp"}
 UNSHARE_SNIPPET = "libc.unshare(0x10000000 | 0x00020000)"
-"""Source that creates a user namespace with all capabilities in it, if the kernel permits it."""
+"""Source code that enters a new user namespace, where the process has all capabilities."""
 
 MOUNTS = (
     AttackProbe(

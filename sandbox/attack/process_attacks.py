@@ -1,13 +1,13 @@
-"""Attacks on other processes: signals, debugging, more processes than a box may have."""
+"""Attacks on other processes by signals and debugging, and attacks by too many processes."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
-"""Layers that keep a box from addressing a process of the host or having rights over it."""
+"""Layers that hide the processes of the host from a box, or deny it rights over them."""
 DEBUG_LAYERS = PROCESS_LAYERS | {"mount_ns", "read_only_root", "user_ns"}
-"""Layers against debugging; a process cannot debug one in another user namespace."""
+"""Layers against debugging. A process cannot debug processes of another user namespace."""
 MARK_SNIPPET = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
-"""Source that names the process, so that the oracle finds it from any namespace."""
+"""Source code that sets the process name, by which the oracle finds the process."""
 
 SIGNALS = (
     AttackProbe(
@@ -130,10 +130,10 @@ finally:
     if living >= W["many"]:
         pwned(living)
 """
-"""Source that runs `{start}` until several times the allowed number of processes exist."""
+"""Source code that runs `{start}` until there are four times as many processes as allowed."""
 TASK_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 CLEANUP_LAYERS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
-"""Layers that find all processes of a box when it ends, whatever their session is."""
+"""Layers that find all processes of a closing box, including processes in new sessions."""
 FORKS = (
     AttackProbe(
         "fork_bomb",

@@ -1,10 +1,10 @@
-"""Attacks on shared resources: memory, disk, inodes, time, and the reader of the output."""
+"""Attacks that exhaust resources: memory, disk, inodes, time and the size of the output."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.file_attacks import FILE_LAYERS
 
 SLOW_LIMITS = {"call_timeout_s": 20}
-"""Raised limits of a control that must run to its end; time is not the target here."""
+"""Raised limits for controls of attacks that are slow but do not target the timeout."""
 MEMORY_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 TOUCH_SNIPPET = """for block in blocks:
     if os.fork() == 0:
@@ -15,9 +15,9 @@ if all(os.wait()[1] == 0 for _ in blocks):
     time.sleep(0.5)
     pwned()
 """
-"""Source in which each child writes to every page of one block and exits.
+"""Source code in which each child process writes to every page of one block, then exits.
 
-The remaining memory is not owned by any process.
+Afterwards, no process owns the memory of the blocks.
 """
 MEMORY = (
     AttackProbe(

@@ -1,11 +1,11 @@
-"""Attacks by sockets of every family, and on IPC objects shared by the host's processes."""
+"""Attacks through sockets of every address family, and attacks on IPC objects of the host."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.file_attacks import FILE_LAYERS
 
 NETWORK_LAYERS = frozenset({"net_ns", "seccomp", "landlock"})
 RAW_SOCKET_LAYERS = NETWORK_LAYERS | {"drop_uid", "capabilities"}
-"""Layers against raw sockets, which additionally need a capability."""
+"""Layers against raw sockets. Opening a raw socket also requires a capability."""
 
 
 def _make_send_snippet(family: str, kind: str, address: str) -> str:

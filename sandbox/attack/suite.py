@@ -1,4 +1,4 @@
-"""Attack suite: runs all attacks on the layers of this host, with controls, and reports."""
+"""Attack suite that runs all attacks and their controls on this host and prints a report."""
 
 import asyncio
 import json
@@ -23,22 +23,22 @@ MAX_PARALLEL_CONTROLS = 2
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Result of one attack and its control."""
+    """Results of one attack with all layers and of its control."""
 
     probe: AttackProbe
     defended: AttackOutcome
     control: AttackOutcome | None
-    """Outcome of the control; None if it cannot succeed here, as `missing_requirement` explains."""
+    """Outcome of the control; None if the host lacks a requirement of the attack."""
     missing_requirement: str = ""
 
     @property
     def has_passed(self) -> bool:
-        """True if the attack failed without a host fault and its control, if any, succeeded."""
+        """True if the attack failed without a host fault, and its control, if run, succeeded."""
         return not self.defended.succeeded and not self.defended.host_fault and (self.control is None or self.control.succeeded)
 
 
 async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult]:
-    """Run the attacks one after the other on one shared pool, then the controls.
+    """Run all attacks one after the other on one shared pool, then their controls.
 
     Up to MAX_PARALLEL_CONTROLS controls run at the same time.
     """
@@ -52,7 +52,7 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
         if lack := find_missing_requirement(probe):
             return AttackResult(probe, held, None, lack)
         async with AsyncExitStack() as leave:
-            if probe.min_cores > 1:  # it measures cores, so it must run alone
+            if probe.min_cores > 1:  # the attack measures core usage, so its control must run alone
                 await leave.enter_async_context(alone)
             for _ in range(MAX_PARALLEL_CONTROLS if probe.min_cores > 1 else 1):
                 await leave.enter_async_context(places)
@@ -62,12 +62,12 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
 
 
 def find_missing_requirement(probe: AttackProbe) -> str:
-    """Return the reason why the control cannot succeed on this host, or an empty string."""
+    """Return the requirement of the attack that this host lacks, or an empty string."""
     if probe.needs_root and not is_privileged():
         return "needs root"
     if probe.min_cores > (cores := len(os.sched_getaffinity(0))):
         return f"needs {probe.min_cores} cores, here is {cores}"
-    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # the first two numbers, also of "6.18-rc3"
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # for example (6, 18) for "6.18-rc3"
     return "" if release >= probe.min_kernel else "needs Linux {}.{}".format(*probe.min_kernel)
 
 
@@ -82,7 +82,7 @@ async def _run_control_process(probe: AttackProbe, layers: Layers) -> AttackOutc
 
 
 def format_table(rows: Sequence[AttackResult]) -> str:
-    """Return a Markdown table with a row for each probe."""
+    """Format the results as a Markdown table with one row per probe."""
     lines = ["| class | probe | what it does | with all layers | control |", "|---|---|---|---|---|"]
     for row in rows:
         verdict = "BREACHED" if row.defended.succeeded else "HOST FAULT" if row.defended.host_fault else "held"
@@ -99,9 +99,10 @@ def format_table(rows: Sequence[AttackResult]) -> str:
 
 
 def format_summary(rows: Sequence[AttackResult]) -> str:
-    """Return a Markdown table with a row for each class of attacks.
+    """Format the results as a Markdown table with one row per class of attacks.
 
-    It counts the attacks that this host stops and those that a control showed to work.
+    The columns are the number of attacks, the number that this host stopped, the number of controls
+    that succeeded, and the controls that cannot succeed on this host.
     """
     lines = ["| class | probes | held | controls through | not to be shown here |", "|---|---|---|---|---|"]
     for group in dict.fromkeys(row.probe.group for row in rows):
@@ -114,10 +115,14 @@ def format_summary(rows: Sequence[AttackResult]) -> str:
 
 
 def main(names: Sequence[str]) -> int:
-    """Run the chosen probes and print the tables.
+    """Run the chosen probes, print the tables and return the exit status.
 
-    Returns 0 if every attack was stopped and every control succeeded or cannot succeed here, 1
-    otherwise, and 2 for an unknown name. Without names, all probes run.
+    Args:
+        names: Names of probes or of classes of probes. If empty, all probes run.
+
+    Returns:
+        2 if a name is unknown. Otherwise, 0 if every attack was stopped and every control that can
+        succeed on this host succeeded, else 1.
     """
     unknown = set(names) - {probe.name for probe in PROBES} - {probe.group for probe in PROBES}
     if unknown:

@@ -1,4 +1,4 @@
-"""Attacks by system calls that are newer than most filters, and by obsolete ones."""
+"""Attacks through new system calls, which many filters miss, and through obsolete system calls."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.file_attacks import FILE_LAYERS
