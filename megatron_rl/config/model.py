@@ -95,8 +95,8 @@ class ParallelSettings:
     """Move parameters and gradient buffers to host memory while the engine generates rollouts."""
     overlap_grad_reduce: bool = False
     """Overlap the data-parallel gradient reduction with the backward pass. Off by default until a
-    multi-GPU profile shows that reductions take more than 3% of an update; for a 7B model, reducing
-    18 GB over 16 links of 400 Gb/s is estimated at 0.4 s per update."""
+    multi-GPU profile shows that reductions take more than 3% of an update; for a 7B model on 16
+    GPUs with a link of 400 Gb/s each, reducing 18 GB is estimated at 0.4 s per update."""
     timeout_s: float = 600.0
     """Timeout of a collective operation in seconds; when it expires, the run ends instead of
     hanging."""

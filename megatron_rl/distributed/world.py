@@ -1,6 +1,7 @@
 """Rank, device and process groups of this process, and collectives for Python objects."""
 
 import ctypes
+import math
 import os
 import pickle
 import resource
@@ -197,9 +198,9 @@ def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
 def round_up_to_minutes(timeout_s: float) -> int:
     """Convert a timeout to whole minutes, for libraries that accept only whole minutes.
 
-    The result is rounded to the nearest minute and is at least 1.
+    The result is rounded up, so that no library gives up before the timeout, and is at least 1.
     """
-    return max(1, round(timeout_s / 60))
+    return max(1, math.ceil(timeout_s / 60))
 
 
 def is_collective_error(error: BaseException) -> bool:

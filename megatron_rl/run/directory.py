@@ -74,7 +74,7 @@ MUTABLE_KEYS = (
 """Names or prefixes of the settings that may change when a run resumes, because they do not affect
 the trained model.
 """
-_OPEN_LOCKS = ("optim.lr_by_module", "task.options")
+_USER_KEYED_SETTINGS = ("optim.lr_by_module", "task.options")
 """Settings with user-defined keys. If the keys differ, `changed_keys` reports the setting as one
 change instead of one change per key.
 """
@@ -305,7 +305,7 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key, ABSENT), new.get(key, ABSENT)
         are_groups = isinstance(before, dict) and isinstance(after, dict)
-        if are_groups and (prefix + key not in _OPEN_LOCKS or before.keys() == after.keys()):
+        if are_groups and (prefix + key not in _USER_KEYED_SETTINGS or before.keys() == after.keys()):
             changes |= changed_keys(before, after, f"{prefix}{key}.")
         elif before != after:
             changes[prefix + key] = (before, after)

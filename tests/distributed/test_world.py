@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from megatron_rl.cli.app import exit_with_error
-from megatron_rl.distributed.world import SharedOSError, SharedValueError, connect, expand_segments, raise_on_all_ranks, read_world
+from megatron_rl.distributed.world import (
+    SharedOSError,
+    SharedValueError,
+    connect,
+    expand_segments,
+    raise_on_all_ranks,
+    read_world,
+    round_up_to_minutes,
+)
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 
@@ -98,3 +106,9 @@ def test_freed_blocks_leave_though_others_lie_between_them() -> None:
     script = SUPPORT / "heap_fragmentation.py"
     kept, left = (int(fork_server.run_script(script, *given, timeout_s=120).stdout.split()[-1]) for given in ((), ("returned",)))
     assert kept > 50 * (6 << 20) and left < 1 << 20
+
+
+@pytest.mark.parametrize(("timeout_s", "minutes"), [(0.5, 1), (60.0, 1), (61.0, 2), (80.0, 2), (600.0, 10)])
+def test_no_library_gives_up_before_the_timeout(timeout_s: float, minutes: int) -> None:
+    """80 s used to be one minute."""
+    assert round_up_to_minutes(timeout_s) == minutes
