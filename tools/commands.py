@@ -1,4 +1,4 @@
-"""Shared parts of the commands: exit codes, error lines, dtypes, progress bar, quiet libraries."""
+"""Functions shared by the commands: exit codes, error messages, progress bar, library warnings."""
 
 import sys
 import warnings
@@ -18,7 +18,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def progress_bar() -> Progress:
     """Return a progress bar for bytes.
 
-    It is drawn on standard error if that is a terminal, and removed when it is done.
+    The bar is drawn on standard error if standard error is a terminal, and removed when it is
+    complete.
     """
     console = Console(stderr=True)
     return Progress(
@@ -36,8 +37,8 @@ def quiet_libraries() -> None:
 def run_command(command: Callable[[], str], *, out: Path) -> int:
     """Run a command that writes `out` and return its exit code.
 
-    The code is 0 after printing the result, or 1 after a ValueError or OSError, reported in one
-    line.
+    The result of the command is printed and the exit code is 0. If the command raises a ValueError
+    or OSError, a one-line error message is printed and the exit code is 1.
     """
     try:
         print(command())
@@ -48,10 +49,11 @@ def run_command(command: Callable[[], str], *, out: Path) -> int:
 
 
 def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str:
-    """Return an error as one line for the user.
+    """Return the one-line message for an error.
 
-    Our own errors name key, value and remedy already. For errors of the operating system they are
-    added here: `--out` if the path belongs to it, else the file that could not be read.
+    Errors raised by this project (ValueError) already name key, value and fix. To errors of the
+    operating system, this function adds `--out` if their path belongs to `out`, and otherwise the
+    name of the file that could not be read.
     """
     if isinstance(error, ValueError):
         return str(error)
@@ -63,7 +65,8 @@ def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str
 def _is_within(path: Path, out: Path) -> bool:
     """Return True if `path` belongs to `out`.
 
-    It is `out`, a folder above or below it, or one of the hidden folders it is built in.
+    `path` belongs to `out` if it is equal to `out`, above or below it, or in one of the hidden
+    folders in which `out` is built.
     """
     return out.is_relative_to(path) or any(path.is_relative_to(out.with_name(name)) for name in (
         out.name, f".{out.name}.partial", f".{out.name}.replaced",

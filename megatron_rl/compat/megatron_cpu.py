@@ -1,11 +1,11 @@
-"""Runs Megatron-Core 0.16.1 on a CPU. With CUDA available everything here does nothing.
+"""Runs Megatron-Core 0.16.1 on a CPU; `megatron_on_cpu` does nothing if CUDA is available.
 
 Megatron queries torch.cuda for the current device, random states and streams, allocates with
 device="cuda", and compares type strings such as `torch.cuda.FloatTensor`
 (optimizer/distrib_optimizer.py, optimizer/clip_grads.py). `megatron_on_cpu()` patches these calls
-while one method of the policy runs and restores them afterwards. If it stayed active, its function
-mode would slow down an engine in the same process by 13 to 29 percent, and `Tensor.type` would
-return wrong strings.
+while one method of the policy runs and restores them afterwards. If the patches stayed active,
+their TorchFunctionMode would slow down an engine in the same process by 13 to 29 percent, and
+`Tensor.type` would return wrong strings.
 """
 
 import logging
@@ -63,8 +63,8 @@ def _cuda_patches(device: torch.device) -> list[tuple[object, str, object]]:
 def _patched_cuda(device: torch.device) -> Iterator[None]:
     from megatron.core.tensor_parallel import random
 
-    # Megatron's RNG tracker warns at every draw that the CPU generator's state changed. This is
-    # expected here, because the CPU generator takes the place of the device's.
+    # Megatron's RNG tracker warns at every draw that the CPU generator's state changed. The change
+    # is expected here, because the CPU generator replaces the device generator.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     answers = _cuda_patches(device)
     originals = [getattr(owner, name) for owner, name, _ in answers]
@@ -87,7 +87,7 @@ def megatron_on_cpu():  # noqa: ANN201
 def megatron_on_meta_device() -> Iterator[None]:
     """Build Megatron's modules, buffers and optimizers on the meta device inside the block.
 
-    They have sizes but no data.
+    Tensors on the meta device have sizes but no data.
     """
     meta = torch.device("meta")
     with _patched_cuda(meta), meta:

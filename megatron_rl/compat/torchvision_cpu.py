@@ -1,10 +1,10 @@
 """Makes a CUDA build of torchvision importable with a CPU-only torch; does nothing otherwise.
 
-The package registry only has CUDA builds of torchvision. With a CPU-only torch their shared object
-cannot be loaded, and `import torchvision` fails in `_meta_registrations.py` ("operator
-torchvision::nms does not exist"). The transforms used by image processors need no compiled
-operator, so declaring two operator schemas is enough. transformers and vLLM both import
-torchvision.
+The package registry only has CUDA builds of torchvision. With a CPU-only torch, the shared object
+of such a build cannot be loaded, and `import torchvision` fails in `_meta_registrations.py`
+("operator torchvision::nms does not exist"). transformers and vLLM import torchvision. The
+transforms that their image processors use need no compiled operator, so declaring two operator
+schemas is enough.
 
 torch calls `declare_operators` at the end of `import torch` in every process (entry point group
 "torch.backends", torch 2.13). This module therefore imports nothing at module level, and
@@ -15,10 +15,7 @@ _libraries = []
 
 
 def declare_operators() -> None:
-    """Declare torchvision's operators nms and qnms if needed.
-
-    They are needed if torch is a CPU-only build and torchvision is a CUDA build.
-    """
+    """Declare torchvision's operators nms and qnms if torch is CPU-only and torchvision is not."""
     import importlib.util
     from pathlib import Path
 

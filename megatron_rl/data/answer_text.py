@@ -1,9 +1,9 @@
-r"""Text normalization of answers, and extraction of the contents of \boxed{...}.
+r"""Normalizes answer text and extracts the contents of \boxed{...}.
 
-Reference answers and responses both pass through `normalize_text` before they are compared. It
-changes how a text is written but never which number, letter or word it is: Unicode forms, invisible
-characters, quotation marks, minus signs, and the LaTeX and Markdown commands that only set a style.
-Every function takes time linear in the length of its text.
+Reference answers and responses both pass through `normalize_text` before they are compared.
+Normalization unifies the notation (Unicode forms, invisible characters, quotation marks, minus
+signs, and LaTeX and Markdown style commands) but never changes the number, letter or word itself.
+Every function runs in time linear in the length of its text.
 """
 
 import re
@@ -15,18 +15,18 @@ from megatron_rl.data.unit_symbols import mark_unit_case
 
 BOX_COMMAND = "\\boxed{"
 MOST_BOXES = 20
-"""Maximum number of boxes read from one text, so that the time stays linear in its length."""
+"""Maximum number of boxes read from one text; keeps the run time linear in the text length."""
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
-"""Pattern of the last line of a GSM8K solution, `#### 42`."""
+"""Matches the last line of a GSM8K solution, such as `#### 42`."""
 _IGNORABLE = re.compile(
     "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f\u20e3\u3164\ufe00-\ufe0f\ufeff\uffa0"
     "\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
 )
 """Characters that normalization removes.
 
-These are Default_Ignorable_Code_Point (DerivedCoreProperties.txt 16.0), the interlinear annotation
-characters, and the keycap that surrounds the digit of an emoji.
+These are the code points with property Default_Ignorable_Code_Point (DerivedCoreProperties.txt of
+Unicode 16.0), the interlinear annotation characters, and the enclosing keycap of digit emoji.
 """
 _CHARACTERS = str.maketrans(
     dict.fromkeys("\u2018\u2019\u201a\u201b\u02b9\u02bc\u02c8\u2032\u2035\u00b4", "'")
@@ -37,7 +37,7 @@ _CHARACTERS = str.maketrans(
 
 
 def _letters_of(kind: str) -> dict[str, str]:
-    """Return a map from superscript (`super`) or subscript (`sub`) letters to their plain letters.
+    """Map superscript (`super`) or subscript (`sub`) letters to plain letters.
 
     NFKC alone would turn 2 to the power of x into 2x.
     """
@@ -63,21 +63,22 @@ _TEXT_COMMANDS = {
 }  # fmt: skip
 _LATEX = re.compile(r"\\([A-Za-z]+)\*?\s*|\\.|[{}]|[^\\{}]+|\\", re.DOTALL)
 _INVISIBLE_DELIMITER = re.compile(r"\\(?:left|right)\s*\.|\\!\s*")
-r"""Pattern of `\left.` and `\right.` (invisible delimiters) and of LaTeX's negative space (`11,\!
-111`).
+r"""Matches invisible delimiters and negative spaces in LaTeX.
+
+Invisible delimiters are `\left.` and `\right.`; a negative space is `\!`, as in `11,\!111`.
 """
 _SPACE = re.compile(r"\\(?:[,;: ]|quad(?![A-Za-z])|qquad(?![A-Za-z]))|(?<=[\w}\])${.,:;])~|\s")
-"""Pattern of LaTeX and plain white space.
+"""Matches LaTeX spacing commands and plain white space.
 
-`~` is a space in LaTeX after a word; elsewhere it is a negation (`~p`).
+In LaTeX, `~` after a word is a space; elsewhere it is treated as a negation (`~p`).
 """
 _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[{*])")
 _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}(?!\d)")
 _ESCAPED = re.compile(r"\\([$%&#_])")
 _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_(?:\{(\d+)\}(?!\d)|(\d+))")
-"""Pattern of a subscript in a formula: `h_2o` is compared as `h2o`."""
+"""Matches a numeric subscript in a formula, so that `h_2o` and `h2o` compare equal."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
-"""Pattern of the optional space in `5 cm`, `50 %` and `$ 5`."""
+"""Matches the optional space between a number and its unit or currency: `5 cm`, `50 %`, `$ 5`."""
 _BETWEEN_NUMBERS = re.compile(r"(?<=\d),\s+(?=\d)")
 _ORDINAL = re.compile(r"(?<=\d)\^\{?(st|nd|rd|th)\}?(?!\w)")
 _STOPS = ".,;\u3002"
@@ -88,7 +89,7 @@ _QUOTES = (('"', '"'), ("'", "'"))
 
 
 def normalize_text(text: str) -> str:
-    r"""Return the text in normal form, on one line; the case of letters is kept.
+    r"""Return the text in normal form, on one line and with letter case preserved.
 
     Example: `\text{Yes}`, `**Yes**` and `\u201cYes\u201d` -> `Yes`, `Yes` and `"Yes"`; `\u22125` (a
     minus sign) -> `-5`; `5\u00b2` -> `5^2`; `1\u00bd` -> `1\frac{1}{2}`; `10{,}000` -> `10,000`;
@@ -104,10 +105,10 @@ def normalize_text(text: str) -> str:
 
 
 def comparison_form(text: str) -> str:
-    """Return the form in which words are compared.
+    """Return the form of a text in which answers are compared.
 
-    It ignores case (except that of units), quotation marks and dollar signs around the text, and
-    punctuation at its end.
+    The form ignores case (except in unit symbols), quotation marks and dollar signs around the
+    text, and trailing punctuation.
     """
     text = unicodedata.normalize("NFKC", mark_unit_case(_ESCAPED.sub(r"\1", normalize_text(text))).casefold())
     text = _ORDINAL.sub(r"\1", _FORMULA_INDEX.sub(r"\1\2", _BEFORE_UNIT.sub("", text)))
@@ -116,7 +117,7 @@ def comparison_form(text: str) -> str:
 
 
 def ends_in_dots(text: str) -> bool:
-    """Return True if a text ends in a digit and several dots.
+    """Return True if a text ends in a digit followed by several dots.
 
     `0.333...` is not the number `0.333`, and `5..` is not a number.
     """
@@ -126,8 +127,8 @@ def ends_in_dots(text: str) -> bool:
 def extract_last_box(text: str) -> str | None:
     r"""Return the contents of the last \boxed{...} or \fbox{...}.
 
-    Without a box, return the text after `####` on the last line. Return None if there is neither,
-    or if the last box is not closed.
+    If the text has no box, return the text after `####` on its last line. Return None if the text
+    has neither, or if the last box is not closed.
     """
     starts = [found.end() for found in _BOX_START.finditer(text)]
     if starts:
@@ -137,9 +138,9 @@ def extract_last_box(text: str) -> str | None:
 
 
 def boxed_texts(text: str) -> list[str]:
-    """Return the contents of the first MOST_BOXES boxes, including nested ones.
+    """Return the contents of the first MOST_BOXES boxes, including nested boxes.
 
-    Boxes that are not closed are skipped.
+    Unclosed boxes are skipped.
     """
     starts = [found.end() for found in islice(_BOX_START.finditer(text), MOST_BOXES)]
     return [inside for start in starts if (inside := text_before_closing_brace(text[start:])) is not None]
@@ -157,14 +158,14 @@ def strip_box(text: str) -> str:
 
 
 def count_boxes(text: str) -> int:
-    """Return the number of boxes that a text opens."""
+    r"""Count the \boxed{ and \fbox{ commands in a text."""
     return len(_BOX_START.findall(text))
 
 
 def text_before_closing_brace(body: str) -> str | None:
-    r"""Return the text before the brace that closes an already open one, or None without one.
+    r"""Return the text before the brace that closes an already open brace.
 
-    Escaped braces (`\{`) do not count.
+    Return None if it is never closed. Escaped braces (`\{`) do not count.
     """
     depth = 1
     for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):
@@ -175,9 +176,9 @@ def text_before_closing_brace(body: str) -> str | None:
 
 
 def _strip_end(text: str) -> str:
-    """Strip punctuation at the end, and `!` after a word.
+    """Strip trailing punctuation, and `!` only after a word.
 
-    `n!` and `5...` keep theirs because they are other values than `n` and `5`.
+    `n!` and `5...` are kept, because their values differ from `n` and `5`.
     """
     text = text.strip("$ ")
     body = text.rstrip(_STOPS + "!")
@@ -207,7 +208,7 @@ def _write_fraction(found: re.Match[str]) -> str:
 
 
 def _without_text_commands(text: str) -> str:
-    """Remove commands that only set a style, together with the braces of their arguments."""
+    """Remove style-only commands together with the braces around their arguments."""
     pieces: list[str] = []
     is_dropped: list[bool] = []  # one entry per open brace
     is_argument = False
@@ -227,7 +228,7 @@ def _without_text_commands(text: str) -> str:
 
 
 def _strip_enclosing(text: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Strip pairs of marks around the whole text, at most four levels deep."""
+    """Strip pairs of marks that enclose the whole text, at most four levels deep."""
     for _ in range(4):
         group = _GROUP.fullmatch(text)
         inner = group[1].strip() if group else text

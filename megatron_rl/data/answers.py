@@ -1,9 +1,9 @@
-r"""Reference answer of a row, in the form that a response can match.
+r"""Extracts the reference answer of a row in a form that a response can match.
 
-The answer is text or a number. Of a solution, it is the content of the last <answer> block; within
-that, the content of the last \boxed{...} or \fbox{...}, or the text after `####` on the last line
-(GSM8K). A number keeps its decimal form (decimal_forms.py). A reference answer that no response can
-match is an error.
+The answer is text or a number. If the value is a whole solution, its last <answer> block is used,
+or all of it if there is no such block. From this text, the answer is the content of the last
+\boxed{...} or \fbox{...}, or else the text after `####` on the last line (GSM8K). A number keeps
+its decimal form (decimal_forms.py). A reference answer that no response can match raises an error.
 """
 
 import datetime
@@ -21,12 +21,12 @@ from megatron_rl.data.question_options import find_options
 from megatron_rl.data.records import DataRecord
 
 MAX_ANSWER_CHARS = 1000
-"""Length from which the answer in a response is invalid (rewards/answer.py).
+"""Length in characters at which an answer in a response becomes invalid (rewards/answer.py).
 
-An answer with a tag of an agent's protocol is invalid too.
+An answer that contains a tag of an agent protocol is invalid at any length.
 """
 MAX_EXPECTED_CHARS = 200
-"""Length in characters from which a reference answer looks like a whole solution."""
+"""Length in characters at which a reference answer is reported as a likely whole solution."""
 PROTOCOL_TAG = re.compile(
     r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
 )
@@ -35,13 +35,13 @@ _LEAD_IN = re.compile(
     r"(?(1)(?:(?:\s+is)?\s*:\1|(?:\s+is)?\1\s*:|\s+is\1)|(?:(?:\s+is)?\s*:|\s+is(?=\s)))\s*(?=\S)",
     re.IGNORECASE,
 )
-"""Pattern of a lead-in: `Answer: 5`, `The answer is 5.`, `**Answer:** 5`."""
+"""Matches a lead-in such as `Answer: 5`, `The answer is 5.` or `**Answer:** 5`."""
 _MARKED_OPTION = re.compile(r"(?:\(([A-Z])\)|([A-Z])(?=[.:)]|\Z))[.:)]?(?:\s+(\S.*))?")
-"""Pattern of an option letter, alone or with the option's text: `E`, `(E)`, `E. red`."""
+"""Matches an option letter, alone or followed by the option's text: `E`, `(E)`, `E. red`."""
 _LIST_OF_WORDS = re.compile(r"\[\s*[^\W\d_]{2}[^\[\],\\]*(?:,\s*[^\W\d_]{2}[^\[\],\\]*)+\]")
-"""Pattern of a list of unquoted words, `[red, blue]`.
+"""Matches a list of unquoted words, such as `[red, blue]`.
 
-Single letters (`[B, C]`) are choices and do not match; they are compared as equal to `B, C`.
+Lists of single letters do not match, because they are choices: `[B, C]` compares equal to `B, C`.
 """
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -50,8 +50,8 @@ def reference_answer(record: DataRecord, extra: Mapping[str, object]) -> str:
     """Return the row's reference answer.
 
     Raises:
-        ValueError: the row has no answer, or one that no response can match. The message names
-            file, row and remedy.
+        ValueError: the row has no answer, or no response can match the answer. The message names
+            the file, the row and the fix.
     """
     found = given_answer(record, extra)
     if found is None:
@@ -65,17 +65,17 @@ def reference_answer(record: DataRecord, extra: Mapping[str, object]) -> str:
 
 
 def given_answer(record: DataRecord, extra: Mapping[str, object]) -> object:
-    """Return the unprocessed value of a row's answer, or None if the row has none."""
+    """Return the raw value of the row's answer, or None if the row has no answer."""
     model = record.require_mapping(record.row.get("reward_model", {}), "reward_model")
     given = (model.get("ground_truth"), extra.get("answer"), *(record.row.get(name) for name in ANSWER_COLUMNS))
     return next((value for value in given if value is not None), None)
 
 
 def extract_answer(text: str) -> str:
-    """Return the answer within a text.
+    """Return the answer contained in a text.
 
-    The last <answer> block is used, or the whole text if it has none; within it, the last box or
-    GSM8K's last line, if there is one.
+    The last <answer> block is searched, or the whole text if there is no block. If the searched
+    text has a box or GSM8K's last line, only that content is returned.
     """
     text = (TAGGED.findall(text) or [text])[-1]
     boxed = extract_last_box(text)
@@ -83,7 +83,7 @@ def extract_answer(text: str) -> str:
 
 
 def without_lead_in(text: str) -> str:
-    """Return the text after lead-ins such as `Answer:` and `The answer is`."""
+    """Return the text that follows lead-ins such as `Answer:` and `The answer is`."""
     at = 0
     while lead_in := _LEAD_IN.match(text, at):
         at = lead_in.end()
@@ -102,7 +102,7 @@ def unmatchable_reason(answer: str) -> str:
 
 
 def find_answer_doubt(answer: str, question: str) -> tuple[str, str] | None:
-    """Return a doubt about a reference answer and its remedy, or None if there is no doubt."""
+    """Return a likely mistake in a reference answer and the fix, or None if there is none."""
     options = find_options(question)
     listed = f"and the question's options are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())

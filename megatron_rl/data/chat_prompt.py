@@ -1,7 +1,7 @@
-"""Questions given as chat messages: the question, the system message, and the images of both.
+"""Parses questions given as chat messages into question, system message and images.
 
-Every message before the first assistant message is read; if one of them cannot be, the row is an
-error. User messages are joined in order with a line break; messages of the roles system and
+Every message before the first assistant message is read; if one of them is unreadable, the row is
+an error. User messages are joined with line breaks, in order. Messages of the roles system and
 developer are joined into the system message. The assistant message after the question is an answer
 and is not read.
 """
@@ -20,20 +20,21 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
-"""Maps a role in the file (including those of `from`, as in LLaMA-Factory) to system, user,
-assistant or tool.
+"""Maps each role in a file to system, user, assistant or tool.
+
+Values of the key `from`, as in LLaMA-Factory, are included.
 """
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
-"""Keys of a content part that can contain its image."""
+"""Keys of a content part that may contain its image."""
 HARMLESS_KEYS = {"id", "uuid", "timestamp", "created_at", "detail", "cache_control"}
 """Keys of messages and content parts that do not change the question."""
 _KEYS = {"role", "content", "from", "value"}
 _LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{[^{}\[\]]{0,200}?["'](role|content|from|value)["']\s*:""")
 LOSS_KEYS = {"loss", "weight", "train", "trainable", "loss_mask"}
-"""Keys that mask a message.
+"""Keys that mask a message from the loss.
 
-False and 0 have no effect here, because prompt tokens are never trained on.
+The values false and 0 are accepted without effect, because prompt tokens are never trained on.
 """
 
 
@@ -46,18 +47,18 @@ class ChatPrompt:
     images: list[StoredImage | None] = field(default_factory=list)
     """One entry per image placeholder in the question, in order.
 
-    None means the next image of the row's image column.
+    None stands for the next image from the row's image column.
     """
 
 
 def parse_messages(record: DataRecord, value: object, name: str) -> object:
-    """Return the messages if a text is JSON of them; return any other value unchanged.
+    """Parse a text that is JSON for chat messages; return any other value unchanged.
 
-    Accepted is JSON of a list of messages, of one message, of {"messages": [...]}, or of a string
+    Accepted JSON values are a list of messages, a single message, {"messages": [...]}, and a string
     that contains one of these.
 
     Raises:
-        ValueError: the text begins like a list of messages but is not valid JSON.
+        ValueError: the text starts like a list of messages but is not valid JSON.
     """
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{", '"'):
         return value
@@ -78,10 +79,10 @@ def parse_messages(record: DataRecord, value: object, name: str) -> object:
 
 
 def read_chat(record: DataRecord, value: object, name: str) -> ChatPrompt:
-    """Read the messages of a prompt.
+    """Read the question, system message and images from chat messages.
 
     Raises:
-        ValueError: a message cannot be used; the error names it.
+        ValueError: a message cannot be used; the error names the message.
     """
     messages = [record.require_mapping(message, f"{name}[{number}]") for number, message in enumerate(record.require_list(value, name))]
     roles = [_role(record, message, f"{name}[{number}]") for number, message in enumerate(messages)]
@@ -170,7 +171,7 @@ def _read_parts(record: DataRecord, content: object, name: str, images: list[Sto
 
 
 def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> StoredImage | None:
-    """Return the image of a content part, or None if the part is only a placeholder."""
+    """Return the image of a content part, or None if the part is a placeholder."""
     given = {key: part[key] for key in IMAGE_KEYS if part.get(key, "") not in ("", {})}
     if part.get("text"):
         raise record.make_error(f"{name}.text", "stands in the part of a picture; give it a part of its own")
@@ -187,7 +188,7 @@ def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> 
 
 
 def _require_known(record: DataRecord, given: Mapping[str, object], known: set[str], name: str) -> None:
-    """Raise ValueError for a non-empty key that is not read and may change the question."""
+    """Raise ValueError for a non-empty unknown key that may change the question."""
     for key, value in given.items():
         if key not in known and key not in HARMLESS_KEYS and value not in ("", [], {}):
             raise record.make_error(

@@ -1,4 +1,4 @@
-"""Videos as stored files, which only sandbox code decodes (tasks/visual_python/clip.py)."""
+"""Video files named in data rows; only sandbox code decodes them (tasks/visual_python/clip.py)."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_VIDEO_BYTES = 256 << 20
-"""Maximum size of a stored video in bytes. The sandbox of each episode gets a copy."""
+"""Maximum size of a stored video in bytes; each episode's sandbox receives a copy."""
 VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".avi", ".mkv", ".webm")
 MPEG4, MATROSKA, AVI = (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")
 """Offset and magic bytes that identify each supported video format."""
@@ -18,14 +18,14 @@ MPEG4, MATROSKA, AVI = (4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI ")
 
 @dataclass(slots=True, frozen=True)
 class StoredVideo:
-    """A video file that a row names."""
+    """A video file named in a row."""
 
     source: Path
     where: str
-    """Location for messages, such as `train.jsonl row 17: mm_hint.hint_path`."""
+    """Location used in messages, such as `train.jsonl row 17: mm_hint.hint_path`."""
 
     def check_video(self) -> None:
-        """Raise ValueError if the file is too large or its first bytes are not those of a video."""
+        """Raise ValueError if the file is too large or not in a supported video format."""
         with open_regular(self.source) as file:
             size, first = os.fstat(file.fileno()).st_size, file.read(16)
         if size > MAX_VIDEO_BYTES:
@@ -38,7 +38,8 @@ class StoredVideo:
 
         Raises:
             InfraError: reading from disk failed.
-            PermanentInfraError: the file was removed or replaced by an invalid one since the start.
+            PermanentInfraError: the file was removed, or replaced by an invalid file, after the run
+                started.
         """
         try:
             self.check_video()
@@ -50,11 +51,10 @@ class StoredVideo:
 
 
 def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredVideo, ...]:
-    """Return the videos of an mm_hint of type video, which gives one path or a list.
+    """Return the videos named by an mm_hint of type video (one path or a list of paths).
 
     Raises:
-        ValueError: a file does not exist, does not have a suffix of a video, or lies outside the
-            allowed folders.
+        ValueError: a file does not exist, has no video suffix, or lies outside the allowed folders.
     """
     values = hint.get("hint_path")
     paths = values if isinstance(values, list) else [values]

@@ -1,6 +1,6 @@
-"""Column names recognized in files of questions.
+"""Column names recognized in question files.
 
-Names of image columns are compared without case.
+Names of image columns are matched case-insensitively.
 """
 
 import re
@@ -14,13 +14,13 @@ IMAGE_COLUMNS = (
     "picture", "pictures", "photo", "photos", "image_bytes", "decoded_image",
 )  # fmt: skip
 FILE_NAME_COLUMNS = ("file_name", "filename")
-"""Columns that contain images only if no other column does and their value is an image file name.
+"""Columns used for images only if no other column has images and the value is an image file name.
 
-`file_name` is the column of imagefolder's metadata.
+Hugging Face's imagefolder names images in its metadata column `file_name`.
 """
 PICTURE_SUFFIXES = SUFFIXES[1:]
 NUMBERED_IMAGE_COLUMN = re.compile(r"(image|img|picture|photo)(_path|_url|_file|_bytes)?_?(\d+)")
-"""Pattern of numbered image columns: image_0, image_1, ... form one list of images."""
+"""Matches numbered image columns: image_0, image_1, ... form one list of images."""
 LIKELY_NAMES = {
     "question": ("questions", "query", "instruction", "input", "text", "user", "q", "message", "conversations", "conversation"),
     "answer": (
@@ -28,11 +28,12 @@ LIKELY_NAMES = {
         "response", "reference", "class", "a",
     ),
 }  # fmt: skip
-"""Likely names of question and answer columns, suggested in error messages when the usual ones are
-missing.
+"""Likely names of question and answer columns.
+
+Error messages suggest them if the usual columns are missing.
 """
 
 
 def is_picture_column(name: str) -> bool:
-    """Return True if a column name is one of those of images."""
+    """Return True if a column with this name contains images."""
     return name.casefold() in (*IMAGE_COLUMNS, *FILE_NAME_COLUMNS) or NUMBERED_IMAGE_COLUMN.fullmatch(name.casefold()) is not None

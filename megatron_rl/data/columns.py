@@ -1,4 +1,4 @@
-"""Finds the image columns of a row and writes the errors for missing columns."""
+"""Finds the image columns of a row and formats the errors for missing columns."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -9,13 +9,13 @@ from megatron_rl.data.media import find_media
 from megatron_rl.data.records import DataRecord
 
 _IMAGEFOLDER = "metadata"
-"""Stem of the file in which Hugging Face's imagefolder lists its images."""
+"""Stem of the metadata file in which Hugging Face's imagefolder lists its images."""
 
 
 class MissingColumn(ValueError):
-    """Error of a row without a value for `name` ("question" or "answer").
+    """Error for a row without a value for `name` ("question" or "answer").
 
-    It carries the row's columns so that a survey can report one line for a whole file.
+    The error stores the row's columns so that a survey can report one line for a whole file.
     """
 
     def __init__(self, record: DataRecord, name: str, *, hint: str = "") -> None:
@@ -25,9 +25,9 @@ class MissingColumn(ValueError):
 
 
 def _hint_of_rows(record: DataRecord) -> str:
-    """Return a remedy for a JSON file that is a single object containing a list of rows.
+    """Return a hint for a JSON file that is a single object with the rows in a nested list.
 
-    COCO and VQA v2 are published in this form. The result is empty for all other rows.
+    COCO and VQA v2 are published in this form. The result is "" for all other rows.
     """
     lists = [name for name, value in record.row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
     rows = [name for name in lists if not {"role", "from", "type"} & record.row[name][0].keys()]
@@ -37,7 +37,7 @@ def _hint_of_rows(record: DataRecord) -> str:
 
 
 def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
-    """Return the existing columns and the setting that reads one of them as `name`.
+    """Return a message with the existing columns and the setting that reads one of them as `name`.
 
     Example: `Columns: filename, label. Name yours: 'task.data.columns={answer: label}'`.
     """
@@ -49,10 +49,10 @@ def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
 
 
 def picture_columns(record: DataRecord) -> list[str]:
-    """Return the columns that contain the question's images, numbered ones in numeric order.
+    """Return the columns with the question's images, numbered columns in numeric order.
 
     Raises:
-        ValueError: two columns give the images.
+        ValueError: two columns, or two series of numbered columns, provide images.
     """
     filled = [name for name, value in record.row.items() if value not in ("", [], {})]
     groups: dict[str, list[tuple[int, str]]] = {}
@@ -75,7 +75,10 @@ def picture_columns(record: DataRecord) -> list[str]:
 
 
 def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
-    """Return the further values of mappings in image columns, under keys such as `image.bbox`."""
+    """Return the unread values in mappings of image columns, under keys such as `image.bbox`.
+
+    Only the keys bytes and path of these mappings are read.
+    """
     values = {name: parse_text_list(record.row[name]) for name in columns}
     pictures = [(name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])]
     return {
@@ -88,10 +91,9 @@ def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str,
 
 
 def existing_columns(record: DataRecord, columns: Iterable[str]) -> list[str]:
-    """Return the columns that do not name missing files.
+    """Return the columns, except columns that name a single missing file or a web address.
 
-    Left out are columns with a single web address or the name of a single missing file. Such a
-    column only gives the origin of an image that another column contains.
+    Such a column only records the origin of an image that another column contains.
     """
     return [name for name in columns if not _is_absent(record, name)]
 
@@ -102,7 +104,7 @@ def _is_absent(record: DataRecord, name: str) -> bool:
 
 
 def _names_pictures(record: DataRecord, value: object) -> bool:
-    """Return True if a column of file names names image files.
+    """Return True if the values in a file-name column name image files.
 
     The files must exist, except in the metadata file of imagefolder.
     """

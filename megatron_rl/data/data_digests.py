@@ -1,7 +1,7 @@
-"""Digests of a run's data files, stored in checkpoints so that a run never resumes with other rows.
+"""Digests of a run's data files, stored in checkpoints to prevent resuming with different rows.
 
-The rows that a step trains on follow from the seed and the order of the rows. Images that rows name
-by path are not part of the digests.
+The seed and the order of the rows determine the rows that each step trains on. Image files that
+rows name by path are not included in the digests.
 """
 
 import hashlib
@@ -13,9 +13,10 @@ from megatron_rl.io.sampled_digest import compute_sampled_digest
 
 
 def data_digests(data: DataSettings) -> dict[str, str]:
-    """Return a SHA-256 over the files of each data setting that names any, in their order.
+    """Compute a SHA-256 digest of the files for each data setting that names files.
 
-    The settings are task.data.train, task.data.eval and task.data.demonstrations.
+    The settings are task.data.train, task.data.eval and task.data.demonstrations. The order of the
+    files matters.
     """
     named = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
     return {f"task.data.{name}": _digest_of_files(names, f"task.data.{name}") for name, names in named.items() if names}
@@ -27,7 +28,7 @@ def _digest_of_files(names: list[str], key: str) -> str:
 
 
 def check_same_data(recorded: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise ValueError if the files of a setting differ from the recorded ones.
+    """Raise ValueError if the files of a data setting differ from the recorded ones.
 
     The message contains both digests.
     """

@@ -1,10 +1,9 @@
 """Resolves names in task.data to data files.
 
-A name may be that of a file, a folder of files, or a data set of the Hugging Face hub in the local
-cache.
+A name is a file, a folder of files, or a Hugging Face data set in the local cache.
 
-A folder may be the output of `datasets` (save_to_disk; shards.py) or a copy of a repository.
-`NAME:SPLIT` selects the files of one split, which is read from the names of files and folders
+A folder may be the output of save_to_disk of `datasets` (shards.py) or a copy of a hub repository.
+`NAME:SPLIT` selects the files of one split, which is inferred from file and folder names
 (data/train-00000-of-00002.parquet, test/data-00000-of-00001.arrow). Nothing is downloaded.
 """
 
@@ -23,11 +22,11 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def find_data_files(name: str, *, key: str) -> list[Path]:
-    """Return the data files of a name, sorted by path.
+    """Return the data files for a name, sorted by path.
 
     Raises:
-        ValueError: under `key`: there are no files, a folder contains several splits and none is
-            chosen, or files of the data set are missing.
+        ValueError: there are no files, a folder contains several splits and the name selects none,
+            or files of the data set are missing. The message names the setting `key`.
     """
     if Path(name).is_file():
         return [Path(name)]
@@ -49,9 +48,9 @@ def find_data_files(name: str, *, key: str) -> list[Path]:
 
 
 def _data_files(folder: Path, *, key: str, name: str) -> list[Path]:
-    """Return the possible data files in the folder and below it.
+    """Return the candidate data files in the folder and its subfolders.
 
-    In folders that save_to_disk wrote, only the files that it listed are returned.
+    In folders written by save_to_disk, only the files listed in state.json are returned.
     """
     found = [path for path in sorted(folder.rglob("*")) if _suffix(path) in FORMATS and _is_data(path)]
     folders = sorted({path.parent for path in folder.rglob("state.json")})
@@ -70,10 +69,10 @@ def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
 
 
 def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) -> None:
-    """Raise ValueError for a compressed file or partial download.
+    """Raise ValueError if the folder contains a compressed data file or an unfinished download.
 
-    Only files of the format of the folder's data count, or of any data format if the folder has no
-    data.
+    Only files in the format of the folder's data are checked, or files in any data format if the
+    folder has no data.
     """
     wanted = {_suffix(found) for found in within} or {*FORMATS}
     for path in sorted(folder.rglob("*")):
@@ -90,11 +89,11 @@ def _suffix(path: Path) -> str:
 
 
 def allowed_image_folders(name: str, *, key: str) -> list[Path]:
-    """Return the folders in which rows of the files may name images.
+    """Return the folders in which rows of these files may name images.
 
-    Of a folder this is the folder itself, so that files in one part of it may name images in
-    another. In the Hugging Face cache it also includes the folder of blobs, to which files are
-    links.
+    For a folder, return the folder itself, so that files in one subfolder may name images in
+    another. For a data set in the Hugging Face cache, also return its blobs folder, because the
+    cached files are links to blobs. For a single file, return an empty list.
     """
     if Path(name).is_file():
         return []
@@ -103,7 +102,7 @@ def allowed_image_folders(name: str, *, key: str) -> list[Path]:
 
 
 def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
-    """Return the folder of a name, the name without its split, and the split.
+    """Return the folder for a name, the name without its split, and the split.
 
     The split is "" if the name has none.
     """
@@ -115,7 +114,7 @@ def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
 
 
 def describe_searched_path(name: str) -> str:
-    """Return the absolute form of a relative path, as text for an error message."""
+    """Return the absolute form of a relative path for an error message; "" for an absolute path."""
     return "" if Path(name).is_absolute() else f" (looked at {Path(name).absolute()})"
 
 
@@ -130,16 +129,16 @@ def _find_in_hub_cache(hub_name: str, name: str, *, key: str) -> Path:
 
 
 def _is_data(path: Path) -> bool:
-    """Return True for data files.
+    """Return True for a data file.
 
-    Excluded are files that tools store next to the data, such as the intermediate results
-    cache-*.arrow of `datasets`.
+    Hidden files, metadata files and files that tools cache next to the data (such as cache-*.arrow
+    of `datasets`) are not data files.
     """
     return path.is_file() and not path.name.startswith((".", "cache-")) and path.name not in METADATA_FILES
 
 
 def _name_words(path: Path) -> set[str]:
-    """Return the words of a path's parts.
+    """Return the words in the parts of a path.
 
     Example: data/train-00000-of-00002.parquet -> {data, train, 00000, of, 00002}.
     """

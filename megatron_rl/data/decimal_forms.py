@@ -1,9 +1,9 @@
 """Decimal forms of the numbers in data files, as a response would write them.
 
 A number in JSON keeps the digits written in the file. A 32-bit or 16-bit float in Parquet or Arrow
-gets the fewest digits that identify it in its own type. A 64-bit float gets the fewest digits too,
-unless it is a widened 32-bit float: the 32-bit 0.1 is stored as 0.10000000149011612, but a response
-writes 0.1.
+gets the fewest digits that identify it in its own type. A 64-bit float also gets its fewest digits,
+unless it is a widened 32-bit float: the 32-bit value 0.1 becomes 0.10000000149011612 in 64 bits,
+but a response writes 0.1.
 """
 
 import re
@@ -13,19 +13,18 @@ import numpy as np
 import pyarrow as pa
 
 MOST_PLACES = 1000
-"""Largest exponent that is written out. Writing out 1e-999999999 would take a gigabyte."""
+"""Largest exponent that is written out; writing out 1e-999999999 would take a gigabyte."""
 MORE_DIGITS = 3
-"""Number of extra digits from which the narrow form of a float in a narrow column is used.
+"""Minimum number of digits that the 32-bit or 16-bit form of a float must save to be used.
 
-With fewer extra digits the exact value is kept: 128.015625, not 128.01562.
+If it saves fewer digits, the exact value is kept: 128.015625, not 128.01562.
 """
 WIDENED_DIGITS = 8
-"""Number of extra digits over the float32 form from which a double counts as a widened 32-bit
-float.
+"""Minimum number of digits that the float32 form of a double must save to be used.
 
-Every widened decimal of up to five digits is recognized, and no k/2 to k/8192 with k below 32,768
-is mistaken for one. For longer decimals either form earns the reward, because one rounds to the
-other.
+Such a double counts as a widened 32-bit float. Every widened decimal with up to five digits is
+recognized, and no k/2 to k/8192 with k below 32,768 is mistaken for a widened decimal. For longer
+decimals, either form earns the reward, because one rounds to the other.
 """
 _NARROW = {pa.float32(): np.float32, pa.float16(): np.float16}
 
@@ -37,16 +36,16 @@ class WrittenNumber(float):
     """Decimal form of the number, possibly with an exponent."""
 
     def __new__(cls, value: float | str, text: str = "") -> "WrittenNumber":
-        """Create a number. Without `text` its decimal form is `str(value)`."""
+        """Create a number; its decimal form is `text`, or `str(value)` if `text` is empty."""
         number = super().__new__(cls, value)
         number.text = text or str(value)
         return number
 
 
 def with_decimal_forms(value: object, kind: pa.DataType) -> object:
-    """Return the value of an Arrow column, its 32-bit and 16-bit floats as `WrittenNumber`.
+    """Convert the 32-bit and 16-bit floats in a value of an Arrow column to `WrittenNumber`.
 
-    Floats are converted as values of their own and within structs and maps.
+    Floats are converted at the top level and inside structs and maps.
     """
     if isinstance(value, dict) and pa.types.is_struct(kind):
         return {name: with_decimal_forms(item, kind.field(name).type) for name, item in value.items()}
@@ -61,8 +60,8 @@ def with_decimal_forms(value: object, kind: pa.DataType) -> object:
 def decimal_text(value: float | Decimal) -> str | None:
     """Return a finite number in decimal notation without an exponent.
 
-    It has the digits of its file if they are known, else the fewest that identify it. Return None
-    if the exponent is above MOST_PLACES.
+    The digits are those written in the file if they are known, else the fewest that identify the
+    number. Return None if the exponent is above MOST_PLACES.
 
     Example: 1e-05 -> 0.00001, 1e+22 -> 10000000000000000000000.
     """
@@ -77,7 +76,7 @@ def decimal_text(value: float | Decimal) -> str | None:
 
 
 def looks_widened(text: str) -> bool:
-    """Return True if a text is the 64-bit form of a shorter 32-bit float: `0.10000000149011612`."""
+    """Return True if a text is a 32-bit float printed with 64-bit digits: `0.10000000149011612`."""
     try:
         value = float(text)
     except ValueError:
@@ -86,10 +85,10 @@ def looks_widened(text: str) -> bool:
 
 
 def _narrow_text(value: float, narrow: type, more_digits: int) -> str:
-    """Return the shortest text of a float.
+    """Return the shortest text that identifies a float.
 
-    The text in the narrow type is used if it has the same value and at least `more_digits` fewer
-    digits.
+    The text in the narrow type is used if that type represents the same value with at least
+    `more_digits` fewer digits.
     """
     with np.errstate(over="ignore"):
         short = narrow(value)

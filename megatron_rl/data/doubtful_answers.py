@@ -1,4 +1,4 @@
-"""Findings about reference answers that a response can match but that are probably mistakes."""
+"""Finds reference answers that a response can match but that are probably mistakes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ MISSING = re.compile(
     r"[-+]?(?:nan|NaN|NAN)|None|NONE|[nN]ull|NULL|[nN]/[aA]|NA|<NA>|<N/A>|<na>|<n/a>|<null>|<none>|#N/A|#NA|NaT|[nN]il|undefined|\\N"
     r"|[-\u2010-\u2015]+|\?+"
 )
-"""Pattern of missing values as pandas, numpy, Python, JSON, SQL and spreadsheets write them.
+"""Matches missing values as pandas, numpy, Python, JSON, SQL and spreadsheets write them.
 
 `none` and `no` do not match, because people write them as answers.
 """
@@ -24,12 +24,12 @@ _DROPPED_REMEDY = "a reply must give that one; write all values into one box, or
 
 
 def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[UnreadFinding]:
-    """Yield the doubts about a row's answer.
+    """Yield findings about a reference answer that is probably a mistake.
 
     Args:
-        given: the answer's value in the file.
+        given: raw value of the answer in the file.
         payload: payload of the row's example.
-        unread: the row's values that are not read, by column.
+        unread: values of the row that are not read, by column.
     """
     answer, question = str(payload["answer"]), str(payload["question"])
     if MISSING.fullmatch(answer) and not _is_listed(answer, question, unread):
@@ -43,7 +43,10 @@ def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping
 
 
 def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool:
-    """Return True if a word is an option in the question or in a column of choices."""
+    """Return True if the answer is a word in the question, or a listed option.
+
+    Options are listed in the question or in columns of choices.
+    """
     if answer[-1].isalpha() and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question):
         return True
     if comparison_form(answer) in map(comparison_form, find_options(question).values()):
@@ -55,7 +58,7 @@ def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool
 
 
 def _are_several(given: str, answer: str) -> bool:
-    """Return True if a text marks a further, different value as its answer."""
+    """Return True if a text marks another, different value as its answer."""
     blocks = TAGGED.findall(given)
     marked = [*blocks, *boxed_texts(blocks[-1] if blocks else given)]
     return any(comparison_form(extract_answer(text)) not in ("", comparison_form(answer)) for text in marked)

@@ -1,4 +1,4 @@
-"""Column types that `datasets` writes into Parquet and Arrow schemas under the key `huggingface`.
+"""Column types that the `datasets` library stores in Parquet and Arrow schemas (key `huggingface`).
 
 Example: {"info": {"features": {"image": {"_type": "Image"}, "label": {"names": ["cat", "dog"],
 "_type": "ClassLabel"}}}}.
@@ -14,7 +14,7 @@ MEDIA = ("Image", "Video", "Audio")
 _KEY = b"huggingface"
 
 Features = Mapping[str, object]
-"""Maps a column to its type as the schema describes it."""
+"""Maps each column to its type as described in the schema."""
 
 
 def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
@@ -28,9 +28,9 @@ def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
 
 
 def media_types(features: Features) -> dict[str, str]:
-    """Return the columns with images, videos or audio, alone or in lists, with their types.
+    """Map each column with images, videos or audio to its media type.
 
-    Fields of structs are named `column.field`.
+    Lists of media are included, and fields of structs are named `column.field`.
     """
     return {path: kind for name, feature in features.items() for path, kind in _media_in(feature, name)}
 
@@ -51,7 +51,7 @@ def _media_in(feature: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str:
-    """Return a name that two columns, or two fields of one struct, share; "" without one."""
+    """Return a name shared by two columns or by two fields of a struct, or ""."""
     fields = list(fields)
     twice = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
     return next(iter(twice), "") or next((name for field in fields if (name := repeated_name(_fields_of(field.type)))), "")
@@ -62,9 +62,9 @@ def _fields_of(kind: pa.DataType) -> list[pa.Field]:
 
 
 def name_labels(value: object, feature: object) -> object:
-    """Replace the numbers of class labels with their names, at any depth.
+    """Replace integer class labels with their names, at any depth.
 
-    -1, which `datasets` uses for a missing label, becomes None.
+    The value -1, which `datasets` uses for a missing label, becomes None.
     """
     if isinstance(feature, list) and feature:
         feature = {"_type": "List", "feature": feature[0]}

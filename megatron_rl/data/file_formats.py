@@ -1,14 +1,14 @@
-"""Supported formats of data files, and errors that name the format of unsupported ones."""
+"""Supported data file formats, and error messages for unsupported formats."""
 
 from pathlib import Path
 
 FORMATS = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".tsv", ".csv")
-"""Suffixes that are read, regardless of case."""
+"""Suffixes of supported data files, matched case-insensitively."""
 FORMATS_BY_PREFERENCE = ((".parquet",), (".arrow",), (".jsonl", ".ndjson"), (".json",), (".tsv", ".csv"))
 """Groups of suffixes in order of preference.
 
-A folder is read by the first group of which it has files; its other files are taken as descriptions
-of the data.
+In a folder, only the files of the first group that occurs are read; files of other groups are
+assumed to describe the data.
 """
 FORMATS_TEXT = "Parquet (.parquet), Arrow (.arrow), JSON lines (.jsonl, .ndjson), JSON (.json), tables (.tsv, .csv)"
 _TEXT = (".jsonl", ".ndjson", ".json", ".tsv", ".csv")
@@ -28,7 +28,7 @@ UNSUPPORTED = {
     **dict.fromkeys((".db", ".sqlite", ".sqlite3"), _SQLITE),
     **dict.fromkeys((".feather", ".orc", ".h5", ".hdf5"), _COLUMNS),
 }
-"""Maps an unsupported suffix to the kind of file and the remedy."""
+"""Maps an unsupported suffix to a description of the format and the fix."""
 _MAGIC = {
     b"\x1f\x8b": ("is compressed (gzip)", "unpack it: gunzip"),
     b"\x28\xb5\x2f\xfd": ("is compressed (zstd)", "unpack it: unzstd"),
@@ -43,16 +43,15 @@ _MAGIC = {
     b"\x80\x04\x95": _PICKLE,
     b"version https://git-lfs": ("is a pointer of Git LFS, not the data", "get the data: git lfs pull"),
 }
-"""Maps the first bytes of a file to its real kind and a remedy, for files with a misleading name.
-"""
+"""Maps the first bytes of a misnamed file to its actual format and the fix."""
 
 
 class UnreadableFile(ValueError):
-    """Error with the reason why a file cannot be read."""
+    """Error that states why a file cannot be read."""
 
 
 def check_format(path: Path) -> None:
-    """Raise UnreadableFile, with a remedy, for an unsupported suffix or unsupported first bytes."""
+    """Raise UnreadableFile, with the fix, if the file's suffix or first bytes are unsupported."""
     suffix = path.suffix.casefold()
     if suffix in COMPRESSED:
         raise UnreadableFile(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")

@@ -1,4 +1,4 @@
-"""Decodes base64 images in all forms used by rows, and describes bytes that are not an image."""
+"""Decodes base64 images in all forms used in rows, and describes bytes that are not an image."""
 
 import base64
 import codecs
@@ -10,9 +10,12 @@ MAGIC = {
     b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"GIF8": "GIF", b"BM": "BMP",
     b"II*\0": "TIFF", b"MM\0*": "TIFF", b"II+\0": "TIFF", b"MM\0+": "TIFF",
 }  # fmt: skip
-"""Magic numbers of FORMATS except WEBP, which begins with RIFF, its length and WEBP."""
+"""Maps magic numbers to image formats.
+
+WEBP is not included, because a WEBP file begins with RIFF, its length and WEBP.
+"""
 HEAD_BYTES = 512
-"""Number of bytes from the start of a file that `describe_bytes` needs."""
+"""Number of bytes at the start of a file that `describe_bytes` needs."""
 READABLE_FORMATS_TEXT = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
 _CONVERT = f"{READABLE_FORMATS_TEXT}: convert it"
 _OTHERS = {
@@ -50,28 +53,28 @@ _OTHERS = {
     b'b"': 'is the text that Python prints for bytes (b"..."): write base64 instead',
 }
 _BRANDS = {b"avif": "an AVIF", b"avis": "an AVIF", b"qt  ": "a video (QuickTime)"}
-"""Brands of the ftyp box (ISO/IEC 14496-12)."""
+"""Maps a brand in the ftyp box (ISO/IEC 14496-12) to a description of the format."""
 _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _SPACE = re.compile(r"\s+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]*={0,2}")
 _MIN_BASE64, _LONGEST_PATH = 64, 1024
-"""Text lengths from which base64 without an image is an error.
+"""Text lengths above which base64 that is not an image is an error.
 
-The first applies if the decoded content is of a known kind, the second to any content: paths are
-not longer.
+The first length applies if the decoded bytes have a known format. The second applies to any
+content, because paths are never longer.
 """
 _UNKNOWN = "is no picture that is known here"
 
 
 def picture_format(head: bytes) -> str:
-    """Return the format, one of FORMATS, that these first bytes indicate, or ""."""
+    """Return the image format indicated by the first bytes of a file (one of FORMATS), or ""."""
     if head.startswith(b"RIFF"):
         return "WEBP" if head[8:12] == b"WEBP" else ""
     return next((name for magic, name in MAGIC.items() if head.startswith(magic)), "")
 
 
 def describe_bytes(head: bytes) -> str:
-    """Return a description of a file with these first bytes, as the end of a sentence.
+    """Describe a file by its first bytes, in words that complete a sentence.
 
     Example: `is an SVG; PNG, ... are read: convert it`.
     """
@@ -107,7 +110,7 @@ def _describe_text(head: bytes) -> str:
     if lowered.startswith((b"{", b"[")):
         return "is JSON, not a picture"
     try:
-        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the slice may end within a character
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the head may end within a character
         is_text = all(character.isprintable() or character.isspace() for character in text)
     except UnicodeDecodeError:
         is_text = False
@@ -117,7 +120,7 @@ def _describe_text(head: bytes) -> str:
 
 
 def decode_base64(text: str) -> bytes:
-    """Decode base64 of the standard or the URL-safe alphabet.
+    """Decode base64 in the standard or the URL-safe alphabet.
 
     Padding is optional and white space is ignored.
 
@@ -135,7 +138,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Return the bytes of a `data:` URL (RFC 2397), in base64 or percent-encoded.
+    """Return the bytes in a `data:` URL (RFC 2397), which are base64 or percent-encoded.
 
     Raises:
         ValueError: the text is not a valid data: URL.
@@ -148,12 +151,12 @@ def decode_data_url(url: str) -> bytes:
 
 
 def decode_base64_image(text: str) -> bytes:
-    """Return the image that a base64 text contains.
+    """Return the image encoded in a base64 text.
 
     Return b"" if the text may be something else, such as a path.
 
     Raises:
-        ValueError: the text is certainly base64, but not of an image.
+        ValueError: the text is certainly base64, but does not decode to an image.
     """
     try:
         content = decode_base64(text)
@@ -168,10 +171,10 @@ def decode_base64_image(text: str) -> bytes:
 
 
 def _require_no_broken_base64(text: str) -> bytes:
-    """Return b"".
+    """Return b"" unless the text starts as a base64 image.
 
     Raises:
-        ValueError: the text begins with the base64 of an image but is not base64 to its end.
+        ValueError: the text starts as a base64 image but is not base64 to its end.
     """
     start = re.match(r"[A-Za-z0-9+/_-]{16}", text.strip())
     if start and picture_format(decode_base64(start[0])):

@@ -1,8 +1,8 @@
-"""Converts decoded images to 8-bit RGB, and refuses kinds that Pillow would convert wrongly.
+"""Converts decoded images to 8-bit RGB, and rejects kinds that Pillow would convert incorrectly.
 
-Samples of 16 (12) bits are scaled by their full range: the low 8 (4) bits are dropped. Color
-profiles are not applied. The conversion was checked against raw samples and OpenCV 5.0 with Pillow
-13.0 (tests/data/test_data_image_modes.py).
+Samples of 16 (12) bits are scaled to 8 bits by dropping the low 8 (4) bits. Color profiles are not
+applied. The conversion with Pillow 13.0 was checked against raw samples and OpenCV 5.0
+(tests/data/test_data_image_modes.py).
 """
 
 import math
@@ -17,13 +17,13 @@ from PIL.TiffImagePlugin import TiffImageFile
 TiffImagePlugin.READ_LIBTIFF = True
 """Makes Pillow decode TIFF files with libtiff.
 
-Pillow's own reader treats 16-bit planes as 8-bit and leaves missing strips black; libtiff decodes
-the former and refuses the latter.
+Pillow's own reader treats 16-bit planes as 8-bit and leaves missing strips black. libtiff decodes
+16-bit planes correctly and rejects files with missing strips.
 """
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "I;16", "I;16B", "I;16L")
-"""Pillow modes that convert to RGB without a choice of range.
+"""Pillow modes that can be converted to RGB without choosing a value range.
 
-I and F (32 bits) and LAB are excluded.
+The modes I and F (32 bits) and LAB are excluded.
 """
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
@@ -36,9 +36,9 @@ _UPRIGHT = {
     7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }
-"""Maps an EXIF orientation to the transposition that undoes it.
+"""Maps each EXIF orientation (EXIF 2.3, tag 0x0112) to the transposition that undoes it.
 
-The values are those of EXIF 2.3, tag 0x0112, as in Pillow's exif_transpose.
+The mapping is the same as in Pillow's exif_transpose.
 """
 _UNSIGNED, _JPEG, _YCBCR, _RGB, _CMYK, _ALPHA = 1, 7, 6, 2, 5, 2
 """Values of the TIFF tags SampleFormat, Compression, PhotometricInterpretation and ExtraSamples."""
@@ -48,7 +48,7 @@ SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model is to see it"
 
 
 def convert_to_rgb(picture: Picture) -> Picture:
-    """Return the image as RGB, upright by its EXIF data, with transparent pixels on white.
+    """Return the image as RGB, upright by its EXIF orientation, with transparent pixels on white.
 
     Raises:
         ValueError: the image is of a kind that cannot be converted, or its 16-bit samples are so
@@ -75,7 +75,7 @@ def convert_to_rgb(picture: Picture) -> Picture:
 
 
 def require_known_kind(picture: Picture) -> None:
-    """Raise ValueError for an image with colors that would be decoded wrongly.
+    """Raise ValueError for an image that Pillow would decode with wrong colors.
 
     Only the header is read.
     """
@@ -110,7 +110,7 @@ def _require_known_tiff(picture: TiffImageFile) -> None:
 def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_planes: int) -> None:
     """Raise ValueError if a TIFF has fewer strips or tiles than the size of the image requires.
 
-    libtiff would read the missing ones from the start of the file.
+    libtiff would read missing strips or tiles from the start of the file.
     """
     width, height = tags[TiffImagePlugin.IMAGEWIDTH], tags[TiffImagePlugin.IMAGELENGTH]
     offsets = tags.get(TiffImagePlugin.STRIPOFFSETS) or tags.get(TiffImagePlugin.TILEOFFSETS, ())
@@ -124,7 +124,7 @@ def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_plan
 def sample_bits(picture: Picture) -> int:
     """Return the number of bits per sample in the file: 1, 2, 4, 8, 12 or 16.
 
-    Call it before the image is decoded.
+    Call this function before the image is decoded.
     """
     if isinstance(picture, TiffImageFile):
         return max(picture.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,)))
@@ -135,16 +135,16 @@ def sample_bits(picture: Picture) -> int:
 
 
 def orientation(picture: Picture) -> object:
-    """Return the EXIF orientation in the header, or None.
+    """Return the EXIF orientation stored in the header, or None.
 
-    EXIF data after the pixels of a PNG is not read, because PngImageFile.getexif would decode the
-    image to find it.
+    EXIF data stored after the pixels of a PNG is ignored, because PngImageFile.getexif would decode
+    the image to find it.
     """
     return Picture.getexif(picture).get(_ORIENTATION)
 
 
 def upright_size(picture: Picture) -> tuple[int, int]:
-    """Return width and height of the result of `convert_to_rgb`, from the header."""
+    """Return the width and height that `convert_to_rgb` would produce, from the header only."""
     is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # already turned
     return picture.size[::-1] if (orientation(picture) in _SIDEWAYS) != is_turned else picture.size
 
@@ -152,7 +152,7 @@ def upright_size(picture: Picture) -> tuple[int, int]:
 def _gray_of_16_bits(picture: Picture, *, bits: int, is_inverted: bool) -> Picture:
     """Convert gray samples of `bits` bits to RGB.
 
-    Samples equal to the transparent one become white.
+    Pixels with the transparent sample value become white.
     """
     values_HW = np.asarray(picture).astype(np.uint16)
     levels_HW = (values_HW >> (bits - 8)).astype(np.uint8)

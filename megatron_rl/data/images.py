@@ -1,6 +1,6 @@
-"""Images as stored files or bytes of a row.
+"""Images that rows provide as files or as bytes.
 
-The header gives the size; decoding happens in `open`.
+The size is read from the header; `StoredImage.open` decodes the pixels.
 """
 
 import hashlib
@@ -31,20 +31,21 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_PIXELS = 89_478_485
-"""Maximum number of pixels of a stored image. Pillow warns of a decompression bomb above it."""
+"""Maximum number of pixels of a stored image; above it, Pillow warns of a decompression bomb."""
 MAX_ASPECT = 100
-"""Maximum ratio of the longer to the shorter side of an image.
+"""Maximum ratio of an image's longer side to its shorter side.
 
-Qwen's image processor refuses ratios above 200 (smart_resize, transformers 5.19). Its rounding may
-double the ratio, and a vLLM server checks the resized image again.
+Qwen's image processor rejects ratios above 200 (smart_resize, transformers 5.19). The processor's
+rounding may double the ratio, and a vLLM server checks the resized image again.
 """
 SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 MAX_FILE_BYTES = 256 << 20
-"""Maximum size of a stored image in bytes, enough for 89 million uncompressed pixels."""
+"""Maximum size of a stored image in bytes, enough for 89 million uncompressed RGB pixels."""
 MAX_SCANS = 64
 """Maximum number of scans in a JPEG.
 
-A scan is a pass over all pixels that takes a few bytes in the file; encoders write about ten.
+A scan may take only a few bytes in the file but is a decoding pass over all pixels. Encoders write
+about ten scans.
 """
 UNREADABLE = (
     OSError,
@@ -58,32 +59,31 @@ UNREADABLE = (
     struct.error,
     Image.DecompressionBombError,
 )
-"""Exceptions that Pillow 13 raises on bytes that are no image, or an incomplete one."""
+"""Exceptions that Pillow 13 raises for bytes that are not an image or not a complete image."""
 _HEADER, _PNG_DEPTH = 32, 24
-"""Number of bytes read from the start of a file, and the offset of the bit depth in a PNG (PNG 1.2,
-4.1.1).
+"""Number of bytes read from the start of a file, and offset of a PNG's bit depth (PNG 1.2, 4.1.1).
 """
 _JPEG, _SCAN = b"\xff\xd8\xff", b"\xff\xda"
 _END_MARKERS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
-"""Maps the first bytes of a format to the bytes at the end of a complete file."""
+"""Maps the first bytes of a format to the last bytes of a complete file."""
 
 
 @dataclass(slots=True, frozen=True)
 class StoredImage:
-    """An image that a row names: a file, or bytes."""
+    """An image that a row provides as a file or as bytes."""
 
     source: Path | bytes = field(repr=False)
     where: str
-    """Location for messages, such as `train.parquet row 17: images[0]`."""
+    """Location used in messages, such as `train.parquet row 17: images[0]`."""
     sha256: str = ""
-    """SHA-256 of the file's bytes, if the row names the image by it; else ""."""
+    """SHA-256 of the file's bytes if the row names the image by its hash, else ""."""
 
     def read(self) -> bytes:
-        """Return the bytes as they are stored.
+        """Return the stored bytes.
 
         Raises:
             InfraError: reading from disk failed.
-            PermanentInfraError: the file was removed or replaced since the start.
+            PermanentInfraError: the file was removed or replaced after the run started.
         """
         try:
             return self.load_bytes()
@@ -97,7 +97,7 @@ class StoredImage:
 
         Raises:
             InfraError: reading from disk failed.
-            PermanentInfraError: the file was removed, replaced or damaged since the start.
+            PermanentInfraError: the file was removed, replaced or damaged after the run started.
         """
         content = self.read()
         try:
@@ -110,10 +110,10 @@ class StoredImage:
             raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
-        """Return width and height of the result of `open`, from the header.
+        """Return the width and height of the image that `open` would return, from the header only.
 
         Raises:
-            ValueError: the file is not an image, or one that must not be decoded.
+            ValueError: the file is not an image, or is an image that must not be decoded.
         """
         try:
             with self._open_file() as file, _open_image(file, name=self._name) as picture:
@@ -122,12 +122,12 @@ class StoredImage:
             raise ValueError(f"{self.where}: {error}") from error
 
     def check_complete(self) -> None:
-        """Raise ValueError if the file is cut off.
+        """Raise ValueError if the file is truncated.
 
-        The end of the file shows it for most formats. A file without the usual end is decoded, as
-        it need not be damaged. TIFF files, which have no fixed end, and 16-bit PNG files, which may
-        have only samples too small to be visible, are always decoded. Damage in the middle of other
-        files is found by `open` only.
+        For most formats, the last bytes of the file are checked. A file with an unusual end is
+        decoded, because it may still be complete. TIFF files and 16-bit PNG files are always
+        decoded: a TIFF has no fixed end, and the samples of a 16-bit PNG may all be too small to be
+        visible. Damage in the middle of other files is detected only by `open`.
         """
         if isinstance(self.source, bytes):
             first, last, length = self.source[:_HEADER], self.source[-12:], len(self.source)
@@ -143,10 +143,10 @@ class StoredImage:
                 raise ValueError(str(fault)) from fault
 
     def load_bytes(self) -> bytes:
-        """Return the bytes as they are stored.
+        """Return the stored bytes.
 
         Raises:
-            ValueError: the bytes do not match `sha256`, or are too many.
+            ValueError: the bytes do not match `sha256`, or there are more than MAX_FILE_BYTES.
         """
         content = self.source if isinstance(self.source, bytes) else read_bytes(self.source, at_most=MAX_FILE_BYTES)
         _check_bytes(len(content))
@@ -167,11 +167,14 @@ class StoredImage:
 
 
 def _open_image(file: BinaryIO, *, name: str = "") -> Picture:
-    """Open an image without decoding it. Errors about an unreadable one begin with `name`."""
+    """Open an image without decoding it.
+
+    Errors about unreadable images begin with `name`.
+    """
     try:
         picture = Image.open(file, formats=FORMATS)
     except UNREADABLE as error:
-        is_ours = isinstance(error, OSError) and error.errno is not None  # an error of the file system
+        is_ours = isinstance(error, OSError) and error.errno is not None  # a file system error, not a damaged image
         if is_ours or isinstance(error, MemoryError | Image.DecompressionBombError):
             raise
         file.seek(0)
@@ -194,13 +197,17 @@ def _check_bytes(size: int) -> None:
 
 
 def must_be_decoded(first: bytes) -> bool:
-    """Return True for a TIFF and for a PNG of 16 bits, judged by the first bytes."""
+    """Return True for a TIFF or a 16-bit PNG, judged by its first bytes."""
     kind = picture_format(first)
     return kind == "TIFF" or (kind == "PNG" and first[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10")
 
 
 def has_valid_end(first: bytes, last: bytes, length: int) -> bool:
-    """Return True if a file's length and its first and last 12 bytes fit the end of its format."""
+    """Return True if the end of a file is valid for its format.
+
+    `first` and `last` are the first bytes and the last 12 bytes of the file; `length` is its size
+    in bytes.
+    """
     if first.startswith(b"RIFF"):
         return int.from_bytes(first[4:8], "little") + 8 <= length
     if first.startswith(b"BM"):
@@ -209,16 +216,16 @@ def has_valid_end(first: bytes, last: bytes, length: int) -> bool:
 
 
 def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Path] = ()) -> StoredImage:
-    """Return the image that a row names.
+    """Return the image that a value in a row names.
 
-    Accepted are {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file in
-    `folder`, and data: and file: URLs. Bytes in JSON are base64. Text that names a file is a path,
-    even if it could be base64. Rows may come from an untrusted source, so a file must lie, with
-    links followed, below `folder` or one of `roots`.
+    Accepted values are {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file
+    in `folder`, and data: and file: URLs. Bytes in JSON are base64. Text that names an existing
+    file is a path, even if it could also be base64. Rows may come from an untrusted source, so a
+    file must lie below `folder` or one of `roots` after symbolic links are resolved.
 
     Raises:
-        ValueError: the value is none of these, the file does not exist, or it lies outside those
-            folders.
+        ValueError: the value has none of these forms, the file does not exist, or the file lies
+            outside the allowed folders.
     """
     if isinstance(value, Mapping):
         if not value.keys() & {"bytes", "path"}:
@@ -233,7 +240,7 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
     if re.fullmatch("[0-9a-f]{64}", value):
         return StoredImage(check_inside_roots(_find_by_hash(value, folder, where), folder, roots, where), where, sha256=value)
     path = folder / _path_of_url(value, where)
-    if os.path.isfile(path):  # Path.is_file raises if a name is too long
+    if os.path.isfile(path):  # Path.is_file raises an error if a name is too long
         return StoredImage(check_inside_roots(path, folder, roots, where), where)
     try:
         if content := decode_base64_image(value):
@@ -244,10 +251,10 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
 
 
 def _path_of_url(value: str, where: str) -> str:
-    """Return the path of a file: URL; any other text is returned unchanged.
+    """Return the path in a file: URL; return text that is not a URL unchanged.
 
     Raises:
-        ValueError: a URL of another scheme or of another machine.
+        ValueError: the URL has another scheme or names another host.
     """
     if re.match("file:/", value, re.IGNORECASE):
         rest = value[len("file:") :]
@@ -261,7 +268,7 @@ def _path_of_url(value: str, where: str) -> str:
 
 
 def _remedy_of(value: str, folder: Path) -> str:
-    """Return a remedy for a path that names no file, such as the spelling that names one."""
+    """Return a fix for a path that names no file, such as a similar path that exists."""
     spellings = {
         unquote(value): "percent signs are not decoded",
         value.replace("\\", "/"): "folders are separated by /",
@@ -277,7 +284,9 @@ def _remedy_of(value: str, folder: Path) -> str:
 
 
 def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: str) -> Path:
-    """Return `path` unchanged if it lies, with links followed, below `folder` or one of `roots`.
+    """Return `path` unchanged if it lies below `folder` or one of `roots`.
+
+    Symbolic links are resolved before the check.
 
     Raises:
         ValueError: the path lies elsewhere.
@@ -290,13 +299,13 @@ def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: s
 
 
 def shorten(text: str) -> str:
-    """Return a text for messages: one line of at most 80 characters, with the middle left out."""
+    """Shorten a text for messages to one line of at most 80 characters, cutting the middle."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
 
 
 def _decode_bytes(value: object, where: str) -> bytes:
-    """Decode the "bytes" value of a row or a data: URL."""
+    """Decode the "bytes" value of a row, or a data: URL."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):

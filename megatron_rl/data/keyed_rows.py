@@ -1,4 +1,4 @@
-"""Row spans of a JSON file that is one object with numbers as keys: `{"1": {...}, "2": {...}}`.
+"""Finds the rows of a JSON file that is one object with numeric keys: `{"1": {...}, "2": {...}}`.
 
 MathVista and DynaMath are published in this form.
 """
@@ -17,18 +17,18 @@ _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 
 
 def is_keyed_json(path: Path) -> bool:
-    """Return True for a .json file with a whole number as its first key."""
+    """Return True for a .json file that is an object with a whole number as its first key."""
     with path.open("rb") as file:
         start = file.read(_CHUNK).decode("latin-1").removeprefix(_BYTE_ORDER_MARK)
     return path.suffix == ".json" and _FIRST_KEY.match(start) is not None
 
 
 def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
-    """Return key, first byte and one-past-last byte of each value, sorted by key.
+    """Return the key, first byte and one-past-last byte of each row, sorted by key.
 
     Raises:
         UnreadableFile: a key is not a whole number or occurs twice, a value is not an object, two
-            rows are not separated by exactly one comma, the file is cut off, or text follows the
+            rows are not separated by exactly one comma, the file is truncated, or text follows the
             object.
     """
     found: dict[int, tuple[int, int, int]] = {}
@@ -56,11 +56,11 @@ def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, in
 
 
 def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool) -> tuple[str, int, int] | None:
-    """Return key, start and end of the next value.
+    """Return the key, start and end of the next value.
 
-    Return None if the text does not contain the whole value, or not exactly one comma before it.
-    Positions are byte offsets: the file is decoded as Latin-1, in which a character is a byte and
-    JSON's own characters are unchanged.
+    Return None if the text does not contain the whole value, or if the value is not preceded by
+    exactly one comma (by none, for the first value). Positions are byte offsets, because the file
+    is decoded as Latin-1, in which every character is one byte and JSON syntax is unchanged.
     """
     key = _KEY.match(text, at)
     if key is None or (key[1] is None) != is_first:
@@ -74,7 +74,7 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
 
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
-    """Raise UnreadableFile if a key is not a new whole number or its value is not an object."""
+    """Raise UnreadableFile unless the key is a new whole number and its value is an object."""
     remedy = "an object by number has whole numbers as keys, each once, and an object as every value; a JSON list needs no keys"
     if not (key.isdecimal() and len(key) <= 18):
         raise UnreadableFile(f"its key {json.dumps(key[:40])} is no whole number; {remedy}")

@@ -1,6 +1,6 @@
-"""Row spans of a JSON file that is one list of objects.
+"""Finds the rows of a JSON file that is one list of objects.
 
-Two rows are separated by one comma, and nothing follows the closing bracket.
+Rows must be separated by exactly one comma, and nothing may follow the closing bracket.
 """
 
 import json
@@ -17,14 +17,14 @@ _REMEDY = "write all rows into one list with a comma between two, or one object 
 
 
 def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield first and one-past-last byte of each element.
+    """Yield the first and one-past-last byte of each element.
 
-    The file is decoded as Latin-1, in which a character is a byte and JSON's own characters are
+    The file is decoded as Latin-1, in which every character is one byte and JSON syntax is
     unchanged.
 
     Raises:
-        UnreadableFile: with the byte position: the file is not a list, contains more than one, or
-            is cut off.
+        UnreadableFile: the file is not a list, contains more than one list, or is truncated. The
+            message contains the byte position.
     """
     decoder = json.JSONDecoder()
     with path.open("rb") as file:
@@ -54,10 +54,10 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
-    """Return the position of the next row or closing bracket, or None if the text ends before.
+    """Return the position of the next row or closing bracket, or None if the text ends first.
 
     Raises:
-        UnreadableFile: something else is at that position.
+        UnreadableFile: anything else is at that position.
     """
     at = _SPACE.match(text, at).end()
     if at == len(text) or text[at] == "]":
@@ -74,7 +74,7 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
 def _check_end(file: BinaryIO, rest: str, at: int) -> None:
     """Raise UnreadableFile if anything but white space follows the list.
 
-    `rest` begins at byte `at`.
+    `rest` is the text that was already read after the list; it begins at byte `at`.
     """
     while (blank := _SPACE.match(rest).end()) == len(rest):
         at += len(rest)

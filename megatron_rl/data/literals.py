@@ -1,11 +1,11 @@
-"""Values that tables and other files contain as text in JSON or Python notation."""
+"""Parses values that tables and other files store as text in JSON or Python notation."""
 
 import ast
 import json
 
 
 def parse_literal(text: str) -> object:
-    """Return the value of a text in JSON or Python notation, or None if it is neither."""
+    """Parse a text in JSON or Python notation; return None if it is neither."""
     for parse in (json.loads, ast.literal_eval):
         try:
             return parse(text.strip())
@@ -15,9 +15,9 @@ def parse_literal(text: str) -> object:
 
 
 def parse_text_list(value: object) -> object:
-    """Parse a text that is a list of strings in JSON or Python notation, as tables contain them.
+    """Parse a text that is a list of strings in JSON or Python notation.
 
-    Any other value is returned unchanged.
+    Tables store lists this way. Any other value is returned unchanged.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value

@@ -1,6 +1,6 @@
 """Detects images, videos and audio in the values of a row.
 
-Evidence is the type in the file's schema, the content, and the column's name.
+Detection uses the type in the file's schema, the content, and the column name.
 """
 
 import base64
@@ -21,20 +21,23 @@ OTHER_PICTURES = (
 )  # fmt: skip
 SUFFIXES = {"pictures": (*PICTURE_SUFFIXES, *OTHER_PICTURES), "videos": VIDEO_SUFFIXES, "audio": AUDIO_SUFFIXES}
 FEATURES = {"Image": "pictures", "Video": "videos", "Audio": "audio"}
-"""Maps a `datasets` type to the kind of media in a column of that type."""
+"""Maps a media type of `datasets` to the kind of media."""
 _CONTAINERS = {b"WEBP": "pictures", b"AVI ": "videos", b"WAVE": "audio"}
 _MAGIC = {b"\x1aE\xdf\xa3": "videos", b"ID3": "audio", b"fLaC": "audio", b"OggS": "audio"}
 _DECODED = re.compile(r".?PNG\r?\n\x1a\n|.{0,6}(?:JFIF|Exif)\0", re.DOTALL)
-"""Pattern of the first characters of PNG and JPEG files, which are the same in every text encoding.
+"""Matches the start of PNG and JPEG files that were decoded as text.
+
+These characters are the same in every text encoding.
 """
 _HEAD = 12
-"""Number of first bytes that identify a format."""
+"""Number of bytes at the start of a file that identify its format."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
 MAX_PATH_CHARS = 4096
 MAX_DEPTH, MAX_ITEMS = 12, 1024
-"""Maximum depth of a value, and number of elements per level, that are inspected."""
+"""Maximum nesting depth, and maximum number of elements per level, that are inspected in a value.
+"""
 _MOST_PIXELS = 64
-"""Number of rows and columns of nested lists that are inspected when looking for pixels."""
+"""Maximum number of rows and columns of nested lists that are inspected for pixels."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,11 +48,11 @@ class Media:
     """Kind of media: "pictures", "videos" or "audio"."""
     description: str
     exists: bool = True
-    """False for names of files that do not exist and for web addresses."""
+    """False for a web address and for the name of a missing file."""
 
 
 def find_media(value: object, record: DataRecord, name: str = "", *, depth: int = 0) -> Media | None:
-    """Return the media in a value down to a depth of MAX_DEPTH, or None if it has none."""
+    """Return the media in a value, searched down to depth MAX_DEPTH, or None if there is none."""
     feature = record.features.get(name)
     if feature in FEATURES and value not in ("", [], {}):
         return Media(FEATURES[feature], f"has the type {feature} in the file's schema")
@@ -65,7 +68,7 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
         return None
     if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
         inner = [media for item in value.values() if (media := find_media(item, record, depth=depth + 1))]
-        is_path = value.keys() == {"path"}  # a path alone may be that of any file
+        is_path = value.keys() == {"path"}  # a path alone may name any kind of file
         return inner[0] if inner else None if is_path else Media("pictures", "holds files as datasets stores them")
     if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
         kind = _kind_of_bytes(bytes(value[:_HEAD]))
@@ -82,8 +85,8 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
 def _are_pixels(value: object) -> bool:
     """Return True for nested lists that look like an image.
 
-    These are rows of pixels of 3 or more numbers, or channels of rows of numbers. All lists of a
-    level must have one length, which those of bounding boxes do not.
+    Such lists are rows of pixels with 3 or more numbers each, or channels of rows of numbers. All
+    lists at one level must have the same length, which is not the case for bounding boxes.
     """
     if not (isinstance(value, list) and len(value) >= 2 and all(isinstance(row, list) and len(row) >= 2 for row in value)):
         return False
@@ -106,8 +109,8 @@ def _kind_of_bytes(value: bytes) -> str:
 def _media_in_text(text: str, record: DataRecord) -> Media | None:
     """Detect media in a text.
 
-    Recognized are data: URLs, web addresses and names with a suffix of media, existing files,
-    base64, and bytes decoded as text.
+    Recognized are data: URLs, web addresses and names with a media suffix, names of existing files,
+    base64, and media bytes that were decoded as text.
     """
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
@@ -127,7 +130,7 @@ def _media_in_text(text: str, record: DataRecord) -> Media | None:
 
 
 def _media_in_file(record: DataRecord, text: str, kind: str) -> Media | None:
-    """Return the media of an existing file that a text names, by its suffix or its first bytes."""
+    """Return the media in an existing file named by a text, judged by its suffix or first bytes."""
     if "\0" in text or not os.path.isfile(path := record.folder / text):
         return None
     if not kind:
@@ -150,15 +153,15 @@ def _media_in_base64(text: str) -> Media | None:
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
         return None
     content = base64.b64decode(start[:24])
-    is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # two letters alone do not make a BMP
+    is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # the letters BM alone do not identify a BMP
     kind = "" if is_word else _kind_of_bytes(content)
     return Media(kind, f"holds {kind} in base64") if kind else None
 
 
 def _kind_of_characters(text: str) -> str:
-    """Return the kind of media in bytes that were decoded as text.
+    """Return the kind of media if the text is media bytes that were decoded as text, else "".
 
-    The encoding may be Latin-1, or another one that dropped the bytes that it does not have.
+    The encoding may be Latin-1, or an encoding that dropped the bytes that it cannot represent.
     """
     if text[:_HEAD].isprintable():
         return ""
@@ -169,9 +172,9 @@ def _kind_of_characters(text: str) -> str:
 
 
 def find_media_by_name(name: str, value: object) -> Media | None:
-    """Return the media that a column's name suggests, or None.
+    """Return the media suggested by a column's name, or None.
 
-    The value must be one that may be a file name or content.
+    The value must be a possible file name or content: text without spaces, a list or a mapping.
     """
     found = _MEDIA_NAME.fullmatch(name.removeprefix("extra_info.").casefold())
     are_words = isinstance(value, str) and " " in value.strip()

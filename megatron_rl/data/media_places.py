@@ -1,24 +1,26 @@
-"""Placeholders for media or objects that other trainers' files use and that nothing fills here."""
+"""Placeholders for media and objects that other trainers fill and this trainer does not support."""
 
 import re
 
 from megatron_rl.data.records import IMAGE_PLACEHOLDER
 
 PARTS_AS_TEXT = re.compile(r"\s*\[\s*\{\s*[\"']type[\"']\s*:\s*[\"'](text|image|image_url|input_text|input_image|video|audio)[\"']")
-"""Pattern of the start of a list of content parts that was written as text."""
+"""Matches the start of a list of content parts that was stored as text."""
 _MEDIA = re.compile(
     r"<\|?(?:images?|img|videos?|audios?)(?:[ _-]?(?:\d+|pad|start|end|begin|placeholder|soft_token|tokens?|context|here))?\|?>"
     r"|<\|media_\w+\|>|<im_(?:start|end|patch)>|<\|?(?:start|begin|end)_of_(?:image|video|audio)\|?>|<fake_token_around_image>"
     r"|\[(?:IMG|IMAGE)\]|(?<=<image>)(?:\./)?</image>",
     re.IGNORECASE,
 )
-"""Media placeholders of LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi, Idefics,
-MiniCPM, DeepSeek and ms-swift.
+"""Matches the media placeholders of other models and trainers.
+
+These are LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi, Idefics, MiniCPM,
+DeepSeek and ms-swift.
 """
 _OBJECTS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
-"""Object placeholders of ms-swift, which fills them from its column `objects`.
+"""Matches the object placeholders that ms-swift fills from its column `objects`.
 
-With a closing tag </..> they are part of a response's text.
+A tag that is followed by its closing tag </..> is part of a response's text instead.
 """
 
 

@@ -2,10 +2,10 @@
 
 usage: parquet_copy.py SOURCE COPY
 
-The Arrow file has one record per row. rows.py starts this program, which imports nothing from this
-project. A Parquet page may expand to any number of bytes (1 KB of zstd to 2.5 GB), and the sizes
-that a file states may be wrong. Memory, disk and processor time are therefore limited by the size
-of the file on disk.
+The Arrow file has one record batch per row. rows.py starts this program, which imports nothing from
+this project. A Parquet page may expand to any number of bytes (1 KB of zstd to 2.5 GB), and the
+sizes stated in a file may be wrong. Memory, disk and processor time are therefore limited in
+proportion to the size of the file on disk.
 """
 
 import os
@@ -17,29 +17,31 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 MEMORY_BYTES, MEMORY_FACTOR = 192 << 20, 8
-"""Memory for reading on top of that of the interpreter: a constant in bytes plus a multiple of the
-file size.
+"""Memory limit for reading, on top of the interpreter's own memory.
+
+The limit is a constant in bytes plus a multiple of the file size.
 """
 COPY_BYTES, COPY_FACTOR = 100 << 20, 200
 """Maximum size of the copy: a constant in bytes plus a multiple of the file size.
 
-The factor is large because text compresses well, above all the constant words of questions.
+The factor is large because text compresses well, especially wording that is repeated in every
+question.
 """
 ROW_BYTES, ROW_FACTOR = 16 << 20, 8
 """Maximum size of a row: a constant in bytes plus a multiple of the file size.
 
-Images do not compress.
+The factor can be small because images do not compress.
 """
 CPU_S, BYTES_PER_CPU_S = 10, 100_000
 MAX_NESTING = 32
 """Maximum nesting depth of structs and lists."""
 _CHUNK = 1 << 20
 _FULL_SHARE = 2
-"""Divisor of the free disk space: the copy takes at most one part in this many."""
+"""Divisor of the free disk space: with a value of 2, the copy may use at most half of it."""
 
 
 def limit_resources(file_bytes: int, folder: Path) -> None:
-    """Limit this process to the resources that a file of this size may need."""
+    """Limit the memory, file size and CPU time of this process in proportion to the file size."""
     status = Path("/proc/self/status").read_text().split()
     taken = int(status[status.index("VmData:") + 1]) << 10
     disk = os.statvfs(folder)
@@ -64,7 +66,7 @@ def copy_to_arrow(source: Path, target: Path) -> None:
     """Copy a Parquet file to an Arrow file with one record batch per row.
 
     Raises:
-        ValueError: the columns are nested too deeply, or a row is too large for the size of the
+        ValueError: the columns are nested too deeply, or a row is too large in relation to the
             file.
     """
     size = source.stat().st_size
@@ -89,7 +91,7 @@ def copy_to_arrow(source: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Copy the file that the command line names and return the exit status."""
+    """Copy the file named on the command line and return the exit status."""
     pa.set_memory_pool(pa.system_memory_pool())  # other pools and extra threads reserve address space in advance
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)

@@ -1,4 +1,4 @@
-"""Collects problems of rows and columns into lines for messages.
+"""Groups the problems of rows and columns into message lines.
 
 Rows with the same problem share one line.
 """
@@ -11,7 +11,10 @@ from megatron_rl.data.columns import MissingColumn, missing_remedy
 from megatron_rl.data.unread import UnreadFinding
 
 MAX_LINES = 20
-"""Maximum number of problems that get a line. Rows are counted for all problems."""
+"""Maximum number of different problems that get a line each.
+
+Rows with further problems are counted but not listed.
+"""
 _WHERE = re.compile(r"(.*?) row (\d+): (.*)", re.DOTALL)
 
 
@@ -20,28 +23,29 @@ class _Group:
     """Rows with the same problem."""
 
     first: str
-    """Label of the first of these rows. Example: `row 17`."""
+    """Label of the first row with the problem, such as `row 17`."""
     hint: str = ""
     num_rows: int = 0
     files: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
-    """Columns of the rows, for the line about a missing column."""
+    """Names of the rows' columns, used in the line about a missing column."""
 
 
 class ProblemLines:
     """Problems grouped by kind.
 
-    A kind is a missing column, a column that is not read, or the message of a row, such as
-    `train.jsonl row 3: answer: is empty`.
+    The kind of a problem is the name of a missing column, the finding about an unread column, or
+    the message about a row without its row number (for `train.jsonl row 3: answer: is empty`, the
+    file and `answer: is empty`).
     """
 
     def __init__(self) -> None:
         self.num_rows = 0
-        """Number of rows with a problem. A row with two problems counts twice."""
+        """Number of rows with a problem; a row with two problems counts twice."""
         self._groups: dict[str | UnreadFinding | tuple[str, str], _Group] = {}
 
     def add_error(self, error: ValueError) -> None:
-        """Add the error of a row, grouped by column if it is MissingColumn."""
+        """Add the error of a row; errors of type MissingColumn are grouped by column."""
         if not isinstance(error, MissingColumn):
             return self.add_message(str(error))
         group = self._add(error.name, error.where, hint=error.hint)
@@ -59,18 +63,18 @@ class ProblemLines:
         self._add(finding, where)
 
     def format_lines(self, num_rows_of: Mapping[str, int]) -> list[str]:
-        """Return the lines, those about columns first.
+        """Return one line per kind of problem, lines about columns first.
 
         Args:
-            num_rows_of: number of rows per file, used to report that all rows have a problem.
+            num_rows_of: number of rows per file, used to detect problems that all rows have.
         """
         columns_first = sorted(self._groups.items(), key=lambda item: isinstance(item[0], tuple))
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
     def move_errors_in_all_rows(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
-        """Move findings from `others` that become errors when every row of their files has them.
+        """Move findings from `others` that are errors because every row of their files has them.
 
-        Only findings with `is_error_in_all` that all rows have are moved.
+        Only findings with `is_error_in_all` are moved.
         """
         for problem, group in [*others._groups.items()]:
             is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)
@@ -79,11 +83,11 @@ class ProblemLines:
                 self.num_rows, others.num_rows = self.num_rows + group.num_rows, others.num_rows - group.num_rows
 
     def num_omitted_rows(self) -> int:
-        """Return the number of rows with a problem that has no line."""
+        """Return the number of rows with problems that have no line."""
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
     def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
-        """Count a row; return None if MAX_LINES problems have a group already."""
+        """Count a row with a problem; return its group, or None if the problem gets no line."""
         self.num_rows += 1
         file, _, row = where.rpartition(" row ")
         group = self._groups.get(problem)

@@ -1,6 +1,6 @@
 """Measures prompt lengths without rendering the prompts.
 
-A length is the sum of the tokens of the question, of its images, and of the surrounding prompt.
+A length is the sum of the tokens of the question, of its images, and of the prompt around them.
 """
 
 from typing import Protocol
@@ -11,11 +11,11 @@ from megatron_rl.data.survey import Size
 from megatron_rl.types import Example, TokenSequence
 
 HIDDEN_IMAGE_ENV = "pyvision_gym_wo_image_hint"
-"""`env_name` of examples with images that only code can access, not the policy."""
+"""`env_name` of examples with images that only executed code can access, not the policy."""
 
 
 class PromptMeasurer(Protocol):
-    """The part of a renderer that measuring needs."""
+    """Subset of the renderer's interface that is needed to measure prompts."""
 
     vision_token_side: int
     """Side in pixels of the square that one vision token represents."""
@@ -25,12 +25,15 @@ class PromptMeasurer(Protocol):
         ...
 
     def final_size(self, width: int, height: int) -> Size:
-        """Return width and height of an image after the processor's resizing."""
+        """Return the width and height of an image after the image processor has resized it."""
         ...
 
 
 class PromptLengthChecker:
-    """Checks one question after the other; `check_question` is a survey.QuestionCheck."""
+    """Checks that each question fits the sequence length and the limit on images.
+
+    `check_question` can be passed to survey_questions as a QuestionCheck.
+    """
 
     def __init__(self, settings: Settings, measurer: PromptMeasurer, *, overhead_tokens: int = 0) -> None:
         """Create a checker.
@@ -43,13 +46,13 @@ class PromptLengthChecker:
         self.max_question_tokens = 0
         """Number of tokens of the longest question so far, including its images."""
         self.does_not_fit: list[bool] = []
-        """One entry per checked question, in order: True if it does not fit."""
+        """One entry per checked question, in order; True if the question does not fit."""
         self.max_images = settings.engine.max_images
         self.available_tokens = settings.engine.max_model_len - 1 - overhead_tokens
         self._settings, self._measurer, self._overhead_tokens = settings, measurer, overhead_tokens
 
     def measure_length(self, example: Example, sizes: list[Size]) -> int:
-        """Return the number of tokens of a question with its images."""
+        """Return the number of tokens in a question and its images."""
         sizes = [] if example.payload["env_name"] == HIDDEN_IMAGE_ENV else sizes
         text = str(example.payload["question"]).replace(IMAGE_PLACEHOLDER, "<|vision_start|><|vision_end|>")
         return self._measurer.count_tokens(text) + sum(map(self._vision_tokens, sizes))
@@ -57,7 +60,7 @@ class PromptLengthChecker:
     def check_question(self, example: Example, sizes: list[Size]) -> list[str]:
         """Return the reasons why a question cannot be used.
 
-        The response needs at least one token.
+        At least one token must remain for the response.
         """
         length = self.measure_length(example, sizes)
         self.max_question_tokens = max(self.max_question_tokens, length)
@@ -77,8 +80,8 @@ class PromptLengthChecker:
 
         Args:
             split: "train" or "eval".
-            num: number of questions that count.
-            example_error: error of one question that does not fit, for the message.
+            num: number of questions to consider.
+            example_error: error about one question that does not fit, quoted in the message.
         """
         data, allowed, misfits = self._settings.task.data, self._settings.run.max_failed_fraction, sum(self.does_not_fit[:num])
         files = {"train": data.train, "eval": data.eval}[split]
@@ -95,7 +98,7 @@ def measure_prompt_overhead(example: Example, prompt: TokenSequence, settings: S
 
     Args:
         example: the question.
-        prompt: the prompt rendered from it.
+        prompt: the prompt rendered from the question.
         settings: settings of the run.
         measurer: renderer that counts tokens.
     """

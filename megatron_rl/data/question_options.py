@@ -1,4 +1,4 @@
-"""Options that a question lists in its text."""
+"""Finds the answer options that a question lists in its text."""
 
 import re
 from collections.abc import Sequence
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _CAPITALS = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^A-Za-z])\(([A-Z])\)\s*(?=\S)", re.MULTILINE)
 _SMALL = r"(?<![A-Za-z\d)\]])\(({0})\)\s*(?=[^\s,;:?!)\].]|\.\d)|(?:^|(?<=[\s;,]))({0})\)\s+(?=\S)|^[ \t]*({0})[.\u3001]\s+(?=\S)"
-"""Pattern of small letters and numbers as labels: `(a) 3`, `a) 3`, and `a. 3` at the start of a
-line.
+"""Matches lowercase letters and numbers used as option labels.
 
-`f(1)` and `sides a: 3` do not match.
+These are `(a) 3` and `a) 3`, and at the start of a line also `a. 3`. `f(1)` and `sides a: 3` do not
+match.
 """
 _MARKS = (
     (_CAPITALS, LETTERS),
@@ -21,7 +21,7 @@ _LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 
 
 def find_options(question: str) -> dict[str, str]:
-    """Return the options that a question lists, by capital letter or by number.
+    """Return the options that a question lists, keyed by capital letter or by number.
 
     Labels run from A or 1 without a gap. Capital letters are written as in `A. red`, `(A) red`, `A)
     red` or `A: red`; small letters and numbers as in `(a) red`, `a) red`, or `a. red` on its own

@@ -1,25 +1,26 @@
-r"""Questions with images and answers, read from rows of several shapes (docs/data.md).
+r"""Reads questions with images and answers from rows in several formats (docs/data.md).
 
-Training files of agents: prompt, data_source, ability, env_name, reward_model {ground_truth},
-extra_info {question, answer, index, ...}, and images in `images` (bytes, paths or hashes) or
-mm_hint {hint_path, hint_type}, which may also name videos.
+Supported formats:
 
-Raw validation records: {id, question, answer, ability, data_source, image_path}.
+- Training files of agents: prompt, data_source, ability, env_name, reward_model {ground_truth},
+  extra_info {question, answer, index, ...}, and images in `images` (bytes, paths or hashes) or in
+  mm_hint {hint_path, hint_type}, which may also name videos.
+- Raw validation records: {id, question, answer, ability, data_source, image_path}.
+- User files: {question, answer}, with `image`, `images` or neither. The question may also be in
+  `problem` (R1-V), `prompt` (TRL: text or messages) or `messages` (ms-swift), and the answer in
+  `solution`. column_names.py lists the names of image columns; task.data.columns selects other
+  names.
 
-Users' own files: {question, answer}, with `image`, `images` or neither. The question may also be in
-`problem` (R1-V), `prompt` (TRL: text or messages) or `messages` (ms-swift), the answer also in
-`solution`; column_names.py lists the names of image columns. task.data.columns selects other names.
+The payload of an example has the same keys for every format:
 
-The payload of an example has the same keys for every shape:
-
-    question      text; <image> marks an image, unmarked images come first
-    system        text of the column system, or of the system messages before the question
-    answer        without <answer> tags and \boxed
-    images        tuple of StoredImage
-    videos        tuple of StoredVideo
-    data_source, ability, env_name, index
-    extra         every other column, and every other key of extra_info
-    official      for published benchmarks only (data/benchmarks/items.py)
+- question: text; <image> marks the position of an image, and images without a mark come first.
+- system: text of the column system, or of the system messages before the question.
+- answer: reference answer without <answer> tags and \boxed.
+- images: tuple of StoredImage.
+- videos: tuple of StoredVideo.
+- data_source, ability, env_name, index: values of the row.
+- extra: every other column, and every other key of extra_info.
+- official: scoring information, for published benchmarks only (data/benchmarks/items.py).
 """
 
 import math
@@ -50,12 +51,12 @@ VIDEO_SUPPORT_TEXT = "only the code of task=visual_python task.tool_format=pyvis
 
 
 class QuestionDataset(Sequence[Example]):
-    """Examples of data files, each read on access. A slice is a view."""
+    """Examples in data files, each read on access; slicing returns a view."""
 
     def __init__(self, records: RecordFiles, *, name: str, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
         self.records, self.name = records, name
         self.warnings = warnings
-        """Warnings about columns that are not read, if every row was surveyed."""
+        """Warnings about unread columns, available if every row was surveyed."""
         self._row_indices = range(len(records)) if row_indices is None else row_indices
 
     def __len__(self) -> int:
@@ -68,20 +69,20 @@ class QuestionDataset(Sequence[Example]):
 
     @property
     def column_mapping(self) -> Mapping[str, str]:
-        """Maps our column names to those that task.data.columns gives."""
+        """Maps the trainer's column names to the names given in task.data.columns."""
         return self.records.column_mapping
 
     @property
     def ignored_columns(self) -> Sequence[str]:
-        """Columns that no warning names."""
+        """Columns that never cause a warning."""
         return self.records.ignored_columns
 
     def locate(self, index: int) -> str:
-        """Return file and row of an example without reading it: `train.jsonl row 17`."""
+        """Return the file and row of an example without reading it: `train.jsonl row 17`."""
         return self.records.locate(self._row_indices[index])
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return an example together with the values of its row that are not read."""
+        """Return an example with findings about its row and the row's unread values."""
         example, record = self._example(self._row_indices[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
         unread |= find_unread_prompts(record, example.payload, question_column=_question_column(record))
@@ -105,7 +106,7 @@ def open_questions(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
     convert_record: ConvertRecord | None = None,
 ) -> QuestionDataset:  # fmt: skip
-    """Return the questions of the files without surveying them."""
+    """Return the questions in the files without surveying them."""
     records = RecordFiles(
         paths, images_root=images_root, image_roots=image_roots, key=f"task.data.{name}", columns=columns, convert_record=convert_record
     )
@@ -116,11 +117,11 @@ def load_questions(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), name: str, columns: ColumnSettings | None = None,
     convert_record: ConvertRecord | None = None, allow_videos: bool = False,
 ) -> QuestionDataset:  # fmt: skip
-    """Return the questions of the files after a survey of every row.
+    """Return the questions in the files after surveying every row.
 
     Raises:
-        ValueError: a row cannot be used; the message names file and row of the first one. Rows with
-            videos are errors unless `allow_videos`.
+        ValueError: a row cannot be used; the message names the file and row of the first such row.
+            Rows with videos are errors unless `allow_videos` is set.
     """
     opened = open_questions(
         paths, images_root=images_root, image_roots=image_roots, name=name, columns=columns, convert_record=convert_record
@@ -136,11 +137,13 @@ def load_questions(
 def load_split(
     data: DataSettings, split: str, *, convert_record: ConvertRecord | None = None, allow_videos: bool = False
 ) -> QuestionDataset:
-    """Return the questions of split "train" or "eval"; of the latter only the first data.max_eval.
+    """Return the questions of the split "train" or "eval".
+
+    If data.max_eval is not 0, the eval split has only its first data.max_eval questions.
 
     Raises:
         ValueError: no files are given, or a row cannot be used. Rows with videos are errors unless
-            `allow_videos`.
+            `allow_videos` is set.
     """
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
@@ -157,11 +160,11 @@ def load_split(
 
 
 def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
-    """Return the payload of a row's example; see the module docstring for its keys.
+    """Return the payload of a row's example; the module docstring lists its keys.
 
     Raises:
-        ValueError: a value is missing, of the wrong type, or inconsistent; the message names file,
-            row and field.
+        ValueError: a value is missing, of the wrong type, or inconsistent. The message names the
+            file, row and field.
     """
     row = record.row
     extra = record.require_mapping(row.get("extra_info", {}), "extra_info")
@@ -186,7 +189,7 @@ def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
 
 
 def _unread_values(record: DataRecord) -> dict[str, object]:
-    """Return the values of a row that are not read, by column or `extra_info.KEY`."""
+    """Return the values of a row that are not read, keyed by column or `extra_info.KEY`."""
     extra = record.require_mapping(record.row.get("extra_info", {}), "extra_info")
     pictures = picture_columns(record)
     empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
@@ -195,7 +198,7 @@ def _unread_values(record: DataRecord) -> dict[str, object]:
 
 
 def _unread_keys(record: DataRecord) -> dict[str, object]:
-    """Return the keys that are not read in mm_hint, in reward_model and in mappings with images."""
+    """Return the unread keys of mm_hint, reward_model and image mappings, with their values."""
     read = {"mm_hint": ("hint_type",) if picture_columns(record) else ("hint_type", "hint_path"), "reward_model": ("ground_truth", "style")}
     held = {column: record.require_mapping(record.row.get(column, {}), column) for column in read}
     keys = {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}
@@ -203,7 +206,7 @@ def _unread_keys(record: DataRecord) -> dict[str, object]:
 
 
 def _other_answers(record: DataRecord, answer: str) -> dict[str, object]:
-    """Return the answers in further columns that differ from the one that is read."""
+    """Return the answers in other columns that differ from the answer that is used."""
     model, extra = (record.require_mapping(record.row.get(column, {}), column) for column in ("reward_model", "extra_info"))
     given = {"reward_model.ground_truth": model.get("ground_truth"), "extra_info.answer": extra.get("answer")}
     given |= {name: record.row.get(name) for name in ANSWER_COLUMNS}
@@ -217,7 +220,7 @@ def _is_number(value: object, answer: str) -> bool:
 
 
 def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
-    """Return the column of a question's images or video, or "" if it has none."""
+    """Return the column with a question's images or video, or "" if it has neither."""
     if not payload["images"] and not payload["videos"]:
         return ""
     hint = ["mm_hint.hint_path"] if "hint_path" in record.row.get("mm_hint", {}) else []
@@ -225,7 +228,7 @@ def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
 
 
 def _question_column(record: DataRecord) -> str:
-    """Return the column of the question, or "" if there is none."""
+    """Return the column with the question, or "" if there is none."""
     if "question" in record.require_mapping(record.row.get("extra_info", {}), "extra_info"):
         return "extra_info.question"
     return next((name for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row), "")
@@ -254,7 +257,7 @@ def _question(record: DataRecord, extra: Mapping[str, object]) -> ChatPrompt:
 def _fill_placeholders(record: DataRecord, asked: ChatPrompt, listed: Sequence[StoredImage]) -> tuple[StoredImage, ...]:
     """Return a question's images in the order of their placeholders.
 
-    Placeholders without an image in the messages take those of the image column.
+    Placeholders without an image in the messages are filled from the image column.
     """
     num_open = asked.images.count(None)
     if num_open == len(asked.images):
@@ -268,7 +271,7 @@ def _fill_placeholders(record: DataRecord, asked: ChatPrompt, listed: Sequence[S
 
 
 def _add_placeholders(record: DataRecord, text: str, *, num_images: int) -> str:
-    """Return the question with a placeholder for each image, added at its start if it has none."""
+    """Return the question with one placeholder per image, added at the start if it has none."""
     num_places = text.count(IMAGE_PLACEHOLDER)
     if num_places not in (0, num_images):
         raise record.make_error("question", f"has {num_places} {IMAGE_PLACEHOLDER} for {num_images} pictures")

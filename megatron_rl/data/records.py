@@ -1,4 +1,4 @@
-"""Rows of several files as one sequence, and checks that name file, row and field."""
+"""Rows of several files as one sequence, and checks that report the file, row and field."""
 
 import os
 from collections import Counter
@@ -13,7 +13,7 @@ from megatron_rl.data.images import StoredImage, make_stored_image
 from megatron_rl.data.rows import JsonRow, open_rows
 
 IMAGE_PLACEHOLDER = "<image>"
-"""Placeholder of an image in a text."""
+"""Text that marks the position of an image."""
 SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
@@ -26,8 +26,7 @@ SPECIAL_TOKENS = (
 )
 """Special tokens of Qwen.
 
-Data must not contain them: within a message they would be tokenized as part of the conversation's
-structure.
+Data must not contain them, because they would be tokenized as part of the conversation's structure.
 """
 
 REQUIRED_COLUMNS = ("question", "answer")
@@ -36,14 +35,15 @@ ALTERNATIVE_COLUMNS = {
     "answer": ("reward_model", *ANSWER_COLUMNS),
     "images": ("mm_hint",),
 }
-"""Maps a column to the columns that would otherwise be read for it; for `images` these are also all
-image columns.
+"""Maps a configurable column to the columns that are read if it is not configured.
+
+For `images`, all image columns are alternatives too.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class DataRecord:
-    """A row with its origin, and checks of its values."""
+    """A row with its origin and methods that validate its values."""
 
     row: JsonRow
     where: str
@@ -51,19 +51,19 @@ class DataRecord:
     path: Path
     """Path of the file."""
     folder: Path
-    """Folder that relative image paths start from."""
+    """Base folder of relative image paths."""
     roots: tuple[Path, ...] = ()
-    """Further folders below which the row may name images."""
+    """Additional folders that may contain the row's images."""
     features: Mapping[str, str] = field(default_factory=dict)
-    """Media types of the file's columns (Image, Video or Audio), if its schema contains those of
-    `datasets`.
+    """Media types of columns (Image, Video or Audio), from the `datasets` types in the file's
+    schema.
     """
     columns: tuple[str, ...] = ()
-    """Names of the row's columns as they are in the file."""
+    """Names of the row's columns as written in the file."""
     benchmark_info: Mapping[str, object] = field(default_factory=dict)
-    """Scoring information of a published benchmark (data/benchmarks/items.py).
+    """Scoring information for an item of a published benchmark (data/benchmarks/items.py).
 
-    It never comes from the row itself.
+    It is set by the benchmark's reader; a row cannot provide it.
     """
 
     def require_text(self, value: object, name: str) -> str:
@@ -101,35 +101,35 @@ class DataRecord:
         return value
 
     def load_image(self, value: object, name: str) -> StoredImage:
-        """Return the image that a value of this row names."""
+        """Return the image that a value in this row names."""
         return make_stored_image(value, folder=self.folder, where=f"{self.where}: {name}", roots=self.roots)
 
     def make_error(self, name: str, what: str) -> ValueError:
-        """Return a ValueError that names file, row and field."""
+        """Return a ValueError that names the file, row and field."""
         return ValueError(f"{self.where}: {name}: {what}")
 
 
 ConvertRecord = Callable[[DataRecord], DataRecord]
-"""Converts a row of a benchmark's file to one that questions.py reads.
+"""Function that converts a row of a benchmark's file to a row that questions.py can read.
 
-Raises ValueError, made by `record.make_error`, for a row of another shape.
+It raises ValueError, created by `record.make_error`, for a row in an unexpected format.
 """
 
 
 class RecordFiles(Sequence[DataRecord]):
-    """Rows of all files, one file after the other.
+    """Rows of several files as one sequence, in the order of the files.
 
     Args:
         paths: names of files, folders or data sets (dataset_files.py).
-        images_root: folder that relative image paths start from; "" for that of each file.
-        image_roots: further folders below which rows may name images.
-        key: name of the setting, for error messages.
+        images_root: base folder of relative image paths; "" selects the folder of each file.
+        image_roots: additional folders that may contain images.
+        key: name of the setting, used in error messages.
         columns: names of the columns in the files.
-        convert_record: converts each row to one that questions.py reads.
+        convert_record: function that converts each row to a row that questions.py can read.
 
     Raises:
-        ValueError: under `key`: no files are given, a file does not exist or is not of its format,
-            or there are no rows.
+        ValueError: no files are given, a file does not exist or has an invalid format, or there are
+            no rows. The message names the setting `key`.
     """
 
     def __init__(
@@ -142,11 +142,9 @@ class RecordFiles(Sequence[DataRecord]):
         self._files = [(path, label, open_rows(path, key=key)) for (_, path), label in zip(found, labels, strict=True)]
         self._folder, self._convert_record = images_root, convert_record
         self.column_mapping = configured_columns(columns) if columns else {}
-        """Maps our column names to those in the files, for the columns that task.data.columns
-        names.
-        """
+        """Maps the trainer's column names to the names given in task.data.columns."""
         self.ignored_columns = columns.ignored if columns else ()
-        """Columns that no warning names."""
+        """Columns that never cause a warning."""
         self._roots = (*map(Path, image_roots), *(home for name in paths for home in allowed_image_folders(name, key=key)))
         require(len(self) > 0, key, list(paths), "has no rows")
 
@@ -154,7 +152,7 @@ class RecordFiles(Sequence[DataRecord]):
         return sum(len(rows) for _, _, rows in self._files)
 
     def locate(self, index: int) -> str:
-        """Return file and row without reading it: `train.jsonl row 17`."""
+        """Return the file and row at an index without reading the row: `train.jsonl row 17`."""
         within = range(len(self))[index]
         for _, label, rows in self._files:
             if within < len(rows):
@@ -175,7 +173,10 @@ class RecordFiles(Sequence[DataRecord]):
 
 
 def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> None:
-    """Raise ValueError if two names resolve to the same file: its rows would count twice."""
+    """Raise ValueError if two names resolve to the same file.
+
+    The rows of that file would count twice.
+    """
     names: dict[str, str] = {}
     for name, path in found:
         other = names.setdefault(os.path.realpath(path), name)
@@ -183,14 +184,17 @@ def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> 
 
 
 def _file_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the file names used in messages, with as many folders as needed to be unique."""
+    """Return the file names used in messages.
+
+    A name that occurs several times is preceded by its folders.
+    """
     names = Counter(path.name for path in paths)
     common = os.path.commonpath([path.parent.absolute() for path in paths]) if paths else ""
     return [path.name if names[path.name] < 2 else os.path.relpath(path.absolute(), common) for path in paths]
 
 
 def configured_columns(columns: ColumnSettings) -> dict[str, str]:
-    """Return a map from our names to those in the files, for the columns that are configured."""
+    """Map the trainer's column names to the dataset's column names, for the configured columns."""
     names = {
         "question": columns.question, "answer": columns.answer, "images": columns.images,
         "id": columns.id, "data_source": columns.data_source,
@@ -199,9 +203,9 @@ def configured_columns(columns: ColumnSettings) -> dict[str, str]:
 
 
 def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord:
-    """Return the record with its configured columns renamed to our names.
+    """Rename a record's configured columns to the trainer's column names.
 
-    Columns that might be read in their place are removed.
+    Other columns that would be read in place of a configured column are removed.
     """
     if not columns:
         return record

@@ -1,14 +1,15 @@
-"""Rows of data files, one at a time: JSON lists, JSON lines, tables, Parquet and Arrow.
+"""Reads the rows of data files one at a time: JSON lists, JSON lines, tables, Parquet and Arrow.
 
-Memory does not grow with the size of the file. JSON and tables (tables.py) are read in place; only
-the position of each row is kept, 16 bytes per row. A Parquet page cannot be read from the middle,
-so a Parquet file is copied once, as one Arrow record per row, to a cache in the temporary folder
-(set by TMPDIR) that the processes of a machine share. Copying takes a few times the memory of the
-file's largest page, which is 1,024 rows in files written by pyarrow. The memory, disk space and
-time that a small file can take are limited by its size (parquet_copy.py).
+Rows are not kept in memory. JSON files and tables (tables.py) are read in place, and only the
+position of each row is kept (16 bytes per row). A Parquet page cannot be read from the middle, so a
+Parquet file is copied once to an Arrow file with one record batch per row. The copy is stored in a
+cache in the temporary folder (set by TMPDIR) that all processes of a machine share. Copying needs a
+few times the memory of the file's largest page, which has 1,024 rows in files written by pyarrow.
+The memory, disk space and time spent on a file are limited in proportion to its size
+(parquet_copy.py).
 
-Rows count from 0, as in pandas. Nulls become absent keys, so that a row reads the same in all
-formats.
+Row numbers start at 0, as in pandas. Null values become absent keys, so that a row is the same in
+all formats.
 """
 
 import fcntl
@@ -39,7 +40,7 @@ JsonRow = Mapping[str, object]
 MAX_ROW_BYTES = 256 << 20
 """Maximum size of a JSON row in bytes.
 
-A longer one indicates missing line ends or a missing closing bracket.
+A longer row indicates missing line breaks or a missing closing bracket.
 """
 _CHUNK = 1 << 20
 _ARROW_MAGIC = b"ARROW1"
@@ -47,10 +48,13 @@ _SPACE = " \t\r\n"
 
 
 def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
-    """Return the rows of a file. A row that is not a JSON object raises when it is read.
+    """Return the rows of a file.
+
+    A row that is not a JSON object raises an error only when the row is read.
 
     Raises:
-        ValueError: under `key`: the file does not exist or is not of its format.
+        ValueError: the file does not exist or has an invalid format. The message names the setting
+            `key`.
     """
     require(path.is_file(), key, path, "no such file")
     suffix = path.suffix.casefold()
@@ -68,11 +72,11 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
 class JsonRows(Sequence[JsonRow]):
     """Rows of a JSON file.
 
-    Supported are a list of objects, one object per line, and in a .json file also one object over
-    several lines or an object of objects with numbers as keys, which become the `id` of rows
-    without one. The file is opened for each row, so that instances can be pickled and shared by
-    threads. Reading a file that has changed raises ValueError, because the positions of its rows
-    are no longer valid.
+    The file is a list of objects or has one object per line. A .json file may also be one object on
+    several lines, or an object of objects with numeric keys; these keys become the `id` of rows
+    without an `id`. The file is opened for each row, so that instances can be pickled and shared by
+    threads. If the file has changed, reading a row raises ValueError, because the stored row
+    positions are no longer valid.
     """
 
     features: Mapping[str, str] = {}
@@ -117,7 +121,7 @@ class JsonRows(Sequence[JsonRow]):
 
 
 class ParquetRows(Sequence[JsonRow]):
-    """Rows of a Parquet file, read from its Arrow copy."""
+    """Rows of a Parquet file, read from an Arrow copy of the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +144,7 @@ class ParquetRows(Sequence[JsonRow]):
 class ArrowRows(Sequence[JsonRow]):
     """Rows of an Arrow file, read in place.
 
-    The file is a stream, as `datasets` writes it, or in Arrow's file format.
+    The file is in Arrow's stream format, as written by `datasets`, or in Arrow's file format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -173,7 +177,7 @@ class ArrowRows(Sequence[JsonRow]):
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
-    """Return the whole file as one span if it is a .json file with only `{` on its first line.
+    """Return one span for the whole file if it is a .json file with only `{` on its first line.
 
     Return an empty list for other files.
     """
@@ -183,7 +187,7 @@ def _object_span(path: Path) -> list[tuple[int, int]]:
 
 
 def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield first and one-past-last byte of each line that is not blank."""
+    """Yield the first and one-past-last byte of each line that is not blank."""
     end = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -196,9 +200,10 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def _arrow_copy(path: Path) -> Path:
-    """Return the path of the file's Arrow copy, and create the copy if it does not exist.
+    """Return the path of a Parquet file's Arrow copy, and create the copy if it does not exist.
 
-    Other processes wait for the one that creates it. A changed file gets a new copy.
+    If several processes need the copy, one creates it and the others wait. A changed file gets a
+    new copy.
     """
     folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -216,10 +221,10 @@ def _arrow_copy(path: Path) -> Path:
 
 
 def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
-    """Copy a Parquet file in a child process under resource limits of the kernel.
+    """Copy a Parquet file in a child process under kernel resource limits.
 
-    The child inherits the lock, so that no other process writes the same copy if this process is
-    killed.
+    The child inherits the lock. Another process therefore cannot start to write the same copy, even
+    if this process is killed.
 
     Raises:
         UnreadableFile: the file cannot be read, or expands far beyond its size.
@@ -239,9 +244,9 @@ def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
 def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
     """Raise UnreadableFile if an Arrow file's compressed buffers expand far beyond its size.
 
-    pyarrow 26 does not report compression. The fourth field of a RecordBatch is its compression and
-    the third lists its buffers; a compressed buffer begins with its uncompressed length
-    (arrow/format/Message.fbs).
+    pyarrow 26 does not report the compression, so the message headers are parsed here. The fourth
+    field of a RecordBatch is its compression and the third field lists its buffers. A compressed
+    buffer begins with its uncompressed length (arrow/format/Message.fbs).
     """
     total = 0
     for message in messages:
@@ -261,7 +266,7 @@ def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
 def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
     """Return the offset of a field's table or vector in a FlatBuffer, or 0 if the field is absent.
 
-    The layout is described in the FlatBuffers documentation, "Internals".
+    The layout is described in the section "Internals" of the FlatBuffers documentation.
     """
     entries = table - struct.unpack_from("<i", flat, table)[0]
     slot = 4 + 2 * field
@@ -270,12 +275,12 @@ def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
 
 
 def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
-    """Return the only row of a slice as JSON values.
+    """Convert a slice of one row to JSON values.
 
-    Class labels become their names, and narrow floats get their decimal forms.
+    Class labels are replaced by their names, and narrow floats get their decimal forms.
 
     Raises:
-        ValueError: a map contains a key twice.
+        ValueError: a map contains a duplicate key.
     """
     try:
         (row,) = found.to_pylist(maps_as_pydicts="strict")  # maps become mappings, as in JSON
@@ -292,11 +297,11 @@ def _check_column_names(schema: pa.Schema) -> None:
 
 
 class _RepeatedKey(ValueError):
-    """Error of a JSON object that contains a key twice."""
+    """Error for a JSON object that contains a duplicate key."""
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the object with these pairs; raise _RepeatedKey if a key occurs twice."""
+    """Return the object with these pairs; raise _RepeatedKey if a key is repeated."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
@@ -306,7 +311,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def drop_nulls(value: object) -> object:
-    """Return the value without keys that have the value null, at any depth."""
+    """Remove the keys with null values, at any depth."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     return [drop_nulls(item) for item in value] if isinstance(value, list) else value

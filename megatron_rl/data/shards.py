@@ -1,8 +1,8 @@
-"""Determines which files of a folder belong to its data set, and checks that all shards are there.
+"""Selects the files of a folder that belong to its data set, and checks that no shard is missing.
 
-`datasets.save_to_disk` writes state.json next to the shards of a data set, which its `_data_files`
-lists, and dataset_dict.json above several splits. Shards of an earlier save may be in the same
-folder.
+`datasets.save_to_disk` writes state.json next to the shards of a data set and lists the shards in
+its key `_data_files`. For several splits, it also writes dataset_dict.json in their parent folder.
+Shards from an earlier save may remain in the same folder.
 """
 
 import re
@@ -17,12 +17,12 @@ STATE_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 METADATA_FILES = {STATE_FILE, SPLITS_FILE, "dataset_info.json", "dataset_infos.json"}
 """JSON files that describe a data set."""
 _SHARD = re.compile(r"(?P<prefix>.*?)(?P<number>(?<!\d)\d{1,6})(?P<of>[-_]of[-_])(?P<total>\d{1,6})([-_][0-9a-f]{8,16})?")
-"""Pattern of the stem of a shard. Examples: train-00000-of-00002, d_1_of_8."""
+"""Matches the stem of a shard's file name, such as train-00000-of-00002 or d_1_of_8."""
 _MOST_NAMED = 5
 
 
 def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
-    """Return the splits of a DatasetDict saved in the folder, or an empty list if there is none.
+    """Return the splits of the DatasetDict saved in a folder, or an empty list if there is none.
 
     Raises:
         ValueError: the folder of a split is missing.
@@ -37,10 +37,10 @@ def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
 
 
 def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
-    """Return the files that state.json lists, for each folder that has one with `_data_files`.
+    """Return the data files listed in state.json, for each folder that has such a list.
 
     Raises:
-        ValueError: one of the files is missing, or the data set was saved with indices.
+        ValueError: a listed file is missing, or the data set was saved with an indices mapping.
     """
     found = {}
     for folder in folders:
@@ -62,7 +62,8 @@ def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Pa
 def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
     """Raise ValueError unless each set of shards NAME-NNNNN-of-MMMMM is complete.
 
-    Each number must be there exactly once, and all shards of a name must have the same total M.
+    Each shard number must occur exactly once, and all shards with the same name must have the same
+    total M.
     """
     sets: dict[tuple[Path, str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for file in files:

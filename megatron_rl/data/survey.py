@@ -1,4 +1,4 @@
-"""Survey of every question before a run starts: counts, errors and warnings."""
+"""Surveys all questions before a run starts, and returns counts, errors and warnings."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Example
 
 BOX_KEYS = ("bbox", "bboxes")
-"""Keys of a question's extra that contain boxes: x1, y1, x2, y2 in pixels of its first image."""
+"""Keys of `extra` with bounding boxes (x1, y1, x2, y2 in pixels of the question's first image)."""
 _BATCH_SIZE = 32
 _MOST_COLUMNS = 30
 """Maximum number of columns that a message lists."""
@@ -21,27 +21,28 @@ _READS = "'task.data.columns={images: COLUMN}' reads one (so question, answer), 
 
 Size = tuple[int, int]
 QuestionCheck = Callable[[Example, list[Size]], list[str]]
-"""Returns the warnings about a question, given the width and height of its images."""
+"""Function that returns warnings about a question, given the sizes (width, height) of its images.
+"""
 
 
 class QuestionSource(Protocol):
-    """The part of a question data set that a survey uses."""
+    """Subset of a question data set's interface that a survey uses."""
 
     column_mapping: Mapping[str, str]
-    """Maps our column names to those that task.data.columns gives."""
+    """Maps the trainer's column names to the names given in task.data.columns."""
     ignored_columns: Sequence[str]
-    """Columns that no warning names."""
+    """Columns that never cause a warning."""
 
     def __len__(self) -> int:
         """Return the number of questions."""
         ...
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return a question together with the values of its row that are not read."""
+        """Return a question with findings about its row and the row's unread values."""
         ...
 
     def locate(self, index: int) -> str:
-        """Return file and row of a question: `train.jsonl row 17`."""
+        """Return the file and row of a question, such as `train.jsonl row 17`."""
         ...
 
 
@@ -57,33 +58,33 @@ class QuestionSurvey:
     sources: Counter[str] = field(default_factory=Counter)
     """Number of usable rows per data source."""
     errors: list[str] = field(default_factory=list)
-    """Error lines. Rows of a file that cannot be used for the same reason share one line."""
+    """Error lines; rows of a file with the same error share one line."""
     num_errors: int = 0
     """Number of rows with an error."""
     num_more_errors: int = 0
-    """Number of those rows that no line of `errors` covers."""
+    """Number of rows with an error that no line in `errors` covers."""
     column_warnings: list[str] = field(default_factory=list)
-    """Warnings about columns that seem to matter but are not read, and about rows without images.
-    """
+    """Warnings about unread columns that seem to matter, and about rows without images."""
     unread_columns: list[str] = field(default_factory=list)
-    """At most one line, which lists all columns that are not read."""
+    """At most one line, which lists all unread columns."""
     warnings: list[str] = field(default_factory=list)
     num_warnings: int = 0
     """Number of rows with a warning."""
     num_more_warnings: int = 0
-    """Number of those rows that no line of `warnings` covers."""
+    """Number of rows with a warning that no line in `warnings` covers."""
 
     def raise_on_errors(self) -> None:
-        """Raise ValueError with the first error, if there is one."""
+        """Raise ValueError with the first error, if there is any."""
         if self.errors:
             others = len(self.errors) - 1 + self.num_more_errors
             raise ValueError(self.errors[0] + (f" (and {others} more problems; launch/doctor.py lists them)" if others else ""))
 
 
 def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck | None = None) -> QuestionSurvey:
-    """Read every question, and the first and last bytes of every image.
+    """Survey every question.
 
-    `check_question` adds warnings of its own.
+    The first and last bytes of every image are read too. Warnings returned by `check_question` are
+    included.
     """
     found, errors, columns, warnings = QuestionSurvey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
     num_rows_of: Counter[str] = Counter()
@@ -132,7 +133,7 @@ def _count(example: Example, sizes: list[Size], found: QuestionSurvey) -> None:
 def _missing_column_errors(chosen: Mapping[str, str], names: Mapping[str, None]) -> list[str]:
     """Return an error for each column that task.data.columns names but no row has.
 
-    Without a usable row there are none, because other errors give the reason.
+    If there is no usable row, return an empty list, because other errors give the reason.
     """
     listed = ", ".join([*names][:_MOST_COLUMNS])
     return [
@@ -183,7 +184,7 @@ def _image_size(image: StoredImage) -> Size | ValueError:
 
 
 def find_invalid_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
-    """Return the problems of a question's boxes. Example: `bbox [5, 0, 3, 9] is empty`."""
+    """Return the problems with a question's boxes, such as `bbox [5, 0, 3, 9] is empty`."""
     wrong = []
     for key in BOX_KEYS:
         given = extra.get(key, [])

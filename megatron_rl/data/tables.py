@@ -1,8 +1,8 @@
-"""Rows of text tables (.tsv, .csv), the format of several benchmarks. All values are text.
+"""Reads the rows of text tables (.tsv, .csv), a format used by several benchmarks.
 
-Empty values are absent. If a table has the columns index and image, an image of at most 64
-characters is the index of the row that contains the image: tables for VLMEvalKit store each image
-once (vlmeval/dataset/image_base.py, 2025).
+All values are text, and empty values are omitted. Tables for VLMEvalKit, with the columns index and
+image, store each image once: an image value of at most 64 characters is the index of the row that
+contains the image (vlmeval/dataset/image_base.py, 2025).
 """
 
 import csv
@@ -13,8 +13,9 @@ from typing import BinaryIO
 from megatron_rl.data.file_formats import UnreadableFile
 
 UNNAMED_COLUMN = "Unnamed: 0"
-"""Name of an unnamed first column, as in pandas, which writes such a column for the index of a
-table.
+"""Name that an unnamed first column gets, as in pandas.
+
+pandas writes an unnamed column for the index of a table.
 """
 INDEX, IMAGE = "index", "image"
 MAX_REFERENCE_CHARS = 64
@@ -30,8 +31,8 @@ class TableRows(Sequence[dict[str, str]]):
         """Find the rows of the file.
 
         Raises:
-            UnreadableFile: the first row has no or repeated names, or a row is longer than
-                `max_row_bytes` or has another number of fields.
+            UnreadableFile: the first row does not name each column exactly once, a row is longer
+                than `max_row_bytes`, or a row has more or fewer fields than the first row.
         """
         self.path, self._separator = path, SEPARATORS[path.suffix.casefold()]
         csv.field_size_limit(max_row_bytes)
@@ -85,7 +86,7 @@ class TableRows(Sequence[dict[str, str]]):
 
 
 def _check_header(names: Sequence[str], separator: str) -> None:
-    """Raise UnreadableFile for a first row that is not in UTF-8 or has another separator."""
+    """Raise UnreadableFile if the first row is not in UTF-8 or uses another separator."""
     if any("\0" in name for name in names):
         raise UnreadableFile("its first row holds NUL bytes; is it in UTF-16? write it in UTF-8")
     found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]
@@ -95,15 +96,16 @@ def _check_header(names: Sequence[str], separator: str) -> None:
 
 
 def file_fingerprint(path: Path) -> tuple[int, int]:
-    """Return a file's size and modification time in nanoseconds, which change with its content."""
+    """Return a file's size and its modification time in nanoseconds, to detect changes."""
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns
 
 
 def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[tuple[list[str], tuple[int, int]]]:
-    """Yield the fields of each record that is not blank, with its first and one-past-last byte.
+    """Yield the fields of each non-blank record, with its first and one-past-last byte.
 
-    The CSV reader requests as many lines as a record has, so `end` is the end of the record.
+    The CSV reader consumes only the lines of the current record, so `end` is the end of that
+    record.
     """
     at = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
     file.seek(at)

@@ -1,15 +1,17 @@
-"""Shapes of a transcript's row: columns of the conversation and of images, and refused columns.
+"""Row formats of transcripts: columns with the conversation, columns with images, rejected columns.
 
-    messages, conversations or      lists of messages: OpenAI, ms-swift, TRL, ShareGPT,
-        conversation                    LLaMA-Factory, Qwen's fine-tuning script
-    instruction and output,         Alpaca, as LLaMA-Factory and ms-swift read it
-        input, history
-    query and response, history     the old form of ms-swift
-    prompt and completion           TRL's form, both lists of messages;
-                                        responses in the prompt are not trained on
+Supported formats:
 
-In each shape a column `system` (or system_prompt) is the first message, and images are in one of
-IMAGE_COLUMNS.
+- messages, conversations or conversation: a list of messages (OpenAI, ms-swift, TRL, ShareGPT,
+  LLaMA-Factory, Qwen's fine-tuning script).
+- instruction and output, optionally input and history: Alpaca, as read by LLaMA-Factory and
+  ms-swift.
+- query and response, optionally history: the old format of ms-swift.
+- prompt and completion: the format of TRL, with two lists of messages; responses in the prompt are
+  not trained on.
+
+In every format, a column `system` (or system_prompt) becomes the first message, and images are in
+one of IMAGE_COLUMNS.
 """
 
 import re
@@ -32,9 +34,9 @@ FORMS: Mapping[str, tuple[str, ...]] = {
     "response": ("query", "response"),
     "completion": ("prompt", "completion"),
 }
-"""Maps the column with the trained response to all columns that such a row must have."""
+"""Maps the column with the trained response to all columns that a row in this format must have."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
-"""Further columns that are read with a shape."""
+"""Maps a format to the further columns that it reads."""
 _TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and leave this column out"
 _PREFERENCE = "belongs to preference data, and a warm start learns one reply; write the good one into messages, and leave this column out"
 REFUSED_COLUMNS = {
@@ -51,39 +53,40 @@ REFUSED_COLUMNS = {
     "input_ids": "is not read: the messages are tokenized, and replies masked by loss: false in theirs; leave this column out",
     "history": "is read beside instruction or query alone; write the earlier turns as messages",
 }
-"""Maps a column to its error message.
+"""Maps a rejected column to its error message.
 
-The error applies if the column is not empty and the row's shape does not read it.
+A row is an error if it has such a column that is not empty and that the row's format does not read.
 """
 _MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
 MASK_COLUMNS = (
     "mask", "masks", "weights", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "train_mask", "label_mask",
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
 )  # fmt: skip
-"""Columns that change what is trained on in the whole row.
+"""Rejected columns that would change what is trained on in the whole row.
 
-Those of LOSS_FLAGS do so too, unless they are 1.
+Columns named in LOSS_FLAGS are rejected for the same reason, unless their value is 1.
 """
 PROVENANCE_COLUMNS = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
-"""Pattern of columns that may name a missing file.
+"""Matches columns that may name a missing file.
 
-They give the origin of a row, or the text of a question (export/sft_transcripts.py).
+These columns contain the origin of a row, or the text of a question (export/sft_transcripts.py).
 """
 EXPORT_COLUMNS = {"messages", "id", "source", "question", "answer", "step", "reward"}
-"""Columns of the rows of export/sft_transcripts.py. Their messages contain everything that is
-trained on.
+"""Columns of the rows written by export/sft_transcripts.py.
+
+All training content of these rows is in the column `messages`.
 """
 _FORMS = "messages, conversations, instruction and output, query and response, or prompt and completion (two lists of messages)"
 
 
 def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
-    """Return the column with the trained response, and the conversation.
+    """Return the name of the column with the trained response, and the conversation.
 
     The column `system` becomes the conversation's first message.
 
     Raises:
-        ValueError: the row has no shape of a transcript, or several, or a column that changes what
-            is trained on but is not read.
+        ValueError: the row has no transcript format, or several formats, or a column that changes
+            what is trained on but is not read.
     """
     row = record.row
     forms = [name for name, columns in FORMS.items() if all(column in row for column in columns)]
@@ -103,12 +106,12 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
 
 
 def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[str, object]:
-    """Return the columns that nothing reads.
+    """Return the columns that nothing reads, with their values.
 
     Args:
         record: the row.
         form: the column with the trained response.
-        images: the column of images, or "".
+        images: the image column, or "".
     """
     read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *LOSS_FLAGS, images}
     if record.row.keys() == EXPORT_COLUMNS:
@@ -118,7 +121,7 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
 
 
 def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
-    """Return the column of images, or "" if the row has none, and its images."""
+    """Return the name of the image column, or "" if the row has none, and the images in it."""
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given
@@ -187,9 +190,9 @@ def _read_query(record: DataRecord) -> list[RawMessage]:
 
 
 def _read_history(record: DataRecord) -> list[RawMessage]:
-    """Return earlier turns, each a pair of user and assistant text.
+    """Return the earlier turns, which are pairs of a user text and an assistant text.
 
-    They are trained on, as in LLaMA-Factory.
+    Their responses are trained on, as in LLaMA-Factory.
     """
     messages = []
     for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):
@@ -217,4 +220,4 @@ _READERS = {
     "response": _read_query,
     "completion": _read_prompt_and_completion,
 }
-"""Maps a shape to the function that reads its messages."""
+"""Maps a format to the function that reads the messages of a row."""

@@ -1,6 +1,6 @@
-"""Messages of transcripts: their keys, their roles, and the flags that mask a response.
+"""Parses transcript messages: their keys, their roles, and the flags that mask a response.
 
-Every key of a message is read, known to have no effect, or refused.
+Each key of a message is either read, ignored because it has no effect, or rejected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +11,21 @@ from megatron_rl.data.images import shorten
 from megatron_rl.data.records import DataRecord
 
 ROLES = {name: name for name in ("system", "user", "tool", "assistant")} | {"human": "user", "observation": "tool", "gpt": "assistant"}
-"""Maps the role in the file to that of the chat template.
+"""Maps a role in the file to the role in the chat template.
 
-The last three are those of ShareGPT and LLaMA-Factory.
+The roles human, observation and gpt are used by ShareGPT and LLaMA-Factory.
 """
 ROLE_CONTENT_KEYS = (("role", "content"), ("from", "value"))
-"""Names of the keys of role and content: those of OpenAI, then those of ShareGPT."""
+"""Pairs of keys for role and content: the keys of OpenAI, then the keys of ShareGPT."""
 LOSS_FLAGS = ("loss", "weight", "trainable", "train", "training", "loss_mask", "loss_scale")
-"""Keys that select whether a response is trained on: 0 or false masks its labels."""
+"""Keys that select whether a response is trained on; 0 or false masks the response's labels."""
 IGNORED_KEYS = (
     "id", "message_id", "parent_id", "uuid", "timestamp", "created", "created_at", "date", "time", "index", "turn", "turn_id",
     "tool_call_id",
 )  # fmt: skip
-"""Keys without effect on what the policy reads or learns, provided that they contain text, a number
-or a time.
+"""Keys that do not affect what the policy reads or learns.
+
+They are ignored only if their value is text, a number or a time.
 """
 TOOL_CALL_REMEDY = "write calls of tools into the assistant's content, as the words that it is to say"
 _CALL = f"is not read; {TOOL_CALL_REMEDY}, and leave this key out"
@@ -42,31 +43,32 @@ REFUSED_KEYS = {
     "name": "is not read, and the chat template writes no names; put it into the content, or leave this key out",
     "prefix": "is not read; write the whole reply into the content, and leave this key out",
 }
-"""Maps a key to its error message. Keys that this module does not list are refused too."""
+"""Maps a rejected key to its error message; keys that this module does not list are rejected too.
+"""
 _UNKNOWN = f"is not understood; a message has role and content (or from and value), and {', '.join(LOSS_FLAGS)} mask a reply"
 
 
 @dataclass(slots=True, frozen=True)
 class RawMessage:
-    """A message as the row contains it.
+    """A message as it is written in the row.
 
-    Example: {"from": "gpt", "value": "Red.", "loss": 0}, the second of the column conversations,
-    becomes RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
+    Example: {"from": "gpt", "value": "Red.", "loss": 0} as the second message of the column
+    conversations becomes RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
     """
 
     location: str
-    """Location in the row, for error messages."""
+    """Location of the message in the row, used in error messages."""
     role: str
-    """One of the values of ROLES."""
+    """Role of the message, one of the values of ROLES."""
     content: object
     is_learned: bool = True
     """False if the labels of this response are masked."""
 
 
 def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -> list[RawMessage]:
-    """Return the messages of a column.
+    """Return the messages in a column.
 
-    `is_learned` applies to responses without a flag of their own.
+    `is_learned` is the default for responses without a loss flag.
     """
     given = parse_messages(record, record.row[column], column)
     if not isinstance(given, list):
@@ -77,7 +79,8 @@ def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -
 def is_empty(value: object) -> bool:
     """Return True for a value without content.
 
-    Formats with one type for all rows contain such values. False and 0 count as content.
+    File formats in which all rows have the same columns contain such values. False and 0 count as
+    content.
     """
     return value in ("", "[]", "{}", [], {})
 
@@ -116,10 +119,10 @@ def _read_flag(record: DataRecord, message: Mapping[str, object], field: str, ro
 
 
 def check_turns(record: DataRecord, messages: Sequence[RawMessage], *, column: str) -> None:
-    """Raise ValueError unless user and assistant take turns after an optional system message.
+    """Raise ValueError unless user and assistant messages alternate after any system message.
 
-    A tool message counts as one of the user. The assistant must be last, and at least one of its
-    messages must be trained on.
+    A tool message counts as a user message. The last message must come from the assistant, and at
+    least one assistant message must be trained on.
     """
     roles = [message.role for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles

@@ -1,8 +1,9 @@
-"""Contents of transcript messages as an ordered list of texts and images.
+"""Converts the contents of transcript messages to ordered lists of texts and images.
 
-`<image>` in a text, and a part {"type": "image"} without its own image, take the next image of the
-row's image column. Without any such placeholder the images come first in the first message that is
-not a system message, as in questions. Placeholders of other media are errors.
+Each `<image>` in a text, and each part {"type": "image"} without its own image, is a placeholder
+for the next image in the row's image column. If there are no placeholders, all images are placed at
+the start of the first message that is not a system message, as for questions. Placeholders for
+other media are errors.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +14,17 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 from megatron_rl.data.transcript_messages import RawMessage, is_empty
 
 ContentPart = dict[str, object]
-"""A part {"type": "text", "text"} or {"type": "image", "image": StoredImage}.
+"""A part {"type": "text", "text": str} or {"type": "image", "image": StoredImage}.
 
-While a message is being read, an image part without "image" is a placeholder.
+An image part without the key "image" is a placeholder that has not been filled yet.
 """
 IMAGE_ROLES = ("user", "tool")
 """Roles of messages that may contain images."""
 IMAGE_KEYS = ("image", "path", "url", "base64")
-"""Keys of an image part that contain its image: Qwen's first, then those of transformers."""
+"""Keys of an image part that may contain its image.
+
+Qwen uses the key image, and transformers uses the others.
+"""
 _PUT = "put its words into a part of type text"
 _LEAVE = "is not read: transcripts show texts and pictures; leave the row out"
 PART_REMEDIES = {
@@ -29,23 +33,23 @@ PART_REMEDIES = {
     "input_image": "is not read; write type image or image_url",
     **dict.fromkeys(("refusal", "thinking", "reasoning", "tool_use", "tool_call", "tool_result"), f"is not read; {_PUT}"),
 }
-"""Maps the type of a part to its error message."""
+"""Maps an unsupported part type to its error message."""
 
 
 def read_parts(
     record: DataRecord, messages: Sequence[RawMessage], images: Sequence[StoredImage], *, column: str
 ) -> list[list[ContentPart]]:
-    """Return the parts of each message with all images filled in.
+    """Return the parts of each message with all placeholders filled.
 
     Args:
         record: the row.
         messages: messages of the row.
-        images: images of the row's image column.
-        column: name of that column, or "" if the row has none.
+        images: images in the row's image column.
+        column: name of the image column, or "" if the row has none.
 
     Raises:
-        ValueError: placeholders and images do not match, or a content contains something else than
-            texts and images.
+        ValueError: the number of placeholders differs from the number of images, or a message
+            contains anything other than texts and images.
     """
     contents = [list(_read_content(record, message)) for message in messages]
     shown = [part for parts in contents for part in parts if part["type"] == "image"]
@@ -66,7 +70,7 @@ def read_parts(
 
 
 def _prepend_placeholders(parts: Sequence[ContentPart], num: int) -> Iterator[ContentPart]:
-    """Yield `num` placeholders, each followed by a line break, and then the parts."""
+    """Yield `num` image placeholders, each followed by a line break, and then the parts."""
     for _ in range(num - 1):
         yield from ({"type": "image"}, {"type": "text", "text": "\n"})
     yield {"type": "image"}
@@ -152,7 +156,7 @@ def _check_role(record: DataRecord, role: str, field: str) -> None:
 
 
 def _split_text(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
-    """Yield the pieces of a text with an image placeholder for each <image> between them."""
+    """Split a text at each <image> and yield the pieces with an image placeholder between them."""
     text = record.require_text(value, field)
     if place := find_media_placeholder(text):
         known = f"a picture's place is written {IMAGE_PLACEHOLDER}, and videos and audio are not read"

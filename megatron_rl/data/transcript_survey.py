@@ -1,4 +1,4 @@
-"""Survey of every transcript: counts, and one line for each kind of error."""
+"""Surveys all transcripts before training, and returns counts and one line per kind of error."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,28 +12,29 @@ from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Message
 
 CheckLength = Callable[[Sequence[Message], Sequence[Size]], None]
-"""Raises ValueError if a conversation is too long, given its messages and the width and height of
-its images.
+"""Function that raises ValueError if a conversation is too long.
+
+Its arguments are the messages and the size (width, height) of each image.
 """
 
 
 class TranscriptMeasurer(Protocol):
-    """The part of a renderer that a survey uses."""
+    """Subset of the renderer's interface that a survey uses."""
 
     max_positions: int
-    """Maximum number of positions of the model, in tokens."""
+    """Maximum sequence length of the model in tokens."""
 
     def transcript_length(self, messages: Sequence[Message], sizes: Sequence[Size]) -> int:
-        """Return the number of tokens of a conversation."""
+        """Return the number of tokens in a conversation."""
         ...
 
 
 def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> CheckLength:
     """Return a check that a conversation fits the sequence length for which memory is planned.
 
-    Conversations are never truncated. One of them is one sequence in one micro-batch, which may be
-    longer than batch.micro_batch_tokens. Memory is planned for the larger of that and
-    engine.max_model_len (memory_plan/gpu_memory.py).
+    Conversations are never truncated. Each conversation is one sequence in one micro-batch, even if
+    it is longer than batch.micro_batch_tokens. Memory is planned for the larger of
+    batch.micro_batch_tokens and engine.max_model_len (memory_plan/gpu_memory.py).
     """
     planned = max(settings.batch.micro_batch_tokens, settings.engine.max_model_len)
 
@@ -59,41 +60,42 @@ _THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 @dataclass(slots=True, frozen=True)
 class ParsedTranscript:
-    """The conversation of a row, and the row's further values."""
+    """The conversation in a row, and the row's unread values."""
 
     messages: list[Message]
-    """Messages with lists of parts as contents, with images as StoredImage; `loss: False` marks a
-    masked response.
+    """Messages with lists of parts as contents, and with images as StoredImage.
+
+    `loss: False` marks a masked response.
     """
     unread_values: Mapping[str, object]
     """Values that nothing reads, by column."""
     columns: tuple[str, ...]
     """Names of the row's columns."""
     image_column: str
-    """Column of the row's images; "" if it has none."""
+    """Name of the column with the row's images; "" if the row has no images."""
 
 
 @dataclass(slots=True)
 class TranscriptSurvey:
     """Counts of rows, and errors by kind.
 
-    Errors of one kind differ only in their row and in numbers.
+    Errors are of the same kind if their messages differ only in the row and in numbers.
     """
 
     num_rows: int
     num_images: int = 0
     num_replies: int = 0
     num_masked: int = 0
-    """Number of responses that are part of the sequence but not trained on."""
+    """Number of responses that are in the sequences but are not trained on."""
     num_only_thinking: int = 0
-    """Number of conversations that train a response with nothing but thoughts."""
+    """Number of conversations with a trained response that contains only thoughts."""
     first_only_thinking: str = ""
     first_lines: dict[str, str] = field(default_factory=dict)
     """Maps a kind of error to its first message, with file and row."""
     num_rows_of: dict[str, int] = field(default_factory=dict)
-    """Maps a kind of error to the number of rows with such an error."""
+    """Maps a kind of error to the number of rows with this error."""
     columns: dict[str, None] = field(default_factory=dict)
-    """Names of the columns of usable rows."""
+    """Names of the columns in usable rows."""
     unread: UnreadColumns = field(default_factory=UnreadColumns)
     pictured: ImageColumnCounts = field(default_factory=ImageColumnCounts)
 
@@ -101,7 +103,7 @@ class TranscriptSurvey:
         """Count a conversation.
 
         Raises:
-            ValueError: one of its images is damaged, or it is too long.
+            ValueError: an image is damaged, or the conversation is too long.
         """
         messages = row.messages
         images = [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
@@ -143,9 +145,9 @@ class TranscriptSurvey:
 
     @property
     def errors(self) -> list[str]:
-        """Error lines, one for each of the first MAX_LINES kinds with its number of rows.
+        """Error lines, one for each of the first MAX_LINES kinds of error, with the number of rows.
 
-        A last line counts the rows of the other kinds.
+        If there are more kinds of error, a last line reports the number of their rows.
         """
         lines = [line + self._describe_count(kind) for kind, line in self.first_lines.items()]
         rest = sum(list(self.num_rows_of.values())[MAX_LINES:])
@@ -169,6 +171,6 @@ class TranscriptSurvey:
 
 
 def _only_thinks(reply: Message) -> bool:
-    """Return True if a response is nothing but thoughts: `<think>..</think>`, closed or not."""
+    """Return True if a response contains only thoughts: `<think>..</think>`, closed or not."""
     text = "".join(str(part["text"]) for part in reply["content"] if part["type"] == "text")
     return "<think>" in text and not _THOUGHTS.sub("", text).strip()

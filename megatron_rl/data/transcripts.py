@@ -1,10 +1,11 @@
 """Conversations for supervised fine-tuning before RL, from JSON lines, JSON lists or Parquet.
 
-transcript_forms.py reads the columns of a row, transcript_messages.py the keys of its messages,
-transcript_parts.py their contents. After an optional system message, user (or tool) and assistant
-alternate, and the assistant is last. A response is trained on unless its message has `loss: false`
-(or another of LOSS_FLAGS that is 0 or false). Tool calls are part of the assistant's text: `tools`
-and `tool_calls` are refused.
+transcript_forms.py reads the columns of a row, transcript_messages.py the keys of the messages, and
+transcript_parts.py the contents of the messages. After an optional system message, user (or tool)
+and assistant messages alternate, and the last message comes from the assistant. A response is
+trained on unless its message has `loss: false` (or another key in LOSS_FLAGS with the value 0 or
+false). Tool calls must be written in the assistant's text; the keys `tools` and `tool_calls` are
+rejected.
 """
 
 from collections.abc import Sequence
@@ -23,13 +24,13 @@ from megatron_rl.errors import InfraError
 from megatron_rl.types import Demonstration, Message
 
 TRANSCRIPTS_SPLIT = "transcripts"
-"""The only split of demonstrations (sft.splits) of user data."""
+"""Name of the only demonstration split (sft.splits) that user data has."""
 
 
 class TranscriptDataset(Sequence[list[Message]]):
-    """Conversations of data files, each read on access and its images decoded.
+    """Conversations in data files.
 
-    A slice is a view.
+    A conversation is read, and its images are decoded, on access. Slicing returns a view.
     """
 
     def __init__(self, records: RecordFiles, *, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
@@ -56,7 +57,7 @@ class TranscriptDataset(Sequence[list[Message]]):
         return self.load_demonstration(index).messages
 
     def load_demonstration(self, index: int) -> Demonstration:
-        """Return the conversation with decoded images, and with its file and row.
+        """Return a conversation with decoded images, and with its file and row.
 
         Raises:
             ValueError: an image cannot be decoded.
@@ -68,7 +69,7 @@ class TranscriptDataset(Sequence[list[Message]]):
             raise ValueError(str(fault)) from fault
 
     def parse(self, index: int) -> ParsedTranscript:
-        """Return a conversation without decoding its images, which are StoredImage."""
+        """Return a conversation with its images as StoredImage, which are not decoded."""
         return read_transcript(self.records[self._row_indices[index]])
 
     def locate(self, index: int) -> str:
@@ -79,10 +80,12 @@ class TranscriptDataset(Sequence[list[Message]]):
 def open_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> TranscriptDataset:  # fmt: skip
-    """Return the files' conversations without reading them. `ignored` columns cause no warnings.
+    """Return the conversations in the files without reading them.
+
+    Columns in `ignored` cause no warnings.
 
     Raises:
-        ValueError: there are no files, or they have no rows.
+        ValueError: there are no files, or the files have no rows.
     """
     columns = ColumnSettings(ignored=list(ignored))
     return TranscriptDataset(
@@ -93,10 +96,10 @@ def open_transcripts(
 def load_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> TranscriptDataset:  # fmt: skip
-    """Return the files' conversations after a survey of every row and the header of every image.
+    """Return the conversations in the files after surveying every row and image.
 
     Raises:
-        ValueError: a row cannot be used; the message names file and row.
+        ValueError: a row cannot be used; the message names the file and row.
     """
     opened = open_transcripts(paths, images_root=images_root, image_roots=image_roots, ignored=ignored)
     found = survey_transcripts(opened)
@@ -105,9 +108,10 @@ def load_transcripts(
 
 
 def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
-    """Read every conversation, and the first and last bytes of every image.
+    """Survey every conversation.
 
-    `check_length` raises ValueError for a conversation that is too long.
+    The first and last bytes of every image are read too. `check_length` raises ValueError for a
+    conversation that is too long.
     """
     found = TranscriptSurvey(num_rows=len(opened), unread=UnreadColumns(opened.records.ignored_columns))
     for place in range(len(opened)):
@@ -121,9 +125,10 @@ def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength |
 
 
 class ShuffledDemonstrations(Sequence[Demonstration]):
-    """Demonstrations in shuffled passes over all conversations, read on access.
+    """Demonstrations from shuffled passes over all conversations, read on access.
 
-    A smaller `num` gives a prefix of a larger one.
+    With the same seed, the demonstrations for a smaller `num` are a prefix of those for a larger
+    `num`.
     """
 
     def __init__(self, dataset: TranscriptDataset, *, num: int, seed: int) -> None:
@@ -139,9 +144,9 @@ class ShuffledDemonstrations(Sequence[Demonstration]):
         return self._dataset.load_demonstration(self._row_indices[index])
 
     def check_lengths(self, check_length: CheckLength) -> None:
-        """Raise ValueError if `check_length` refuses a conversation.
+        """Raise ValueError if `check_length` rejects a conversation.
 
-        The message names file and row of the first one.
+        The message names the file and row of the first rejected conversation.
         """
         found = TranscriptSurvey(num_rows=len(set(self._row_indices)))
         for place in sorted(set(self._row_indices)):
@@ -153,7 +158,7 @@ class ShuffledDemonstrations(Sequence[Demonstration]):
 
 
 def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) -> ShuffledDemonstrations:
-    """Return the demonstrations of user data for supervised fine-tuning before RL.
+    """Return the demonstrations in user files for supervised fine-tuning before RL.
 
     Raises:
         ValueError: no files are given, or a row cannot be used.
@@ -167,11 +172,11 @@ def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) 
 
 
 def read_transcript(record: DataRecord) -> ParsedTranscript:
-    """Return the conversation of a row together with the row's further values.
+    """Return the conversation in a row together with the row's unread values.
 
     Raises:
         ValueError: the row is not a conversation, or has content that is neither read nor known to
-            have no effect. The message names file, row and field.
+            have no effect. The message names the file, row and field.
     """
     column, given = read_conversation(record)
     check_turns(record, given, column=column)

@@ -1,9 +1,10 @@
-"""Case of unit symbols, which distinguishes `5 mW` from `5 MW`.
+"""Letter case in unit symbols, which distinguishes `5 mW` from `5 MW`.
 
-Further examples are `5 pF` and `5 PF`, `5 Nm` and `5 nm`. Every SI symbol with every prefix that it
-takes is known in its own case. A symbol in another case (`5 KM`, `5 Kg`, `5 Mpa`) stands for the
-known symbol that has the most letters in the same case. In lower case only, or as two capitals (`5
-MM`), it stands for the first of these: without a prefix, with a small letter, with a capital.
+Further examples are `5 pF` and `5 PF`, `5 Nm` and `5 nm`. Every SI symbol is known in its correct
+case, with every prefix that is allowed for it. A symbol in another case (`5 KM`, `5 Kg`, `5 Mpa`)
+stands for the known symbol that has the most letters in the same case. A symbol in lower case only,
+or with two capitals (`5 MM`), stands for the first known symbol in this order: without a prefix,
+with a lowercase prefix, with a capital prefix.
 """
 
 import re
@@ -19,16 +20,17 @@ _SOME_PREFIXES = {
     **{"M": ("", *"mun\u03bcp"), "G": "mk", "t": ("", *"kMG")},
     **dict.fromkeys(("h", "d", "min", "ft", "in", "yd", "mi", "lb", "oz", "gal", "pt", "Da", "au", "ha", "dB", "Cal"), ("",)),
 }
-"""Units with few prefixes: bytes, bits, moles per liter, gauss, tonnes; and symbols without
-prefixes.
+"""Units with few prefixes, and units without prefixes.
+
+Units with few prefixes are bytes, bits, moles per liter, gauss and tonnes.
 """
 
 
 def _known_symbols() -> dict[str, list[str]]:
-    """Return the known symbols by their case-folded form.
+    """Map each case-folded form to the known symbols with that form.
 
-    Symbols that differ in case only are ordered: without a prefix, with a small one, with a
-    capital.
+    Symbols that differ only in case are ordered: without a prefix, with a lowercase prefix, with a
+    capital prefix.
     """
     prefixes = dict.fromkeys(_ANY_PREFIX, _PREFIXES) | _SOME_PREFIXES
     by_form: dict[str, list[str]] = defaultdict(list)
@@ -43,17 +45,17 @@ _UNITS = re.compile(
     r"(?:(?<=[\d}])|(?<=\\pi)|(?<=\u03c0))\s*[^\W\d_]+"
     r"(?:(?:\^?\{?-?\d\}?)?\s*(?:[/*\xb7\u22c5.]|per(?!\w))?\s*[^\W\d_]+){0,4}"
 )
-"""Pattern of the text after a number that may be a unit, or several multiplied or divided."""
+"""Matches the text after a number that may be a unit, or a product or quotient of units."""
 _WORD = re.compile(r"[^\W\d_]+")
 
 
 def mark_unit_case(text: str) -> str:
-    """Return the text with a mark in units that casefold() would confuse: `5 MW` -> `5 mw<1>`."""
+    """Mark the units in a text that casefold() would confuse: `5 MW` -> `5 MW<1>`."""
     return _UNITS.sub(lambda units: _WORD.sub(lambda word: _mark_word(word[0]), units[0]), text)
 
 
 def is_unit_symbol(word: str) -> bool:
-    """Return True if a word is the symbol of a unit, in any case."""
+    """Return True if a word is a unit symbol, in any case."""
     return word.casefold() in _KNOWN
 
 

@@ -1,8 +1,8 @@
-"""Finds columns of questions that are not read although they change the question or the training.
+"""Finds unread columns of questions that seem to change the question or the training.
 
 Examples are images, videos, audio, choices and loss masks. A column is recognized by its type in
-the file's schema (`datasets` features), by its values, and by its name. All other unread values are
-passed on in the payload's `extra`.
+the file's schema (`datasets` features), by its values, or by its name. Unread values are passed on
+in the payload's `extra`.
 """
 
 import os
@@ -25,7 +25,7 @@ CHOICE_NAMES = {
     "endings", "mc1_targets", "mc2_targets",
 }  # fmt: skip
 ANSWER_LISTS = {"answers", "aliases", "answer_aliases", "acceptable_answers", "direct_answers", "ground_truths", "gts", "labels"}
-"""Columns of lists in which every answer is correct, as several annotators gave them."""
+"""Columns with lists of correct answers, such as the answers of several annotators."""
 _LETTER_NAME = re.compile(r"([a-h]|(option|choice)_?([a-h]|\d))")
 _LABEL = re.compile(r"^\s*\(?[A-Za-z0-9]{1,2}[).:]\s+")
 _OTHER_MEANINGS = (
@@ -75,67 +75,65 @@ _OTHER_MEANINGS = (
         "write it into the question, or remove the column",
     ),
 )
-"""Column names, their likely meaning, and the remedy."""
+"""Groups of column names, each with the columns' likely meaning and the fix."""
 SUSPECT_COLUMNS = {name: (looks, remedy) for names, looks, remedy in _OTHER_MEANINGS for name in names}
 NUMERIC_NAMES = {"weight", "weights", "labels"}
-"""Names that have another meaning if their values are words."""
+"""Names of suspect columns that are not reported if their values are words."""
 NEUTRAL_WEIGHTS = (1, "1", "1.0", True, "true")
-"""Weights without effect."""
+"""Weights that have no effect."""
 _MARKUP = re.compile(
     r"<img\b|data:image/|!\[[^\]]*\]\(|\\includegraphics\b|\[(?i:image|img|picture|photo|figure)\s*:|<\s+(?i:image)\s*/?>|<(?i:image)\s+/?>"
 )
-"""Pattern of images in HTML, Markdown, LaTeX and captions, and of IMAGE_PLACEHOLDER with a space in
-it.
+"""Matches images in HTML, Markdown, LaTeX and captions.
+
+IMAGE_PLACEHOLDER with a space in it is matched too.
 """
 TASK_EXTRA_KEYS = {"image_file_name", "bbox", "bboxes"}
-"""Keys of `extra` that tasks and checks read in rows with images."""
+"""Keys of `extra` that tasks and checks use in rows with images."""
 _OPTION_KEYS = ("text", "content", "value", "option", "choice", "answer")
-"""Keys of an option's text, next to that of its label."""
+"""Keys that may contain the text of an option that is a mapping."""
 _REPLIES = ("assistant", "gpt")
-"""Roles of responses."""
+"""Roles of messages that are responses."""
 MAX_CHOICES, MAX_CHOICE_CHARS = 26, 200
 
 
 @dataclass(slots=True, frozen=True)
 class UnreadFinding:
-    """A column of a row that is not read. Rows with equal findings share one line."""
+    """Finding about an unread column of a row; rows with equal findings share one line."""
 
     column: str
     description: str
-    """Description of the column.
-
-    Example: `looks like paths of pictures that exist and is not read`.
-    """
+    """Description such as `looks like paths of pictures that exist and is not read`."""
     remedy: str
     is_error: bool
     is_error_in_all: bool = False
-    """True if the finding is an error once every row of a file has it."""
+    """True if the finding is an error when every row of a file has it."""
 
 
 @dataclass(slots=True, frozen=True)
 class ExaminedRow:
-    """An example and the further values of its row."""
+    """An example with findings about its row and the row's unread values."""
 
     example: Example
     findings: tuple[UnreadFinding, ...]
     columns: tuple[str, ...]
-    """Names of the row's columns as they are in the file."""
+    """Names of the row's columns as written in the file."""
     unread_values: Mapping[str, object]
     """Values that nothing reads, by column; keys of structs are named `extra_info.KEY`."""
     image_column: str
-    """Column of the row's images or video; "" if it has none."""
+    """Name of the column with the row's images or video; "" if the row has neither."""
 
 
 def find_unread(
     record: DataRecord, payload: Mapping[str, object], *, unread_values: Mapping[str, object], question_column: str
 ) -> Iterator[UnreadFinding]:
-    """Yield the findings about values of a row that its payload does not contain.
+    """Yield findings about values of a row that nothing reads.
 
     Args:
         record: the row.
         payload: payload of the row's example.
-        unread_values: values that are not read, by column; keys of extra_info as `extra_info.KEY`.
-        question_column: column of the question.
+        unread_values: unread values by column; keys of extra_info are named `extra_info.KEY`.
+        question_column: column with the question.
     """
     for name, value in unread_values.items():
         if is_empty(value):
@@ -186,17 +184,17 @@ def _column_remedy(name: str, value: object) -> str:
 
 
 def _is_read(value: object, images: Sequence[StoredImage], record: DataRecord) -> bool:
-    """Return True if a column names only images that another column names too."""
+    """Return True if a column names only image files that are already images of the row."""
     names = value if isinstance(value, list) else [value]
     read = {os.path.realpath(image.source) for image in images if not isinstance(image.source, bytes)}
     return all(isinstance(name, str) and "\0" not in name and os.path.realpath(record.folder / name) in read for name in names)
 
 
 def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> UnreadFinding | None:
-    """Return the finding about a text column, if there is one.
+    """Return the finding about a text column, or None if there is none.
 
-    Choices are recognized by the column's name or by the answer among them, columns that change the
-    training by name.
+    Choices are recognized by the column's name or because they contain the answer. Columns that
+    change the training are recognized by name.
     """
     plain, question = name.removeprefix("extra_info.").casefold(), str(payload["question"])
     options = parse_options(value)
@@ -215,7 +213,7 @@ _CHOICES = ("looks like the choices of the answer, which the question does not c
 
 
 def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool:
-    """Return True for a mapping by letters, or a list of short texts that contains the answer."""
+    """Return True for a mapping keyed by letters, or a list of short texts with the answer."""
     if isinstance(value, Mapping) and len(value) >= 2 and all(_LETTER_NAME.fullmatch(name.casefold()) for name in value):
         return True
     is_list = isinstance(value, list) and 2 <= len(value) <= MAX_CHOICES and all(isinstance(item, str) for item in value)
@@ -226,16 +224,16 @@ def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool
 def _are_in_question(options: Sequence[str], question: str) -> bool:
     """Return True if the question contains all options.
 
-    Options that are single letters count as contained, because their text is in the image.
+    A single-letter option counts as contained, because its text is in the image.
     """
     text = " ".join(question.casefold().split())
     return all((len(option) == 1 and option.isalpha()) or " ".join(option.casefold().split()) in text for option in options)
 
 
 def parse_options(value: object) -> list[str]:
-    """Return the options without their letters.
+    """Return the texts of the options without their labels.
 
-    The value is a list, a mapping with a list of texts, or a text of one of these.
+    The value is a list, a mapping with a list of texts, or a text that represents such a value.
     """
     if isinstance(value, str):
         value = (parse_literal(value) if value.lstrip().startswith(("[", "{")) else None) or re.split(r"\n|;|\|", value)
@@ -254,7 +252,7 @@ def _option_words(option: Mapping[str, object]) -> object:
 
 
 def _find_letter_columns(names: Mapping[str, object], payload: Mapping[str, object]) -> Iterator[UnreadFinding]:
-    """Yield a finding about choices in columns A, B, C, D or option_a, option_b."""
+    """Yield a finding if choices are in columns such as A, B, C, D or option_a, option_b."""
     letters = [name for name in names if _LETTER_NAME.fullmatch(name.casefold()) and isinstance(names[name], str | int | float)]
     first = {name.casefold()[-1] for name in letters}
     if not ({"a", "b"} <= first or {"1", "2"} <= first):
@@ -264,9 +262,9 @@ def _find_letter_columns(names: Mapping[str, object], payload: Mapping[str, obje
 
 
 def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> Iterator[UnreadFinding]:
-    """Yield findings about columns that would be the question if another one were not.
+    """Yield findings about further columns that could also contain the question.
 
-    Findings are images in them, and text that differs from that of the question.
+    A finding reports images in such a column, or text that differs from the question.
     """
     for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS):
         if name == question_column or name not in record.row:
@@ -282,10 +280,11 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
 
 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:
-    """Return unread prompts of a row, by column.
+    """Return the unread prompts of a row, by column.
 
-    If extra_info.question is read, these are the prompts that do not contain it. Otherwise it is a
-    last response without the answer.
+    If the question comes from extra_info.question, these are the other prompts that do not contain
+    the question. Otherwise, this is the last response in the messages if it does not contain the
+    answer.
     """
     if question_column == "extra_info.question":
         asked = _extract_words(payload["question"]).casefold()
@@ -304,7 +303,7 @@ def _all_words(value: object) -> str:
 def _is_same_question(value: object, asked: object) -> bool:
     """Return True if two columns have the same text, ignoring image placeholders.
 
-    Either of them may be a single user message.
+    Each value may also be a list with a single message.
     """
     words = [_extract_words(each) for each in (value, asked)]
     return value == asked or (words[0] == words[1] != "")

@@ -1,4 +1,4 @@
-"""Lists the columns that nothing reads in one line, with the setting that ignores them."""
+"""Reports all unread columns in one line, with the setting that ignores them."""
 
 import json
 import re
@@ -9,20 +9,21 @@ IDENTIFIERS = {
     "id", "_id", "idx", "index", "uid", "uuid", "qid", "pid", "row_id", "sample_id", "question_id", "image_id", "source", "dataset",
     "split", "license", "__index_level_0__",
 }  # fmt: skip
-"""Columns that identify a row or its origin.
+"""Names of columns that identify a row or its origin.
 
-They are not reported if they contain a short text or a number.
+Such a column is not reported if its value is a short text or a number.
 """
 MAX_IDENTIFIER_CHARS = 100
 _MOST_NAMES = 50
 _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_][\w.-]*", re.IGNORECASE | re.ASCII)
-"""Pattern of names that Hydra reads as text without quotes."""
+"""Matches names that Hydra parses as text without quotes."""
 
 
 def is_empty(value: object) -> bool:
     """Return True for a value without content.
 
-    Formats with one type for all rows contain such values. False and 0 count as content.
+    File formats in which all rows have the same columns contain such values. False and 0 count as
+    content.
     """
     return value in ("", "[]", "{}", None) or (isinstance(value, list | Mapping) and all(map(is_empty, _items(value))))
 
@@ -32,7 +33,7 @@ def _items(value: list | Mapping[str, object]) -> Iterable[object]:
 
 
 def is_identifier(name: str, value: object) -> bool:
-    """Return True for a short text or a number in a column named like an identifier."""
+    """Return True if the value is a short text or a number and the column name looks like an ID."""
     is_short = isinstance(value, str) and len(value) <= MAX_IDENTIFIER_CHARS and "\n" not in value
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return name.removeprefix("extra_info.").casefold() in IDENTIFIERS and (is_short or is_number)
@@ -44,15 +45,15 @@ class UnreadColumns:
     def __init__(self, ignored: Sequence[str] = ()) -> None:
         self._ignored = ignored
         self._first: dict[str, str] = {}
-        """Maps a column to the first row that has it."""
+        """Maps a column to the location of the first row with a value in it."""
         self._unread: set[str] = set()
-        """Columns that were not read in at least one row."""
+        """Names of the columns that were unread in at least one row."""
 
     def add(self, unread: Mapping[str, object], where: str) -> None:
-        """Record the unread columns of a row that have content.
+        """Record the non-empty unread columns of a row.
 
         Args:
-            unread: values that are not read, by column.
+            unread: unread values by column.
             where: file and row.
         """
         self._unread |= unread.keys()
@@ -61,9 +62,9 @@ class UnreadColumns:
                 self._first[name] = where
 
     def format_lines(self, remedy: str) -> list[str]:
-        """Return one line that lists the unread columns, or no line.
+        """Return a list with one line about the unread columns, or an empty list.
 
-        `remedy` describes how to read them.
+        `remedy` explains how to read the columns.
 
         Example: `q.jsonl row 0: columns level, topic are not read: REMEDY;
         'task.data.columns.ignored=[level,topic]' ignores them`.
@@ -79,18 +80,18 @@ class UnreadColumns:
         return [f"{where}: {verb[0]} {listed} {verb[1]} not read: {remedy}; {setting} ignores {them}"]
 
     def errors(self, columns: Iterable[str]) -> list[str]:
-        """Return an error for each column that is read although it is configured to be ignored."""
+        """Return an error for each column in task.data.columns.ignored that is in fact read."""
         read = [name for name in self._ignored if name in {*columns} - self._unread]
         return [f"task.data.columns.ignored={name}: the column is read; take it out of this list, or remove the column" for name in read]
 
 
 def quote_name(name: str) -> str:
-    """Return a name as a list on the command line needs it, quoted unless it is a plain word."""
+    """Quote a name for a list on the command line, unless it is a plain word."""
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
 class ImageColumnCounts:
-    """Counts the rows without images in data sets in which other rows have some."""
+    """Counts the rows without images in data sets where other rows have images."""
 
     def __init__(self) -> None:
         self._columns: dict[str, None] = {}
@@ -98,7 +99,10 @@ class ImageColumnCounts:
         self._first = ""
 
     def add(self, column: str, where: str) -> None:
-        """Count a row. `column` is that of its images, or "" if it has none."""
+        """Count a row.
+
+        `column` is the row's image column, or "" if the row has no images.
+        """
         self._num_rows += 1
         if column:
             self._columns[column] = None
@@ -107,7 +111,7 @@ class ImageColumnCounts:
             self._first = self._first or where
 
     def format_lines(self) -> list[str]:
-        """Return one line if some rows have images and some have none.
+        """Return a list with one line if only some of the rows have images, else an empty list.
 
         Example: `q.jsonl row 4: 1 of 20 rows have no picture in column image: the policy sees their
         text alone; ...`.

@@ -1,4 +1,4 @@
-"""Results of checks and comparisons, and the tolerances for each precision."""
+"""Results of checks and comparisons, and tolerances for each precision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,14 +7,15 @@ import numpy as np
 import torch
 
 LAYER_TOLERANCE = 5e-5
-"""Relative difference of a row that two float32 forward passes of one layer may have; 1e-6 is
-typical.
+"""Maximum relative difference of a row between two float32 forward passes of one layer.
+
+A typical difference is 1e-6.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LogprobTolerance:
-    """Tolerance for logprobs of sampled tokens.
+    """Tolerance for the logprobs of sampled tokens.
 
     The reference is a float32 forward pass of Hugging Face's model. The limits apply to the largest
     difference, the 99th percentile and the mean (docs/numerics.md, docs/debugging.md).
@@ -26,16 +27,16 @@ class LogprobTolerance:
 
     @property
     def per_token(self) -> float:
-        """Difference from which a token counts as the first that differs."""
+        """Difference above which a single token counts as differing."""
         return min(self.max_abs, self.p99)
 
     @property
     def is_per_token(self) -> bool:
-        """True if each token has a limit that is tight enough to prove agreement."""
+        """True if each token has a limit that is tight enough to prove that it agrees."""
         return bool(np.isfinite(self.max_abs))
 
     def is_within(self, abs_diffs: Sequence[float]) -> bool:
-        """Return True if absolute differences are within all limits."""
+        """Return True if the absolute differences are within all limits."""
         if not abs_diffs:
             return True
         p99, sums = float(np.quantile(abs_diffs, 0.99)), (max(abs_diffs), float(np.mean(abs_diffs)))
@@ -63,7 +64,7 @@ class CheckResult:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LogprobComparison:
-    """Comparison of an implementation's logprobs of sampled tokens with the reference."""
+    """Comparison of the sampled tokens' logprobs in one implementation with the reference."""
 
     name: str
     abs_diffs: Sequence[float]
@@ -85,9 +86,9 @@ class FindingsPage:
     checks: list[CheckResult] = field(default_factory=list)
     comparisons: list[LogprobComparison] = field(default_factory=list)
     layer_differences: list[str] = field(default_factory=list)
-    """Descriptions of the first layers in which two networks differ."""
+    """Descriptions of the first layer in which an implementation differs from the reference."""
     explanations: list[str] = field(default_factory=list)
-    """Hypotheses that reproduce the differing logprobs."""
+    """Hypotheses that reproduce the differing logprobs of an implementation."""
     skipped: list[str] = field(default_factory=list)
 
     @property
@@ -101,9 +102,9 @@ class FindingsPage:
 
 
 def relative_row_diffs(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Return the relative difference of each row: [rows].
+    """Return the relative difference of each row, as a tensor [rows].
 
-    Rows that are almost zero are compared relative to a tenth of the mean length of all rows.
+    Rows that are almost zero are compared relative to a tenth of the mean norm of all rows.
     """
     values, reference = (each.detach().double().flatten(1) for each in (values, reference))
     lengths = reference.norm(dim=1)

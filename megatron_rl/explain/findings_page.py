@@ -7,11 +7,11 @@ import numpy as np
 from megatron_rl.explain.findings import CheckResult, FindingsPage, LogprobComparison
 
 MAX_LINES = 4
-"""Maximum number of lines per section. The rest is only counted."""
+"""Maximum number of lines per section; further lines are only counted."""
 
 
 def render_page(page: FindingsPage) -> str:
-    """Return the page as text."""
+    """Render the findings as text."""
     return "\n".join(_render_lines(page))
 
 

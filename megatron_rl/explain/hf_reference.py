@@ -1,4 +1,4 @@
-"""Hugging Face's model on recorded sequences, the reference for all comparisons."""
+"""Runs Hugging Face's model on recorded sequences, as the reference for all comparisons."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 class HfReferenceModel:
     """Float32 reference model that processes one sequence at a time.
 
-    Up to `cache_bytes` of the weights stay in memory.
+    Up to `cache_bytes` of its weights stay in memory.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class HfReferenceModel:
     def compute_logits(
         self, sequence: RecordedSequence, *, images: Sequence[Image] | None = None, position_3L: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the logits [R, V] of the rows with a sampled next token.
+        """Return the logits [R, V] at the positions that are followed by a sampled token.
 
-        `images` and `position_3L` replace those of the sequence.
+        `images` and `position_3L` replace the images and the positions of the sequence.
         """
         shown = sequence.tokens.images if images is None else images
         ids = torch.tensor([sequence.tokens.token_ids], device=self._device)
@@ -85,7 +85,7 @@ class HfReferenceModel:
 
     @contextmanager
     def override_rope_sections(self, sections: Sequence[int]) -> Iterator[None]:
-        """Use these rope sections inside the block."""
+        """Use these rope sections within the with block."""
         before = self.rotary.mrope_section
         self.rotary.mrope_section = list(sections)
         try:

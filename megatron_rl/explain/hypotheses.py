@@ -1,8 +1,8 @@
-"""Tests hypotheses about differing logprobs by simulating each with Hugging Face's model.
+"""Tests hypotheses about differing logprobs by simulating each of them with Hugging Face's model.
 
-Only images between the last sampled token that agrees and the first one that differs are suspected.
-In bfloat16, in which the tolerance cannot prove that a single token agrees, all images up to the
-differing token are.
+An image is suspected only if it lies between the last sampled token that agrees and the first
+sampled token that differs. In bfloat16, the tolerance cannot prove that a single token agrees, so
+all images up to the differing token are suspected.
 """
 
 import math
@@ -24,36 +24,36 @@ from megatron_rl.types import Image
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 MAX_OTHER_IMAGES = 24
-"""Maximum number of other images of the step that are tried in the place of one."""
+"""Maximum number of other images from the step that are tried in place of a suspected image."""
 MAX_FITTED_TOKENS = 64
 """Maximum number of sampled tokens to which a temperature is fitted."""
 MIN_FITTED_TOKENS = 4
-"""Minimum number of sampled tokens for fitting a temperature. Fewer may match by chance."""
+"""Minimum number of sampled tokens for fitting a temperature; fewer may match by chance."""
 MIN_GAP_RATIO = 1.25
-"""Ratio of mean differences from which a later hypothesis is preferred to an earlier one.
+"""Ratio of mean differences above which a later hypothesis is preferred to an earlier hypothesis.
 
-With a dozen tokens, a wrong hypothesis of little effect was a fifth below the right one just from
-the rounding of bfloat16.
+With a dozen tokens, the mean difference of a wrong hypothesis with little effect was a fifth
+smaller than that of the right hypothesis, only because of bfloat16 rounding.
 """
 LogprobsFn = Callable[[], torch.Tensor]
-"""Returns the float64 logprobs [R] of a sequence's sampled tokens."""
+"""Function that returns the float64 logprobs [R] of a sequence's sampled tokens."""
 LogitsToLogprobs = Callable[[torch.Tensor], torch.Tensor]
-"""Converts logits [R, V] to such logprobs."""
+"""Function that converts logits [R, V] to the float64 logprobs [R] of the sampled tokens."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MismatchCase:
-    """A sequence with logprobs that differ from those of Hugging Face's model."""
+    """A sequence with logprobs that differ from the logprobs of Hugging Face's model."""
 
     sequence: RecordedSequence
     observed_R: torch.Tensor
     mask_R: torch.Tensor
-    """Bool mask of the compared tokens. Tokens sampled by other weights are excluded."""
+    """Bool mask of the compared tokens; tokens sampled by other weights are excluded."""
     temperature: float
     tolerance: LogprobTolerance
 
     def abs_diffs(self, logprob_R: torch.Tensor) -> list[float]:
-        """Return the absolute differences of the compared tokens."""
+        """Return the absolute differences to the observed logprobs for the compared tokens."""
         return (logprob_R - self.observed_R).abs()[self.mask_R].tolist()
 
 
@@ -66,15 +66,16 @@ class HypothesisInputs:
     images: Mapping[str, Image]
     """Images of the step by key."""
     older_source: TensorSource | None = None
-    """Older weights, of which one tensor or all may be stale."""
+    """Older weights, used to test whether one tensor or all tensors are stale."""
 
 
 def find_explanation(case: MismatchCase, inputs: HypothesisInputs) -> str:
     """Return the hypothesis that reproduces the observed logprobs, or "" if none does.
 
-    A hypothesis within the float32 tolerance is returned at once. Among those that are only within
-    the case's wider tolerance, the first one with a mean difference of at most MIN_GAP_RATIO times
-    the smallest is returned. The first candidate is that nothing is wrong, with the result "".
+    A hypothesis within the float32 tolerance is returned at once. Otherwise, the candidates are ""
+    (nothing is wrong) and then the hypotheses within the case's wider tolerance. The first
+    candidate with a mean difference of at most MIN_GAP_RATIO times the smallest mean difference is
+    returned.
     """
     reference, looked = inputs.reference, case.sequence
     logits_RV = reference.compute_logits(looked)
@@ -109,9 +110,9 @@ def _hypotheses(case: MismatchCase, inputs: HypothesisInputs, logits_RV: torch.T
 
 
 def fit_temperature(case: MismatchCase, reference: HfReferenceModel, logits_RV: torch.Tensor) -> float:
-    """Return the temperature with the smallest mean difference to the observed logprobs.
+    """Return the temperature that minimizes the mean difference to the observed logprobs.
 
-    The search is a grid that is refined around its best point.
+    The search uses a grid that is refined around its best point.
     """
     kept = case.mask_R.nonzero()[:MAX_FITTED_TOKENS, 0]
     scaled = logits_RV[kept].double().masked_fill(reference.banned_mask, -torch.inf)
@@ -148,10 +149,10 @@ def _image_hypotheses(
 
 
 def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_token_id: int) -> list[int]:
-    """Return the indices of images that may cause the first differing token.
+    """Return the indices of the images that may cause the first differing token.
 
-    They lie between the last agreeing token and the first differing one. If only the mean differs,
-    the last token takes the place of the latter.
+    These images lie between the last agreeing token and the first differing token. If no single
+    token differs and only the mean does, the last token is used as the differing token.
     """
     wrong = [(logprob > case.tolerance.per_token).item() for logprob in (expected_R - case.observed_R).abs()]
     rows = [
@@ -173,9 +174,10 @@ def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_toke
 
 
 def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[str, Image]) -> Iterator[tuple[str, list[Image]]]:
-    """Yield the images with one of them replaced by another of as many tokens.
+    """Yield the images with one of them replaced by an image with the same number of tokens.
 
-    Other images of the sequence are swapped with it; those of the step replace it.
+    An image of the same sequence swaps places with the replaced image. Other images of the step
+    only take its place.
     """
     shown = images[number]
     for place, other in enumerate(images):
@@ -189,9 +191,9 @@ def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[
 
 
 def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]]:
-    """Return sizes that a second resize of an image may produce.
+    """Return the sizes that a second resize of an image may produce.
 
-    They follow from the run's limits, from the checkpoint's own limits, and from halving.
+    These sizes follow from the run's limits, from the checkpoint's own limits, and from halving.
     """
     width, height = image.pil.size
     processor = renderer.processor.image_processor
@@ -205,9 +207,9 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
 
 
 def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
-    """Resize an image to a size and back. `scale_of` is the image to which the size applies.
+    """Resize an image to another size and back to its original size.
 
-    Another image is scaled by the same ratio.
+    `size` applies to the image `scale_of`. Any other image is scaled by the same ratio.
     """
     (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))
@@ -235,7 +237,7 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
 
 
 def alternative_rope_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return wrong rope sections: permutations, and ones with pairs moved to another axis."""
+    """Return wrong rope sections: permutations, and sections with pairs moved to another axis."""
     right, found = tuple(sections), list(permutations(sections))
     for giver in range(len(right)):
         for taker in range(len(right)):
@@ -263,7 +265,7 @@ def _weight_hypotheses(
 
 
 def find_changed_tensors(weights: StreamedModel, older_source: TensorSource) -> list[str]:
-    """Return the names of tensors that differ in the older weights."""
+    """Return the names of the tensors that differ from the older weights."""
     return [name for name in weights.names if not _equal_in_dtype(older_source.read(name), weights.get_tensor(name))]
 
 

@@ -1,12 +1,10 @@
-"""Records the outputs of a network under names shared by Hugging Face's model and the trainer's.
+"""Records a network's outputs under names shared by Hugging Face's model and the trainer's model.
 
-The names in the order of computation are
+In the order of computation, the names are patches, tower patches, tower block 0, ..., tower output,
+embedding, rotary angles, layer 0 attention, layer 0 mlp, layer 0, ..., last norm.
 
-    patches, tower patches, tower block 0 .., tower output, embedding, rotary angles,
-    layer 0 attention, layer 0 mlp, layer 0 .., last norm
-
-The output of a decoder layer is recorded as the input of the next one, which includes the features
-that Qwen3-VL adds between them.
+The output of a decoder layer is recorded as the input of the next layer. It therefore includes the
+features that Qwen3-VL adds between the layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +17,7 @@ from torch import nn
 from megatron_rl.explain.findings import LAYER_TOLERANCE, relative_row_diffs
 
 LayerOutputs = dict[str, torch.Tensor]
-"""Maps a name to a tensor [rows, ...]. Rows are patches, vision tokens or tokens."""
+"""Maps a name to a tensor [rows, ...]; rows are patches, vision tokens or tokens."""
 ToRows = Callable[[object], torch.Tensor]
 
 
@@ -30,19 +28,19 @@ class ProbePoints:
     tower: nn.Module | None
     rotary: nn.Module | None
     layers: Sequence[nn.Module]
-    """Decoder layers, each with `mlp` and with an attention module named `attention_name`."""
+    """Decoder layers, each with a module `mlp` and an attention module named `attention_name`."""
     attention_name: str
     norm: nn.Module | None
     first_layer: int = 0
-    """Global index of the first of `layers`."""
+    """Global index of the first layer in `layers`."""
     hidden_rows: ToRows
-    """Converts hidden states to [rows, ...]."""
+    """Function that converts hidden states to [rows, ...]."""
     angle_rows: ToRows
-    """Converts rotary angles to [rows, ...]."""
+    """Function that converts rotary angles to [rows, ...]."""
 
 
 def layer_names(num_blocks: int, num_layers: int) -> list[str]:
-    """Return all names in the order of computation."""
+    """Return the names of all outputs in the order of computation."""
     tower = ["patches", "tower patches", *(f"tower block {number}" for number in range(num_blocks)), "tower output"]
     parts = [f"layer {number}{part}" for number in range(num_layers) for part in (" attention", " mlp", "")]
     return [*tower, "embedding", "rotary angles", *parts, "last norm"]
@@ -50,7 +48,7 @@ def layer_names(num_blocks: int, num_layers: int) -> list[str]:
 
 @contextmanager
 def record_outputs(probes: ProbePoints) -> Iterator[LayerOutputs]:
-    """Record the outputs by name inside the block."""
+    """Record the outputs by name within the with block."""
     passed: LayerOutputs = {}
     with ExitStack() as closing:
 
@@ -89,12 +87,12 @@ def _input_name(number: int) -> str:
 
 
 def is_vision_output(name: str) -> bool:
-    """Return True if the rows of an output belong to images instead of tokens."""
+    """Return True if the rows of an output belong to images and not to tokens."""
     return name == "patches" or name.startswith("tower")
 
 
 def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU.
+    """Copy a tensor to the CPU as float32.
 
     The copy is needed because later modules may add to a layer's output in place, as Megatron's
     residual connections do.
@@ -103,7 +101,7 @@ def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_tensor(value: object) -> torch.Tensor:
-    """Return the tensor in an input or output of a module: the value, or the first of a tuple."""
+    """Return a module's input or output, or its first element if it is a tuple."""
     return value[0] if isinstance(value, tuple) else value
 
 
@@ -115,9 +113,9 @@ class LayerDeviation:
     row: int
     """First row that exceeds the tolerance, or -1 if the shapes differ."""
     relative_diff: float
-    """Relative difference of that row."""
+    """Relative difference of the row."""
     max_diff_before: float
-    """Largest relative difference in all outputs computed before."""
+    """Largest relative difference in all earlier outputs."""
 
 
 def find_first_deviation(

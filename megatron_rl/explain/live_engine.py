@@ -1,8 +1,9 @@
 """Live rollout engine that computes the logprob of each sampled token in a recorded sequence.
 
-Each sampled token takes one request for a single token; the engine's prefix cache shares their
-common prefixes. Every process has an engine, or a part of one that spans settings.tp neighboring
-ranks, as in a run. Only the first engine receives requests; the others stay idle.
+Each sampled token takes one request that generates a single token. The engine's prefix cache shares
+the common prefixes of these requests. Every process has an engine, or a part of an engine that
+spans settings.tp neighboring ranks, as in a run. Only the first engine receives requests; the
+others stay idle.
 """
 
 import asyncio
@@ -24,9 +25,9 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource, iterate_
 
 
 class LiveEngine:
-    """This process's engine, or its part of one, with the weights of a source.
+    """This process's engine, or its part of an engine, with the weights of a source.
 
-    All ranks create it together.
+    All ranks create the engine together.
     """
 
     def __init__(
@@ -47,7 +48,8 @@ class LiveEngine:
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, temperature: float) -> list[torch.Tensor]:
         """Return the float64 logprobs [R] of each sequence's sampled tokens.
 
-        The result is complete on the main rank and empty on ranks outside of the first engine.
+        The result is complete on the main rank, and empty on ranks that are not part of the first
+        engine.
         """
         if not self._is_first:
             return []
@@ -62,7 +64,7 @@ class LiveEngine:
     def close(self) -> None:
         """Shut down the engine.
 
-        It must be the last action of a process, because vLLM leaves the process group.
+        This must be the last action of a process, because vLLM leaves the process group.
         """
         self._engine.close()
 
@@ -73,7 +75,11 @@ class LiveEngine:
         return (await self._engine.generate(before, images, sampling)).requested_logprobs[0][0]
 
     def _token_requests(self, sequence: RecordedSequence) -> Iterator[tuple[list[int], list[Image]]]:
-        """Yield the tokens up to each sampled token, with the images among them."""
+        """Yield one request per sampled token.
+
+        A request consists of all tokens up to and including the sampled token, and the images among
+        them.
+        """
         ids, images = sequence.tokens.token_ids, [replace(each, patch_PC=self._patches(each)) for each in sequence.tokens.images]
         for row in sequence.sampled_rows:
             num, shown = sum(token == self._image_token_id for token in ids[: row + 1]), []

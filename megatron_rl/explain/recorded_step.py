@@ -1,4 +1,4 @@
-"""Recorded rollouts of a step, and the weights that sampled them.
+"""Reads the recorded rollouts of a step, and finds the weights that sampled them.
 
 Unreadable parts are skipped and reported.
 """
@@ -28,7 +28,7 @@ class RecordedSequence:
     """A sequence of a recorded step."""
 
     rollout_index: int
-    """Row or line of the rollout in its file, counting from 0."""
+    """Zero-based row or line of the rollout in its file."""
     index: int
     tokens: TokenSequence
 
@@ -37,7 +37,7 @@ class RecordedSequence:
 
     @property
     def sampled_rows(self) -> list[int]:
-        """Positions followed by a sampled token."""
+        """Positions that are followed by a sampled token."""
         return [place - 1 for place, sampled in enumerate(self.tokens.loss_mask) if sampled and place > 0]
 
     @property
@@ -48,7 +48,7 @@ class RecordedSequence:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """Readable rollouts of a step by row or line, and a line for each unreadable one."""
+    """Readable rollouts of a step by row or line, and one message per unreadable rollout."""
 
     path: Path
     rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class RecordedStep:
 
     @property
     def weight_versions(self) -> list[int]:
-        """Versions of the weights that sampled tokens of this step, the newest first."""
+        """Versions of the weights that sampled tokens in this step, newest first."""
         return sorted({version for each in self.sequences for version in each.tokens.weight_versions if version >= 0}, reverse=True)
 
 
@@ -77,20 +77,21 @@ class ReplaySettings:
     model: ModelSettings
     parallel: ParallelSettings
     engine: EngineSettings
-    """Engine settings on this machine.
+    """Engine settings for this machine.
 
-    tp is that of the run if it divides the number of processes, else 1.
+    tp is the run's tp if it divides the number of processes, else 1.
     """
     temperature: float
     dtype: str
-    """The less precise of the dtypes of engine and trainer."""
+    """Dtype of the engine or of the trainer, whichever is less precise."""
     num_steps: int
     max_staleness: int
-    """Maximum staleness; unlimited in evaluations and rollout-only runs, which use a single set of
-    weights.
+    """Maximum staleness.
+
+    It is unlimited in evaluations and rollout-only runs, because they use a single set of weights.
     """
     initial_weights: str
-    """Path of the weights of version 0."""
+    """Path of the weights with version 0."""
     trains_subset: bool
     """True if only some weights change, because others are frozen or an adapter is trained."""
     allow_grounding_tokens: bool
@@ -99,7 +100,7 @@ class ReplaySettings:
 def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int = 1) -> ReplaySettings:
     """Return the replay settings of a run.
 
-    `model_path` replaces model.path if its files have moved.
+    `model_path` replaces the run's model.path, which is needed if the model files have moved.
 
     Raises:
         ValueError: the run directory has no valid settings.
@@ -131,7 +132,9 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
 
 
 def read_step(run: Path, step: int) -> RecordedStep:
-    """Read all rollouts of a step if rollouts.save=all saved them, else its best and worst.
+    """Read the recorded rollouts of a step.
+
+    These are all rollouts if rollouts.save=all saved them, else the best and worst rollouts.
 
     Raises:
         ValueError: no rollout of the step can be read.
@@ -154,11 +157,11 @@ def read_step(run: Path, step: int) -> RecordedStep:
 
 
 RolloutLoader = Callable[[bool], Rollout]
-"""Loads a rollout with or without its images."""
+"""Function that loads a rollout, with its images if the argument is True."""
 
 
 def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) -> None:
-    """Load a rollout, without its images if they cannot be read."""
+    """Load a rollout with its images, or without them if they cannot be read."""
     try:
         recorded_step.rollouts[index] = load(True)
         return
@@ -172,7 +175,10 @@ def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) 
 
 
 def _iterate_rows(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
-    """Yield the rows' loaders. The file is read at once if it has no errors, else row by row."""
+    """Yield the index of each row and a function that loads it.
+
+    The file is read as a whole if it has no errors, else row by row.
+    """
     try:
         together = read_rollouts(path)
     except ValueError:
@@ -204,7 +210,7 @@ def _decode_line(line: bytes, load: Callable) -> Rollout:
 
 
 def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
-    """Return the path of the weights of a version, which is the number of steps before them.
+    """Return the path of the weights with a version, which is the number of steps before them.
 
     Raises:
         ValueError: the weights were not kept.

@@ -1,6 +1,7 @@
-"""Replays recorded sequences and compares them with Hugging Face's model.
+"""Replays recorded sequences and compares the results with Hugging Face's model.
 
-Tokens are compared first, then layers and tensors of each implementation that differs.
+The logprobs of tokens are compared first. If an implementation differs, its layers and tensors are
+compared too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,20 +27,21 @@ from megatron_rl.types import Image
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 MAX_EXPLAINED = 3
-"""Maximum number of sequences per implementation for which hypotheses are tested, starting with the
-first that differ.
+"""Maximum number of sequences per implementation for which hypotheses are tested.
+
+These are the first sequences that differ.
 """
 RECORDED_ENGINE = "engine, recorded"
 SampledLogprobs = Sequence[torch.Tensor | None]
-"""Logprobs [R] of the sampled tokens of each sequence, or None if they are unknown."""
+"""Logprobs [R] of the sampled tokens in each sequence, or None if they are unknown."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Results of a replay, which are passed between ranks."""
+    """Results of a replay; they are sent from rank to rank."""
 
     reference_logprobs: Sequence[torch.Tensor]
-    """Logprobs of Hugging Face's model."""
+    """Logprobs [R] from Hugging Face's model for each sequence."""
     checks: list[CheckResult] = field(default_factory=list)
     comparisons: list[LogprobComparison] = field(default_factory=list)
     layer_differences: list[str] = field(default_factory=list)
@@ -48,7 +50,7 @@ class ReplayResult:
 
 @dataclass(slots=True, kw_only=True)
 class ForwardReplay:
-    """Replay of a step's sequences. The reference model runs on the first rank."""
+    """Replay of a step's sequences, with the reference model on the first rank."""
 
     spec: ModelSpec
     renderer: Renderer
@@ -59,11 +61,12 @@ class ForwardReplay:
     settings: ReplaySettings
     device: torch.device
     patches: ImageToPatches
-    """Computes patches as the trainer does."""
+    """Function that computes patches in the same way as the trainer."""
     images: Mapping[str, Image]
     max_model_bytes: int
-    """Maximum size in bytes of the float32 weights that one process may keep, for each of Hugging
-    Face's and the trainer's model.
+    """Maximum size in bytes of one model's float32 weights in one process.
+
+    The limit applies to Hugging Face's model and to the trainer's model separately.
     """
     reference: HfReferenceModel | None = None
     engine: LiveEngine | None = None
@@ -74,7 +77,7 @@ class ForwardReplay:
         return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.max_model_bytes
 
     def compare_recorded(self, sequences: Sequence[RecordedSequence]) -> ReplayResult:
-        """Compare the recorded logprobs with Hugging Face's model in this process."""
+        """Compare the recorded logprobs with those of Hugging Face's model, in this process."""
         reference = self.reference = HfReferenceModel(
             self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=make_patch_fn(self.renderer), device=self.device,
             cache_bytes=self.max_model_bytes,
@@ -98,7 +101,7 @@ class ForwardReplay:
         return played
 
     def compare_one_process(self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout) -> ReplayResult:
-        """Compare the trainer's network in this process."""
+        """Compare the trainer's network, run in this process alone, with the reference."""
         trainer = self._build_trainer(layout)
         result.checks.append(self._check_tensors(trainer, "weights in the trainer"))
         one, packed = (trainer.compute_logprobs(sequences, packed=together) for together in (False, True))
@@ -113,7 +116,10 @@ class ForwardReplay:
     def compare_live_engine(
         self, result: ReplayResult, sequences: Sequence[RecordedSequence], *, world: World, group: dist.ProcessGroup | None
     ) -> ReplayResult:
-        """Compare an engine that is started now. All ranks call it together."""
+        """Compare an engine that is started for the comparison.
+
+        All ranks call this method together.
+        """
         given = self.settings
         self.engine = LiveEngine(given.model.path, given.engine, self.renderer, self.source, patches=self.patches, world=world)
         said = self.engine.compute_logprobs(sequences, temperature=given.temperature)
@@ -132,7 +138,10 @@ class ForwardReplay:
     def compare_at_layout(
         self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout, *, is_main: bool, group: dist.ProcessGroup | None
     ) -> ReplayResult:
-        """Compare the trainer's network sharded over all ranks. All ranks call it together."""
+        """Compare the trainer's network, sharded over all ranks.
+
+        All ranks call this method together.
+        """
         name = f"trainer, tp {layout.tp} x pp {layout.pp}" + (f" x vpp {layout.vpp}" if layout.vpp > 1 else "")
         trainer = self._build_trainer(layout)
         tensors, said = (
@@ -166,9 +175,9 @@ class ForwardReplay:
         *,
         tolerance: LogprobTolerance,
     ) -> int | None:
-        """Compare logprobs with the reference and look for an explanation of differences.
+        """Compare logprobs with the reference and search for an explanation of differences.
 
-        Returns the index of the first sequence that differs, or None if all agree.
+        Return the index of the first sequence that differs, or None if all sequences agree.
         """
         known = [number for number, said_R in enumerate(observed) if said_R is not None]
         cases = list(
@@ -213,7 +222,7 @@ class ForwardReplay:
         )
 
     def _describe_token(self, sequence: RecordedSequence, place: int) -> str:
-        """Return a description of a token; for an image placeholder it includes the image."""
+        """Describe a token; for an image placeholder, the description includes the image."""
         ids, shown = sequence.tokens.token_ids, ""
         if ids[place] == self.spec.image_token_id:
             before = sum(token == self.spec.image_token_id for token in ids[:place])
@@ -222,11 +231,11 @@ class ForwardReplay:
         return f"token {place} {self.renderer.tokenizer.decode([ids[place]])!r}{shown}"
 
     def _compare_layers(self, name: str, sequence: RecordedSequence, outputs: LayerOutputs) -> list[str]:
-        """Describe the first layer that differs from Hugging Face's on a sequence."""
+        """Describe the first layer that differs from Hugging Face's model on a sequence."""
         spec, right = self.spec, self.reference.record_layer_outputs(sequence)
         names = layer_names(spec.vision.num_blocks, spec.num_layers)
         are_distinct = len({image.key for image in sequence.tokens.images}) == len(sequence.tokens.images)
-        names = names if are_distinct else [each for each in names if not is_vision_output(each)]  # the trainer encodes each only once
+        names = names if are_distinct else [each for each in names if not is_vision_output(each)]  # the trainer encodes equal images once
         found = find_first_deviation(outputs, right, names)
         if found is None:
             return [f"{name}: every layer agrees on {sequence}; the head, the temperature, the ids or what stands around it differs"]
@@ -256,7 +265,7 @@ class ForwardReplay:
         return result
 
     def _check_tensors(self, trainer: TrainerForward, name: str) -> CheckResult:
-        """Check that the weights exported by the trainer equal those of the source."""
+        """Check that the weights exported by the trainer equal the weights of the source."""
         result = CheckResult(name, unit="tensors")
         for tensor_name, tensor in trainer.hf_weights():
             result.num_checked += 1
@@ -274,7 +283,7 @@ class ForwardReplay:
         return "; it is stale: it is that of the older weights"
 
     def _check_unchanged_tensors(self) -> list[CheckResult]:
-        """Report the tensors equal to the older weights if nearly all others have changed."""
+        """Report tensors that equal the older weights although nearly all others have changed."""
         if self.older_source is None or self.settings.trains_subset:
             return []
         weights = self.reference.weights
@@ -287,6 +296,6 @@ class ForwardReplay:
 
 
 def _recorded_trainer_logprobs(sequence: RecordedSequence) -> torch.Tensor | None:
-    """Return the recorded logprobs of the trainer, or None if the sequence has none."""
+    """Return the trainer's recorded logprobs, or None if the sequence has none."""
     old = sequence.tokens.old_logprobs
     return torch.tensor([old[row + 1] for row in sequence.sampled_rows], dtype=torch.float64) if old else None

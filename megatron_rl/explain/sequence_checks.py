@@ -1,4 +1,4 @@
-"""Checks of a recorded step that need no model. Each returns a findings.CheckResult."""
+"""Checks of a recorded step that need no model; each check returns a findings.CheckResult."""
 
 from collections.abc import Callable, Mapping
 from itertools import pairwise
@@ -14,19 +14,19 @@ from megatron_rl.rollout.renderer import Renderer, image_key
 from megatron_rl.types import Image, Rollout
 
 PATCH_TOLERANCE = 1e-5
-"""Tolerance between two computations of the same patches.
+"""Maximum difference between two computations of the same patches.
 
-Pixel values are near 1, so that it covers rounding.
+Pixel values are near 1, so this tolerance covers rounding.
 """
 
 
 def run_sequence_checks(
     step: RecordedStep, renderer: Renderer, spec: ModelSpec, *, step_number: int, max_staleness: int
 ) -> list[CheckResult]:
-    """Return the results of all checks.
+    """Run all checks and return their results.
 
-    `step_number` is the number of the step and thus the newest weight version that can have sampled
-    it.
+    `step_number` is the number of the step. It is also the newest weight version that can have
+    sampled the step's tokens.
     """
     keys = {image.key: image for rollout in step.rollouts.values() for image in rollout.images}
     return [
@@ -40,7 +40,7 @@ def run_sequence_checks(
 
 
 def check_masks(step: RecordedStep) -> CheckResult:
-    """Check that mask, spans of turns, versions and logprobs agree on the sampled tokens."""
+    """Check that masks, turn spans, versions and logprobs agree on which tokens were sampled."""
     result = CheckResult("masks, spans, logprobs")
     for each in step.sequences:
         result.num_checked += 1
@@ -67,9 +67,9 @@ def _sampled_positions(rollout: Rollout, number: int) -> set[int]:
 
 
 def check_placeholders(step: RecordedStep, spec: ModelSpec) -> CheckResult:
-    """Check that placeholders match the image grids in number and arrangement.
+    """Check that image placeholders match the image grids in number and arrangement.
 
-    Otherwise positions cannot be computed.
+    Otherwise, positions cannot be computed.
     """
     result = CheckResult("placeholders and grids")
     for each in step.sequences:
@@ -104,7 +104,7 @@ def check_banned_ids(step: RecordedStep, renderer: Renderer) -> CheckResult:
 def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) -> CheckResult:
     """Check the weight versions of sampled tokens.
 
-    They must not decrease within a sequence, exceed the step's version, or be older than
+    Versions must not decrease within a sequence, exceed the step's version, or be older than
     `max_staleness` allows.
     """
     result = CheckResult("weight versions")
@@ -127,7 +127,7 @@ def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) 
 
 
 def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
-    """Check that an image's file has the pixels of its key and the size of its grid."""
+    """Check that each image file has the pixels of its key and the size of its grid."""
     result = CheckResult("pictures' pixels", unit="pictures")
     for key, image in images.items():
         if image.pil is None:
@@ -145,7 +145,7 @@ def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult
 
 
 def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
-    """Check that the renderer computes the same patches from an image as `compute_patches`."""
+    """Check that the renderer and `compute_patches` compute the same patches from an image."""
     result = CheckResult("patches made again", unit="pictures")
     for key, image in images.items():
         if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch_size, image.grid[1] * renderer.patch_size):
@@ -162,9 +162,9 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
 
 
 def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
-    """Compute the patches, float32 [P, C], from the definition in the paper.
+    """Compute the patches of an image, float32 [P, C], from the definition in the paper.
 
-    Pixels are scaled, centered and cut into squares in merge order; the frame is repeated.
+    Pixels are scaled, normalized and cut into squares in merge order; the frame is repeated.
     """
     processor, patch, merge = renderer.processor.image_processor, renderer.patch_size, renderer.merge_size
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255.0
@@ -176,11 +176,11 @@ def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
 
 
 ImageToPatches = Callable[[Image], torch.Tensor]
-"""Returns the patches of an image, float32 [P, C]."""
+"""Function that returns the patches of an image, float32 [P, C]."""
 
 
 def make_patch_fn(renderer: Renderer) -> ImageToPatches:
-    """Return a function that computes patches of recorded pixels without the renderer's cache."""
+    """Return a function that computes patches from recorded pixels without the renderer's cache."""
 
     def made(image: Image) -> torch.Tensor:
         return renderer.processor.image_processor(images=[image.pil], do_resize=False, return_tensors="pt")["pixel_values"]
@@ -189,7 +189,7 @@ def make_patch_fn(renderer: Renderer) -> ImageToPatches:
 
 
 def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
-    """Return the sequences that a network can process, and a line for each of the others."""
+    """Return the sequences that a model can process, and one message per other sequence."""
     good, lines = [], []
     for each in step.sequences:
         context = each.tokens

@@ -27,8 +27,9 @@ from megatron_rl.weights.formats.peft import CONFIG as ADAPTER
 
 GB = 1e9
 RANK_TIMEOUT_S = 86400.0
-"""Timeout in seconds for ranks waiting for the first one, which alone replays with Hugging Face's
-model.
+"""Timeout in seconds for ranks that wait for the first rank.
+
+Only the first rank replays with Hugging Face's model.
 """
 
 
@@ -39,12 +40,14 @@ class ExplainRequest:
     run: Path
     step: int
     weights: str = ""
-    """Path of a checkpoint of any format or of an adapter; "" takes the run's checkpoint of the
-    version that sampled.
+    """Path of a checkpoint in any format or of an adapter.
+
+    "" selects the run's checkpoint with the weight version that sampled the step.
     """
     older_weights: str = ""
-    """Path of older weights, of which a tensor may be stale; "" takes the run's previous
-    checkpoint.
+    """Path of older weights, used to find stale tensors.
+
+    "" selects the run's previous checkpoint.
     """
     model: str = ""
     """Path of config, tokenizer and processor if they are not at the run's model.path."""
@@ -52,13 +55,13 @@ class ExplainRequest:
     with_model: bool = True
     with_engine: bool = False
     max_model_gb: float = 16.0
-    """Maximum size in GB of float32 weights per process.
+    """Maximum size in GB of one model's float32 weights in one process.
 
-    As much of Hugging Face's model stays in memory. A larger model of the trainer is replayed only
-    at a layout.
+    Up to this size, the weights of Hugging Face's model stay in memory. A larger model of the
+    trainer is replayed only at a parallel layout.
     """
     parallel_sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the parallel layout by name. Missing ones are those of the run."""
+    """Sizes of the parallel layout by name; missing sizes are taken from the run."""
 
 
 def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
@@ -104,9 +107,9 @@ def _run_replay(
     page: FindingsPage, forward_replay: ForwardReplay, sequences: Sequence[RecordedSequence], *, parallel: ParallelSettings | None,
     use_engine: bool, world: World,
 ) -> None:  # fmt: skip
-    """Replay with Hugging Face's model and one process on the first rank, then on all ranks.
+    """Replay on the first rank (Hugging Face's model, trainer in one process), then on all ranks.
 
-    The latter are the layout and the parts of the engine.
+    All ranks together run the trainer at its parallel layout, and the engine.
     """
     waiting = long_timeout_group(timeout_s=RANK_TIMEOUT_S)
     played: ReplayResult = run_on_rank_zero(lambda: forward_replay.compare_recorded(sequences), group=waiting)
@@ -147,9 +150,9 @@ def _title(request: ExplainRequest, step: RecordedStep) -> str:
 
 
 def _open_weights(request: ExplainRequest, settings: ReplaySettings, step: RecordedStep, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
-    """Return the newest version with available weights.
+    """Return the newest weight version with available weights, their path, and their source.
 
-    Weights given by the request count as the newest.
+    Weights named in the request count as the newest version.
     """
     require(bool(step.weight_versions), "--step", request.step, "nothing was sampled in it")
     if request.weights:
@@ -183,7 +186,7 @@ def _open_checkpoint(checkpoint_path: str, settings: ReplaySettings, spec: Model
 def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_rollouts: int) -> list[RecordedSequence]:
     """Return the sequences of at most `num_rollouts` rollouts.
 
-    Rollouts with the largest difference between engine and trainer logprobs come first.
+    Rollouts with the largest difference between engine and trainer logprobs are selected first.
     """
     fitting = [each for each in sequences if version in each.tokens.weight_versions]
     gaps: dict[int, float] = {}
@@ -195,7 +198,7 @@ def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_r
 
 
 def _parallel_settings(request: ExplainRequest, settings: ReplaySettings, spec: ModelSpec, world: World) -> ParallelSettings | None:
-    """Return the parallel layout of the processes, or None if each of them has the whole model."""
+    """Return the parallel layout of the processes, or None if each one has the whole model."""
     run, given = settings.parallel, dict(request.parallel_sizes)
     parallel = ParallelSettings(
         tp=given.get("tp", run.tp), pp=given.get("pp", run.pp), vpp=given.get("vpp", run.vpp),

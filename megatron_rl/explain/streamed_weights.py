@@ -1,7 +1,8 @@
-"""Hugging Face's model with weights that are loaded for each module's forward pass only.
+"""Hugging Face's model with weights that are loaded only for the forward pass of each module.
 
-Up to `cache_bytes` of the weights used first are cached, so that a small model is read once and a
-large one takes little more memory than that. The results are the same in both cases.
+The weights that are used first are cached, up to `cache_bytes`. A small model is therefore read
+only once, and a large model takes little more memory than `cache_bytes`. The results are the same
+in both cases.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +19,13 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
 class StreamedModel:
-    """Float32 model with the weights of a source."""
+    """Float32 model with weights that are streamed from a source."""
 
     def __init__(self, spec: ModelSpec, source: TensorSource, *, cache_bytes: int, device: torch.device) -> None:
         self._source, self._cache_bytes_left, self._device = source, cache_bytes, device
         self._cached: dict[str, torch.Tensor] = {}
         self._overrides: dict[str, TensorSource] = {}
-        """Maps a tensor's name to the source that overrides it."""
+        """Maps the name of a tensor to the source that overrides it."""
         config = deepcopy(spec.config)
         config.dtype = torch.float32
         with torch.device("meta"):
@@ -51,7 +52,7 @@ class StreamedModel:
 
     @contextmanager
     def override_tensors(self, names: Sequence[str], source: TensorSource) -> Iterator[None]:
-        """Use these tensors of another source inside the block."""
+        """Use the tensors with these names from another source within the with block."""
         self._overrides = dict.fromkeys(names, source)
         try:
             yield
@@ -61,8 +62,8 @@ class StreamedModel:
     def _stream_module(self, module: nn.Module, own: Mapping[str, tuple[str, nn.Parameter]]) -> None:
         """Register hooks that load and free a module's own parameters.
 
-        `own` maps a name in the module to the tensor's canonical name and its placeholder parameter
-        without data.
+        `own` maps a parameter's name in the module to the canonical name of the tensor and to a
+        placeholder parameter without data.
         """
 
         def come(module: nn.Module, _: tuple) -> None:
@@ -78,9 +79,9 @@ class StreamedModel:
 
 
 def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Fill the buffers of rotary angles, which checkpoints do not contain.
+    """Fill the buffers for rotary angles, which checkpoints do not contain.
 
-    They are computed as transformers does in from_pretrained (5.19, modeling_utils.py).
+    The values are computed as in from_pretrained of transformers (5.19, modeling_utils.py).
     """
     for module in model.modules():
         blanks = dict(module.named_buffers(recurse=False))

@@ -1,7 +1,8 @@
 """Forward pass of the trainer's network on recorded sequences, at any parallel layout.
 
-It needs no optimizer and uses the chunks, attention and token distribution of policy/. Pipeline
-stages run one after the other, so that every layer can be recorded. Every rank calls every method.
+It needs no optimizer and uses the model chunks, attention and token distribution of policy/.
+Pipeline stages run one after the other, so that every layer can be recorded. Every rank must call
+every method.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, load_hf
 
 LOGIT_CHUNK_ROWS = 2048
-"""Number of rows for which logits exist at a time."""
+"""Number of rows for which logits are in memory at a time."""
 BUCKET_BYTES = 256 << 20
 MAX_TOKENS = 8192
 """Maximum number of tokens in a packed micro-batch."""
@@ -67,8 +68,8 @@ class TrainerForward:
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, packed: bool) -> list[torch.Tensor]:
         """Return the logprobs [R] of each sequence's sampled tokens, on every rank.
 
-        Sequences run one by one or, if `packed`, in micro-batches as in an update, with common
-        prefixes computed once.
+        Sequences run one by one, or in micro-batches if `packed` is True. Micro-batches are packed
+        as in an update, with common prefixes computed once.
         """
         rollouts = [Rollout("", "", 0, 0, sequences=[each.tokens]) for each in sequences]
         weighted = [PackItem(each.tokens, origin=(number, 0)) for number, each in enumerate(sequences)]
@@ -81,9 +82,9 @@ class TrainerForward:
         return [torch.tensor([columns[number, 0][row + 1] for row in each.sampled_rows]) for number, each in enumerate(sequences)]
 
     def record_layer_outputs(self, sequence: RecordedSequence) -> LayerOutputs:
-        """Return the outputs of all chunks of all stages.
+        """Return the outputs of all model chunks on all pipeline stages.
 
-        The tower is left out if tensor-parallel ranks split the images between them.
+        The vision tower is left out if tensor-parallel ranks split the images among themselves.
         """
         mine: LayerOutputs = {}
         with ExitStack() as closing:
@@ -105,7 +106,7 @@ class TrainerForward:
     @with_megatron_on_cpu
     @torch.no_grad()
     def _forward_logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return the logprob of each target [T], 0 at other positions."""
+        """Return the logprob of each target as a tensor [T]; other positions are 0."""
         rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
         for chunk in self.chunks:
@@ -144,7 +145,7 @@ class TrainerForward:
 def gather_sequence(value: object, *, layout: Layout) -> torch.Tensor:
     """Return the hidden states [T, H] of a whole sequence.
 
-    They are gathered if tensor-parallel ranks have parts of them.
+    With sequence parallelism, the parts of all tensor-parallel ranks are gathered.
     """
     part = first_tensor(value)[:, 0]
     if not layout.sequence_parallel:

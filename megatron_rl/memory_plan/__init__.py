@@ -1,1 +1,1 @@
-"""Memory and time plans of a run, computed without GPUs or weights."""
+"""Plans of a run's memory and step time, computed without GPUs or weights."""

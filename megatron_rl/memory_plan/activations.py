@@ -1,10 +1,11 @@
-"""Formula for the memory of one micro-batch on a rank besides the weights.
+"""Formula for the memory of one micro-batch on a rank, excluding the weights.
 
-It counts the activations saved by autograd and the temporary tensors, in the manner of Korthikanti
-et al. (arXiv 2205.05198), tensor by tensor for our own layers (policy/transformer.py without
-Transformer Engine, which saves less; policy/vision.py) with the GPU kernels of policy/fused.py.
-tests/memory_plan/test_activations.py compares it with what autograd really saves, using operations
-that save the same tensors as those kernels.
+The formula counts the activations saved by autograd and the temporary tensors, in the manner of
+Korthikanti et al. (arXiv 2205.05198). It goes tensor by tensor through this project's layers
+(policy/transformer.py without Transformer Engine, policy/vision.py) with the GPU kernels of
+policy/fused.py; Transformer Engine saves less. tests/memory_plan/test_activations.py compares the
+formula with the tensors that autograd really saves, using operations that save the same tensors as
+those kernels.
 
 Sizes per token or patch are H (hidden), A (queries), K (keys) and F (MLP). Attention is flash
 attention, so that its memory is linear in the sequence length.
@@ -20,17 +21,18 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
 
 LOGIT_BYTES = 24
-"""Bytes per logit at the peak of the backward pass: six fp32 numbers, whatever the model's dtype
-(logprobs.py).
+"""Bytes per logit at the peak of the backward pass (logprobs.py).
+
+These are six fp32 values, whatever the model's dtype.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ActivationMemory:
-    """Bytes of one micro-batch on one rank."""
+    """Activation bytes of one micro-batch on one rank."""
 
     saved_bytes: int
-    """Bytes saved between forward and backward pass, per micro-batch in flight."""
+    """Bytes saved between the forward and the backward pass, per micro-batch in flight."""
     num_in_flight: float
     """Number of micro-batches in flight on a pipeline stage."""
     transient_bytes: int
@@ -38,7 +40,7 @@ class ActivationMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Number of bytes of all micro-batches in flight and of temporary tensors."""
+        """Number of bytes for all micro-batches in flight and for temporary tensors."""
         return int(self.saved_bytes * self.num_in_flight) + self.transient_bytes
 
 
@@ -52,10 +54,10 @@ def compute_activation_memory(
         model: sizes of the model.
         parallel: parallel layout and recomputation.
         stage: index of the pipeline stage.
-        num_tokens: number of tokens in the micro-batch. All of them may be image tokens, and all
+        num_tokens: number of tokens in the micro-batch; all of them may be image tokens, and all
             may be sampled.
         max_patches: maximum number of patches per image. The rank with the most patches encodes its
-            share and at most one more image.
+            own share and at most one more image.
         itemsize: bytes per activation value.
         lora: adapters.
         frozen: names of the frozen modules.
@@ -72,8 +74,8 @@ def compute_activation_memory(
     gathered = 2 * model.hidden_size * itemsize if parallel.sequence_parallel else 0
     intermediate = model.ffn_size * itemsize / parallel.tp
     again = {"full": most, "selective": query + keys}.get(parallel.recompute, 0)
-    # Temporary gradients in the MLP or in attention; the latter are those of gathered keys and
-    # values and of their sources.
+    # Temporary gradients in the MLP or in attention. In attention, these are the gradients of the
+    # gathered keys and values and of their sources.
     working = num_tokens * (max(2 * intermediate, 2 * query + keys + 2 * key) + 2 * hidden + gathered + again)
     if stage == 0:
         vision_kept, vision_working = vision_tower_bytes(
@@ -84,11 +86,12 @@ def compute_activation_memory(
             itemsize=itemsize,
             is_trained=trains_vision(lora, frozen),
         )
-        # The tower runs before the layers save anything and after they have released it. A frozen
-        # tower with recomputation is an exception, because it keeps the inputs of its blocks.
+        # The vision tower runs forward before the layers save anything, and backward after they
+        # have released it. A frozen tower with recomputation is an exception, because it keeps the
+        # inputs of its blocks.
         holds_on = parallel.recompute in ("vision", "full") and not trains_vision(lora, frozen)
         working = max(working, vision_working - (0 if holds_on else kept))
-        # Image features that layers add (DeepStack), and their gradient if the tower is trained.
+        # Image features added by layers (DeepStack), and their gradients if the tower is trained.
         kept += num_tokens * hidden * (1 + (2 if trains_vision(lora, frozen) else 1) * model.vision.num_deepstack_layers) + vision_kept
     if stage == parallel.pp - 1:
         logits = parallel.log_probs_chunk_size * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * LOGIT_BYTES
@@ -101,11 +104,11 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     """Return the bytes per token that autograd saves in one decoder layer.
 
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
-    projection, both rotated parts and the result (A + 2 K, A, K, A), its softmax statistics and
-    four rows of sines and cosines. The MLP saves the fused projection and the output of the
-    activation (2 F, F). Selective recomputation saves only the softmax statistics, because flash
-    attention stores no scores. Norms of queries and keys save the same as other norms, of A and K
-    values, with one statistic per head.
+    projection, the rotated queries, the rotated keys and the result (A + 2 K, A, K, A), its softmax
+    statistics, and four rows of sines and cosines. The MLP saves the fused projection and the
+    output of the activation (2 F, F). Selective recomputation would avoid only the softmax
+    statistics, because flash attention stores no scores. Query and key norms save the same tensors
+    as other norms, with A and K values and one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
@@ -139,9 +142,10 @@ def vision_tower_bytes(
 def vision_block_bytes(model: ModelSpec, *, itemsize: int) -> float:
     """Return the bytes per patch that autograd saves in one vision block.
 
-    They are those of a decoder layer, except that rotations are fp32 and the activation is that of
-    transformers. A gated MLP saves gate, up, activation and product, F each; quick_gelu saves its
-    input, the sigmoid and the product; gelu saves its input and output.
+    The bytes are the same as in a decoder layer, except that rotations are in fp32 and the
+    activation function comes from transformers. A gated MLP saves gate, up, activation and product,
+    each of size F; quick_gelu saves its input, the sigmoid and the product; gelu saves its input
+    and output.
     """
     vision = model.vision
     norms = 2 * (2 * vision.hidden_size * itemsize + 4)
@@ -152,18 +156,18 @@ def vision_block_bytes(model: ModelSpec, *, itemsize: int) -> float:
 def vision_merger_bytes(model: ModelSpec, *, itemsize: int) -> float:
     """Return the bytes per patch that autograd saves in the merger.
 
-    It saves its input, the norm's output, the MLP's values before and after the activation, all as
-    wide as the merged patches, and the norm's statistic. A DeepStack merger saves all of these
-    except its input, which the next block saves.
+    The merger saves its input, the norm's output, the norm's statistic, and the MLP's values before
+    and after the activation. All of them except the statistic are as wide as the merged patches. A
+    DeepStack merger saves the same tensors except its input, which the next block already saves.
     """
     vision = model.vision
     return vision.hidden_size * (4 + 3 * vision.num_deepstack_layers) * itemsize + 4 * (1 + vision.num_deepstack_layers)
 
 
 def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
-    """Return True if gradients reach the tower's blocks or its merger.
+    """Return True if gradients reach the blocks of the vision tower or its merger.
 
-    The merger alone counts as the whole tower.
+    If only the merger is trained, the whole tower counts as trained.
     """
     if lora.rank:
         return bool({"vision", "projector"} & set(lora.targets))
@@ -171,10 +175,10 @@ def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
 
 
 def _num_in_flight(stage: int, parallel: ParallelSettings) -> float:
-    """Return the number of micro-batches between forward and backward pass on a stage.
+    """Return the number of micro-batches between their forward and backward pass on a stage.
 
     The schedule is 1F1B with many micro-batches. An interleaved schedule (megatron-core 0.16.1,
-    pipeline_parallel/schedules.py) counts model chunks, each 1/vpp of the stage.
+    pipeline_parallel/schedules.py) counts model chunks, and each chunk is 1/vpp of the stage.
     """
     behind = parallel.pp - stage - 1
     if parallel.vpp == 1:

@@ -1,8 +1,8 @@
-"""Memory plan of a rollout engine on one GPU: vLLM's use of its share, computed before it starts.
+"""Memory plan of a rollout engine (vLLM) on one GPU, computed before the engine starts.
 
-tests/memory_plan/test_engine_memory.py compares these numbers with vLLM's own on a CPU: the
-configuration for every recipe, the images of its profiling run, and the peak memory of its vision
-tower, its layers and its sampler.
+tests/memory_plan/test_engine_memory.py compares the plan with vLLM's own numbers on a CPU: the
+configuration for every recipe, the images in vLLM's profiling run, and the peak memory of the
+vision tower, the layers and the sampler.
 """
 
 import math
@@ -15,32 +15,35 @@ from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, format_gb
 from megatron_rl.models.model_spec import ModelSpec
 
 MAX_BATCHED_TOKENS = {"l4": 8192, "l40s": 8192, "a100": 8192, "h100": 16384, "h200": 16384}
-"""Maximum number of tokens per step of an offline engine (vllm 0.32.0, engine/arg_utils.py,
-get_batch_defaults).
+"""Maximum number of tokens per step of an offline engine, by GPU.
+
+The values are those of vllm 0.32.0 (engine/arg_utils.py, get_batch_defaults).
 """
 CUDA_GRAPH_BYTES = 15 * GB // 10
-"""Estimated size of the CUDA graphs, which is 1 to 2 GB.
+"""Estimated bytes of the CUDA graphs, which take 1 to 2 GB.
 
-vLLM counts them in its share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and keeps them while asleep
-(config/model.py, sleep_mode_offload_cudagraph).
+vLLM counts the graphs in its share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and keeps them while
+it is asleep (config/model.py, sleep_mode_offload_cudagraph).
 """
 LOGIT_BYTES = 22
-"""Bytes per logit during sampling: one bfloat16 and five fp32 numbers (rollout/vllm/sampler.py,
-EngineNoise).
+"""Bytes per logit during sampling (rollout/vllm/sampler.py, EngineNoise).
+
+These are one bfloat16 value and five fp32 values.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EnginePlan:
-    """Bytes of an engine on one GPU."""
+    """Planned bytes of an engine on one GPU."""
 
     budget_bytes: int
     weight_bytes: int
-    """Bytes of the weights and of permanent buffers: with DeepStack, the features added to a step's
-    tokens.
+    """Bytes of the weights and permanent buffers.
+
+    With DeepStack, the buffers contain the features that are added to a step's tokens.
     """
     step_bytes: int
-    """Bytes of the largest step, which vLLM measures when it starts, and of the CUDA graphs."""
+    """Bytes of the largest step, which vLLM measures when it starts, plus the CUDA graphs."""
     kv_bytes_per_token: int
     """Number of KV-cache bytes per token."""
 
@@ -56,15 +59,16 @@ class EnginePlan:
 
 
 def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> EnginePlan:
-    """Return the plan of vLLM's share of a GPU: weights, the largest step, and the KV cache.
+    """Plan vLLM's share of a GPU: weights, the largest step, and the KV cache.
 
     Args:
         model: sizes of the model.
         settings: settings of the run.
-        memory: bytes of the GPU; 0 takes those of plan.gpu.
+        memory: memory of the GPU in bytes; 0 selects the memory of plan.gpu.
 
     Raises:
-        ValueError: the share is too small for them and a KV cache of one sequence.
+        ValueError: the share is too small for the weights, the largest step and a KV cache of one
+            sequence.
     """
     given = settings.engine
     width = getattr(torch, given.dtype).itemsize
@@ -88,9 +92,9 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
 
 
 def max_batched_tokens(settings: Settings) -> int:
-    """Return the maximum number of tokens of a vLLM step.
+    """Return the maximum number of tokens in a vLLM step.
 
-    See engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args.
+    vLLM computes it in engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args.
     """
     return min(MAX_BATCHED_TOKENS[settings.plan.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
 
@@ -98,8 +102,8 @@ def max_batched_tokens(settings: Settings) -> int:
 def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:
     """Return the number of image tokens that vLLM's profiling run encodes at once.
 
-    It encodes as many of the largest images as a step may contain (vllm 0.32.0,
-    multimodal/encoder_budget.py).
+    The profiling run encodes images of the largest size, as many as a step may contain (vllm
+    0.32.0, multimodal/encoder_budget.py).
     """
     given, largest = settings.engine, max_image_tokens(model, settings)
     budget = max(max_batched_tokens(settings), largest)
@@ -110,7 +114,7 @@ def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:
 def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
     """Return the maximum number of tokens per image.
 
-    The image's rectangle of tokens may be at most 200 times as long as it is wide
+    The tokens of an image form a rectangle that is at most 200 times as long as it is wide
     (model_executor/models/qwen2_vl.py, get_image_size_with_most_features).
     """
     most = settings.model.max_pixels // (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
@@ -124,8 +128,8 @@ def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
 def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
     """Return the peak bytes of the engine's largest step.
 
-    It is the larger of the vision tower with all profiled images and the language model with all
-    batched tokens, plus the logits.
+    The peak is the larger of two peaks, plus the logits: the vision tower with all profiled images,
+    and the language model with all batched tokens.
     """
     pictures = num_profiled_image_tokens(model, settings)
     passing = max(
@@ -141,8 +145,8 @@ def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) 
 def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
     """Return the peak number of values per token in a decoder layer.
 
-    They are the hidden, residual, normalized and next rows, the MLP's fused projection and its
-    product.
+    The values are the hidden, residual, normalized and next rows, the MLP's fused projection, and
+    the MLP's product.
     """
     return 4 * model.hidden_size + 3 * model.ffn_size / tp
 
@@ -150,10 +154,10 @@ def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
 def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
     """Return the peak number of values per patch in a block of the vision tower.
 
-    They are the row and its normalized form; in attention the fused projection, the copied (2) and
-    rotated (2) queries and keys, the values, and the result in three shapes. A block's MLP needs
-    less. Learned position embeddings, if there are any, and DeepStack features of earlier blocks
-    are added.
+    The values are the row, its normalized form, and the tensors of attention: the fused projection,
+    the copied (2) and rotated (2) queries and keys, the values, and the result in three shapes. The
+    MLP of a block needs less. Learned position embeddings, if there are any, and DeepStack features
+    of earlier blocks are added.
     """
     vision = model.vision
     left = vision.num_deepstack_layers * vision.out_hidden_size / vision.patches_per_token
@@ -161,9 +165,9 @@ def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
 
 
 def vision_bytes_per_token(model: ModelSpec, settings: Settings) -> float:
-    """Return the bytes per vision token for its patches in a block and for their pixels.
+    """Return the bytes per vision token for the token's patches.
 
-    Pixels exist in fp32 and in the engine's dtype.
+    Each patch needs its values in a block, and its pixels in fp32 and in the engine's dtype.
     """
     vision, width = model.vision, getattr(torch, settings.engine.dtype).itemsize
     return vision.patches_per_token * (peak_values_per_patch(model, tp=settings.engine.tp) * width + vision.patch_dim * (4 + width))

@@ -1,13 +1,16 @@
 """GPU memory plan of a run in which policy and engine share each GPU and alternate.
 
-The largest of three phases determines the result. Rollout: the engine has its share
-(engine.gpu_memory_utilization) next to the parts of the policy that are not offloaded to the host.
-Update: the engine sleeps, with its weights discarded and its KV cache released. Sync: the new
-weights are transferred from the policy to the engine.
+The plan is determined by the largest of three phases:
 
-Weights, gradients and optimizer are counted on the real model (rank_shares.py), activations by a
-formula (activations.py), the engine by engine_memory.py; the constants below cover the rest. The
-plan has not been compared with a GPU yet; tests/gpu/test_memory_on_gpu.py does so.
+- Rollout: the engine has its share (engine.gpu_memory_utilization) next to the parts of the policy
+  that are not offloaded to the host.
+- Update: the engine sleeps, with its weights discarded and its KV cache released.
+- Sync: the new weights are transferred from the policy to the engine.
+
+Weights, gradients and optimizer state are counted on the real model (rank_shares.py). Activations
+are computed by a formula (activations.py), and the engine's memory by engine_memory.py. The
+constants below cover the rest. The plan has not been compared with a GPU yet;
+tests/gpu/test_memory_on_gpu.py will do this.
 """
 
 from dataclasses import dataclass
@@ -23,27 +26,28 @@ from megatron_rl.memory_plan.rank_shares import EMPTY_FOOTPRINT, ModelShare, com
 from megatron_rl.models.model_spec import ModelSpec
 
 CUDA_CONTEXT_BYTES = 6 * GB // 10
-"""Bytes of a process's CUDA context with loaded kernels, estimated for Hopper with CUDA 13."""
+"""Estimated bytes of a process's CUDA context with loaded kernels, for Hopper with CUDA 13."""
 LIBRARY_BYTES = 4 * GB // 10
 """Estimated bytes of library workspaces and of the rounding of small blocks.
 
-The workspaces are those of cuBLAS (32 MiB per handle and stream on Hopper: torch 2.13,
-aten/src/ATen/cuda/CublasHandlePool.cpp) and Triton.
+The workspaces belong to cuBLAS (32 MiB per handle and stream on Hopper: torch 2.13,
+aten/src/ATen/cuda/CublasHandlePool.cpp) and to Triton.
 """
 COMMUNICATOR_BYTES = 5 * GB // 10
-"""Bytes of NCCL's buffers per group of ranks, estimated as 0.2 to 0.5 GB with the channels of NCCL
-2.29 on NVLink.
+"""Estimated bytes of NCCL's buffers per process group.
+
+The buffers are estimated as 0.2 to 0.5 GB with the channels of NCCL 2.29 on NVLink.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RankMemoryPlan:
-    """Bytes on the GPU of one rank, by phase."""
+    """Planned bytes on the GPU of one rank, by phase."""
 
     rank_share: ModelShare
     activations: ActivationMemory
     optimizer_bytes: int
-    """Bytes of the part of the optimizer state that is on the GPU."""
+    """Bytes of the optimizer state that is on the GPU."""
     rollout_bytes: int
     sync_bytes: int
     update_bytes: int
@@ -60,24 +64,24 @@ class MemoryPlan:
 
     gpu: str
     gpu_bytes: int
-    """Bytes of one GPU."""
+    """Memory of one GPU in bytes."""
     world_size: int
     num_tokens: int
-    """Number of tokens of the largest micro-batch."""
+    """Number of tokens in the largest micro-batch."""
     engine: EnginePlan
     host: HostMemoryPlan
-    """Host memory plan of the rank that needs most."""
+    """Host memory plan of the rank that needs the most host memory."""
     ranks: list[RankMemoryPlan]
-    """Plans of the ranks of one data-parallel replica. Other replicas need the same."""
+    """Plans of the ranks in one data-parallel replica; all replicas need the same memory."""
 
     @property
     def peak_bytes(self) -> int:
-        """Number of bytes of the rank that needs most."""
+        """Peak bytes of the rank that needs the most GPU memory."""
         return max(rank.peak_bytes for rank in self.ranks)
 
     @property
     def usable_bytes(self) -> float:
-        """Number of usable bytes of a GPU."""
+        """Number of usable bytes on one GPU."""
         return USABLE_FRACTION * self.gpu_bytes
 
     @property
@@ -95,9 +99,9 @@ def plan_gpu_memory(
         model: sizes of the model.
         settings: settings of the run.
         world_size: number of ranks.
-        has_values: the algorithm needs a critic.
-        uses_sandbox: the task runs code in sandboxes on the nodes of the engines.
-        memory: bytes of the actual GPU; 0 takes those of plan.gpu.
+        has_values: True if the algorithm needs a critic.
+        uses_sandbox: True if the task runs code in sandboxes on the nodes of the engines.
+        memory: memory of the actual GPU in bytes; 0 selects the memory of plan.gpu.
 
     Raises:
         ValueError: the engine's share is too small for its weights and one sequence.
@@ -126,7 +130,7 @@ def require_fit(planned: MemoryPlan) -> str:
     """Return a description of how the plan fits the GPU.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: the plan does not fit the GPU.
     """
     remedy = f"its {format_gb(planned.usable_bytes)} ({USABLE_FRACTION:.0%}) are less than the {format_gb(planned.peak_bytes)} needed"
     require(planned.fits, "plan.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
@@ -135,12 +139,12 @@ def require_fit(planned: MemoryPlan) -> str:
 
 
 def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
-    """Return the bytes of a GPU that no other part of the plan counts.
+    """Return the bytes on a GPU that no other part of the plan counts.
 
-    They belong to CUDA, to the libraries, and to NCCL for each group of more than one rank:
-    tensor-parallel, pipeline, data-parallel, world and engine. With the engine's graphs this is 2.5
-    GB on one GPU and 4 GB on eight with parallel.tp=2; 3.5 to 5 GB were expected there from reading
-    the libraries' sources.
+    The bytes belong to CUDA, to the libraries, and to NCCL for each process group with more than
+    one rank (tensor-parallel, pipeline, data-parallel, world and engine). Together with the
+    engine's CUDA graphs they are 2.5 GB on one GPU, and 4 GB on eight GPUs with parallel.tp=2. For
+    eight GPUs, the sources of the libraries suggest 3.5 to 5 GB.
     """
     tp, pp = settings.parallel.tp, settings.parallel.pp
     groups = [tp, pp, world_size // (tp * pp), world_size, settings.engine.tp]
@@ -150,10 +154,10 @@ def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
 def _plan_rank(
     rank_share: ModelShare, model: ModelSpec, settings: Settings, *, engine: EnginePlan, num_tokens: int, unplanned: int
 ) -> RankMemoryPlan:
-    """Return the plan of one rank. `unplanned` is the result of unplanned_bytes."""
+    """Return the plan of one rank; `unplanned` is the result of unplanned_bytes."""
     held, parallel = rank_share.total_footprint, settings.parallel
     itemsize = getattr(torch, settings.model.dtype).itemsize
-    # Megatron keeps the main weights on the GPU and offloads a copy of them with the moments
+    # Megatron keeps the main weights on the GPU and offloads a copy of them and the moments
     # (optimizer/distrib_optimizer.py, 0.16.1).
     optimizer = held.main_weight_bytes if parallel.offload_optimizer else held.main_weight_bytes + held.moment_bytes
     awake = held.param_bytes + held.grad_bytes

@@ -1,11 +1,11 @@
-"""GPUs that a run can be planned for, as specified by NVIDIA's data sheets, not measured."""
+"""GPUs that a run can be planned for, with the specifications in NVIDIA's data sheets."""
 
 from dataclasses import dataclass
 
 GB = 10**9
 GPUS_PER_NODE = 8
 USABLE_FRACTION = 0.9
-"""Usable fraction of a GPU's memory. The rest allows for fragmentation."""
+"""Usable fraction of a GPU's memory; the rest is reserved for fragmentation."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -13,18 +13,19 @@ class GpuSpec:
     """Data-sheet specifications of a GPU."""
 
     memory_bytes: int
-    """Nominal memory in bytes. Devices report up to 7% more (an H200: 150.7e9)."""
+    """Nominal memory in bytes; devices report up to 7% more (an H200: 150.7e9)."""
     flops_per_s: float
     """Dense bfloat16 FLOP/s."""
     hbm_bytes_per_s: float
-    """Bandwidth of the GPU's memory in bytes per second."""
+    """Bandwidth of the GPU's own memory in bytes/s."""
     link_bytes_per_s: float
-    """Bandwidth to the other GPUs of a node in bytes per second and direction.
+    """Bandwidth to the other GPUs of a node, in bytes/s per direction.
 
-    It is half of the nominal figure for NVLink, or that of PCIe without NVLink.
+    With NVLink, this is half of NVLink's nominal bandwidth; without NVLink, it is the bandwidth of
+    PCIe.
     """
     pcie_bytes_per_s: float
-    """Bandwidth to main memory in bytes per second and direction, of PCIe with 16 lanes."""
+    """PCIe x16 bandwidth to host memory, in bytes/s per direction."""
 
 
 GPU_SPECS = {
@@ -34,21 +35,23 @@ GPU_SPECS = {
     "h100": GpuSpec(memory_bytes=80 * GB, flops_per_s=989e12, hbm_bytes_per_s=3350e9, link_bytes_per_s=450e9, pcie_bytes_per_s=64e9),
     "h200": GpuSpec(memory_bytes=141 * GB, flops_per_s=989e12, hbm_bytes_per_s=4800e9, link_bytes_per_s=450e9, pcie_bytes_per_s=64e9),
 }
-"""Specifications by GPU name, of the SXM variant if there are several.
+"""Specifications by GPU name, for the SXM variant if a GPU has several variants.
 
-Data sheets: L4 (2023), L40S (2023), A100 80GB (2021), H100 (2022), H200 (2024).
+The data sheets are those of L4 (2023), L40S (2023), A100 80GB (2021), H100 (2022) and H200 (2024).
+The specifications were not measured.
 """
 
 
 def closest_gpu_name(memory_bytes: int, *, preferred: str) -> str:
-    """Return the name of the GPU that is closest to one with this memory.
+    """Return the name of the known GPU that is closest to a GPU with this memory.
 
-    It is the largest that is not larger; of equal ones `preferred` is taken.
+    This is the GPU with the most memory up to `memory_bytes`. If several GPUs have that much
+    memory, `preferred` is chosen.
     """
     fitting = [name for name, gpu in GPU_SPECS.items() if gpu.memory_bytes <= memory_bytes]
     return max(fitting, key=lambda name: (GPU_SPECS[name].memory_bytes, name == preferred), default="l4")
 
 
 def format_gb(size: float) -> str:
-    """Return a number of bytes as text in GB."""
+    """Format a number of bytes as text in GB."""
     return f"{size / GB:.1f} GB"

@@ -1,4 +1,4 @@
-"""Host memory plan: maximum needs of each rank of a node, compared with the node's memory."""
+"""Host memory plan: maximum need of the ranks on a node, compared with the node's memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ from megatron_rl.memory_plan.rank_shares import ModelShare
 from megatron_rl.models.model_spec import ModelSpec
 
 PROCESS_BYTES = 6 * GB
-"""Bytes of a process with Python, torch and vLLM, estimated for CUDA's libraries.
+"""Estimated bytes of a process with Python, torch, vLLM and the CUDA libraries.
 
-Without them a nano model takes 0.84 GB (benchmarks/host_memory.py).
+Without the CUDA libraries, a process with a nano model takes 0.84 GB (benchmarks/host_memory.py).
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HostMemoryPlan:
-    """Bytes of main memory for each rank of a node."""
+    """Planned bytes of host memory for each rank of a node."""
 
     optimizer_bytes: int
     weight_copy_bytes: int
@@ -28,36 +28,36 @@ class HostMemoryPlan:
     checkpoint_bytes: int
     """Bytes copied to the host before this rank writes its part of a checkpoint.
 
-    With checkpoint.background these are its weights, main weights and moments, otherwise only the
-    parts on the GPU.
+    With checkpoint.background, these are the rank's weights, main weights and moments. Otherwise,
+    only the parts that are on the GPU are copied.
     """
     image_bytes: int
     """Bytes of a step's images (memory_plan/image_memory.py)."""
     sandbox_bytes: int
-    """Bytes of the sandboxes that run code, each with its maximum memory."""
+    """Bytes of the sandboxes that run code, each counted with its maximum memory."""
     published_weight_bytes: int = 0
     """Bytes of the last published weights, on the first rank only.
 
-    They are kept for remote engines that recover (rollout/vllm/weight_sender.py). This is an upper
-    bound, because parameters that ranks share are counted for each.
+    These weights are kept for remote engines that recover (rollout/vllm/weight_sender.py). The
+    value is an upper bound, because parameters shared by several ranks are counted once per rank.
     """
 
     def node_bytes(self, num_ranks: int) -> int:
-        """Return the bytes of a node with `num_ranks` ranks."""
+        """Return the bytes needed on a node with `num_ranks` ranks."""
         return num_ranks * self.rank_bytes + self.published_weight_bytes
 
     @property
     def rank_bytes(self) -> int:
-        """Number of bytes of one rank."""
+        """Number of bytes needed by one rank."""
         return PROCESS_BYTES + self.optimizer_bytes + self.weight_copy_bytes + self.checkpoint_bytes + self.image_bytes + self.sandbox_bytes
 
 
 def plan_host_memory(
     rank_shares: Sequence[ModelShare], model: ModelSpec, settings: Settings, *, world_size: int, uses_sandbox: bool
 ) -> HostMemoryPlan:
-    """Return the plan of the rank that needs most.
+    """Return the host memory plan of the rank that needs the most memory.
 
-    `uses_sandbox`: the task runs code on the nodes of the engines.
+    `uses_sandbox` is True if the task runs code on the nodes of the engines.
     """
     replicas, sandbox = world_size // len(rank_shares), settings.task.sandbox
     boxes = (sandbox.size * sandbox.memory_mib << 20) // settings.engine.tp if uses_sandbox else 0  # one pool per engine
@@ -70,8 +70,8 @@ def plan_host_memory(
 def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: int, on_this_machine: bool = False) -> str:
     """Return the error `plan.host_gb=N: ...` if a node has too little memory, else "".
 
-    The memory is that of plan.host_gb, or that of this machine if it is 0. With `on_this_machine`
-    the run is on this machine, which may have less than configured.
+    The node's memory is plan.host_gb or, if plan.host_gb is 0, the memory of this machine. If the
+    run is on this machine (`on_this_machine`), the smaller of the two applies.
     """
     ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.plan.host_gb, psutil.virtual_memory().total
     room, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
@@ -91,7 +91,7 @@ def _plan_rank_host_memory(
 ) -> HostMemoryPlan:
     held, parallel = rank_share.total_footprint, settings.parallel
     state = rank_share.pinned_bytes + held.moment_bytes if parallel.offload_optimizer else 0
-    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # it is swapped with the policy
+    references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # swapped with the policy
     copies = rank_share.policy_footprint.param_bytes * references + (held.param_bytes if parallel.offload_params else 0)
     written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
     # Without `background` only data on the GPU is copied. Megatron keeps the main weights there

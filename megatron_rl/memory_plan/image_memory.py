@@ -1,17 +1,17 @@
-"""Host memory plan of a step's images on one rank.
+"""Host memory plan for the images of a step on one rank.
 
-It assumes that every episode has the maximum number and size of images and that groups are
-distributed evenly; a faster engine may get more (rollout/load_balancer.py).
+The plan assumes that every episode has the maximum number and size of images and that groups are
+distributed evenly. A faster engine may get more groups (rollout/load_balancer.py).
 
-During rollout each image exists as a Pillow image and as the patches passed to vLLM until its
-episode ends. During training there are the images exchanged with other ranks
+During the rollout, each image exists as a Pillow image and as the patches passed to vLLM until its
+episode ends. During training, there are the images exchanged with other ranks
 (distributed/image_exchange.py) and the patches of the current and the next micro-batch
-(policy/patches.py). In both phases the renderer caches images of any step. Source images are
-counted once per episode, at the size of the rendered ones: while the engine computes a step,
-threads render all images of a round, and none of its episodes can release them.
+(policy/patches.py). In both phases, the renderer caches images from any step. Source images are
+counted once per episode, with the size of the rendered images: while the engine computes a step,
+threads render all images of a generation batch, and no episode can release its source images.
 
-Not counted are the larger size of source images, the episodes of an evaluation, and the memory of a
-user's own task.
+The plan does not count the larger size of source images, the episodes of an evaluation, and the
+memory of user-defined tasks.
 """
 
 from megatron_rl.config import Settings
@@ -24,18 +24,19 @@ TRANSFER_BYTES_PER_PIXEL = 3
 NUM_PREFETCHED_MICRO_BATCHES = 2
 """Number of micro-batches with patches in memory: the current and the next one."""
 RENDER_BYTES_PER_PIXEL, NUM_RENDER_THREADS = 15, 4
-"""Temporary bytes per pixel while an image is rendered, and number of images rendered at once.
+"""Temporary bytes per pixel while an image is rendered, and number of images rendered at the same
+time.
 
-The bytes come on top of those of image and patches (measured: 43 in total).
+The temporary bytes come on top of the bytes of the image and its patches (measured: 43 in total).
 """
 RENDERER_CACHE_BYTES = 1 << 30
-"""Bytes of the renderer's cache of images with their patches (rollout/renderer.py)."""
+"""Bytes of the renderer's cache for images and their patches (rollout/renderer.py)."""
 ENGINE_CACHE_PATCHES = 1 << 20
 """Number of patches that the engine caches until it sleeps (rollout/vllm/engine_core.py)."""
 
 
 def plan_image_bytes(model: ModelSpec, settings: Settings, *, world_size: int) -> int:
-    """Return the image bytes of a rank that runs an engine."""
+    """Return the bytes of host memory for images on a rank that runs an engine."""
     vision, batch, select = model.vision, settings.batch, settings.filter
     token_pixels = (vision.patch_size * vision.spatial_merge_size) ** 2
     of_patches = 4 * vision.in_channels * vision.temporal_patch_size  # fp32
@@ -51,7 +52,7 @@ def plan_image_bytes(model: ModelSpec, settings: Settings, *, world_size: int) -
     shown = 0 if world_size == 1 else TRANSFER_BYTES_PER_PIXEL * (min(step_pixels, share * settings.engine.tp) + share)
     micro_batch = min(share, max(batch.micro_batch_tokens * token_pixels, episode))
     engine_bytes = ENGINE_CACHE_PATCHES * vision.patch_dim * 4
-    earlier = min(engine_bytes, of_patches * (step_pixels - round_pixels))  # rounds with patches in the engine's cache
+    earlier = min(engine_bytes, of_patches * (step_pixels - round_pixels))  # generation batches with patches in the engine's cache
     before = min(
         RENDERER_CACHE_BYTES, (PIL_BYTES_PER_PIXEL + of_patches) * (settings.run.steps - 1) * seen
     )  # steps with images in the renderer's cache

@@ -1,6 +1,6 @@
-"""Report of a dry run (plan.only): memory of GPUs and host, and the expected time per step.
+"""Report of a dry run (plan.only): memory of GPUs and host, and expected time per step.
 
-Nothing is loaded; neither GPUs nor weights are needed.
+Nothing is loaded, and neither GPUs nor weights are needed.
 """
 
 from itertools import groupby
@@ -19,12 +19,12 @@ from megatron_rl.models.model_spec import ModelSpec
 def print_memory_plan(
     model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False, uses_sandbox: bool = False
 ) -> MemoryPlan:
-    """Print the plan and whether it fits.
+    """Print the plan and check that it fits.
 
-    This machine's main memory is not checked, because the plan may be for another machine.
+    The memory of this machine is not checked, because the plan may be for another machine.
 
     Raises:
-        ValueError: the plan does not fit the GPU, or the main memory given by plan.host_gb.
+        ValueError: the plan does not fit the GPU, or the host memory given by plan.host_gb.
     """
     planned = plan_gpu_memory(model, settings, world_size=world_size, has_values=has_values, uses_sandbox=uses_sandbox)
     console = Console(highlight=False)
@@ -46,7 +46,7 @@ def print_memory_plan(
 
 
 def _rank_table(planned: MemoryPlan) -> Table:
-    """Return a table with one column for each range of tensor-parallel ranks with equal shares."""
+    """Return a table with one column per range of tensor-parallel ranks that have equal shares."""
     equal = [
         list(ranks)
         for _, ranks in groupby(planned.ranks, key=lambda rank: (rank.rank_share.pp_rank, rank.rank_share.total_footprint, rank.peak_bytes))

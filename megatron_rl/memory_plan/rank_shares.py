@@ -1,7 +1,7 @@
-"""Memory footprint of each rank of a layout, counted on the real model.
+"""Memory footprint of each rank in a parallel layout, counted on the real model.
 
 The model is built on the meta device in a fake process group. Every (tensor, pipeline) share is
-built as that of the first data-parallel replica, which has the largest part of the optimizer.
+built for the first data-parallel replica, which has the largest part of the optimizer.
 """
 
 from collections.abc import Iterator
@@ -27,18 +27,19 @@ from megatron_rl.policy.transformer import HeadConfig, build_chunks
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MemoryFootprint:
-    """Bytes that a rank's share occupies during training."""
+    """Bytes that a rank's share of the model occupies during training."""
 
     param_bytes: int
     grad_bytes: int
-    """Bytes of the fp32 gradients, whatever the dtype of the parameters, with Megatron's padding.
+    """Bytes of the gradients with Megatron's padding; gradients are fp32 for any parameter dtype.
     """
     main_weight_bytes: int
-    """Bytes of the fp32 weights in this data-parallel rank's part of the optimizer; 0 if the
-    parameters are fp32 themselves.
+    """Bytes of the fp32 weights in this data-parallel rank's part of the optimizer.
+
+    The value is 0 if the parameters themselves are fp32.
     """
     moment_bytes: int
-    """Bytes of both Adam moments in the same part of the optimizer."""
+    """Bytes of both Adam moments in this data-parallel rank's part of the optimizer."""
 
     def __add__(self, other: "MemoryFootprint") -> "MemoryFootprint":
         sizes = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
@@ -58,24 +59,24 @@ class ModelShare:
     num_trained_params: int
     policy_footprint: MemoryFootprint
     pinned_bytes: int
-    """Bytes of page-locked main memory if the optimizer is on the host.
+    """Bytes of page-locked host memory if the optimizer is on the host.
 
-    It contains fp32 copies of main weights and gradients, each rounded up by torch to a power of
-    two (2.13, ATen/core/CachingHostAllocator.h, allocate).
+    This memory contains fp32 copies of main weights and gradients. torch rounds the size of each
+    copy up to a power of two (2.13, ATen/core/CachingHostAllocator.h, allocate).
     """
     critic_footprint: MemoryFootprint = EMPTY_FOOTPRINT
-    """Footprint of a critic with its own backbone."""
+    """Footprint of a critic that has its own backbone."""
 
     @property
     def total_footprint(self) -> MemoryFootprint:
-        """Sum of the footprints of policy and critic."""
+        """Sum of the footprints of the policy and the critic."""
         return self.policy_footprint + self.critic_footprint
 
 
 def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[ModelShare]:
     """Return the share of each rank in the first data-parallel replica, stage by stage.
 
-    `has_values`: the algorithm needs a critic.
+    `has_values` is True if the algorithm needs a critic.
     """
     assert not dist.is_initialized(), "a plan makes up its own world"
     parallel = settings.parallel
@@ -92,7 +93,7 @@ def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: in
 
 @contextmanager
 def fake_process_group(rank: int, *, size: int) -> Iterator[None]:
-    """Create a process group in which the other ranks do not exist."""
+    """Create a process group of `size` ranks in which only this rank exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
@@ -127,7 +128,7 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
 
 
 def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
-    """Return the model of a critic's own backbone: the policy's, unless critic.path is set."""
+    """Return the model for a critic's own backbone; the policy's model if critic.path is empty."""
     return load_known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 
@@ -145,7 +146,7 @@ def _build_network(
 def measure_footprint(chunks: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> MemoryFootprint:
     """Return the footprint of a model, which may be on the meta device.
 
-    Parameters that share a buffer are counted once, with the whole buffer.
+    Parameters that share a buffer are counted once, with the size of the whole buffer.
     """
     parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers]

@@ -1,10 +1,10 @@
 """Step-time model: expected seconds per step by phase, and bytes sent over each link.
 
-Each part is limited by arithmetic, memory or a link, and parts are summed. Deliberately left out
-are kernels too small to fill a GPU, overlap of communication and computation, stragglers among
-equal GPUs, a network used by others, further generation batches of filters that drop groups, and a
-critic's own backbone. The constants are those of step_time_constants.py; none of this was measured
-on a GPU.
+The time of each part is limited by arithmetic, memory or a link, and the parts are summed. The
+model deliberately leaves out kernels too small to fill a GPU, overlap of communication and
+computation, stragglers among equal GPUs, other users of the network, further generation batches if
+filters drop groups, and a critic's own backbone. The constants are in step_time_constants.py. The
+model has not been compared with measurements on a GPU.
 """
 
 import math
@@ -29,20 +29,25 @@ from megatron_rl.memory_plan.step_time_constants import (
 from megatron_rl.models.model_spec import ModelSpec
 
 GRADIENT_BYTES, PARAMETER_BYTES = 4, 2
-"""Bytes that a data-parallel rank sends per trained parameter: the fp32 gradient and the new
-bfloat16 weight.
+"""Bytes that a data-parallel rank sends per trained parameter.
+
+The rank sends the fp32 gradient and the new bfloat16 weight.
 """
 OPTIMIZER_STEP_BYTES = 30
-"""Bytes that AdamW moves per parameter: gradient; main weight and both moments, read and written;
-bfloat16 weight.
+"""Bytes that AdamW reads and writes per parameter.
+
+It reads the gradient, reads and writes the main weight and both moments, and writes the bfloat16
+weight.
 """
 CHECKPOINT_STATE_BYTES = 12
-"""Bytes per trained parameter in a checkpoint besides the weights: main weight and both moments in
-fp32.
+"""Bytes per trained parameter in a checkpoint, in addition to the weights.
+
+These are the main weight and both moments in fp32.
 """
 COLLECTIVES_PER_LAYER = 4
-"""Number of collectives per layer and pass with tensor parallelism: a gather before and a scatter
-after attention and MLP.
+"""Number of collectives per layer and pass with tensor parallelism.
+
+Attention and MLP each have a gather before them and a scatter after them.
 """
 
 
@@ -51,25 +56,25 @@ class ParamCounts:
     """Parameter counts of a model, taken from the shapes of its tensors."""
 
     language: int
-    """Number of parameters that multiply a token of the language model."""
+    """Number of parameters that are multiplied with each token of the language model."""
     vision: int
-    """Number of parameters that multiply a patch of the vision tower."""
+    """Number of parameters that are multiplied with each patch in the vision tower."""
     total: int
     num_tensors: int
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepTimeInputs:
-    """Model, settings and size of a run."""
+    """Inputs of the step-time model: model, settings and size of a run."""
 
     model: ModelSpec
     param_counts: ParamCounts
     settings: Settings
     world_size: int
     cache_tokens: int
-    """Number of tokens in the KV cache of an engine."""
+    """Number of tokens that fit into an engine's KV cache."""
     num_trained_params: int
-    """Number of trained parameters of the whole model."""
+    """Number of trained parameters in the whole model."""
     speeds: StepTimeConstants = DEFAULT_CONSTANTS
 
     @property
@@ -79,7 +84,7 @@ class StepTimeInputs:
 
     @property
     def episode(self) -> EpisodeEstimate:
-        """Mean episode of the run."""
+        """Estimated mean episode of the run."""
         return estimate_mean_episode(self.model, self.settings, self.speeds)
 
     @property
@@ -99,23 +104,23 @@ class StepTimeInputs:
 
     @property
     def link_bytes_per_s(self) -> float:
-        """Bandwidth to a GPU of the same node in bytes per second."""
+        """Bandwidth to another GPU of the same node, in bytes/s."""
         return self.gpu.link_bytes_per_s * self.speeds.link_share
 
     @property
     def itemsize(self) -> int:
-        """Number of bytes per value of the policy."""
+        """Number of bytes per value in the policy."""
         return getattr(torch, self.settings.model.dtype).itemsize
 
     @property
     def engine_itemsize(self) -> int:
-        """Number of bytes per value of the engine."""
+        """Number of bytes per value in the engine."""
         return getattr(torch, self.settings.engine.dtype).itemsize
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepSeconds:
-    """Seconds of one step, by phase and part, and of one checkpoint."""
+    """Seconds of one step by phase and part, and seconds of one checkpoint."""
 
     rollout: Mapping[str, float]
     update: Mapping[str, float]
@@ -144,7 +149,7 @@ def make_step_time_inputs(
 
 
 def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
-    """Return the expected seconds of a step and a checkpoint."""
+    """Return the expected seconds of a step and of a checkpoint."""
     return StepSeconds(
         rollout=rollout_seconds(inputs),
         update=update_seconds(inputs),
@@ -154,9 +159,9 @@ def estimate_step_seconds(inputs: StepTimeInputs) -> StepSeconds:
 
 
 def count_params(model: ModelSpec) -> ParamCounts:
-    """Return the parameter counts of a model.
+    """Count the parameters of a model.
 
-    An input embedding that is not tied is a lookup and does not count as language parameters.
+    An untied input embedding is a lookup and is not included in `language`.
     """
     counts = {name: math.prod(shape) for name, shape in model.shapes().items()}
     vision, total = sum(count for name, count in counts.items() if name.startswith("visual.")), sum(counts.values())
@@ -167,8 +172,8 @@ def count_params(model: ModelSpec) -> ParamCounts:
 def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     """Return the seconds of a step's rollout by part.
 
-    An engine decodes all its sequences at once. The longest episode of a step keeps all GPUs
-    waiting.
+    An engine decodes all its sequences at the same time. All GPUs wait for the longest episode of a
+    step.
     """
     settings, episode = inputs.settings, inputs.episode
     mine = inputs.num_episodes / inputs.num_engines
@@ -182,10 +187,11 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
 
 def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
-    """Return the seconds of a decode step, which generates a token per running sequence.
+    """Return the seconds of a decode step, which generates one token per running sequence.
 
-    The step reads the weights and all keys and values once, or is limited by arithmetic. With
-    tensor parallelism, two sums per layer over the engine's ranks are added.
+    The time is limited either by reading the weights and all keys and values once, or by
+    arithmetic. With tensor parallelism, two all-reduces per layer over the engine's ranks are
+    added.
     """
     model, speeds, tp = inputs.model, inputs.speeds, inputs.settings.engine.tp
     language = inputs.param_counts.language
@@ -199,9 +205,9 @@ def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
 
 
 def prefill_seconds(inputs: StepTimeInputs) -> float:
-    """Return the seconds of the engines' prompts and images.
+    """Return the seconds in which the engines process prompts and images.
 
-    A group's prompt is computed once; every environment response is computed separately.
+    The prompt of a group is computed once, and every environment response is computed separately.
     """
     episode, language, vision = inputs.episode, inputs.param_counts.language, inputs.param_counts.vision
     groups, further = inputs.settings.batch.prompts_per_step, inputs.num_episodes * (episode.num_images - 1) * episode.tokens_per_image
@@ -213,8 +219,8 @@ def prefill_seconds(inputs: StepTimeInputs) -> float:
 def num_trained_tokens(inputs: StepTimeInputs) -> float:
     """Return the number of tokens that a step trains on.
 
-    A group's prompt is counted once per micro-batch with a part of the group; further common
-    prefixes are ignored.
+    The prompt of a group is counted once for each micro-batch that contains a part of the group.
+    Other common prefixes are ignored.
     """
     batch, episode = inputs.settings.batch, inputs.episode
     replies = batch.group_size * (episode.total_tokens - episode.prompt_tokens)
@@ -223,7 +229,10 @@ def num_trained_tokens(inputs: StepTimeInputs) -> float:
 
 
 def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
-    """Return the seconds of a step's updates and of the forward passes before them, by part."""
+    """Return the seconds of a step's updates by part.
+
+    The forward passes before the first update are included.
+    """
     settings, parallel, speeds = inputs.settings, inputs.settings.parallel, inputs.speeds
     num_updates = settings.batch.minibatches * settings.batch.epochs
     tokens = num_trained_tokens(inputs)
@@ -239,12 +248,12 @@ def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
 
 def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
-    """Return the FLOPs of all epochs for the slowest pipeline stage.
+    """Return the FLOPs of all epochs on the slowest pipeline stage.
 
     A forward pass takes 2 FLOPs per parameter and token, and 2 * layers * heads * head size *
-    length for attention. An update takes 2 more for the gradient of the input, 2 for that of the
-    weight (not with LoRA), and 2 more with recomputation of the layers. The vision tower is on the
-    first stage.
+    length for attention. An update takes 2 more for the gradient of the input, 2 more for the
+    gradient of the weight (not with LoRA), and 2 more if layers are recomputed. The vision tower is
+    on the first stage.
     """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision
@@ -262,7 +271,7 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
 def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
     """Return the number of forward passes before a step's first update.
 
-    They compute the old and the reference logprobs.
+    These passes compute the old logprobs and the reference logprobs.
     """
     algo, batch = inputs.settings.algo, inputs.settings.batch
     return needs_old_logprob_forward(algo, num_updates=batch.minibatches * batch.epochs) + needs_reference(algo)
@@ -271,7 +280,8 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the bytes that a rank sends to its tensor-parallel group in a step.
 
-    An epoch takes one forward pass, two backward passes, and one more with recomputation.
+    An epoch counts as three passes, one forward and two backward, and as four with full
+    recomputation.
     """
     parallel, model = inputs.settings.parallel, inputs.model
     passes = inputs.settings.batch.epochs * (3 + (parallel.recompute == "full")) + num_forward_passes_before_update(inputs)
@@ -282,7 +292,7 @@ def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
 def gradient_bytes(inputs: StepTimeInputs) -> float:
     """Return the bytes that a rank sends to other replicas in one update.
 
-    Gradients are reduce-scattered and weights are all-gathered.
+    The gradients are reduce-scattered and the weights are all-gathered.
     """
     parallel = inputs.settings.parallel
     return (
@@ -295,7 +305,7 @@ def gradient_bytes(inputs: StepTimeInputs) -> float:
 
 
 def gradient_link_bytes_per_s(inputs: StepTimeInputs) -> float:
-    """Return the bandwidth between replicas in bytes per second."""
+    """Return the bandwidth between replicas in bytes/s."""
     return (
         inputs.link_bytes_per_s
         if inputs.world_size <= GPUS_PER_NODE
@@ -304,9 +314,9 @@ def gradient_link_bytes_per_s(inputs: StepTimeInputs) -> float:
 
 
 def optimizer_seconds(inputs: StepTimeInputs) -> float:
-    """Return the seconds of AdamW for this rank's part of the parameters.
+    """Return the seconds that AdamW takes for this rank's part of the parameters.
 
-    On the host, the ranks of a node share its memory bandwidth.
+    If the optimizer is on the host, the ranks of a node share the bandwidth of the host memory.
     """
     mine = inputs.num_trained_params / inputs.world_size
     if not inputs.settings.parallel.offload_optimizer:
@@ -316,7 +326,7 @@ def optimizer_seconds(inputs: StepTimeInputs) -> float:
 
 
 def sync_bytes(inputs: StepTimeInputs) -> float:
-    """Return the bytes of weights that a rank receives from others in a weight sync."""
+    """Return the bytes of weights that a rank receives from other ranks in a weight sync."""
     shards = inputs.settings.parallel.tp * inputs.settings.parallel.pp
     return inputs.param_counts.total * inputs.itemsize * (1 - 1 / shards)
 
@@ -324,8 +334,8 @@ def sync_bytes(inputs: StepTimeInputs) -> float:
 def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
     """Return the seconds of a weight sync by part.
 
-    The new weights are loaded into every engine. Offloaded parameters and gradients move to the
-    host and back around the rollout.
+    The new weights are loaded into every engine. Offloaded parameters and gradients are moved to
+    the host before a rollout and back after it.
     """
     parallel = inputs.settings.parallel
     shards = parallel.tp * parallel.pp
@@ -345,14 +355,14 @@ def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 def checkpoint_seconds(inputs: StepTimeInputs) -> float:
     """Return the seconds until a checkpoint is on disk.
 
-    Every node writes its share of weights and optimizer state.
+    Every node writes its share of the weights and the optimizer state.
     """
     total = inputs.param_counts.total * inputs.itemsize + CHECKPOINT_STATE_BYTES * inputs.num_trained_params
     return total / (math.ceil(inputs.world_size / GPUS_PER_NODE) * inputs.speeds.disk)
 
 
 def describe_step_time(inputs: StepTimeInputs) -> str:
-    """Return the summary line for the dry run and the doctor."""
+    """Return the summary line for the dry run and the doctor command."""
     seconds, episode = estimate_step_seconds(inputs), inputs.episode
     phases = {"rollout": seconds.rollout, "update": seconds.update, "sync": seconds.sync}
     said = []

@@ -1,8 +1,8 @@
-"""Constants of the step-time model (step_time.py), and the mean episode that it assumes.
+"""Constants of the step-time model (step_time.py), and the mean episode that the model assumes.
 
 No code of this project has been timed on a GPU: every constant is an estimate or an assumption, as
-its description states. The nominal specifications of GPUs are in gpu_specs.py. A measured constant
-replaces the value here and is listed in MEASURED_CONSTANTS.
+its docstring states. The nominal specifications of GPUs are in gpu_specs.py. When a constant is
+measured, the measured value replaces the value here, and the name is added to MEASURED_CONSTANTS.
 """
 
 import math
@@ -14,94 +14,95 @@ from megatron_rl.config import Settings
 from megatron_rl.models.model_spec import ModelSpec
 
 MEASURED_CONSTANTS: frozenset[str] = frozenset()
-"""Names of the fields of StepTimeConstants that were measured on a GPU. All others are assumed."""
+"""Names of the StepTimeConstants fields that were measured on a GPU; all others are assumed."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StepTimeConstants:
-    """Constants of the step-time model. Each field states its source."""
+    """Constants of the step-time model; the docstring of each field states its source."""
 
     training_share: float = 0.40
-    """Fraction of the peak FLOP/s in training, with fused elementwise kernels.
+    """Fraction of the peak FLOP/s reached in training, with fused elementwise kernels.
 
-    Estimate: 43 to 45% of an H200 at 7B and tp 2.
+    Estimate: 43 to 45% of the peak of an H200 for a 7B model with tp 2.
     """
     prefill_share: float = 0.50
-    """Fraction of the peak FLOP/s for the engine's prompts and images.
+    """Fraction of the peak FLOP/s that the engine reaches for prompts and images.
 
-    Assumption: large products without a backward pass.
+    Assumption: large matrix products without a backward pass.
     """
     memory_share: float = 0.70
-    """Fraction of a GPU's memory bandwidth during decoding.
+    """Fraction of a GPU's memory bandwidth reached during decoding.
 
-    Assumption: CUDA graphs, batches of some hundred sequences.
+    Assumption: CUDA graphs, and batches of several hundred sequences.
     """
     link_share: float = 0.60
-    """Fraction of the bandwidth between GPUs of a node.
+    """Fraction of the bandwidth between GPUs of a node that is reached.
 
-    Estimate: 18 of 32 GB/s over PCIe on an L40S; NCCL over NVLink is better.
+    Estimate: 18 of 32 GB/s over PCIe on an L40S; NCCL reaches a larger fraction over NVLink.
     """
     network: float = 50e9
-    """Bandwidth from a GPU to another node in bytes per second.
+    """Bandwidth from a GPU to another node, in bytes/s.
 
     Assumption: one 400 Gb/s network card per GPU.
     """
     network_share: float = 0.70
-    """Fraction of the network bandwidth that NCCL reaches. Assumption."""
+    """Fraction of the network bandwidth that NCCL reaches. Assumption, not measured."""
     host_share: float = 0.60
-    """Fraction of PCIe bandwidth between GPU and page-locked memory, with all GPUs of a node
-    active. Assumption.
+    """Fraction of the PCIe bandwidth reached between GPU and page-locked memory.
+
+    Assumption for the case that all GPUs of a node transfer data at the same time.
     """
     host_memory: float = 200e9
-    """Bandwidth of a node's main memory in bytes per second, for the optimizer on the host.
+    """Bandwidth of a node's host memory in bytes/s, for an optimizer on the host.
 
     Assumption: two sockets with eight channels each.
     """
     decode_floor_s: float = 0.004
-    """Seconds of a decode step besides reading memory: scheduler, sampler, launches.
+    """Seconds of a decode step in addition to reading memory: scheduler, sampler, kernel launches.
 
     Assumption, with asynchronous scheduling.
     """
     launch_s: float = 30e-6
-    """Seconds of a sum over the ranks of an engine besides the transfer.
+    """Seconds of an all-reduce over the ranks of an engine in addition to the transfer.
 
-    Assumption, over PCIe; NVLink needs less.
+    Assumption for PCIe; NVLink needs less.
     """
     tensor_s: float = 1e-3
-    """Seconds per tensor of a weight sync to gather, check and load it.
+    """Seconds to gather, check and load one tensor in a weight sync.
 
-    Estimate: 1 s for the 729 tensors of 7B, two thirds of it not bandwidth.
+    Estimate: 1 s for the 729 tensors of a 7B model, of which two thirds do not depend on bandwidth.
     """
     wake_s: float = 1.0
-    """Seconds per step for the engine's sleep, wake-up and KV cache.
+    """Seconds per step in which the engine goes to sleep, wakes up and allocates its KV cache.
 
     Assumption; the goal of 0.3 s has not been measured yet.
     """
     disk: float = 1e9
-    """Bandwidth of a node's checkpoint writes in bytes per second.
+    """Bandwidth of a node for writing checkpoints, in bytes/s.
 
-    Assumption: a shared file system, each node on its own.
+    Assumption: a shared file system on which nodes do not slow each other down.
     """
     tool_s: float = 0.5
-    """Seconds of an environment's response to a turn.
+    """Seconds that the environment takes to respond to a turn.
 
     Assumption: a crop or a short program in the sandbox.
     """
     turns_share: float = 0.4
-    """Fraction of task.max_turns in a mean episode. Assumption."""
+    """Fraction of task.max_turns used in a mean episode. Assumption, not measured."""
     reply_share: float = 0.1
-    """Fraction of task.max_new_tokens in a mean response.
+    """Fraction of task.max_new_tokens used in a mean response.
 
-    Estimate: 2,000 tokens in five turns of 4,096 at most.
+    Estimate: 2,000 tokens in five turns of at most 4,096 tokens.
     """
     picture_share: float = 0.35
-    """Fraction of model.max_pixels in a mean image. Estimate: 0.7 of 2 megapixels."""
+    """Fraction of model.max_pixels used in a mean image. Estimate: 0.7 of 2 megapixels."""
     prompt_tokens: float = 500.0
-    """Number of text tokens in a prompt. Assumption."""
+    """Number of text tokens in a prompt. Assumption, not measured."""
     spread: float = 0.6
     """Standard deviation of the logarithm of an episode's sampled tokens.
 
-    Assumption: the longest of 128 is 4 times the mean.
+    Assumption: the longest of 128 episodes has 4 times as many sampled tokens as the mean.
     """
 
 
@@ -114,7 +115,7 @@ class EpisodeEstimate:
 
     num_turns: float
     sampled_tokens: float
-    """Number of tokens of all responses."""
+    """Number of tokens in all responses."""
     num_images: float
     tokens_per_image: float
     """Number of tokens per image."""
@@ -123,7 +124,7 @@ class EpisodeEstimate:
 
     @property
     def prompt_tokens(self) -> float:
-        """Number of tokens that a group shares: text and the first image."""
+        """Number of prompt tokens that a group shares: the text and the first image."""
         return self.text_tokens + self.tokens_per_image
 
     @property
@@ -135,7 +136,8 @@ class EpisodeEstimate:
 def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> EpisodeEstimate:
     """Return the mean episode, scaled down if it exceeds engine.max_model_len.
 
-    It has one image in the prompt and one in each tool response, at most engine.max_images.
+    The episode has one image in the prompt and one in each tool response, but at most
+    engine.max_images.
     """
     task, unit = settings.task, (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
     turns = max(1.0, speeds.turns_share * task.max_turns)
@@ -152,9 +154,10 @@ def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTime
 
 
 def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> float:
-    """Return the ratio of the longest of `num_episodes` episodes to their mean.
+    """Return the ratio of the longest length among `num_episodes` episodes to the mean length.
 
-    Tokens are log-normal; the longest is the quantile at num / (num + 1).
+    Lengths in sampled tokens are assumed to be log-normal. The longest episode is taken to be the
+    quantile at num_episodes / (num_episodes + 1).
     """
     normal = torch.distributions.Normal(0.0, 1.0)
     quantile = float(normal.icdf(torch.tensor(num_episodes / (num_episodes + 1), dtype=torch.float64)))
@@ -162,6 +165,6 @@ def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT
 
 
 def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
-    """Return half and twice the value of each constant by its name. Fractions are at most 1."""
+    """Return half and twice the value of each constant, by name; fractions are at most 1."""
     values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

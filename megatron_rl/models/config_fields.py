@@ -1,17 +1,18 @@
 """Supported fields of config.json; any other field is rejected.
 
 An unknown field may change the model's computation (rope scaling, sliding windows, scaled or
-skipped layers), and transformers and vLLM silently keep unknown fields. Each mapping gives the
-accepted values of a field: ANY, or a tuple of values that leave the computation unchanged. Fields
-with the value null count as absent. The fields are those of the classes of transformers 5.19
-(models/*/configuration_*.py and configuration_utils.py) and those written by versions 4.41 to 4.57.
+skipped layers), but transformers and vLLM silently keep unknown fields. Each mapping in this module
+lists the accepted values of a field: ANY, or a tuple of values that leave the computation
+unchanged. Fields with the value null count as absent. The fields were collected from the config
+classes of transformers 5.19 (models/*/configuration_*.py and configuration_utils.py) and from files
+written by versions 4.41 to 4.57.
 """
 
 from collections.abc import Iterator, Mapping
 
 ANY = None
-"""Accepts every value: the field is read elsewhere (hf_config.py, transformers' vision tower), or
-has no effect on the computation.
+"""Marks a field for which every value is accepted, because the field is read elsewhere
+(hf_config.py, transformers' vision tower) or has no effect on the computation.
 """
 Fields = Mapping[str, tuple | None]
 
@@ -38,13 +39,15 @@ _GENERATION: Fields = dict.fromkeys(
     ),
     ANY,
 )  # fmt: skip
-"""Generation settings in older configs; the run's own settings determine sampling."""
+"""Generation settings in older configs; ignored, because the run's settings determine sampling."""
 _NEUTRAL: Fields = {
     "add_cross_attention": (False,), "auto_map": ({},), "chunk_size_feed_forward": (0,), "is_decoder": (False,),
     "is_encoder_decoder": (False,), "per_layer_config": ({},), "pruned_heads": ({},), "quantization_config": (),
     "tie_encoder_decoder": (False,),
 }  # fmt: skip
-"""Fields of every transformers config that affect the computation, with their neutral values."""
+"""Fields common to all transformers configs that can change the computation. Accepted are only the
+values that leave the computation unchanged.
+"""
 _COMMON: Fields = {**_BOOKKEEPING, **_GENERATION, **_NEUTRAL}
 
 _SPECIAL_TOKENS: Fields = dict.fromkeys(
@@ -56,7 +59,9 @@ LANGUAGE_SIZE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
     "head_dim",
 )  # fmt: skip
-"""Fields of the language model that must agree if a config states them twice."""
+"""Fields of the language model that must have equal values if a config contains them twice, at the
+top level and in text_config.
+"""
 _LANGUAGE: Fields = {
     **dict.fromkeys((*LANGUAGE_SIZE_FIELDS, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters",
     "rope_theta"), ANY),
@@ -87,8 +92,8 @@ QWEN3_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes"), ANY),
 }  # fmt: skip
 _VISION_COPIES = {"in_chans": ("in_channels", 3), "spatial_patch_size": ("patch_size", None), "num_attention_heads": ("num_heads", None)}
-"""Alternative field names in vision_config, each with the field that must have the same value and
-that field's default in transformers.
+"""Alternative field names in vision_config. Each is mapped to the field that must have the same
+value, and to the default value of that field in transformers.
 """
 _ROPE: Fields = {
     **dict.fromkeys(("mrope_section", "mrope_interleaved", "rope_theta"), ANY),
@@ -98,14 +103,14 @@ _TOWER_ROPE: Fields = {"rope_type": ("axial", "default"), "type": ("axial", "def
 
 
 def find_unsupported(stored: Mapping[str, object], *, text: Fields, vision: Fields, is_flat: bool, architecture: str) -> list[str]:
-    """Return one phrase for each field of a config.json that is not supported, with path and value.
+    """Return one phrase per unsupported field of a config.json, with the field's path and value.
 
     Args:
         stored: Content of config.json, flat or nested.
         text: Supported fields of the family's language model.
         vision: Supported fields of the family's vision tower.
-        is_flat: Whether the family's config class reads the language model's fields at the top
-            level if there is no text_config.
+        is_flat: True if the family's config class reads the language model's fields at the top
+            level when there is no text_config.
         architecture: The only supported class name in `architectures`.
     """
     language = {**text, "layer_types": ANY}
@@ -146,7 +151,7 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
-    """Yield layer types other than full attention, and unsupported rotary settings."""
+    """Yield phrases for a layer type other than full attention and unsupported rotary settings."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
@@ -166,9 +171,9 @@ def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
 
 
 def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Yield sizes at the top level that differ from those in text_config.
+    """Yield a phrase for each size at the top level that differs from the size in text_config.
 
-    transformers reads only those in text_config.
+    transformers reads only the size in text_config.
     """
     for name in LANGUAGE_SIZE_FIELDS:
         if stored.get(name) is not None and stored[name] != text.get(name):
@@ -176,9 +181,9 @@ def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object
 
 
 def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Yield settings of the rotary embedding that are stated several times with different values.
+    """Yield a phrase for each rotary setting that occurs several times with different values.
 
-    Libraries differ in which of these places they read.
+    Such a config is ambiguous, because libraries read the setting from different places.
     """
     places: dict[str, object] = {}
     for path, part in (("", stored), ("text_config.", text)):

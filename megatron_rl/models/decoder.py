@@ -1,6 +1,7 @@
 """Name mappings of the decoder layers of Qwen2 and Qwen3.
 
-The layers differ only in the biases of q, k and v (Qwen2) and the norms of q and k (Qwen3).
+Qwen2's layers have biases on q, k and v, and Qwen3's layers have norms on q and k. Otherwise the
+layers are equal.
 """
 
 from functools import partial
@@ -9,7 +10,7 @@ from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, fuse_h
 
 
 def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[ParamMapping]:
-    """Return the name mappings of the decoder layer with this global number."""
+    """Return the name mappings of the decoder layer with the global number `layer`."""
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 
     def qkv(kind: str) -> ParamMapping:

@@ -1,4 +1,4 @@
-"""Supported model families; each is defined in a module of its own."""
+"""Table of the supported model families; each family is defined in its own module."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from megatron_rl.models.qwen2_vl import QWEN2_VL
 from megatron_rl.models.qwen3_vl import QWEN3_VL
 
 FAMILIES: Mapping[str, ModelFamily] = {"qwen2_5_vl": QWEN2_5_VL, "qwen2_vl": QWEN2_VL, "qwen3_vl": QWEN3_VL}
-"""Model families by the model_type of config.json."""
+"""Model families, keyed by the model_type in config.json."""
 PROCESSORS = ("Qwen2VLProcessor", "Qwen2_5_VLProcessor", "Qwen3VLProcessor")
 IMAGE_PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
 """Names of transformers' image processor classes (5.19) that split images into patches as the three

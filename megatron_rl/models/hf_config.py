@@ -1,6 +1,7 @@
 """Reads a Hugging Face config.json into a ModelSpec.
 
-The file may be flat (as released, transformers 4) or nested (transformers 5).
+The language model's fields may be at the top level of the file (flat, transformers 4) or in
+`text_config` (nested, transformers 5).
 """
 
 import math
@@ -29,8 +30,8 @@ MAX_FIELDS = 4
 def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
     """Return the spec of the model in a Hugging Face folder.
 
-    Raises ValueError under the setting's or option's name `key` if the model is not supported or
-    its config.json is missing or damaged.
+    Raises ValueError if the model is not supported, or if its config.json is missing or damaged.
+    The message names `key`, the setting or option that contains the folder.
     """
     path = find_config_file(folder, key=key)
     try:
@@ -43,7 +44,8 @@ def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
 def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> ModelSpec:
     """Return the spec described by the content of a config.json.
 
-    `folder` is only used in error messages. Raises ValueError as `read_spec` does.
+    `folder` and `key` are only used in error messages. Raises ValueError if the model is not
+    supported or the content is damaged.
     """
     if not isinstance(stored, dict):
         raise _damaged_config_error(f"it holds a {type(stored).__name__}", folder=folder, key=key)
@@ -78,7 +80,7 @@ def _damaged_config_error(reason: object, *, folder: str | Path, key: str) -> Va
 
 
 def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
-    """Describe the first value that no model can have; return '' if there is none.
+    """Describe the first invalid value in a config; return '' if all values are valid.
 
     transformers has already checked the types of most values.
     """
@@ -110,7 +112,7 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
 
 
 def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: ModelFamily) -> str:
-    """Describe the first sizes that do not fit each other; return '' if all do."""
+    """Describe the first contradiction between sizes; return '' if all sizes are consistent."""
     hidden, heads, key_heads, head_dim = (
         text.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )

@@ -1,7 +1,4 @@
-"""Sizes of the released models of each family, for uses that need no weights.
-
-These are memory plans and folders with random weights.
-"""
+"""Sizes of each family's released models, for memory plans and folders with random weights."""
 
 from pathlib import Path
 
@@ -21,19 +18,19 @@ _TABLE = {
 RELEASED_SIZES = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
-"""Sizes of the language models, by model_type and model size."""
+"""Sizes of the language models, keyed by model_type and model size."""
 _HUB_NAMES = {"qwen2_5_vl": "Qwen2.5-VL", "qwen2_vl": "Qwen2-VL", "qwen3_vl": "Qwen3-VL"}
 HUB_IDS = {f"Qwen/{_HUB_NAMES[family]}-{size}-Instruct": (family, size) for family, sizes in RELEASED_SIZES.items() for size in sizes}
-"""(model_type, model size) by the model's name on the Hugging Face hub."""
+"""Maps a released model's name on the Hugging Face hub to (model_type, model size)."""
 _VISION_TOKEN_IDS = {"vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656}
 _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 
 
 def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
-    """Return the config.json of a released model.
+    """Return the content of a released model's config.json.
 
-    It is flat, with the field names of transformers 4.41. For Qwen3-VL it is nested, with those of
-    4.57.
+    The content is flat, with the field names of transformers 4.41. For Qwen3-VL it is nested, with
+    the field names of transformers 4.57.
     """
     return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, RELEASED_SIZES[family][size])
 
@@ -95,9 +92,10 @@ def _qwen3_vl(size: str, sizes: dict[str, int]) -> dict[str, object]:
 
 
 def load_known_spec(path: str, *, key: str = "model.path") -> ModelSpec:
-    """Return the spec of a model folder, or of a released model by its name on the hub.
+    """Return the spec of a model folder, or of a released model given by its name on the hub.
 
-    A released model need not be downloaded. Raises ValueError under the setting's name `key`.
+    A released model need not be downloaded. Raises ValueError if `path` is neither a supported
+    model folder nor a released model. The message names `key`, the setting that contains `path`.
     """
     if path in HUB_IDS and not Path(path).exists():
         family, size = HUB_IDS[path]

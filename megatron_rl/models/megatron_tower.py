@@ -1,9 +1,10 @@
 """Name mappings of vision towers that other trainers build from Megatron's layers, sharded by tp.
 
-Such towers are only read from checkpoints, when these are merged; they are never built here. Their
-names are those of Megatron's TransformerBlock and MultimodalProjector with biases, as in mbridge's
-and verl's Qwen2.5-VL and Pai's Qwen2-VL, and those of mbridge's own mergers of Qwen3-VL. q, k and v
-are stored as one block per head. If an MLP has gate and up, they are stored as one block per rank.
+Such towers are only read from checkpoints, to merge them into Hugging Face folders; this project
+never builds one. Parameters are named as in Megatron's TransformerBlock and MultimodalProjector
+with biases; mbridge and verl use these names for Qwen2.5-VL, and Pai uses them for Qwen2-VL. For
+Qwen3-VL, the mergers have the names used by mbridge. q, k and v are stored as one block per head,
+gate and up (if an MLP has them) as one block per rank.
 """
 
 from collections.abc import Sequence
@@ -17,15 +18,16 @@ PATCH_EMBED = "patch_embed.proj.weight"
 
 
 def replicated_mapping(mcore: str, hf: str) -> ParamMapping:
-    """Return the mapping of a replicated tensor; names are given without their prefixes."""
+    """Return the mapping of a replicated tensor, given its names without the tower's prefixes."""
     return ParamMapping(f"vision.{mcore}", (f"visual.{hf}",), "first")
 
 
 def mlp_mappings(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
     """Return the mappings of an MLP with biases.
 
-    `fc1` names Hugging Face's gate and up layers, or its first layer only. The bias of `fc2` is
-    replicated, because it is added after the sum over ranks.
+    `fc1` contains Hugging Face's names of the gate and up layers, or of the first layer in an MLP
+    without gate. `fc2` is Hugging Face's name of the last layer. The bias of `fc2` is replicated,
+    because it is added after the sum over ranks.
     """
     rows = []
     for kind in ("weight", "bias"):
@@ -41,7 +43,8 @@ def mlp_mappings(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[ParamMappi
 def block_mappings(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
     """Return the mappings of all blocks of a vision tower.
 
-    `norm` names the tensors of a norm. `fc1` and `fc2` name Hugging Face's layers in a block's MLP.
+    `norm` lists the tensors of a norm, such as "weight". `fc1` and `fc2` are Hugging Face's names
+    of the linear layers in a block's MLP.
     """
     heads = AttentionHeads(vision.num_heads, vision.num_heads, vision.head_dim)
 
@@ -73,7 +76,10 @@ def block_mappings(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str
 
 
 def projector_mappings(*, norm: Sequence[str]) -> list[ParamMapping]:
-    """Return the mappings of Qwen2's merger; its norm is the final norm of the blocks."""
+    """Return the mappings of the merger in Qwen2-VL and Qwen2.5-VL.
+
+    In Megatron's tower, the norm of the merger is the final norm of the blocks.
+    """
     norms = [replicated_mapping(f"decoder.final_layernorm.{kind}", f"merger.ln_q.{kind}") for kind in norm]
     return [*norms, *mlp_mappings("projection.encoder", fc1=["merger.mlp.0"], fc2="merger.mlp.2")]
 

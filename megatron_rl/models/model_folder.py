@@ -1,7 +1,4 @@
-"""Locates model folders and explains missing ones.
-
-Errors name the searched path and the command that creates the model.
-"""
+"""Locates model folders; errors name the path and the command that creates a missing folder."""
 
 import re
 from importlib.resources import files
@@ -14,13 +11,13 @@ from megatron_rl import configs
 LAUNCH_FOLDER = Path(__file__).resolve().parents[2] / "launch"
 """Folder launch/ of a checkout; does not exist in an installed wheel."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""Pattern of a possible model name on the hub, OWNER/NAME, which may also be a folder."""
+"""Pattern for model names on the Hugging Face hub, OWNER/NAME; folder paths can also match."""
 
 
 def find_config_file(folder: str | Path, *, key: str) -> Path:
     """Return the path of config.json in a Hugging Face folder.
 
-    Raises ValueError if it is missing; the message depends on whether the folder itself exists.
+    Raises ValueError if config.json is missing; the message depends on whether the folder exists.
     """
     path, place = Path(folder) / "config.json", Path(folder).absolute()
     if path.is_file():
@@ -47,16 +44,16 @@ def _missing_folder_remedy(folder: str, *, key: str) -> str:
 
 
 def _read_recipes() -> dict[str, dict]:
-    """Return the content of each YAML file in configs/experiment, by its name."""
+    """Return the content of each YAML file in configs/experiment, keyed by name without suffix."""
     paths = [path for path in (files(configs) / "experiment").iterdir() if path.name.endswith(".yaml")]
     return {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) or {} for path in sorted(paths, key=lambda path: path.name)}
 
 
 def _find_maker(folder: str, recipes: dict[str, dict]) -> str:
-    """Return the command that creates a folder from which a recipe starts.
+    """Return the commands that create a model folder, or '' if none is known.
 
-    The command is a script in launch/ or a run of the recipe that writes the folder. Example: for
-    runs/quickstart/sft/final it is
+    A command is either a script in launch/ or a run of the recipe that writes the folder. Example:
+    for runs/quickstart/sft/final the result is
         bash launch/quickstart.sh,
         or by python launch/train.py stage=sft experiment=numberline_sft_cpu
     """

@@ -1,6 +1,6 @@
-"""Description of a model: its sizes, read from a Hugging Face config.json, and its family.
+"""Specification of a model: its family, and its sizes as read from a Hugging Face config.json.
 
-Code outside models/ uses a ModelSpec and no transformers config.
+Code outside models/ uses ModelSpec instead of transformers' configs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,25 +32,25 @@ class VisionSpec:
     temporal_patch_size: int
     """Number of frames in a patch; a still image is repeated this many times."""
     spatial_merge_size: int
-    """Height and width, in patches, of the square that becomes one vision token."""
+    """Height and width, in patches, of the square of patches that is merged into a vision token."""
     window_size: int = 0
     """Height and width in pixels of the attention windows of most blocks; 0 if every block attends
     to the whole image.
     """
     mlp_saved_factor: int
-    """Number of values per patch that autograd keeps of a block's MLP, in units of ffn_size
+    """Number of values per patch that autograd stores for a block's MLP, in multiples of ffn_size
     (memory_plan/activations.py).
     """
     num_deepstack_layers: int = 0
-    """Number of blocks whose merged output is also added to the image tokens after the first
-    decoder layers, one layer for each block (policy/deepstack.py).
+    """Number of blocks with a DeepStack output. The output of the n-th such block is merged and
+    added to the image tokens after the n-th decoder layer (policy/deepstack.py).
     """
     num_position_embeddings: int = 0
     """Number of learned position embeddings, a square number; 0 if the tower has none."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **own: int) -> "VisionSpec":
-        """Build a VisionSpec from the fields common to all families (SHARED_SIZES) and `own`."""
+        """Build a VisionSpec from the config fields SHARED_SIZES and the family's `own` sizes."""
         return cls(
             num_blocks=config.depth, num_heads=config.num_heads, in_channels=config.in_channels, patch_size=config.patch_size,
             temporal_patch_size=config.temporal_patch_size, spatial_merge_size=config.spatial_merge_size, **own,
@@ -63,12 +63,12 @@ class VisionSpec:
 
     @property
     def patch_dim(self) -> int:
-        """Number of values in a patch as returned by the processor."""
+        """Number of values in a patch that the processor returns."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
     def patches_per_token(self) -> int:
-        """Number of patches that become one vision token."""
+        """Number of patches that are merged into one vision token."""
         return self.spatial_merge_size**2
 
 
@@ -78,9 +78,9 @@ SHARED_SIZES = ("depth", "num_heads", "in_channels", "patch_size", "temporal_pat
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelFamily:
-    """Common properties of the models of one family; see models/family.py.
+    """Properties shared by all models of one family; see models/family.py.
 
-    Parameter names are those of name_mapping.py.
+    Parameter names follow name_mapping.py.
     """
 
     config_class: type[PreTrainedConfig]
@@ -104,17 +104,17 @@ class ModelFamily:
     tower has other norms.
     """
     has_head_dim: bool
-    """True if attention heads of the language model have the size config.head_dim. Otherwise their
-    size is hidden_size / num_attention_heads, and a config that states another one is rejected.
+    """True if attention heads of the language model have the size config.head_dim. If False, their
+    size is hidden_size / num_attention_heads, and a config with a different head_dim is rejected.
     """
     has_qk_norm: bool
-    """True if each head of queries and keys is normalized."""
+    """True if the language model normalizes queries and keys in each attention head."""
     vision_sizes: tuple[str, ...]
     """Names of the vision_config fields that `read_vision_spec` reads, all positive integers."""
     read_vision_spec: Callable[[PreTrainedConfig], VisionSpec]
-    """Function that returns the sizes in a vision_config."""
+    """Function that builds a VisionSpec from a vision_config."""
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]]
-    """Function that returns the name mappings of the decoder layer with a global number."""
+    """Function (global layer number, heads) -> name mappings of this decoder layer."""
     megatron_tower_mappings: Callable[[VisionSpec], list[ParamMapping]]
     """Function that returns the name mappings of a vision tower built from Megatron's layers, as
     found in classic checkpoints of other trainers (models/megatron_tower.py).
@@ -122,23 +122,22 @@ class ModelFamily:
     megatron_config: Mapping[str, object]
     """Additional arguments of Megatron's TransformerConfig (policy/transformer.py)."""
     uses_nested_names: bool
-    """True if released checkpoints use the newer tensor names (name_mapping.nested_name), the only
-    ones that transformers and vLLM then accept.
+    """True if released checkpoints use the newer tensor names (name_mapping.nested_name). For such
+    a family, transformers and vLLM accept no other names.
     """
     has_interleaved_mrope: bool
-    """True if rotary pairs of a head use frame, row and column position in turn
-    (mrope.interleave_sections) instead of in blocks.
+    """True if successive rotary pairs of a head alternate between frame, row and column position
+    (mrope.interleave_sections). If False, each of the three positions is used by a contiguous block
+    of pairs.
     """
     rope_positions: Callable[[Sequence[int], Sequence[Image], int], torch.Tensor]
     """Function (token_ids, images, image_token_id) -> rotary positions [3, L] of a sequence."""
     part_patterns: Mapping[str, tuple[str, ...]]
-    """Parts that can be frozen or have their own learning rate (config.PARTS), as patterns of
-    Megatron's parameter names.
+    """Patterns for Megatron's parameter names, keyed by part of the model (config.PARTS). Each part
+    can be frozen or have its own learning rate.
     """
     vision_lora_patterns: Mapping[str, str]
-    """Values of lora.targets in the vision tower, as regular expressions for the names of its
-    modules.
-    """
+    """Regular expressions for module names of the vision tower, keyed by value of lora.targets."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -147,8 +146,8 @@ class ModelSpec:
 
     family: ModelFamily
     config: PreTrainedConfig = field(repr=False, compare=False)
-    """transformers' config, used only to build transformers' modules. All sizes are fields of this
-    record.
+    """transformers' config, used only to build transformers' modules. All sizes are also fields of
+    ModelSpec.
     """
     num_layers: int
     hidden_size: int
@@ -163,27 +162,27 @@ class ModelSpec:
     max_positions: int
     rope_theta: float
     rope_sections: tuple[int, ...]
-    """Number of rotary pairs of a head that use the frame, the row and the column position."""
+    """Numbers of rotary pairs of a head that use the frame, the row and the column position."""
     vision: VisionSpec
     image_token_id: int
-    """Id of the placeholder token; an image has one for each of its vision tokens."""
+    """Id of the image placeholder token. A sequence has one placeholder per vision token."""
     video_token_id: int
     vision_start_id: int
     vision_end_id: int
 
     @property
     def heads(self) -> AttentionHeads:
-        """Numbers and size of the language model's attention heads."""
+        """Attention heads of the language model: numbers of query and key/value heads, and size."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of every tensor in a checkpoint, by canonical name.
+        """Return the shape of every tensor of the model, keyed by canonical name.
 
-        The shapes are those of transformers' model (5.19), built on the meta device. Tied
+        The shapes are read from transformers' model (5.19), built on the meta device. Tied
         embeddings are listed once, as `model.embed_tokens.weight`.
         """
         with torch.device("meta"):
-            # transformers modifies the config that it is given (attention implementation).
+            # transformers modifies the config passed to it (attention implementation).
             model = self.family.model_class(deepcopy(self.config))
         shapes = {canonical_name(name): tensor.shape for name, tensor in model.state_dict().items()}
         if self.tie_word_embeddings:
@@ -199,11 +198,11 @@ class ModelSpec:
         )  # fmt: skip
 
     def build_tower(self) -> PreTrainedModel:
-        """Build transformers' vision tower with new weights."""
+        """Build transformers' vision tower with newly initialized weights."""
         return self.family.tower_class(deepcopy(self.config.vision_config))
 
     def released_name(self, name: str) -> str:
-        """Convert a canonical tensor name to that of the family's released checkpoints."""
+        """Convert a canonical tensor name to the name used in the family's released checkpoints."""
         return nested_name(name) if self.family.uses_nested_names else name
 
     def rope_positions(self, token_ids: Sequence[int], images: Sequence[Image]) -> torch.Tensor:

@@ -14,10 +14,10 @@ from megatron_rl.types import Image
 def interleave_sections(sections: Sequence[int]) -> list[int]:
     """Return Megatron's mrope_section for interleaved multimodal rotary embeddings, as in Qwen3-VL.
 
-    Rotary pairs use frame, row and column position in turn; pairs that exceed the section of row or
-    column use the frame position (transformers 5.19, models/qwen3_vl,
-    Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The result counts successive pairs that
-    use frame, row, column, frame and so on.
+    Rotary pair i uses the frame, row or column position if i % 3 is 0, 1 or 2. Once the section of
+    row or column is used up, the frame position is used instead (transformers 5.19,
+    models/qwen3_vl, Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The result lists numbers
+    of successive pairs that use frame, row, column, frame, row, column and so on.
 
     Example: interleave_sections((3, 1, 1)) == [1,0,0, 0,1,0, 0,0,1, 1,0,0, 1,0,0].
     """
@@ -28,10 +28,11 @@ def interleave_sections(sections: Sequence[int]) -> list[int]:
 def mrope_positions(token_ids: Sequence[int], images: Iterable[Image], image_token_id: int) -> torch.Tensor:
     """Return rotary positions [3, L] (frame, row, column) of a sequence.
 
-    They equal those of get_rope_index of transformers 5.19 for still images, for Qwen2-VL,
-    Qwen2.5-VL and Qwen3-VL. Text positions increase by one on all three axes. An image occupies a
-    grid from its start position, and text continues after its longer side. Raises ValueError if
-    placeholders and grids do not match.
+    The positions equal the result of get_rope_index in transformers 5.19 for still images, for
+    Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Text positions increase by one on all three axes. The
+    positions of an image form a grid that starts at the next text position, and the text after the
+    image continues after the longer side of the grid. Raises ValueError if placeholders and grids
+    do not match.
     """
     grids = [(image.grid[0], image.grid[1] // image.merge, image.grid[2] // image.merge) for image in images]
     parts, start, used = [], 0, 0

@@ -1,15 +1,15 @@
 """Mapping between Hugging Face's and Megatron's parameter names and layouts.
 
-Import, export, weight sync and converters all use it, in both directions.
+Import, export, weight sync and converters use this mapping in both directions.
 
-Hugging Face names are those of the released checkpoints (`model.layers.0...`, `visual...`,
-`lm_head.weight`). `canonical_name` converts the newer names (`model.language_model...`,
-`model.visual...`) to them. Layer numbers are global on both sides.
+Hugging Face names have the canonical form `model.layers.0...`, `visual...`, `lm_head.weight`.
+`canonical_name` converts the newer names (`model.language_model...`, `model.visual...`) to the
+canonical form. Layer numbers are global in Hugging Face's and in Megatron's names.
 
 Layouts: Hugging Face has separate q, k and v, and separate gate and up. Megatron's linear_qkv has
 one block per key/value group, [q heads of the group, k, v] (megatron-core 0.16.1,
-transformer/attention.py, get_query_key_value_tensors). Its linear_fc1 has [gate, up] of the rank's
-own rows.
+transformer/attention.py, get_query_key_value_tensors). Megatron's linear_fc1 has [gate, up], each
+with the rank's own rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True, frozen=True)
 class AttentionHeads:
-    """Numbers and size of attention heads, needed to split a fused q/k/v projection."""
+    """Numbers of attention heads and their size, needed to split a fused q/k/v projection."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -39,10 +39,7 @@ def _shard(tensor: torch.Tensor, dim: int, rank: int, size: int, *, pads: bool =
 
 
 def padded_vocab(size: int, tp: int) -> int:
-    """Return the number of rows of the embeddings: the vocabulary size, rounded up.
-
-    It is rounded up to a multiple of `tp`.
-    """
+    """Return the number of embedding rows: the vocabulary size rounded up to a multiple of `tp`."""
     return -(-size // tp) * tp
 
 
@@ -53,35 +50,35 @@ class ParamMapping:
     mcore_name: str
     hf_names: tuple[str, ...]
     stage: str
-    """Pipeline stage: 'first', 'last', or that of 'layer:N' with the global layer number."""
+    """Pipeline stage: 'first', 'last', or 'layer:N' for the stage of the global decoder layer N."""
     fuse: Callable[[Tensors], torch.Tensor] | None = None
-    """Function from Hugging Face tensors to one tensor whose equal chunks along shard_dim are the
-    ranks' shards; None for a single Hugging Face tensor.
+    """Function that fuses the Hugging Face tensors into one tensor; None for a single Hugging Face
+    tensor. The ranks' shards are equal chunks of the fused tensor along shard_dim.
     """
     split: Callable[[torch.Tensor], Tensors] | None = None
     """Function from the fused tensor to the Hugging Face tensors; inverse of `fuse`."""
     shard_dim: int | None = None
     """Dimension that tensor parallelism shards; None for a replicated parameter."""
     fuse_shards: bool = False
-    """True if tensors are sharded before they are fused, as gate and up are."""
+    """True if the Hugging Face tensors are sharded before they are fused, as gate and up are."""
     fused_norm: str = ""
     """Name of a norm's weight in the Transformer Engine spec, which fuses a norm into the linear
-    layer that follows.
+    layer that follows; '' for other parameters.
     """
     vocab_rows: int = 0
-    """Number of rows if they are those of the vocabulary, which tensor parallelism pads with zeros;
-    0 for every other parameter.
+    """Vocabulary size, for parameters with one row per vocabulary entry; 0 for other parameters.
+    Such a parameter is padded with zero rows if tensor parallelism does not divide its rows.
     """
     is_exported: bool = True
-    """False for the last stage's copy of tied embeddings, which is loaded but never exported."""
+    """False for the output layer's copy of tied embeddings, which is loaded but never exported."""
 
     @property
     def checkpoint_key(self) -> str:
         """Key of the parameter in a Megatron distributed checkpoint.
 
-        Layer numbers in it are global, and it is the same for both layer specs (megatron-core
-        0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map). The stored tensor is
-        `to_mcore(tensors, 0, 1)`.
+        The layer number in the key is global. The key is the same for the local and the Transformer
+        Engine layer spec (megatron-core 0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map).
+        The stored tensor is `to_mcore(tensors, 0, 1)`.
         """
         return self.fused_norm or self.mcore_name
 
@@ -96,9 +93,8 @@ class ParamMapping:
     def list_row_slices(self, tensors: Tensors) -> Tensors:
         """Return slices of the Hugging Face tensors' rows that make up the unsharded parameter.
 
-        Concatenated, they equal `to_mcore(tensors, 0, 1)`. The slices are views. They are found by
-        fusing row numbers instead of rows: the rows of a fused parameter are those of its tensors
-        in another order.
+        Concatenated, the slices equal `to_mcore(tensors, 0, 1)`. The slices are views. Fusing only
+        reorders rows, so this method finds the slices by fusing row numbers instead of rows.
         """
         if self.fuse is None:
             return tensors
@@ -164,7 +160,7 @@ def name_table(
 ) -> list[ParamMapping]:
     """Return the name mappings of all parameters of a model.
 
-    `layer_mappings` returns those of one decoder layer and depends on the model family.
+    `layer_mappings` is the model family's function that returns the mappings of one decoder layer.
     `vision_names` are the parameter names of the Hugging Face vision tower, without the prefix
     `visual.`.
     """
@@ -184,9 +180,9 @@ PEFT_PREFIX = "base_model.model."
 
 
 def canonical_name(name: str) -> str:
-    """Convert a Hugging Face tensor name to that of the released checkpoints.
+    """Convert a Hugging Face tensor name to the canonical form, such as `model.layers...`.
 
-    Accepts released and newer names, with or without PEFT's prefix.
+    Accepts canonical and newer names, with or without PEFT's prefix.
     """
     name = name.removeprefix(PEFT_PREFIX)
     for newer, released in (("model.language_model.", "model."), ("model.visual.", "visual.")):
@@ -196,7 +192,7 @@ def canonical_name(name: str) -> str:
 
 
 def nested_name(name: str) -> str:
-    """Convert a canonical name to the newer one, used by transformers' modules since 4.52."""
+    """Convert a canonical name to the newer form, used by transformers' modules since 4.52."""
     for newer, released in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if name.startswith(released):
             return newer + name.removeprefix(released)

@@ -1,7 +1,7 @@
 """Qwen2.5-VL (arXiv 2502.13923).
 
-It consists of Qwen2's language model, with biases on q, k and v, and a vision tower with window
-attention and a gated MLP.
+The model consists of Qwen2's language model, with biases on q, k and v, and a vision tower with
+window attention and gated MLPs.
 """
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
@@ -16,7 +16,7 @@ from megatron_rl.models.mrope import mrope_positions
 
 
 def vision_spec(config: Qwen2_5_VLVisionConfig) -> VisionSpec:
-    """Return the sizes in a vision_config."""
+    """Build a VisionSpec from a vision_config."""
     return VisionSpec.from_config(
         config, hidden_size=config.hidden_size, ffn_size=config.intermediate_size, out_hidden_size=config.out_hidden_size,
         window_size=config.window_size, mlp_saved_factor=4,

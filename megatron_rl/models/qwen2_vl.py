@@ -1,7 +1,7 @@
 """Qwen2-VL (arXiv 2409.12191).
 
-It consists of the language model of Qwen2.5-VL and a vision tower with LayerNorm, plain MLPs and no
-windows.
+The model consists of the language model of Qwen2.5-VL and a vision tower with LayerNorm, MLPs
+without gates, and attention without windows.
 """
 
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
@@ -16,9 +16,10 @@ from megatron_rl.models.mrope import mrope_positions
 
 
 def vision_spec(config: Qwen2VLVisionConfig) -> VisionSpec:
-    """Return the sizes in a vision_config.
+    """Build a VisionSpec from a vision_config.
 
-    Its field embed_dim is the width of the tower, and hidden_size that of the language model.
+    In this vision_config, embed_dim is the width of the tower, and hidden_size is the width of the
+    language model.
     """
     return VisionSpec.from_config(
         config,

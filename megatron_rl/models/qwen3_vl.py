@@ -1,9 +1,8 @@
 """Qwen3-VL, dense models (arXiv 2511.21631).
 
-It consists of Qwen3's language model, with norms on queries and keys, and a vision tower with
-learned position embeddings. The outputs of three intermediate blocks of the tower are merged like
-that of the last block, and added to the image tokens after the first three decoder layers
-(DeepStack).
+The model consists of Qwen3's language model, with norms on queries and keys, and a vision tower
+with learned position embeddings. Three intermediate blocks of the tower have mergers of their own;
+the merged outputs are added to the image tokens after the first three decoder layers (DeepStack).
 """
 
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel
@@ -17,7 +16,7 @@ from megatron_rl.models.mrope import mrope_positions
 
 
 def vision_spec(config: Qwen3VLVisionConfig) -> VisionSpec:
-    """Return the sizes in a vision_config."""
+    """Build a VisionSpec from a vision_config."""
     return VisionSpec.from_config(
         config, hidden_size=config.hidden_size, ffn_size=config.intermediate_size, out_hidden_size=config.out_hidden_size,
         num_deepstack_layers=len(config.deepstack_visual_indexes), num_position_embeddings=config.num_position_embeddings,

@@ -11,7 +11,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 def count_token_ids(folder: Path) -> int:
     """Return the largest token id in the tokenizer files of a Hugging Face folder, plus one.
 
-    Returns 0 if it has no tokenizer. Raises ValueError for a damaged file.
+    Returns 0 if the folder has no tokenizer. Raises ValueError if a tokenizer file is damaged.
     """
     largest = -1
     for name, read in _READERS.items():
@@ -40,20 +40,21 @@ _READERS = {
     "tokenizer.json": _tokenizer_ids, "vocab.json": lambda stored: stored.values(), "added_tokens.json": lambda stored: stored.values(),
     "tokenizer_config.json": _added_token_ids,
 }  # fmt: skip
-"""Functions that return the token ids in each kind of tokenizer file, by file name."""
+"""Functions that return the token ids in a tokenizer file, keyed by file name."""
 
 
 def check_vocabulary(num_rows_by_name: Mapping[str, int], *, vocab_size: int, num_token_ids: int, where: str) -> None:
-    """Raise ValueError if a token id has no row in the embeddings or is not below vocab_size.
+    """Raise ValueError unless num_token_ids <= vocab_size <= number of stored rows.
 
-    Rows beyond config.vocab_size do not count, because they are cut off as padding.
+    Token ids from vocab_size on are rejected even if the embeddings have rows for them, because
+    rows beyond config.vocab_size are cut off as padding.
 
     Args:
         num_rows_by_name: Stored number of rows of the embeddings and of the output layer, by name;
-            empty if unknown.
+            empty if the numbers are unknown.
         vocab_size: Vocabulary size in config.json.
         num_token_ids: Largest token id of the tokenizer plus one.
-        where: Start of the error message: setting and folder.
+        where: Start of the error message, which names the setting and the folder.
     """
     least = min(num_rows_by_name.values(), default=vocab_size)
     if num_token_ids <= vocab_size <= least:

@@ -1,6 +1,7 @@
-"""Writer of TensorBoard scalar files that writes in the calling thread.
+"""Writes TensorBoard scalar files in the calling thread.
 
-TensorBoard's own writer uses a background thread, so its errors arrive late and as a traceback.
+TensorBoard's own writer uses a background thread, so write errors are reported late and as a
+traceback.
 """
 
 import itertools
@@ -11,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _NUMBERS = itertools.count()
-"""Counter of this process's files.
+"""Counter of the event files that this process has created.
 
-TensorBoard orders files by their second, then by this number.
+TensorBoard orders files by their second of creation, then by this number.
 """
 
 
@@ -23,7 +24,7 @@ class EventFile:
     def __init__(self, folder: Path, *, start_step: int) -> None:
         """Create a new file.
 
-        Readers discard steps from `start_step` on in earlier files of the folder.
+        Readers discard data for steps from `start_step` on in earlier files of the folder.
         """
         from tensorboard.compat.proto.event_pb2 import Event  # ranks without a log do not need TensorBoard
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -39,7 +40,7 @@ class EventFile:
         """Write the metrics of a step and flush them to the operating system.
 
         Raises:
-            OSError: the operating system cannot write them.
+            OSError: the operating system cannot write the metrics.
         """
         self._write(step=step, summary={"value": [{"tag": name, "simple_value": value} for name, value in metrics.items()]})
 

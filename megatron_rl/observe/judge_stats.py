@@ -1,4 +1,4 @@
-"""Counts of the requests to a run's judge: metrics of each step, and a summary line of the run."""
+"""Counts the judge requests of a run, for metrics of each step and a summary line of the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -6,25 +6,23 @@ from typing import Protocol
 from megatron_rl.types import Rollout
 
 COUNTERS = ("called", "cached", "failed")
-"""Names of the counters: results returned by a server, results found in the cache, and failed
-requests.
-"""
+"""Names of the counters: results from a server, results from the cache, and failed requests."""
 Counts = dict[str, int]
 
 
 class CountedJudge(Protocol):
-    """The part of a judge that JudgeStats needs."""
+    """Subset of a judge's interface that JudgeStats needs."""
 
     model: str
 
     def get_counts(self) -> Counts:
-        """Return this process's counts since its start, by the names in COUNTERS."""
+        """Return this process's counts since its start, keyed by the names in COUNTERS."""
 
 
 class JudgeStats:
-    """Sums the counters of the judges of all processes.
+    """Sums the judge counters of all processes.
 
-    The run stores `total` over all its attempts (`History.judge`).
+    The run stores `total`, the sum over all its attempts, in `History.judge`.
     """
 
     def __init__(self, judge: CountedJudge, *, gather: Callable[[Counts], Sequence[Counts]]) -> None:
@@ -35,7 +33,7 @@ class JudgeStats:
     def collect(self, total: Counts) -> dict[str, float]:
         """Return the counts since the last call as metrics, and add them to `total`.
 
-        All ranks must call it together.
+        All ranks must call this method together.
         """
         now = self._judge.get_counts()
         parts = self._gather({name: now[name] - self._before[name] for name in COUNTERS})
@@ -43,7 +41,10 @@ class JudgeStats:
         return {f"judge/{name}": float(_add(total, name, sum(part[name] for part in parts))) for name in COUNTERS}
 
     def record_decided(self, rollouts: Sequence[Rollout], total: Counts) -> dict[str, float]:
-        """Return the fraction of scored rollouts with a judge result; add the counts to `total`."""
+        """Return the fraction of scored rollouts that have a judge result.
+
+        The number of these rollouts and of all scored rollouts are added to `total`.
+        """
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         num = _add(total, "decided", sum(bool(rollout.verdicts) for rollout in scored))
         return {"judge/decided_fraction": num / max(_add(total, "answers", len(scored)), 1)}

@@ -1,4 +1,4 @@
-"""Logs of a run's metrics (metrics.jsonl, TensorBoard, W&B, trackio), and its step timer."""
+"""Metric logs of a run (metrics.jsonl, TensorBoard, W&B, trackio), and the step timer."""
 
 import os
 import time
@@ -16,19 +16,22 @@ from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
 MAX_METRICS_BYTES = 1 << 20
-"""Maximum size of a line in bytes, a hundred times that of a typical line."""
+"""Maximum size of a line in bytes, a hundred times the size of a typical line."""
 MAX_ID_BYTES = 1000
 PREDICTION_COLUMNS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
-"""Columns of W&B's rollout table. `picture` is the first image, `content` the text of all turns."""
+"""Columns of the rollout table in W&B.
+
+`picture` is the first image, and `content` is the text of all turns.
+"""
 
 
 class MetricsLog:
-    """Log with one line per step in metrics.jsonl and the same metrics in TensorBoard files.
+    """Log that writes one line per step to metrics.jsonl and the same metrics to TensorBoard files.
 
     The metrics also go to W&B and trackio if wandb.mode and trackio.mode enable them. Only the main
     rank creates a log. A log that starts at step k continues a metrics.jsonl that contains the
-    steps before k (run/superseded_steps.py has moved later ones away). TensorBoard readers discard
-    earlier data of steps >= k, and the trackio run is written again from its start.
+    steps before k; run/superseded_steps.py has already moved later steps aside. TensorBoard readers
+    discard earlier data for steps >= k, and the trackio run is rewritten from its start.
     """
 
     def __init__(
@@ -44,14 +47,14 @@ class MetricsLog:
         self._trackio = _start_trackio(run_dir, trackio_settings, config, past=read_metrics(path)) if has_trackio else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a step.
+        """Append the metrics of a step.
 
-        metrics.jsonl is flushed to disk before this returns, so that no checkpoint contains a step
-        that may still be lost from the log.
+        metrics.jsonl is flushed to disk before this method returns. A checkpoint therefore never
+        contains a step that may still be lost from the log.
 
         Raises:
-            OSError: the file at the path is not the one that was opened, because the run directory
-                was removed or moved.
+            OSError: metrics.jsonl is not the file that was opened, because the run directory was
+                removed or moved.
         """
         if not os.path.samestat(self._path.stat(), os.fstat(self._lines.fileno())):
             raise FileExistsError(f"{self._path} is another run's: this one's folder was removed or moved")
@@ -65,10 +68,11 @@ class MetricsLog:
             self._trackio.log(dict(metrics), step=step)
 
     def log_rollouts(self, step: int, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, image_folder: Path) -> None:
-        """Log rollouts of a step by kind (best, worst) to W&B as the table `predictions`.
+        """Log rollouts of a step to W&B as the table `predictions`.
 
-        Other logs ignore them. `image_folder` contains KEY.png for each Image.key; an image that is
-        on another node is omitted.
+        `rollouts_by_kind` maps a kind (best or worst) to its rollouts. The other logs do not
+        contain rollouts. `image_folder` contains KEY.png for each Image.key; an image that is on
+        another node is omitted.
         """
         if self._wandb is None or not any(rollouts_by_kind.values()):
             return
@@ -87,7 +91,8 @@ class MetricsLog:
         """Close all logs.
 
         Raises:
-            OSError: the end of a file could not be written. All files are closed nevertheless.
+            OSError: the last data of a file could not be written. All files are closed
+                nevertheless.
         """
         with ExitStack() as closing:
             for others in (self._trackio, self._wandb):
@@ -98,12 +103,12 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:
-    """Return the steps of a metrics.jsonl in order, each as {"step": ..., name: value ...}.
+    """Return the steps in a metrics.jsonl in order, each as {"step": ..., name: value, ...}.
 
     NaN and infinities are restored as floats.
 
     Raises:
-        ValueError: a line has no step, or a value that is not a number.
+        ValueError: a line has no step, or has a value that is not a number.
     """
     steps = []
     for number, line in enumerate(read_lines(path, max_line_bytes=MAX_METRICS_BYTES), 1):
@@ -117,7 +122,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 
 
 def check_wandb(settings: WandbSettings) -> None:
-    """Raise ValueError if W&B would prompt for a key.
+    """Raise ValueError if W&B would prompt for an API key.
 
     The key is looked up in the environment, in .netrc and in W&B's own settings. No server is
     contacted.
@@ -138,11 +143,11 @@ def check_wandb(settings: WandbSettings) -> None:
 def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, object]):  # noqa: ANN202 (wandb is imported only when used)
     """Start a W&B run with an id stored in the run directory, so that a resumed run continues it.
 
-    Its x axis is the training step: repeated steps overwrite.
+    The x axis is the training step, so that repeated steps overwrite earlier data.
     """
     import wandb
 
-    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))  # else images of offline tables are stored in the home folder
+    os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))  # otherwise images of offline tables go to the home folder
     id_file = run_dir / "wandb_id"
     if not id_file.exists():
         write_bytes_atomically(id_file, uuid.uuid4().hex[:8].encode("ascii"))
@@ -161,10 +166,10 @@ def check_trackio(settings: TrackioSettings) -> None:
 
 
 def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, object], *, past: list[dict[str, float]]):  # noqa: ANN202
-    """Start a local trackio run (0.43.0) with all previous steps.
+    """Start a local trackio run (0.43.0) and log all previous steps to it.
 
-    The run of an earlier attempt, identified by the id in the run directory, is deleted, because
-    trackio keeps every line logged for a step.
+    The trackio run of an earlier attempt is deleted, because trackio keeps every line that is
+    logged for a step. The earlier run is identified by the id in the run directory.
     """
     import trackio
 
@@ -182,16 +187,16 @@ def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, o
 
 
 class StepTimer:
-    """Measures seconds by name.
+    """Measures seconds per span name.
 
-    An inner span pauses the outer one, so that each second counts once.
+    An inner span pauses the outer span, so that each second counts once.
 
-    Example: with a span "engine" 0..5 s, a span "environment" 1..3 s inside it, a span "update"
-    6..8 s and collect() at 10 s, the result is time/engine 3, time/environment 2, time/update 2,
-    time/unaccounted 3, time/total 10.
+    Example: a span "engine" is open from 0 to 5 s, and within it a span "environment" from 1 to 3
+    s. A span "update" is open from 6 to 8 s. collect() at 10 s returns time/engine 3,
+    time/environment 2, time/update 2, time/unaccounted 3, time/total 10.
 
-    It is for a single thread. A span must not stay open across an await, because another coroutine
-    would run inside it.
+    The timer is for a single thread. A span must not stay open across an await, because another
+    coroutine would run inside the span.
     """
 
     def __init__(
@@ -213,7 +218,7 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the block under this name."""
+        """Time the enclosed block as a span with this name."""
         self._charge_open_span()
         self._open.append(name)
         if self._on_span is not None:
@@ -226,7 +231,10 @@ class StepTimer:
             self._open.pop()
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add seconds measured elsewhere, and subtract them from the currently open span."""
+        """Add seconds that were measured elsewhere to a span.
+
+        They are subtracted from the currently open span.
+        """
         self._add_to_span(name, seconds)
         if self._open:
             self._add_to_span(self._open[-1], -seconds)
@@ -234,7 +242,7 @@ class StepTimer:
     def collect(self) -> dict[str, float]:
         """Return the seconds since the last call as time/NAME, time/total and time/unaccounted.
 
-        time/unaccounted is the time outside of all spans. May be called inside a span.
+        time/unaccounted is the time outside of all spans. The method may be called inside a span.
         """
         self._charge_open_span()
         total = self._mark - self._last_collected
@@ -244,7 +252,7 @@ class StepTimer:
         return times
 
     def _charge_open_span(self) -> None:
-        """Add the time since the last change to the open span."""
+        """Add the time since the last change of spans to the open span."""
         now = self._clock()
         if self._open:
             self._add_to_span(self._open[-1], now - self._mark)

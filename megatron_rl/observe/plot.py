@@ -1,8 +1,8 @@
-"""Learning curves from metrics.jsonl: smoothed mean return per step, and evaluated success.
+"""Plots learning curves from metrics.jsonl: smoothed return per step, and success in evaluations.
 
     python -m megatron_rl.observe.plot RUN_DIR... [--out PNG]
 
-The curve of one run is saved in its run directory as reward_curve.png. Several runs become labeled
+The plot of one run is saved in its run directory as reward_curve.png. Several runs become labeled
 curves in one plot.
 """
 
@@ -25,9 +25,9 @@ SUCCESS_METRIC = "eval/greedy_success"
 
 
 def moving_average(values: Sequence[float], *, window: int) -> list[float]:
-    """Return the centered moving average over up to `window` (odd) values, fewer at the ends.
+    """Return the centered moving average over `window` (odd) values.
 
-    Example: [0, 3, 6] with window 3 -> [1.5, 3, 4.5].
+    Near both ends, fewer values are averaged. Example: [0, 3, 6] with window 3 -> [1.5, 3, 4.5].
     """
     assert window % 2 == 1, f"window {window} has no center"
     half = window // 2
@@ -39,16 +39,16 @@ def plot_reward_curve(metrics_path: Path, out_png: Path, *, window: int = 5) -> 
     """Plot one run.
 
     Raises:
-        ValueError: its metrics contain no return, like those of supervised fine-tuning.
+        ValueError: the run's metrics contain no return, as in supervised fine-tuning.
     """
     plot_reward_curves({metrics_path.parent.name: metrics_path}, out_png, window=window)
 
 
 def plot_reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -> None:
-    """Plot several runs with return on the left axis and success on the right.
+    """Plot several runs with return on the left axis and success on the right axis.
 
     Args:
-        runs: maps the label of a run to its metrics.jsonl.
+        runs: maps the label of a run to the path of its metrics.jsonl.
         out_png: path of the plot.
         window: number of steps to average over.
     """
@@ -90,7 +90,7 @@ def _plot_run(path: Path, *, label: str, color: str, returns: Axes, successes: A
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Plot the runs that the command line names and return the exit status."""
+    """Plot the runs named on the command line and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.observe.plot", description="Draw the learning curves of runs.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"run folders, each with a {METRICS_FILE}")
     parser.add_argument("--out", type=Path, metavar="PNG", help=f"default: {CURVE_FILE} in the first run folder")

@@ -1,4 +1,7 @@
-"""Progress of a run: a bar on a terminal, else one aligned line per step for grep and cut."""
+"""Progress display of a run.
+
+On a terminal it is a bar, otherwise one aligned line per step for grep and cut.
+"""
 
 import sys
 import time
@@ -19,16 +22,16 @@ PROGRESS_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("update", ("time/update",), "6.2f"),
     ("sync", ("time/sync",), "6.3f"),
 )
-"""Label, summed metrics and format of each column.
+"""Label, metrics to sum, and format of each column.
 
-A column appears in steps with its metrics. Times are in seconds.
+A column is displayed for the steps that have its metrics. Times are in seconds.
 """
 
 
 class ProgressDisplay:
     """Progress display of the main rank.
 
-    `step` counts from 0, as in the run, and is displayed counting from 1.
+    `step` is zero-based, as in the run; the displayed number starts at 1.
     """
 
     def __init__(
@@ -43,12 +46,15 @@ class ProgressDisplay:
             self._bar.start()
 
     def set_phase(self, name: str) -> None:
-        """Display the current phase: engine, update or sync. Only a terminal displays it."""
+        """Display the current phase (engine, update or sync) if the output is a terminal."""
         if self._bar is not None:
             self._bar.update(self._task, phase=name, refresh=True)
 
     def log_step(self, step: int, metrics: Mapping[str, float], *, note: str = "") -> None:
-        """Display a completed step. `note` is a remark that needs attention."""
+        """Display a completed step.
+
+        `note` is a remark that needs the user's attention.
+        """
         values = "  ".join(
             f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
             for label, names, form in PROGRESS_COLUMNS
@@ -63,7 +69,7 @@ class ProgressDisplay:
         print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
 
     def print_line(self, line: str) -> None:
-        """Print a line between those of the steps."""
+        """Print a line between the lines of the steps."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
@@ -75,16 +81,19 @@ class ProgressDisplay:
             self._bar.stop()
 
     def _left_s(self, step: int) -> float:
-        """Return the estimated remaining seconds from the mean step time of this attempt.
+        """Estimate the remaining seconds from the mean step time of this attempt.
 
-        The first line may be of a step that an earlier attempt completed.
+        The first displayed step may have been completed by an earlier attempt.
         """
         done = max(step + 1 - self._first_step, 1)
         return (self._clock() - self._start) / done * (self._total - step - 1)
 
 
 def _make_bar(stream: TextIO) -> Bar:
-    """Create a bar that is drawn only on changes: a refresh thread would slow the engine."""
+    """Create a bar that is redrawn only on changes.
+
+    A refresh thread would slow down the engine.
+    """
     return Bar(
         TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TaskProgressColumn(),
         TextColumn("{task.fields[phase]:<11}"), TextColumn("{task.fields[values]}"), TextColumn("left {task.fields[left]}"),

@@ -1,11 +1,11 @@
-"""Rollout files: best and worst rollouts of every step for inspection, or any others for replay.
+"""Rollout files: best and worst rollouts of every step for inspection, or others for replay.
 
-    RUN/rollouts/step_000012.jsonl      one RecordedRollout per line (io/rollout_codec.py)
-    RUN/rollouts/images/KEY.png         KEY is Image.key: equal pixels are stored once
+- RUN/rollouts/step_000012.jsonl: one RecordedRollout per line (io/rollout_codec.py).
+- RUN/rollouts/images/KEY.png: an image; KEY is Image.key, so that equal pixels are stored once.
 
-The images of a file are in the folder `images` next to it, so that both can be moved together. A
-rollout takes 25 bytes per observed token and 56 per sampled token (37 and 98 if old and reference
-logprobs are known), about 1 kB, and its images.
+The images of a rollout file are in the folder `images` next to it, so that both can be moved
+together. A rollout takes about 1 kB, plus 25 bytes per observed token and 56 bytes per sampled
+token, plus its images. If old and reference logprobs are known, the bytes per token are 37 and 98.
 """
 
 import io
@@ -30,11 +30,14 @@ from megatron_rl.types import Image, Rollout
 
 ROLLOUTS_FOLDER = "rollouts"
 IMAGES_FOLDER = "images"
-"""Folder of images, relative to that of the rollout file."""
+"""Folder of images, relative to the folder of the rollout file."""
 NUM_WRITER_THREADS = 4
-"""Number of threads that write images. Each of them waits until its file is on disk."""
+"""Number of threads that write images; each thread waits until its file is on disk."""
 MAX_IMAGE_BYTES, MAX_PIXELS = 256 << 20, 1 << 26
-"""Limits of a recorded image when it is read, larger than any image that a policy receives."""
+"""Maximum file size and number of pixels of a recorded image when it is read.
+
+Images that a policy receives are always smaller.
+"""
 _IMAGE_REFERENCE = re.compile(IMAGES_FOLDER.encode() + rb"/([0-9A-Za-z]+)\.png")
 _IMAGE_NAME = re.compile(IMAGES_FOLDER + r"/[0-9A-Za-z]+\.png")
 
@@ -45,21 +48,21 @@ class RecordedRollout:
 
     step: int
     kind: str
-    """"best" or "worst" of its step, or "kept" if the file contains all rollouts."""
+    """"best" or "worst" for such rollouts of the step; "kept" if the file contains all rollouts."""
     num_rollouts: int
     """Number of rollouts in the whole step."""
     num_failed: int
-    """Number of rollouts of the step that failed with an infrastructure error.
+    """Number of rollouts in the step that failed with an infrastructure error.
 
-    They are never best or worst.
+    Failed rollouts are never best or worst.
     """
     rollout: Rollout
 
 
 class BestWorstRecorder:
-    """Writes rollouts to one run directory, on the main rank.
+    """Writes the best and worst rollouts to the run directory, on the main rank.
 
-    Files of repeated steps have been moved away before (run/superseded_steps.py).
+    run/superseded_steps.py has already moved aside the files of steps that are repeated.
     """
 
     def __init__(self, run_dir: Path, *, num_best: int, num_worst: int) -> None:
@@ -68,9 +71,9 @@ class BestWorstRecorder:
         self._best, self._worst = num_best, num_worst
 
     def record(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        """Write the best, then the worst rollouts of a step (select_best_and_worst).
+        """Write the best rollouts and then the worst rollouts of a step (select_best_and_worst).
 
-        No file is written if no rollout was scored or none is requested.
+        No file is written if no rollout was scored or no rollouts are requested.
         """
         chosen = select_best_and_worst(rollouts, num_best=self._best, num_worst=self._worst)
         if any(chosen.values()):
@@ -78,9 +81,9 @@ class BestWorstRecorder:
 
 
 def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_worst: int) -> dict[str, list[Rollout]]:
-    """Return the given numbers of best and worst rollouts by reward.
+    """Return the `num_best` best and the `num_worst` worst rollouts by reward.
 
-    No rollout is in both. Equal rewards are ordered by group and sample index.
+    No rollout is in both lists. Rollouts with equal rewards are ordered by group and sample index.
     """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample_index))
@@ -88,7 +91,7 @@ def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_wor
 
 
 def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, step: int, step_rollouts: Sequence[Rollout]) -> None:
-    """Write rollouts of a step by kind, and those of their images that this rank has.
+    """Write rollouts of a step by kind, and the images of these rollouts that this rank has.
 
     `step_rollouts` are all rollouts of the step.
     """
@@ -104,10 +107,10 @@ def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]]
 
 
 def save_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write the images of these rollouts, each unless its file exists.
+    """Write the images of these rollouts that have no file yet.
 
-    Of images with the same key only that of the first rollout is written, and only by the rank that
-    has it. With the same rollouts on all ranks, no two ranks write the same file.
+    If several images have the same key, only the first of them is written, and only by the rank
+    that has its pixels. If all ranks pass the same rollouts, no two ranks write the same file.
     """
     first: dict[str, Image] = {}
     for rollout in rollouts:
@@ -127,13 +130,13 @@ def _save_image(folder: Path, image: Image) -> None:
 
 
 def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollout]:
-    """Return the rollouts of a file.
+    """Return the rollouts in a file.
 
-    Without `with_images` an image has only its size and key; its file is at `image_path`.
+    Without `with_images`, an image has only its size and key; its file is at `image_path`.
 
     Raises:
-        ValueError: the file is damaged, of another version, or an image is missing. The message
-            names file and line.
+        ValueError: the file is damaged or of another version, or an image is missing. The message
+            names the file and line.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     entries = []
@@ -146,7 +149,7 @@ def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollo
 
 
 def image_keys_in(path: Path) -> frozenset[str]:
-    """Return the keys of the images that a file names, even if the file is damaged otherwise."""
+    """Return the keys of the images named in a file, even if the file is damaged."""
     return frozenset(key.decode() for key in _IMAGE_REFERENCE.findall(read_bytes(path, at_most=MAX_LINES_BYTES)))
 
 
@@ -156,9 +159,10 @@ def image_path(path: Path, image: Image) -> Path:
 
 
 def make_image_loader(folder: Path) -> Callable[[str], Picture]:
-    """Return a function that loads an image by its name (io/rollout_codec.from_record), each once.
+    """Return a function that loads an image by its name in a record, and caches it.
 
-    The function raises ValueError for an image that is missing or damaged.
+    io/rollout_codec.from_record defines these names. The function raises ValueError if an image is
+    missing or damaged.
     """
     return cache(partial(_load_image, folder))
 

@@ -1,12 +1,12 @@
-"""Store of every rollout of a run (rollouts.save=all), one Parquet file per step.
+"""Store of every rollout of a run (rollouts.save=all), with one Parquet file per step.
 
-    RUN/rollouts/step_000012.parquet       one row per rollout: SUMMARY_SCHEMA, then the fields of
-                                           io/rollout_codec.py's record under their own names
-    RUN/rollouts/images/KEY.png            images as in observe/recorder.py, each once
+- RUN/rollouts/step_000012.parquet: one row per rollout. The first columns are SUMMARY_SCHEMA; the
+  others are the fields of io/rollout_codec.py's record under their own names.
+- RUN/rollouts/images/KEY.png: images as in observe/recorder.py, each stored once.
 
-Values that users filter by are columns, which are read without the rest. Numbers are restored bit
-for bit. Disk space is limited: the oldest steps are evicted first, with the images that no other
-step uses.
+Values by which users filter are separate columns, which can be read without the other columns.
+Numbers are restored bit for bit. Disk space is limited: the oldest steps are evicted first,
+together with the images that no other step uses.
 """
 
 import json
@@ -29,10 +29,10 @@ from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout
 
 ROW_GROUP_SIZE = 64
-"""Number of rollouts per row group, all of which are decompressed to read one of them."""
+"""Number of rollouts per row group; reading one rollout decompresses its whole row group."""
 GB = 1e9
 _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, MemoryError)
-"""Exceptions that reading a damaged file may raise."""
+"""Exceptions that may be raised when a damaged file is read."""
 STEP_NAME_PATTERN = re.compile(r"step_\d{6,}")
 MAX_ERROR_CHARS = 400
 """Maximum length in characters of the error message about a file."""
@@ -47,12 +47,12 @@ SUMMARY_SCHEMA = pa.schema(
 )  # fmt: skip
 """Columns derived from a rollout for searching.
 
-`place` is the index of the row; `said` are the policy's responses, joined by line breaks.
+`place` is the row index; `said` contains the policy's responses, joined by line breaks.
 """
 
 
 def arrow_type(annotation: Any) -> pa.DataType:
-    """Return the Arrow type of a field with this annotation, as io/rollout_codec.py encodes it."""
+    """Return the Arrow type for a field annotation, as encoded by io/rollout_codec.py."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return pa.struct([(name, arrow_type(part)) for name, part in RECORD_FIELDS[annotation].items()])
@@ -85,18 +85,18 @@ class StepFileInfo:
 
 
 class RolloutStore:
-    """Writes rollouts to one run directory, on the main rank.
+    """Writes all rollouts to the run directory, on the main rank.
 
-    Files of repeated steps have been moved away before (run/superseded_steps.py).
+    run/superseded_steps.py has already moved aside the files of steps that are repeated.
     """
 
     def __init__(self, run_dir: Path, *, max_gb: float) -> None:
         self._folder, self._limit = run_dir / ROLLOUTS_FOLDER, max_gb * GB
         self._steps: dict[int, StepFileInfo] = {}
         self._image_sizes: dict[str, int] = {}
-        """Maps the key of each image that a step uses to its size in bytes."""
+        """Maps the key of each image used by a step to the size of the image in bytes."""
         self._jsonl_keys: dict[Path, frozenset[str]] = {}
-        """Maps a file of best and worst rollouts to the keys of its images."""
+        """Maps each file of best and worst rollouts to the keys of its images."""
         self.num_evicted = 0
         """Number of rollouts evicted by this attempt."""
         for path in list_step_files(self._folder):
@@ -107,9 +107,9 @@ class RolloutStore:
                 raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
 
     def record_step(self, step: int, rollouts: Sequence[Rollout], *, num_gen_batches: int) -> None:
-        """Write a step, and evict old steps until the store is within its limit.
+        """Write a step, then evict old steps until the store is within its size limit.
 
-        The newest step is never evicted. `num_gen_batches` is the number of generation batches of
+        The newest step is never evicted. `num_gen_batches` is the number of generation batches in
         the step.
         """
         path = step_path(self._folder, step)
@@ -120,7 +120,7 @@ class RolloutStore:
             self._evict_step(min(self._steps))
 
     def metrics(self) -> dict[str, float]:
-        """Return the size of the store as metrics; none if the store is empty."""
+        """Return the size of the store as metrics, or an empty mapping if the store is empty."""
         if not self._steps:
             return {}
         held = sum(each.num_rollouts for each in self._steps.values())
@@ -137,12 +137,13 @@ class RolloutStore:
         files = {key: self._folder / image_file_name(key) for key in keys - self._image_sizes.keys()}
         self._image_sizes |= {
             key: file.stat().st_size if file.exists() else 0 for key, file in files.items()
-        }  # a user may have removed one
+        }  # a user may have removed an image
 
     def _evict_step(self, step: int) -> None:
-        """Remove a step's file first, then its images.
+        """Remove a step's file and then its images.
 
-        An image that is left over is harmless, a missing one is not.
+        An interruption may leave images without a step. Such images are harmless, unlike a step
+        without its images.
         """
         gone = self._steps.pop(step)
         step_path(self._folder, step).unlink()
@@ -166,12 +167,12 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def step_number(path: Path) -> int:
-    """Return the step of a file."""
+    """Return the step number in a file's name."""
     return int(path.stem.removeprefix("step_"))
 
 
 def list_step_files(folder: Path) -> list[Path]:
-    """Return the step files of a folder, sorted by name.
+    """Return the step files in a folder, sorted by name.
 
     Files with other names, such as copies, are skipped.
     """
@@ -179,7 +180,7 @@ def list_step_files(folder: Path) -> list[Path]:
 
 
 def write_step(path: Path, rollouts: Sequence[Rollout], *, step: int, num_gen_batches: int) -> None:
-    """Write all rollouts of a step in their order, without their images."""
+    """Write all rollouts of a step in the given order, without their images."""
     rows = [
         _replace_surrogates({**summarize_rollout(rollout, step=step, row_index=place), **_to_row(rollout)})
         for place, rollout in enumerate(rollouts)
@@ -210,7 +211,7 @@ def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[st
 
 
 def image_keys_of_step(path: Path) -> frozenset[str]:
-    """Return the keys of the images that a step's file uses; none if the file is damaged."""
+    """Return the keys of the images used in a step's file, or none if the file is damaged."""
     try:
         return _image_keys(_open_parquet(path).read(columns=["images"]))
     except _UNREADABLE:
@@ -218,12 +219,12 @@ def image_keys_of_step(path: Path) -> frozenset[str]:
 
 
 def _image_keys(table: pa.Table) -> frozenset[str]:
-    """Return the keys of images, except those that are not valid file names."""
+    """Return the keys of the images in a table, except keys that are not valid file names."""
     return frozenset(key for images in table["images"].to_pylist() for key, _ in images if IMAGE_KEY_PATTERN.fullmatch(key))
 
 
 def num_rows(path: Path) -> int:
-    """Return the number of rollouts of a step.
+    """Return the number of rollouts in a step's file.
 
     Raises:
         ValueError: the file is damaged.
@@ -246,10 +247,10 @@ def read_num_gen_batches(path: Path) -> int:
 
 
 def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
-    """Return some columns of a step, with the types of SCHEMA.
+    """Return columns of a step's file, with the types of SCHEMA.
 
     Raises:
-        ValueError: the file is damaged, or lacks a column.
+        ValueError: the file is damaged or lacks a column.
     """
     with _errors_with_path(path):
         file = _open_parquet(path)
@@ -260,13 +261,13 @@ def read_columns(path: Path, names: Sequence[str]) -> pa.Table:
 
 
 def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_images: bool = True) -> list[Rollout]:
-    """Return the rollouts in these rows of a step, in this order, or all of them if None.
+    """Return the rollouts in the given rows of a step, in the given order.
 
-    Only row groups that contain them are read. Without `with_images` an image has only its size and
-    key.
+    If `row_indices` is None, return all rollouts. Only the row groups that contain the requested
+    rows are read. Without `with_images`, an image has only its size and key.
 
     Raises:
-        ValueError: the file is damaged, of another version, or an image is missing.
+        ValueError: the file is damaged or of another version, or an image is missing.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     with _errors_with_path(path):
@@ -277,9 +278,9 @@ def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_
 
 
 def without_training_columns(rollout: Rollout) -> Rollout:
-    """Return a copy of a rollout without the values that training adds.
+    """Return a copy of a rollout without the values added during training.
 
-    These are the token columns computed by models and advantages, and the filter reason.
+    These values are the token columns computed by models, the advantages, and the filter reason.
     """
     contexts = [replace(context, **{name: [] for name in TOKEN_COLUMNS}) for context in rollout.sequences]
     return replace(rollout, sequences=contexts, filter_reason="")
@@ -287,7 +288,7 @@ def without_training_columns(rollout: Rollout) -> Rollout:
 
 @contextmanager
 def _errors_with_path(path: Path) -> Iterator[None]:
-    """Turn errors of reading a damaged file into a one-line ValueError that names its path."""
+    """Convert errors about a damaged file into a one-line ValueError that names its path."""
     try:
         yield
     except _UNREADABLE as error:
@@ -295,13 +296,13 @@ def _errors_with_path(path: Path) -> Iterator[None]:
 
 
 def _open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a step's file without reading ahead.
+    """Open a step's file without read-ahead.
 
-    Row groups are limited in size: with more rows per group, dictionary encoding could repeat a
-    long text millions of times from a small file.
+    The size of row groups is limited: in a larger row group, dictionary encoding could repeat a
+    long text millions of times, even in a small file.
 
     Raises:
-        ValueError: the path is not a regular file, or `write_step` did not write it.
+        ValueError: the path is not a regular file, or the file was not written by `write_step`.
     """
     if not is_regular(path):
         raise ValueError("is no regular file")
@@ -330,9 +331,9 @@ def _to_row(rollout: Rollout) -> dict[str, Any]:
 
 
 def _replace_surrogates(value: Any) -> Any:
-    """Replace surrogate characters, which text files cannot contain, with question marks.
+    """Replace surrogate characters with question marks, because text files cannot contain them.
 
-    The output of a tool may contain them.
+    Surrogate characters may occur in the output of a tool.
     """
     if isinstance(value, str):
         return value if value.isascii() else value.encode(errors="replace").decode()

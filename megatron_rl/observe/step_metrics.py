@@ -1,4 +1,4 @@
-"""Metrics of a step's rollouts and updates. docs/algorithm.md explains each of them."""
+"""Metrics of a step's rollouts and updates; docs/algorithm.md explains each metric."""
 
 import math
 import re
@@ -10,16 +10,16 @@ from megatron_rl.algo.filtering import FILTERS, used_groups
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_SOURCES = 32
-"""Maximum number of data sources per step with metrics of their own.
+"""Maximum number of data sources per step that get separate metrics.
 
-The least frequent ones are merged as `others`.
+Less frequent sources are merged as `others`.
 """
 
 
 def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, mostly over the scored ones.
+    """Return the metrics of a step's rollouts, most of them over the scored rollouts.
 
-    `num_gen_batches` is the number of generation batches of the step.
+    `num_gen_batches` is the number of generation batches in the step.
     """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     groups, moving = groups_with_advantages(rollouts)
@@ -55,7 +55,7 @@ def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[st
 
 
 def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metrics of lengths, in tokens."""
+    """Return the length metrics in tokens."""
     replies = [turn.token_span[1] - turn.token_span[0] for rollout in scored for turn in rollout.turns]
     contexts = [len(context.token_ids) for rollout in scored for context in rollout.sequences]
     sampled = [rollout.num_sampled for rollout in scored]
@@ -71,7 +71,11 @@ def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
 
 
 def group_by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
-    """Return the rollouts with a data source, by a name of it that is valid in metric names."""
+    """Group the rollouts by data source.
+
+    The keys are source names converted to valid metric names. Rollouts without a source are left
+    out, and infrequent sources are merged as `others`.
+    """
     named = [(re.sub(r"[^\w.+-]", "_", rollout.source, flags=re.ASCII)[:64], rollout) for rollout in scored if rollout.source]
     frequent = {name for name, _ in Counter(name for name, _ in named).most_common(MAX_SOURCES)}
     found: dict[str, list[Rollout]] = {}
@@ -81,16 +85,17 @@ def group_by_source(scored: Sequence[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def _mean_rewards(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean of each reward term over the rollouts that have it."""
+    """Return the mean of each reward term over the rollouts that have this term."""
     names = dict.fromkeys(name for rollout in scored for name in rollout.reward_terms)
     return {name: statistics.fmean(rollout.reward_terms[name] for rollout in scored if name in rollout.reward_terms) for name in names}
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int) -> dict[str, float]:
-    """Return the staleness of the rollouts that a step trains on.
+    """Return the staleness metrics of the rollouts that a step trains on.
 
     Staleness is the number of weight updates since the oldest token of a rollout was sampled.
-    `num_stale` is the number of rollouts that were dropped before the step as too stale.
+    `num_stale` is the number of rollouts that were dropped before the step because they were too
+    stale.
     """
     trained = [rollout for rollout in rollouts if rollout.is_trained_on and rollout.num_sampled]
     ages = [step - rollout.oldest_version for rollout in trained]
@@ -105,35 +110,35 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
 
 
 class EngineBusyCounter:
-    """Measures the seconds in which an engine was busy between two calls."""
+    """Measures the seconds in which an engine was busy between two calls of `busy_since_last`."""
 
     def __init__(self) -> None:
         self._busy_s: Callable[[], float] = lambda: 0.0
         self._before: float | None = None
 
     def start(self, busy_s: Callable[[], float]) -> float:
-        """Set the source of busy seconds and return its current value.
+        """Set the function that returns the engine's busy seconds, and return its current value.
 
-        Counting begins with the first call.
+        Counting begins with the first call of this method.
         """
         self._busy_s, busy = busy_s, busy_s()
         self._before = busy if self._before is None else self._before
         return busy
 
     def busy_since_last(self) -> float:
-        """Return the busy seconds since the last call, or since the start of counting."""
+        """Return the busy seconds since the last call, or since counting began."""
         before, self._before = self._before, self._busy_s()
         return self._before - (before or 0.0)
 
 
 def idle_metrics(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
-    """Return the fractions of a step in which the engine was idle and in which the trainer waited.
+    """Return the fraction of a step in which the engine was idle, and in which the trainer waited.
 
     Args:
         times: result of StepTimer.collect. The trainer waits during time/engine and
             time/environment.
-        busy_s: busy seconds of this process's engine from the end of the last step to that of this
-            one, including updates and evaluations.
+        busy_s: busy seconds of this process's engine from the end of the last step to the end of
+            this step, including updates and evaluations.
     """
     waited, total = times.get("time/engine", 0.0) + times.get("time/environment", 0.0), times["time/total"]
     return {"rollout/engine_idle_fraction": 1 - busy_s / total, "trainer/idle_fraction": waited / total}
@@ -142,7 +147,7 @@ def idle_metrics(times: Mapping[str, float], *, busy_s: float) -> dict[str, floa
 def groups_with_advantages(rollouts: Sequence[Rollout]) -> tuple[set[int], set[int]]:
     """Return the groups that can get advantages, and the groups with a nonzero advantage.
 
-    The former are all scored groups that were not filtered as "no_peer".
+    A group can get advantages if it has a scored rollout that was not filtered as "no_peer".
     """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     moving = {rollout.group for rollout in scored for context in rollout.sequences if any(context.advantages)}
@@ -150,13 +155,16 @@ def groups_with_advantages(rollouts: Sequence[Rollout]) -> tuple[set[int], set[i
 
 
 def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Return one step's metrics from those of its updates: means, and maxima for names in _max.
+    """Merge the metrics of a step's updates.
 
-    The mismatch of engine and trainer is that of the first update, which starts from the weights
-    that generated the rollouts. So is policy/first_ratio, which must be 1; it is omitted if the
-    step has a single update, because that uses its own logprobs as old ones. If some tokens are
-    from earlier weights (rollout/on_policy_fraction), the mismatch is that of the other tokens. The
-    result is empty if all rollouts of the step were filtered out.
+    Metrics with names that end in _max are maxima over the updates; all others are means.
+
+    The mismatch between engine and trainer is taken from the first update, which starts from the
+    weights that generated the rollouts. policy/first_ratio is also taken from the first update and
+    must be 1. It is omitted if the step has a single update, because that update uses its own
+    logprobs as old logprobs. If some tokens were sampled by earlier weights
+    (rollout/on_policy_fraction), the mismatch is computed over the other tokens. The result is
+    empty if all rollouts of the step were filtered out.
     """
     if not updates:
         return {}
@@ -173,10 +181,11 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
-    """Return the mean absolute logprob difference over the tokens that the current weights sampled.
+    """Return the mean absolute logprob difference over the tokens sampled by the current weights.
 
-    It is the corrected rollout_mismatch/logprob_abs_diff. The result is 0 without such tokens. An
-    update's own mean is over all its tokens, and those of older weights count as 0 in it.
+    An update's own value of rollout_mismatch/logprob_abs_diff is a mean over all its tokens, in
+    which tokens from older weights count as 0. This function corrects it. The result is 0 if no
+    token was sampled by the current weights.
     """
     return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 
@@ -184,9 +193,10 @@ def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
 def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
     """Replace the mean square of the tokens' IS weights with the effective sample size.
 
-    It is (sum w)^2 / (n sum w^2), the fraction of tokens that would carry as much information with
-    equal weights: 1 if all weights are equal, 0 if all tokens are masked. For stale tokens without
-    a rollout correction, it is computed from the weights that would correct them.
+    The effective sample size is (sum w)^2 / (n sum w^2), the fraction of tokens that would carry as
+    much information with equal weights. It is 1 if all weights are equal, and 0 if all tokens are
+    masked. If stale tokens get no rollout correction, the IS weights that would correct them are
+    used.
     """
     metrics = dict(update)
     corrected, square = metrics.get("rollout_mismatch/is_weight"), metrics.pop("rollout_mismatch/is_weight_squared", None)
@@ -198,11 +208,11 @@ def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
 
 
 def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:
-    """Return the metrics of a critic's values and the returns of a step's actions.
+    """Return metrics that compare a critic's values with the returns of a step's actions.
 
-    explained_variance is 1 - var(return - value) / var(return): 1 for a perfect critic, 0 for one
-    that predicts the mean. It is omitted if all returns are equal. The result is empty if nothing
-    was trained on.
+    explained_variance is 1 - var(return - value) / var(return): 1 for a perfect critic, 0 for a
+    critic that predicts the mean. It is omitted if all returns are equal. The result is empty if
+    nothing was trained on.
     """
     if not returns:
         return {}

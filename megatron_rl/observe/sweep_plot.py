@@ -1,4 +1,4 @@
-"""Plot of many runs: mean return of each step, and final success with its confidence interval."""
+"""Plots many runs: mean return per step, and final success with its confidence interval."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class SweepCurve:
     steps: Sequence[int]
     returns: Sequence[float]
     success: float | None = None
-    """Greedy success of the last evaluation."""
+    """Greedy success rate in the last evaluation."""
     interval: tuple[float, float] | None = None
 
 
 def plot_sweep(curves: Sequence[SweepCurve], out_png: Path, *, window: int = 5) -> None:
-    """Plot the mean returns of a sweep on the left, success with its interval on the right."""
+    """Plot the mean returns of a sweep on the left, and success with its interval on the right."""
     figure = Figure(figsize=(11, max(3.6, 1.2 + 0.28 * len(curves))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     returns, reached = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -1,11 +1,12 @@
-"""Execution trace for Perfetto and chrome://tracing: spans of every rank and of its episodes.
+"""Execution trace for Perfetto and chrome://tracing, with spans of every rank and its episodes.
 
-    RUN/trace/step_000003.json      Chrome's trace event format, complete events (ph X),
-                                    microseconds of this host's clock
+RUN/trace/step_000003.json is in Chrome's trace event format. It has complete events (ph X) with
+times in microseconds of the host's clock.
 
-Each rank is a process of the trace. Its first row contains the spans of a step, each further row an
-episode: responses of the engine, steps of the environment (with the name of the called tool and the
-wait for it), and scoring (judges). Clocks of different nodes are not synchronized.
+Each rank is a process in the trace. Its first row contains the spans of a step. Each further row
+contains the spans of an episode: responses of the engine, steps of the environment (with the name
+of the called tool and the wait for the tool), and scoring (judges). The clocks of different nodes
+are not synchronized.
 """
 
 import json
@@ -19,9 +20,9 @@ from megatron_rl.io.jsonl import write_bytes_atomically
 
 TRACE_FOLDER = "trace"
 STEP_ROW = "step"
-"""Row of a step's spans."""
+"""Name of the row that contains a step's spans."""
 TraceEvent = tuple[str, str, float, float]
-"""Row, name, begin and end of an event; times are in seconds of the clock."""
+"""Row, name, start and end of an event; times are in seconds of the trace's clock."""
 
 
 class StepTrace:
@@ -33,12 +34,15 @@ class StepTrace:
 
     @property
     def is_enabled(self) -> bool:
-        """True while further steps are to be traced."""
+        """True while more steps are to be traced."""
         return self._left > 0
 
     @contextmanager
     def __call__(self, row: str, name: str) -> Iterator[list[str]]:
-        """Time the block, which may append words to the event's name."""
+        """Time the enclosed block.
+
+        The yielded list contains the words of the event's name; the block may append words.
+        """
         begin, words = self._clock(), [name]
         try:
             yield words
@@ -47,7 +51,7 @@ class StepTrace:
                 self._events.append((row, " ".join(words), begin, self._clock()))
 
     def episode_tracer(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[list[str]]]:
-        """Return a function that times the parts of an episode, which has a row of its own."""
+        """Return a function that times the parts of an episode in the episode's own row."""
         return partial(self, f"episode {group}#{sample}")
 
     def pop_events(self) -> list[TraceEvent]:
@@ -58,7 +62,7 @@ class StepTrace:
 
 
 def write_trace(run_dir: Path, step: int, ranks: Sequence[Sequence[TraceEvent]]) -> None:
-    """Write a step's events, given by rank."""
+    """Write a step's events; `ranks` contains the events of each rank."""
     path = run_dir / TRACE_FOLDER / f"step_{step:06d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     told = [event for rank, events in enumerate(ranks) for event in _rank_events(rank, events)]

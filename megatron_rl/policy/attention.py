@@ -1,16 +1,16 @@
 """Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower.
 
-A prefix shared by several sequences is stored as one segment, which the segments of these sequences
-continue. Segments thus form a tree.
+If several sequences share a prefix, the prefix is stored once, as a segment of its own. The rest of
+each sequence is another segment, which continues the prefix segment. Segments thus form a tree.
 
 On a CPU, and in fp32 on any device, attention runs scaled_dot_product_attention once for all
 segments of equal shape. In bfloat16 on a GPU without Transformer Engine it runs torch's
-variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not support fp32. This
-path has not been tested on hardware yet; tests replace the kernel with a function of the same
-contract.
+variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not support fp32. The
+variable-length kernel has not been tested on hardware yet; tests replace it with a function of the
+same interface.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and
-values are [K, M, D]: K rows of M heads.
+values are [K, M, D], where K is the number of gathered rows and M the number of key/value heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
 
 PREFIX_ATTENTION_BOUND = 2e-2
-"""Largest relative error accepted by `require_prefix_attention`. It covers bfloat16 rounding; a
-mask that is aligned differently is off by more than 0.5.
+"""Largest relative error accepted by `require_prefix_attention`. The bound allows for bfloat16
+rounding; a mask with a different alignment causes an error above 0.5.
 """
 
 
@@ -47,24 +47,25 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class Segments:
     """Segment boundaries of a packed micro-batch, and the indices that attention needs.
 
-    Created once per micro-batch and used by every layer. The offsets are on the host, so no layer
-    waits for the device.
+    An instance is created once per micro-batch and used by every layer. The offsets are on the
+    host, so no layer waits for the device.
     """
 
     def __init__(self, offset_S1: Sequence[int], prefix_S: Sequence[int] | None = None, *, device: torch.device) -> None:
         """Store offsets and prefixes; the indices are computed at first use.
 
-        `prefix_S` holds for each segment the segment that it continues, or -1
-        (MicroBatch.prefix_S). None means that no segment continues another.
+        `prefix_S` holds, for each segment, the index of the segment that it continues, or -1 (see
+        MicroBatch.prefix_S). None means that no segment continues another.
         """
         self.offset_S1, self.device = list(offset_S1), device
         self.prefix_S = [-1] * (len(self.offset_S1) - 1) if prefix_S is None else prefix_S
 
     @cached_property
     def key_rows(self) -> list[torch.Tensor]:
-        """Rows that each segment attends to, on the host.
+        """Indices of the packed rows that each segment attends to, on the host.
 
-        First the rows of all segments that it continues, from the first one on, then its own.
+        For each segment, the rows of its prefix segments come first (root of the tree first),
+        followed by the segment's own rows.
         """
         rows: list[torch.Tensor] = []
         for (start, stop), prefix in zip(pairwise(self.offset_S1), self.prefix_S, strict=True):
@@ -74,9 +75,10 @@ class Segments:
 
     @cached_property
     def group_by_length(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Query rows [S, L] and key rows [S, before + L], by numbers of queries and keys.
+        """List of pairs: query rows [S, L] and key rows [S, before + L].
 
-        All segments with equal numbers of queries and keys are in one pair.
+        Each pair contains the S segments that have the same number of queries, L, and the same
+        number of keys.
         """
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
@@ -107,8 +109,8 @@ class Segments:
 class VarlenInputs:
     """Segments in the form required by a variable-length attention kernel.
 
-    The keys and values of each segment are contiguous, after those of all segments that it
-    continues.
+    The gathered keys and values of a segment are contiguous: first the keys and values of all
+    segments that it continues, then its own.
     """
 
     cu_query_S1: torch.Tensor
@@ -122,8 +124,8 @@ class VarlenInputs:
 
 
 VarlenKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, VarlenInputs, bool, float], torch.Tensor]
-"""Function (q [T, N, D], k [K, M, D], v, segments, causal, scale) -> [T, N, D]. A causal mask is
-aligned to the last key: the last query of a segment attends to all of its keys.
+"""Function (q [T, N, D], k [K, M, D], v, segments, causal, scale) -> [T, N, D]. The causal mask is
+bottom-right aligned: the last query of a segment attends to all keys of the segment.
 """
 
 
@@ -131,7 +133,8 @@ aligned to the last key: the last query of a segment attends to all of its keys.
 class SharedPromptParams(PackedSeqParams):
     """Per-micro-batch parameters that Megatron passes through its layers unchanged.
 
-    `segments` is read by our attention, the inherited offsets by Transformer Engine's.
+    The attention functions of this module read `segments`. Transformer Engine's attention reads the
+    inherited offsets.
     """
 
     segments: Segments | None = None
@@ -174,7 +177,7 @@ def run_varlen_kernel(
     """Gather keys and values for each segment and run the variable-length kernel.
 
     Keys and values of a shared prefix are computed once and repeated for every segment that
-    continues it. Indexing sums their gradients.
+    continues the prefix. In the backward pass, the gradients of the repetitions are summed.
     """
     if gathered.row_K is not None:
         k_TKD, v_TKD = k_TKD[gathered.row_K], v_TKD[gathered.row_K]
@@ -191,7 +194,7 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Run torch's variable-length attention kernel.
 
-    Flash attention aligns a causal mask to the last key; `require_prefix_attention` verifies this
+    Flash attention's causal mask is bottom-right aligned; `require_prefix_attention` verifies this
     on the device.
     """
     from torch.nn.attention.varlen import varlen_attn
@@ -203,7 +206,7 @@ def varlen_attention(
 
 
 def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise RunFailed unless queries attend exactly to their own segment and those it continues.
+    """Raise RunFailed if the kernel's causal mask is not bottom-right aligned.
 
     Compares the kernel with fp32 attention on a small example with a shared prefix.
     """
@@ -222,11 +225,11 @@ def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: 
 class PackedCoreAttention(MegatronModule):
     """Megatron's `core_attention` for packed tokens.
 
-    It has the interface of DotProductAttention in megatron-core 0.16.1. Megatron handles the packed
-    tokens as one sequence in the format sbhd, [T, 1, N, D], for which its rotary embedding is
-    applied position by position. In the format thd it would read the lengths from the device three
-    times for queries and three times for keys (models/common/embeddings/rope_utils.py,
-    _apply_rotary_pos_emb_thd).
+    This class has the interface of DotProductAttention in megatron-core 0.16.1. The packed tokens
+    are passed to Megatron as one sequence in the format sbhd, [T, 1, N, D], for which Megatron
+    applies the rotary embedding position by position. In the format thd, Megatron would read the
+    lengths from the device three times for queries and three times for keys
+    (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd).
     """
 
     def __init__(
@@ -254,8 +257,8 @@ class PackedCoreAttention(MegatronModule):
 
 
 VISION_ATTENTION = "packed_flash_style"
-"""Name of the vision tower's attention in transformers' registry. With "flash" in the name, the
-tower calls attention once with offsets instead of once per window (transformers 5.19).
+"""Name of `attend_patches` in transformers' attention registry. Because the name contains "flash",
+the vision tower calls attention once with offsets instead of once per window (transformers 5.19).
 """
 
 
@@ -263,10 +266,10 @@ def attend_patches(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, *,
     scaling: float, cu_seq_lens_q: Segments, **_: object,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute the vision tower's attention; images, or windows, do not attend to each other.
+    """Compute the vision tower's attention, separately for each image or window.
 
     Inputs are [1, N, P, D], the output is [1, P, N, D]. `cu_seq_lens_q` is a `Segments` object
-    instead of offsets: vision.py passes it to the tower, which forwards it unchanged.
+    instead of offsets: vision.py passes the object to the tower, which forwards it unchanged.
     """
     q_PND, k_PND, v_PND = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q_PND, k_PND, v_PND, cu_seq_lens_q, causal=False, scale=scaling)[None], None

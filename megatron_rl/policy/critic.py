@@ -1,6 +1,6 @@
-"""Critic with a backbone of its own.
+"""Critic with its own backbone.
 
-A value head on the policy's backbone is part of `Policy`; see trainable_model.py.
+If the critic shares the policy's backbone, the value head is part of `Policy` instead.
 """
 
 import torch
@@ -24,11 +24,18 @@ class Critic(TrainableModel):
         model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: ImagePatchFn =
         patch_bytes,
     ) -> None:  # fmt: skip
-        """Load the backbone, by default the policy's initial model, and add a value head.
+        """Load a backbone and add a value head.
 
-        The backbone is that of `settings.path`, or of `model.path` if that is empty. `model` holds
-        the policy's model settings: default path, dtype and frozen parts. `optim` holds the
-        critic's own optimizer settings.
+        Args:
+            settings: Critic settings. `settings.path` is the checkpoint of the backbone; if it is
+                empty, the backbone is loaded from `model.path`.
+            layout: Parallel layout of policy and critic.
+            model: Model settings of the policy. The critic uses the same dtype and frozen parts.
+            parallel: Settings for offloading and for overlapping gradient reduction.
+            optim: Optimizer and learning-rate settings of the critic.
+            num_steps: Number of steps that the learning-rate schedule spans.
+            seed: Seed of new adapters and of the value head.
+            patches: Function that returns the patches of an image.
         """
         spec = read_spec(settings.path or model.path, key="critic.path" if settings.path else "model.path")
         heads = HeadConfig(has_lm_head=False, value_sizes=settings.head_sizes, normalizes_returns=settings.normalize_returns)

@@ -1,11 +1,14 @@
-"""DeepStack: adds image features again after the first decoder layers (arXiv 2406.04334; Qwen3-VL).
+"""DeepStack: adds image features to the outputs of the first decoder layers.
 
-The features are concatenated to the embeddings until `split_embeddings`, so that both are gathered
-over ranks and scattered along the sequence together. Megatron's layers do not accept them as an
-input. They are passed in SharedPromptParams instead, without autograd: recomputation is reentrant
-and would run the vision tower's backward pass once per layer. Each layer therefore stores its
-gradient in `DeepStack.gradients`. The backward pass of the embeddings, which runs after those of
-all layers, passes the stored gradients on to the vision tower.
+Sources: arXiv 2406.04334; Qwen3-VL. Until `split_embeddings` is called, the features are
+concatenated to the embeddings, so that features and embeddings are gathered over ranks and
+scattered along the sequence together.
+
+Megatron's layers do not accept the features as an input, so SharedPromptParams passes them to the
+layers. The features are detached from autograd: Megatron's recomputation is reentrant and would run
+the vision tower's backward pass once per layer. Each layer therefore stores the gradient of its
+features in `DeepStack.gradients`. The backward pass of the embeddings, which runs after the
+backward passes of all layers, passes the stored gradients on to the vision tower.
 """
 
 from dataclasses import dataclass
@@ -16,10 +19,10 @@ from torch import nn
 
 @dataclass(slots=True)
 class DeepStack:
-    """DeepStack features of one micro-batch, and their gradients."""
+    """DeepStack features of one micro-batch and their gradients."""
 
     added: list[torch.Tensor]
-    """Features [T, 1, H] for each of the first layers; zero at text tokens."""
+    """Features [T, 1, H] for each of the first decoder layers; zero at text tokens."""
     gradients: list[torch.Tensor | None]
     """Gradient of the features of each layer, stored in that layer's backward pass."""
     is_trained: bool
@@ -27,12 +30,12 @@ class DeepStack:
 
 
 def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) -> tuple[torch.Tensor, DeepStack | None]:
-    """Split embeddings [T, 1, n * width] into the first layer's input and n - 1 features.
+    """Split embeddings [T, 1, n * width] into the first layer's input and DeepStack features.
 
-    Returns the input [T, 1, width] and the features of the first n - 1 layers, which are None if n
-    is 1. `is_trained` is True if parameters of the vision tower need the features' gradient. Pass
-    the same value on all ranks of a sequence, even on ranks without an image: each rank has the
-    gradient of a part of the sequence, which the others need.
+    Returns the input [T, 1, width] and the features for the first n - 1 layers; the features are
+    None if n is 1. Set `is_trained` to True if parameters of the vision tower need the features'
+    gradient. Ranks that share a sequence must pass the same value, even ranks without an image:
+    each rank computes the gradient of one part of the sequence, and the other ranks need it.
     """
     if embedded.shape[-1] == width:
         return embedded, None
@@ -44,7 +47,8 @@ def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) ->
 def add_to_layer(number: int, layer: nn.Module, inputs: tuple, kwargs: dict, output: tuple) -> tuple:
     """Add the DeepStack features of layer `number` to its hidden states.
 
-    Register it as a forward hook. `number` counts from the first decoder layer of the model.
+    Register this function as a forward hook of the layer. `number` is the zero-based index of the
+    decoder layer in the whole model.
     """
     stacked: DeepStack | None = kwargs["packed_seq_params"].stacked
     hidden, context = output
@@ -65,7 +69,7 @@ class _Add(torch.autograd.Function):
 
 
 class _PassThrough(torch.autograd.Function):
-    """Identity on `hidden`. The gradient of `added` consists of those stored by the layers."""
+    """Identity on `hidden`; the gradient of `added` is read from `DeepStack.gradients`."""
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, added: torch.Tensor, stacked: DeepStack) -> torch.Tensor:  # noqa: ANN001

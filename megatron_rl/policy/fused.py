@@ -1,10 +1,10 @@
 """RMSNorm and gated activation: fused kernels on a GPU, plain torch on a CPU.
 
-On a GPU the fused kernels save activation memory: autograd keeps the norm's input with one number
-per row, and the activation's input. Plain torch also keeps three copies of the hidden state and two
-of the intermediate state per layer, which made recomputation necessary. On a CPU plain torch is as
-fast: torch's rms_norm consists of the same operations there, and Megatron's SwiGLU would have to be
-compiled.
+On a GPU the fused kernels save activation memory: autograd stores only the input of the norm, one
+number per row, and the input of the activation. With plain torch, autograd would also store three
+copies of the hidden state and two copies of the intermediate state per layer, so that recomputation
+would be needed. On a CPU plain torch is equally fast: torch's rms_norm runs the same operations on
+a CPU, and Megatron's SwiGLU would have to be compiled.
 """
 
 import torch
@@ -15,8 +15,8 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     """Apply root mean square norm, computed in fp32.
 
     In bfloat16, plain torch rounds before and after the multiplication by the weight, as Hugging
-    Face does. The kernel rounds once, after it. The results differ by up to one unit in the last
-    place, and the kernel's is closer to fp32.
+    Face does. The fused kernel rounds once, after the multiplication. The two results differ by up
+    to one unit in the last place; the result of the fused kernel is closer to fp32.
     """
     if x.is_cuda:
         return rms_norm(x, weight.shape, weight, eps)
@@ -28,6 +28,6 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 def fuses_activation() -> bool:
     """Return True if Megatron's SwiGLUFunction is used (0.16.1, fusions/fused_bias_swiglu.py).
 
-    torch.compile turns it into two kernels.
+    torch.compile compiles SwiGLUFunction into two kernels.
     """
     return torch.cuda.is_available()

@@ -1,8 +1,8 @@
-"""Reports the kernel libraries that the policy runs on.
+"""Reports the kernel libraries that the policy uses.
 
-Megatron-Core 0.16.1 selects them silently: Transformer Engine if installed, else NVIDIA's apex,
-else torch or its own code. The functions here also explain why an installed Transformer Engine is
-not used.
+Megatron-Core 0.16.1 selects a library silently: Transformer Engine if installed, else NVIDIA's
+apex, else torch or Megatron's own code. This module also explains why an installed Transformer
+Engine is not used.
 """
 
 import importlib
@@ -19,13 +19,14 @@ from megatron_rl.config import LoraSettings
 SUPPORTED_VERSIONS = "bash launch/install_te.sh installs the version that fits"
 MIN_PACKED_CAPABILITY = (9, 0)
 """Lowest compute capability for which cuDNN supports attention over packed sequences (thd). The
-only other such kernel of Transformer Engine 2.20.2 is flash-attn's, which none of our lock files
-installs (reference: its attention/dot_product_attention/utils.py, get_attention_backend).
+only other kernel for packed sequences in Transformer Engine 2.20.2 comes from flash-attn, which is
+not in the lock files (Transformer Engine, attention/dot_product_attention/utils.py,
+get_attention_backend).
 """
 
 
 def uses_transformer_engine(lora: LoraSettings) -> bool:
-    """Return True if the language model's layers are Transformer Engine's.
+    """Return True if the language model is built from Transformer Engine's layers.
 
     This requires a GPU, a working installation, and a model without adapters.
     """
@@ -33,14 +34,15 @@ def uses_transformer_engine(lora: LoraSettings) -> bool:
 
 
 def transformer_engine_error() -> str:
-    """Return why an installed Transformer Engine is not used on this GPU machine.
+    """Return the reason why an installed Transformer Engine is not used, or ''.
 
-    The result has the form `transformer_engine=VERSION: ...`; it is '' without a GPU or without an
-    installation, or if nothing prevents its use.
+    The reason has the form `transformer_engine=VERSION: ...`. The result is '' if the machine has
+    no GPU, if Transformer Engine is not installed, or if it can be used.
 
-    Megatron treats an installation that does not load as absent (extensions/transformer_engine.py,
-    lines 61 to 77). If it loads but lacks a module, importing Megatron itself fails (fp8_utils.py,
-    line 668); the command line reports that error (cli/app.py).
+    If importing Transformer Engine fails, Megatron treats it as not installed
+    (extensions/transformer_engine.py, lines 61 to 77). If the import succeeds but a module of
+    Transformer Engine is missing, importing Megatron itself fails (fp8_utils.py, line 668); the
+    command line reports that error (cli/app.py).
     """
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return ""
@@ -73,9 +75,10 @@ def apex_error() -> str:
 
 
 def describe_kernels(lora: LoraSettings) -> dict[str, str]:
-    """Return the library used for each kind of kernel, by kind.
+    """Map each kind of kernel to the library that provides it.
 
-    Gradients are accumulated in fp32 by a separate kernel, even if a fused one is installed.
+    Gradients are accumulated in fp32 by a separate kernel, even if a library with a fused
+    accumulation kernel is installed.
     """
     has_te = uses_transformer_engine(lora)
     fused = "transformer_engine" if has_te else "apex" if layers._grad_accum_fusion_available else ""

@@ -1,4 +1,4 @@
-"""Builds this rank's part of a model and loads its weights, adapters and value head."""
+"""Builds this rank's part of a model and loads its weights, including adapters."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_h
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LoadedModel:
-    """Model chunks of this rank with the mappings between Megatron's and Hugging Face's names."""
+    """Model chunks of this rank, with mappings between Megatron and Hugging Face names."""
 
     chunks: nn.ModuleList
     rows: list[ParamMapping]
@@ -40,8 +40,9 @@ def load_model(
 ) -> LoadedModel:
     """Build this rank's chunks and load the weights of the checkpoint at `path`.
 
-    Adapters are loaded from lora.path, or initialized if that is empty. `seed` initializes new
-    adapters and the value head. `key` is the config key of `path`, used in messages.
+    Adapters are loaded from lora.path; if lora.path is empty, they are initialized. `seed` is used
+    to initialize new adapters and the value head. `key` is the config key that contains `path`,
+    used in messages.
     """
     chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # use_cpu_initialization creates parameters on the CPU

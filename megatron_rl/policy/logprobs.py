@@ -28,17 +28,17 @@ class TokenDistribution:
     """Id of the first entry of this rank's part of the vocabulary."""
     group: dist.ProcessGroup
     rows_per_block: int
-    """Maximum number of rows with logits in memory at a time."""
+    """Maximum number of rows for which logits are in memory at the same time."""
 
     def __call__(
         self, head: Callable[[torch.Tensor], torch.Tensor], hidden_RH: torch.Tensor, target_R: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logprob of each target and the entropy of each row.
 
-        Both are fp32 [R] and equal on every tensor-parallel rank. Targets are global ids. `head`
-        computes the logits [*, V] of hidden states. With more than `rows_per_block` rows, the
-        logits of each block are computed again in the backward pass, so that those of only one
-        block exist at a time.
+        Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. Targets are ids
+        in the whole vocabulary. `head` computes the logits [*, V] of hidden states. With more than
+        `rows_per_block` rows, the logits of each block are recomputed in the backward pass, so that
+        the logits of only one block are in memory at a time.
         """
 
         def block(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,12 +59,13 @@ def vocab_parallel_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logprob of each target and the entropy of each row.
 
-    Both are fp32 [R] and equal on every tensor-parallel rank. `logits_RV` and the bool mask
-    `banned_V` cover this rank's part of the vocabulary, ids first_id and up. `target_R` holds
-    global ids.
+    Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. `logits_RV` and the
+    bool mask `banned_V` cover this rank's part of the vocabulary, which starts at id `first_id`.
+    `target_R` holds ids in the whole vocabulary.
 
-    The function is differentiable. The gradient of its all-reduce is the identity (megatron-core
-    0.16.1, tensor_parallel/mappings.py), so each rank receives the gradient of its own part.
+    The function is differentiable. The backward pass of its all-reduce is the identity
+    (megatron-core 0.16.1, tensor_parallel/mappings.py), so each rank receives the gradient of its
+    own part.
     """
     logits_RV = (logits_RV.float() / temperature).masked_fill(banned_V, _REMOVED)
     peak_R = logits_RV.detach().amax(-1)

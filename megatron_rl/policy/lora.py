@@ -2,13 +2,14 @@
 
 An adapter adds alpha / rank * B A dropout(x) to the output of its layer. As in PEFT, every Hugging
 Face projection has its own A [rank, inputs] and B [outputs, rank]. A Megatron linear that fuses
-several projections holds one pair for each of them and computes all at once: the A's are stacked,
-and the B's are the blocks of a block-diagonal matrix whose rows are ordered like those of the fused
-weight. Tensor-parallel ranks exchange only A's output, [tokens, projections * rank]. Fused
-projections share one dropout mask, whereas PEFT draws one for each.
+several projections holds one pair (A, B) per projection and applies all pairs at once: the A
+matrices are stacked, and the B matrices are the blocks of a block-diagonal matrix. The rows of that
+matrix are in the order of the fused weight's rows. Tensor-parallel ranks exchange only A's output,
+[tokens, projections * rank]. Fused projections share one dropout mask, whereas PEFT draws one mask
+per projection.
 
-Parameters are named `<linear>.adapter.lora_a.<projection>` and
-`<linear>.adapter.lora_b.<projection>`. Those of the base model keep their names.
+Adapter parameters are named `<linear>.adapter.lora_a.<projection>` and
+`<linear>.adapter.lora_b.<projection>`. Parameters of the base model keep their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ RngContext = Callable[[], AbstractContextManager]
 
 
 def _shared_rng() -> AbstractContextManager:
-    """Use the random stream that is equal on all tensor-parallel ranks.
+    """Use the random stream that all tensor-parallel ranks share.
 
     Recomputation draws the same numbers again (megatron-core 0.16.1, tensor_parallel/random.py).
     """
@@ -67,8 +68,8 @@ class LoraAdapter(nn.Module):
             num_inputs: Number of inputs of the layer.
             num_outputs: Number of outputs of each projection, in the order expected by `fuse`.
             dtype: Data type of the parameters.
-            fuse: Orders the rows of all projections like those of the fused weight; None keeps
-                their order.
+            fuse: Function that reorders the rows of all projections to match the fused weight; None
+                keeps their order.
             exchange: Collective applied to A's output [..., projections * rank]; None for a
                 replicated layer.
             randomness: Context manager that selects the random stream of dropout.
@@ -83,7 +84,7 @@ class LoraAdapter(nn.Module):
         self.lora_b = nn.ParameterDict([(name, nn.Parameter(empty(size, lora.rank))) for name, size in num_outputs.items()])
 
     def forward(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for `x` plus that of the adapters, if they are enabled."""
+        """Add the adapters' output for `x` to the layer's `output`, if adapters are enabled."""
         if not self.enabled:
             return output
         if self.training and self.dropout > 0:
@@ -129,7 +130,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
             a.sequence_parallel = self.sequence_parallel  # Megatron sums the gradients of the ranks' tokens
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output with the adapters' part, and the bias if Megatron adds it later."""
+        """Return the output including adapters, and the bias if Megatron adds it later."""
         output, bias = super().forward(input_)
         return self.adapter(output, input_), bias
 
@@ -155,7 +156,7 @@ class LoraRowParallelLinear(RowParallelLinear):
             b.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output with the adapters' part, and the bias if Megatron adds it later."""
+        """Return the output including adapters, and the bias if Megatron adds it later."""
         output, bias = super().forward(input_)
         return self.adapter(output, input_), bias
 
@@ -173,9 +174,9 @@ def _make_sharded_state(
 
 
 class LoraLinear(nn.Linear):
-    """Linear of the vision tower with an adapter, replicated on every rank.
+    """Linear layer of the vision tower with an adapter, replicated on every tensor-parallel rank.
 
-    It shares the parameters of the linear that it replaces.
+    It shares the parameters of the linear layer that it replaces.
     """
 
     def __init__(self, base: nn.Linear, lora: LoraSettings, *, name: str) -> None:
@@ -184,14 +185,14 @@ class LoraLinear(nn.Linear):
         self.adapter = LoraAdapter(lora, base.in_features, {name: base.out_features}, dtype=base.weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output with the adapter's part."""
+        """Return the layer's output including the adapter."""
         return self.adapter(super().forward(x), x)
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
-    """Replace the linears selected by lora.targets with adapted ones in a layer's spec.
+    """Replace the linear layers selected by lora.targets with LoRA layers in a layer's spec.
 
-    `layer` is Megatron's local spec of a decoder layer.
+    `layer` is Megatron's local spec of a decoder layer; it is changed in place.
     """
     tp, dim = config.tensor_model_parallel_size, config.kv_channels
     heads = AttentionHeads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
@@ -212,9 +213,9 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
 
 
 def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str, str]) -> None:
-    """Replace the linears of the vision tower that are selected by lora.targets with adapted ones.
+    """Replace the vision tower's linear layers selected by lora.targets with LoRA layers.
 
-    `vision_lora` holds the module name patterns of the model family for each target.
+    `vision_lora` maps each target to a pattern for module names of the model family's tower.
     """
     for name, module in list(tower.named_modules()):
         if is_vision_target(name, lora.targets, vision_lora):
@@ -239,7 +240,7 @@ def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
 
 
 def merged_weight_fns(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return, by name of each adapted weight, a function that merges its adapters.
+    """Map the name of each adapted weight to a function that merges its adapters.
 
     The function returns this rank's shard of the weight with the adapters merged in.
     """

@@ -1,6 +1,6 @@
-"""Metrics of an update: copied from the device once, then reduced over micro-batches and ranks.
+"""Copies the metrics of an update from the device and reduces them over micro-batches and ranks.
 
-Covers sums, maxima, histograms and the checks for non-finite numbers.
+Metrics are sums, losses, maxima, histograms and the checks for non-finite numbers.
 """
 
 import math
@@ -18,8 +18,8 @@ from megatron_rl.io.histogram import quantile
 from megatron_rl.types import LossMetrics
 
 CollectedMetrics = dict[str, dict[str, Any]]
-"""Host copy of LossMetrics: floats by field and metric name, and lists of counts under
-`histograms`.
+"""Host copy of LossMetrics, {field: {metric name: value}}. Values are floats; in the field
+`histograms` they are lists of counts.
 """
 
 
@@ -41,7 +41,7 @@ def read_metrics(collected: Sequence[LossMetrics]) -> list[CollectedMetrics]:
 
 
 def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
-    """Name the first non-finite tensor of the first micro-batch that has one; return '' if none."""
+    """Return an error message for the first non-finite tensor or loss, or '' if all are finite."""
     for number, metrics in enumerate(collected):
         for name, is_finite in metrics["checks"].items():
             if not is_finite:
@@ -54,11 +54,13 @@ def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
 def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict[str, float]:
     """Reduce metrics over micro-batches and all ranks.
 
-    Sums and histograms are added, maxima are compared. Then parts of the loss are divided by the
-    global denominator and sums by the number of sampled tokens; histograms become NAME_p99.
+    Sums, losses and histograms are added; of the maxima, the largest is kept. Then loss terms are
+    divided by the global denominator, and sums are divided by the number of sampled tokens. Each
+    histogram is replaced by its 99th percentile, as the metric NAME_p99.
 
     Tensor-parallel ranks other than the first must pass an empty `collected`, because their metrics
-    are copies. Raises NonFiniteValue on every rank if any rank passes a non-empty `error`.
+    are copies of the first rank's. Raises NonFiniteValue on every rank if any rank passes a
+    non-empty `error`.
     """
     sums: dict[str, float] = {}
     losses: dict[str, float] = {}
@@ -101,7 +103,7 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
 
 
 def _update_maxima(maxima: dict[str, float], more: dict[str, float]) -> None:
-    """Keep the larger value of each metric; NaN is kept from either side."""
+    """Update `maxima` with the larger value of each metric; NaN if either value is NaN."""
     for name, value in more.items():
         known = maxima.get(name, value)
         maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

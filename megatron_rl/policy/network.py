@@ -1,11 +1,11 @@
 """Distributed Megatron model with its optimizer: forward passes, updates, save and load.
 
-`Network` has no vocabulary and no value head of its own. The callbacks passed as `on_hidden`
-compute logprobs, values and losses from the final hidden states.
+`Network` computes no logprobs, values or losses itself. The callbacks passed as `on_hidden` compute
+them from the final hidden states.
 
-Call `forward_only`, `update`, `save` and `load` on all ranks together. Each rank passes the
-micro-batches of its own data-parallel rank; its tensor- and pipeline-parallel peers pass the same
-ones. Results are returned on every rank.
+`forward_only`, `update`, `save` and `load` are collective: call them on all ranks. Ranks that
+differ only in their tensor- or pipeline-parallel rank pass the same micro-batches. Results are
+returned on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +32,10 @@ from megatron_rl.policy.training_state import AsyncSave, TrainingState, load
 from megatron_rl.types import LossMetrics, MicroBatch
 
 HiddenReader = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Function (batch, rows_R, hidden_RH) -> [R] that computes one number for each row. Rows are the
-entries of the batch whose target was sampled. Example: the micro-batch with target_T [6 7 8 0 4 0]
-and mask_T [0 1 1 0 1 0] has rows_R [1 2 4], so R = 3; hidden_RH is [3, H], and row 0 belongs to
-target 7.
+"""Function (batch, rows_R, hidden_RH) -> [R] that computes one number for each sampled target.
+`rows_R` holds the positions of the sampled targets in the batch, `hidden_RH` the hidden states at
+these positions. Example: the micro-batch with target_T [6 7 8 0 4 0] and mask_T [0 1 1 0 1 0] has
+rows_R [1 2 4], so R = 3. hidden_RH is [3, H], and hidden_RH[0] belongs to target 7.
 """
 SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """Function (batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
@@ -64,7 +64,7 @@ class Network:
             chunks: Model chunks of this rank, in the order of the virtual pipeline.
             layout: Parallel layout of the model.
             frozen: Parts of the model that are not trained (model.frozen).
-            lora: Adapter settings; with a rank above 0 only adapters and value head are trained.
+            lora: Adapter settings; if lora.rank > 0, only adapters and value head are trained.
             parallel: Settings for offloading and for overlapping gradient reduction.
             optim: Settings of optimizer and learning-rate schedule.
             num_steps: Number of steps that the learning-rate schedule spans.
@@ -86,8 +86,8 @@ class Network:
     def close(self) -> None:
         """Drop the references to the model, so that its process groups can be destroyed.
 
-        The gradient hooks of Megatron-Core 0.16.1 otherwise keep the model alive forever, and with
-        it every process group and its thread.
+        Otherwise the gradient hooks of Megatron-Core 0.16.1 keep the model, all process groups and
+        the groups' threads alive forever.
         """
         for wrapped in self.model:
             vars(wrapped).clear()
@@ -97,8 +97,8 @@ class Network:
     def forward_only(self, batches: list[MicroBatch], *on_hidden: HiddenReader) -> list[torch.Tensor]:
         """Run one forward pass and apply each function in `on_hidden` to the final hidden states.
 
-        Runs without gradient and dropout. Returns one [N, T] tensor per micro-batch, N being the
-        number of functions; entries where mask_T is False are 0.
+        Runs without gradients and dropout. Returns one [N, T] tensor per micro-batch, where N is
+        the number of functions; entries where mask_T is False are 0.
 
         Example: two functions and one micro-batch with mask_T [0 1 1 0 1 0]. Both are called with
         rows_R [1 2 4] and hidden_RH [3, H]. If the first returns logprobs [-0.3, -1.2, -0.7] and
@@ -126,27 +126,27 @@ class Network:
         self, batches: list[MicroBatch], on_hidden: SummedLoss, *,
         step: int, is_partial: bool = False, check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """Run one optimizer update on these micro-batches of all data-parallel ranks.
+        """Run one optimizer update on the micro-batches of all data-parallel ranks.
 
-        The update minimizes the sum of losses divided by the sum of denominators, over all
-        micro-batches and data-parallel ranks.
+        The update minimizes the sum of losses divided by the sum of denominators. Both sums run
+        over all micro-batches of all data-parallel ranks.
 
         Args:
             batches: Micro-batches of this data-parallel rank.
             on_hidden: Computes the summed loss and the metrics of one micro-batch.
-            step: Step of this training stage, from 0. It determines the learning rate.
+            step: Zero-based step of this training stage; it determines the learning rate.
             is_partial: Set to True if the loss does not depend on all trained parameters.
             check: Called with the reduced metrics before any weight changes; the metrics are equal
                 on all ranks.
 
         Returns:
-            The learning rate `lr`, the gradient norm before clipping `grad_norm`, `loss` and the
-            metrics of the loss: parts of the loss divided by the denominator, sums divided by the
-            number of sampled tokens, and maxima.
+            Metrics by name: `lr`, `grad_norm` (before clipping), `loss`, and the metrics of
+            `on_hidden`. Loss terms are divided by the sum of denominators, sums are divided by the
+            number of sampled tokens, and maxima are not scaled.
 
         Raises:
-            NonFiniteValue: On every rank. Before any weight changes, if a number of a micro-batch
-                or the gradient is not finite; after the update, if a weight is not finite.
+            NonFiniteValue: On every rank. Raised before any weight changes if a checked tensor, the
+                loss or a gradient is not finite, and after the update if a weight is not finite.
         """
         collected: list[LossMetrics] = []
 
@@ -178,8 +178,8 @@ class Network:
         """Run Megatron's forward/backward schedule over the micro-batches and return the results.
 
         `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. An
-        interleaved pipeline requires a multiple of pp micro-batches: empty ones are appended, and
-        their results removed.
+        interleaved pipeline requires that pp divides the number of micro-batches, so empty
+        micro-batches are appended and their results removed.
         """
         lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
@@ -210,14 +210,15 @@ class Network:
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
         """Return the batch with the patches of the images that this rank encodes.
 
-        Only the first pipeline stage encodes images; the other stages return the batch unchanged.
+        Only ranks of the first pipeline stage encode images; other ranks return the batch
+        unchanged.
         """
         if not self.chunks[0].pre_process:
             return batch
         return attach_patches(batch, self._patches, self.layout, like=next(self.chunks.parameters()))
 
     def _gradient_error(self) -> str:
-        """Name the first parameter of this rank with a non-finite gradient; return '' if none."""
+        """Return an error message if a gradient of this rank is not finite, otherwise ''."""
         buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in chunk.buffers]
         if not buffers or torch.stack(buffers).isfinite().all():
             return ""
@@ -236,7 +237,7 @@ class Network:
     def sleep(self) -> None:
         """Move parameters to the host and free gradient buffers, if parallel.offload_params is set.
 
-        This leaves the device memory to the rollout engine. Only `wake` may be called afterwards.
+        This frees device memory for the rollout engine. Only `wake` may be called afterwards.
         """
         if self._offload:
             self._offload.to_host()
@@ -256,7 +257,7 @@ class Network:
 
     @with_megatron_on_cpu
     def load(self, folder: Path, *, seed: int) -> None:
-        """Restore a training state written at any layout; see training_state.load."""
+        """Restore a training state that was saved at any layout; see training_state.load."""
         self.num_updates = load(self._state(), folder, seed=seed)
 
     def restart_optimizer(self) -> None:

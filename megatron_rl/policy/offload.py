@@ -1,10 +1,10 @@
 """Host copies of parameters, for offloading and for the reference policy.
 
 Offloading frees device memory while the rollout engine needs it. Host memory is allocated once and
-kept. On a GPU machine it is page-locked, because transfers from pageable memory reach 2 to 4 GB/s,
-a tenth of the bus bandwidth. Ordinary memory is registered with CUDA instead of using torch's pool
-of page-locked memory: the pool rounds every block up to a power of two (torch 2.13,
-ATen/core/CachingHostAllocator.h), and a model's parameters are one block.
+kept. On a GPU machine it is page-locked, because transfers from pageable memory reach only 2 to 4
+GB/s, a tenth of the bus bandwidth. The buffers are ordinary memory registered with CUDA, not blocks
+of torch's page-locked pool: the pool rounds every block up to a power of two (torch 2.13,
+ATen/core/CachingHostAllocator.h), and the parameters of a model form one block.
 """
 
 import weakref
@@ -22,14 +22,14 @@ _PIECE = 64 * 2**20
 
 
 class HostCopy:
-    """Host buffers for the storages of parameters, one per storage.
+    """Host buffers for parameters, one buffer per storage.
 
-    Parameters keep their identity and their storage: views into Megatron's buffers, transposed
+    Parameters keep their identity and their storage, so views into Megatron's buffers, transposed
     tensors and shared tensors remain valid.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Allocate the buffers; they have no content before `copy_to_host`."""
+        """Allocate the buffers; `copy_to_host` fills them."""
         storages = {storage._cdata: storage for parameter in parameters for storage in [parameter.untyped_storage()]}
         self.pairs = [(storage, _pinned_buffer(storage)) for storage in storages.values()]
         pinned = [host.data_ptr() for storage, host in self.pairs if _is_on_host(storage)]
@@ -41,18 +41,18 @@ class HostCopy:
             host.copy_(_as_bytes(storage))
 
     def free_device_memory(self) -> None:
-        """Free the memory of the parameters; only `restore` may be called afterwards."""
+        """Free the device memory of the parameters; only `restore` may be called afterwards."""
         for storage, _ in self.pairs:
             storage.resize_(0)
 
     def restore(self) -> None:
-        """Allocate the memory of the parameters again and copy their values back."""
+        """Reallocate the device memory of the parameters and copy their values back."""
         for storage, host in self.pairs:
             storage.resize_(host.numel())
             _as_bytes(storage).copy_(host)
 
     def swap(self) -> None:
-        """Exchange the values of the parameters with those on the host."""
+        """Exchange the values of the parameters with the values in the host buffers."""
         for storage, host in self.pairs:
             for here, there in zip(_as_bytes(storage).split(_PIECE), host.split(_PIECE), strict=True):
                 aside = here.clone()
@@ -63,7 +63,7 @@ class HostCopy:
 class Offload:
     """Moves parameters to the host and back, and frees and reallocates gradient buffers.
 
-    The content of parameters is kept, that of gradient buffers is not.
+    The values of parameters are kept; the content of gradient buffers is lost.
     """
 
     def __init__(self, chunks: list[DistributedDataParallel]) -> None:
@@ -72,7 +72,7 @@ class Offload:
 
     @with_megatron_on_cpu
     def to_host(self) -> None:
-        """Copy the parameters to the host, then free them and the gradient buffers."""
+        """Copy the parameters to the host, then free parameter memory and gradient buffers."""
         self.host.copy_to_host()
         self.host.free_device_memory()
         for chunk in self.chunks:

@@ -1,6 +1,6 @@
 """Builds Megatron's gradient buffers, optimizer and learning-rate schedule from the settings.
 
-Also determines which parts of the model are trained, and their learning rates.
+Also freezes parts of the model and sets the learning rates of its parts.
 """
 
 import gc
@@ -24,10 +24,10 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
-    """Disable gradients of the frozen parts, or of everything but adapters and value head.
+    """Disable gradients of frozen parts; with `all_but_adapters`, also of the whole base model.
 
-    Call it before gradient buffers are created: frozen parameters then get none, and no optimizer
-    state.
+    The value head stays trainable. Call this function before gradient buffers are created, so that
+    frozen parameters get neither gradient buffers nor optimizer state.
     """
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.part_patterns[part])
     for name, parameter in chunk.named_parameters():
@@ -38,11 +38,11 @@ def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: 
 def wrap_with_grad_buffers(
     chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False
 ) -> list[DistributedDataParallel]:
-    """Freeze parameters and wrap the chunks with gradient buffers for those that are trained.
+    """Freeze parameters and wrap the chunks with gradient buffers for the trained parameters.
 
-    bfloat16 gradients are accumulated and reduced in fp32. `overlap` splits a buffer into buckets
-    of 40 million entries (1 million per data-parallel rank if there are more than 40 ranks), for
-    overlap.py.
+    bfloat16 gradients are accumulated and reduced in fp32. If `overlap` is True, each buffer is
+    split into buckets of 40 million entries (1 million per data-parallel rank if there are more
+    than 40 of them), as overlap.py requires.
     """
     for chunk in chunks:
         freeze_parameters(chunk, frozen, all_but_adapters=lora.rank > 0)
@@ -57,11 +57,11 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build AdamW over data-parallel shards (Megatron's distributed optimizer).
 
-    bfloat16 parameters have fp32 main weights and fp32 moments. Megatron's standard overrides (no
-    weight decay for biases and norms) apply together with the learning rates of parts: Megatron
-    merges all overrides that match a parameter. `head_lr` is the peak learning rate of the value
-    head, if there is one. `offload` keeps the optimizer on the host. Raises ValueError if `offload`
-    is set for float32 weights.
+    bfloat16 parameters have fp32 main weights and fp32 moments. Parts of the model can have their
+    own learning rates. Megatron's standard overrides (no weight decay for biases and norms) apply
+    to these parts too, because Megatron merges all overrides that match a parameter. `head_lr` is
+    the peak learning rate of the value head, if the model has one. `offload` keeps the optimizer on
+    the host. Raises ValueError if `offload` is set for float32 weights.
     """
     dtype = chunks[0].config.params_dtype
     require(not offload or dtype == torch.bfloat16, "parallel.offload_optimizer", True, "needs model.dtype=bfloat16")
@@ -89,8 +89,9 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_fake_group())
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
-            # The main weights passed to this optimizer are already fp32. Otherwise megatron-core
-            # 0.16.1 raises KeyError after loading, because it looks for separate fp32 copies.
+            # The main weights passed to this optimizer are already fp32. If this flag were True,
+            # megatron-core 0.16.1 would look for separate fp32 copies and raise KeyError after a
+            # checkpoint is loaded.
             part.optimizer.param_update_in_fp32 = False
     if offload:
         _release_buffers()
@@ -100,9 +101,10 @@ def build_optimizer(
 def _release_buffers() -> None:
     """Free the host memory of an optimizer that Megatron builds and discards.
 
-    Megatron builds an optimizer on the host twice (0.16.1, distrib_optimizer.py, __init__). The
-    first one has a pinned copy and an fp32 copy of every parameter. Its hooks refer to it, so only
-    the garbage collector frees it, and torch caches its pinned memory.
+    If the optimizer is on the host, Megatron builds it twice (0.16.1, distrib_optimizer.py,
+    __init__). The first instance has a pinned copy and an fp32 copy of every parameter. The hooks
+    of that instance refer to the instance, so only the garbage collector frees it. Afterwards,
+    torch still caches the pinned memory.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -112,7 +114,7 @@ def _release_buffers() -> None:
 def take_step(optimizer: MegatronOptimizer) -> float:
     """Run one optimizer step and return the gradient norm before clipping.
 
-    A step on the host uses this rank's share of the cores.
+    An optimizer on the host uses this rank's share of the CPU cores.
     """
     is_on_host = any(isinstance(part.optimizer, HybridDeviceOptimizer) for part in optimizer.chained_optimizers)
     with _using_own_cores() if is_on_host else nullcontext():
@@ -139,10 +141,11 @@ def _using_own_cores() -> Iterator[None]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule, a function of the step counted from 1.
+    """Build the learning-rate schedule; its steps count from 1.
 
-    Step warmup_steps (at least step 1) has the peak. Then the rate falls towards min_lr, unless the
-    schedule is constant. It would reach min_lr in the step after the last.
+    The learning rate peaks at step warmup_steps, or at step 1 if warmup_steps is 0. It then decays
+    towards min_lr, unless the schedule is constant. The decay would reach min_lr one step after the
+    last step.
     """
     peak = max(settings.warmup_steps, 1)
     return OptimizerParamScheduler(

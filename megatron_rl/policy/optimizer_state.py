@@ -1,16 +1,17 @@
-"""Checkpoint format of the distributed optimizer's state: whole tensors, written and read in parts.
+"""Stores the distributed optimizer's state as whole tensors that ranks write and read in parts.
 
 Every rank writes and reads only the entries that it updates. megatron-core 0.16.1 has two formats
 (optimizer/distrib_optimizer.py, sharded_state_dict):
 - `dp_reshardable` is written in parallel. It stores flat buffers, which cannot be read at another
   tp, pp or vpp.
-- `fully_reshardable` stores tensors. It gathers them on the first rank of each data-parallel group
-  (46 GB there for a 7B model at tp 2, three times over), and every rank reads those of its whole
-  group.
+- `fully_reshardable` stores tensors. It gathers them on the first rank of each data-parallel group,
+  and every rank reads the tensors of its whole group. For a 7B model at tp 2, the first rank needs
+  memory for three times 46 GB.
 
-The files written here are in the second format, and Megatron can read them. They are written in
-parallel like the first: a rank's range of a flat parameter consists of a few boxes of its tensor,
-and torch's checkpoints accept boxes of any size.
+This module writes `fully_reshardable` files, which Megatron can read, but writes them in parallel,
+as in `dp_reshardable`. The range of a flattened parameter that a rank updates consists of a few
+boxes (axis-aligned blocks) of the parameter's tensor, and torch's checkpoints accept boxes of any
+size.
 """
 
 import math
@@ -27,14 +28,15 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Rang
 from megatron_rl.policy.padding import strip_tensor_padding
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-"""Main weights and both moments, under Megatron's names."""
+"""Megatron's names for the main weights and the two moments of AdamW."""
 
 
 def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedStateDict], *, vocab_size: int) -> dict[str, ShardedTensor]:
-    """Return this rank's part of main weights and moments as sharded tensors, by key and offset.
+    """Return this rank's part of main weights and moments as sharded tensors.
 
-    They are views, so that loading fills them in place. `weights` is the sharded description of the
-    model's weights. Padding of the vocabulary is left out.
+    The result is keyed by checkpoint key and offset. The sharded tensors are views of the
+    optimizer's state, so loading fills the state in place. `weights` holds the sharded state dicts
+    of the model's chunks. Padding of the vocabulary is left out.
     """
     whole = {described.data: described for described in nested_values(weights)}
     found = {}
@@ -47,7 +49,7 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
 
 
 def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Range]]:
-    """Yield each parameter that this rank updates, with the range of its entries."""
+    """Yield each parameter that this rank updates, with the range of entries that it updates."""
     for buckets in (buckets for buffer in part.gbuf_ranges for buckets in buffer.values()):
         for bucket in buckets:
             yield from ((parameter, ranges["param"]) for parameter, ranges in bucket["param_map"].items())
@@ -56,11 +58,12 @@ def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Par
 def _boxes_of_tensor(
     whole: ShardedTensor | ShardedTensorFactory, own: Range, state: dict[str, torch.Tensor], *, vocab_size: int
 ) -> Iterator[ShardedTensor]:
-    """Yield the entries `own` of a parameter as boxes of the model's tensor.
+    """Yield boxes of the parameter's tensor that together cover the entries `own`.
 
-    `state` holds the flat tensors of these entries. A factory builds several tensors from one
-    parameter (gate and up of a SwiGLU), each from a range of it. Data-parallel ranks hold different
-    entries, so replica ids contain only the tensor- and pipeline-parallel rank.
+    `state` holds the optimizer's flat tensors for these entries. A factory builds several tensors
+    from one parameter (gate and up of a SwiGLU), each from one range of the parameter.
+    Data-parallel ranks hold different entries, not replicas, so replica ids contain only the
+    tensor- and pipeline-parallel rank.
     """
     blank = torch.empty(whole.data.shape, dtype=whole.data.dtype, device="meta")
     blank_whole = replace(whole, data=blank)
@@ -104,7 +107,7 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 
 
 def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """Return the optimizer of this rank's parameters, or [] if all of them are frozen."""
+    """Return this rank's optimizer as a list; the list is empty if all parameters are frozen."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     assert len(parts) <= 1, "dense parameters have one distributed optimizer"
     return parts
@@ -131,7 +134,8 @@ def reset_optimizer_state(optimizer: ChainedOptimizer) -> None:
 def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
     """Set AdamW's step count to the number of updates that produced main weights and moments.
 
-    Call it last when loading: it also copies them to an optimizer on the host.
+    Call this function last when loading a checkpoint: it also copies main weights and moments to an
+    optimizer on the host.
     """
     for part in own_optimizers(optimizer):
         for moments in part.optimizer.state.values():  # read by torch's AdamW
@@ -142,10 +146,10 @@ def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
 
 
 def _copy_main_params(part: DistributedOptimizer) -> None:
-    """Copy main weights and moments to the copies that an optimizer on the host updates.
+    """Copy main weights and moments to the tensors that an optimizer on the host updates.
 
-    Such an optimizer keeps its own (megatron-core 0.16.1,
-    optimizer/cpu_offloading/hybrid_optimizer.py).
+    An optimizer on the host keeps its own copies of main weights and moments (megatron-core 0.16.1,
+    optimizer/cpu_offloading/hybrid_optimizer.py). Does nothing for other optimizers.
     """
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         part.optimizer._sync_hdo_state_to_sub_optimizers()

@@ -1,10 +1,11 @@
-"""Overlap of gradient reduction with the backward pass of an update's last micro-batch.
+"""Overlaps gradient reduction with the backward pass of the last micro-batch of an update.
 
 Enabled by parallel.overlap_grad_reduce. Megatron (megatron-core 0.16.1,
 distributed/param_and_grad_buffer.py) reduces a bucket as soon as all of its parameters have a
-gradient, in the same order on every rank, and fails with an assertion if one has none. This does
-occur here: a micro-batch without an image gives the vision tower no gradient, and one without a
-sampled token gives the head none. The ranks therefore agree before every update whether to overlap.
+gradient, in the same order on every rank. It raises an AssertionError if a parameter has no
+gradient. This can happen here: a micro-batch without an image produces no gradient for the vision
+tower, and a micro-batch without a sampled token produces no gradient for the output heads. The
+ranks therefore agree before every update whether to overlap.
 """
 
 from collections.abc import Iterator
@@ -30,9 +31,9 @@ class GradReduceOverlap:
     def require_same_counts(self, batches: list[MicroBatch], *, is_partial: bool) -> None:
         """Decide on all ranks whether this update can overlap its gradient reduction.
 
-        It can if the last micro-batch of every rank gives every trained parameter a gradient.
-        Otherwise the reduction runs after the backward pass. `is_partial` means that the loss does
-        not depend on all trained parameters.
+        Overlapping is possible if the last micro-batch of every rank produces a gradient for every
+        trained parameter. Otherwise the reduction runs after the backward pass. `is_partial` is
+        True if the loss does not depend on all trained parameters.
         """
         last = batches[-1]
         # The vision tower of every tensor-parallel rank needs at least one image.
@@ -43,7 +44,10 @@ class GradReduceOverlap:
 
     @contextmanager
     def _no_sync(self) -> Iterator[None]:
-        """Defer gradient reduction; Megatron enters it for all micro-batches but the last."""
+        """Defer gradient reduction.
+
+        Megatron enters this context manager for all micro-batches of an update but the last.
+        """
         with self._chunk.no_sync():
             yield
         for group in self._chunk.bucket_groups:

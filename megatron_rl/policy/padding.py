@@ -1,7 +1,8 @@
-"""Padding of the vocabulary to a size that tensor parallelism divides (name_mapping.padded_vocab).
+"""Pads the vocabulary to a multiple of the tensor-parallel size (name_mapping.padded_vocab).
 
-Padding rows follow the vocabulary. They are zeros, are never looked up or sampled, have no gradient
-and stay zeros. Checkpoints do not contain them, so that they can be read at every layout.
+Padding rows follow the vocabulary. They stay zero, because they are initialized to zero, are never
+looked up or sampled, and have no gradient. Checkpoints contain no padding rows, so that checkpoints
+can be read at every layout.
 """
 
 from dataclasses import replace
@@ -16,21 +17,21 @@ PADDED_KEYS = ("language.embedding.word_embeddings.weight", "language.output_lay
 
 
 def strip_padding(weights: ShardedStateDict, vocab_size: int) -> ShardedStateDict:
-    """Return the sharded description of a model's weights without padding rows."""
+    """Return a model's sharded state dict without padding rows."""
     return dict_list_map_outplace(lambda part: strip_tensor_padding(part, vocab_size), weights)
 
 
 def strip_tensor_padding(part: object, vocab_size: int) -> object:
-    """Return the sharded description of a tensor without its padding rows.
+    """Return a sharded tensor without its padding rows.
 
-    Descriptions of other tensors, and of tensors without padding, are returned unchanged.
+    Other objects, other tensors, and tensors without padding are returned unchanged.
     """
     if not isinstance(part, ShardedTensor) or part.key not in PADDED_KEYS or part.global_shape[0] == vocab_size:
         return part
     rows = min(part.local_shape[0], vocab_size - part.global_offset[0])
     assert rows > 0, f"{part.key} from {part.global_offset[0]} on is padding of {vocab_size} entries"
-    # Shards of different ranks now differ in size, so they form no regular grid (megatron-core
-    # 0.16.1, dist_checkpointing/mapping.py, has_regular_grid).
+    # The shards of different ranks now differ in size, so they do not form a regular grid
+    # (megatron-core 0.16.1, dist_checkpointing/mapping.py, has_regular_grid).
     return replace(
         part, data=part.data[:rows], local_shape=(rows, *part.local_shape[1:]), global_shape=(vocab_size, *part.global_shape[1:]),
         axis_fragmentations=None, allow_shape_mismatch=False,
@@ -40,6 +41,6 @@ def strip_tensor_padding(part: object, vocab_size: int) -> object:
 def add_padding(weights: dict[str, torch.Tensor], num_rows: int) -> dict[str, torch.Tensor]:
     """Return loaded weights with padding rows of zeros appended.
 
-    `num_rows` is the size of this rank's part of the vocabulary, with padding.
+    `num_rows` is the number of rows on this rank, including padding.
     """
     return {name: nn.functional.pad(w, (0, 0, 0, num_rows - len(w))) if name in PADDED_KEYS else w for name, w in weights.items()}

@@ -15,7 +15,7 @@ from megatron_rl.models.model_spec import ModelSpec
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Parallel sizes, coordinates of this rank, and the process group along each axis."""
+    """Parallel sizes, this rank's coordinates, and its tensor- and pipeline-parallel groups."""
 
     tp: int
     pp: int
@@ -43,9 +43,9 @@ class Layout:
     def first_stage_rank(self, dp_rank: int, tp_rank: int) -> int:
         """Return the global rank on the first pipeline stage with these coordinates.
 
-        Global ranks count tensor-parallel ranks first, then data-parallel ranks, then pipeline
-        stages (megatron-core 0.16.1, parallel_state.py::initialize_model_parallel, order
-        tp-cp-ep-dp-pp).
+        In the numbering of global ranks, the tensor-parallel rank varies fastest, then the
+        data-parallel rank, then the pipeline stage (megatron-core 0.16.1,
+        parallel_state.py::initialize_model_parallel, order tp-cp-ep-dp-pp).
         """
         return dp_rank * self.tp + tp_rank
 
@@ -58,8 +58,8 @@ class Layout:
 def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, model_label: str = "the model") -> None:
     """Raise ValueError if the layout does not fit the model and the world size.
 
-    The message names key, value and valid sizes. It needs no process group: every rank raises the
-    same error.
+    The error message names the key, its value and the valid sizes. No process group is needed:
+    every rank raises the same error.
     """
     require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), model_label=model_label)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
@@ -77,18 +77,19 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
 
 
 def sizes_cut_by_tp(model: ModelSpec) -> dict[str, int]:
-    """Return the decoder sizes that tensor parallelism must divide, by description.
+    """Return the decoder sizes that must be divisible by tp, keyed by description.
 
-    The vocabulary is not included, because it is padded.
+    The vocabulary size is not included, because the vocabulary is padded.
     """
     ffn = "rows of each MLP (intermediate_size)"
     return {"attention heads": model.num_heads, "key/value heads": model.num_kv_heads, ffn: model.ffn_size}
 
 
 def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_label: str) -> None:
-    """Raise ValueError naming the first size that `tp` does not divide.
+    """Raise ValueError if `tp` does not divide all sizes.
 
-    The message names the setting `key` and the values of it that divide all sizes.
+    The message names the setting `key`, the first size that is not divisible, and the values that
+    divide all sizes.
     """
     common = gcd(*sizes.values())
     fitting = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
@@ -97,9 +98,9 @@ def require_divisible(key: str, tp: int, sizes: Mapping[str, int], *, model_labe
 
 
 def is_fake_group() -> bool:
-    """Return True if the process groups are the fake ones of memory_plan/gpu_memory.py.
+    """Return True if the process groups use torch's "fake" backend (memory_plan/gpu_memory.py).
 
-    They have no peers, so creating gloo groups would wait forever.
+    Fake groups have no peers, so creating gloo groups would wait forever.
     """
     return dist.get_backend() == "fake"
 
@@ -108,7 +109,7 @@ def is_fake_group() -> bool:
 def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
     """Create Megatron's process groups, seed its random generators and return the layout.
 
-    Collective over all ranks. Groups are created once per process.
+    Collective over all ranks. If Megatron's process groups already exist, they are reused.
     """
     if not parallel_state.model_parallel_is_initialized():
         virtual = parallel.vpp if parallel.vpp > 1 else None
@@ -135,7 +136,8 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
 def destroy_layout() -> None:
     """Destroy Megatron's process groups, so that this process can create others.
 
-    Call it even if the groups themselves are already destroyed: Megatron still refers to them.
+    Call this function even if torch has already destroyed the groups, because Megatron still holds
+    references to them.
     """
     parallel_state.destroy_model_parallel()
 
@@ -144,7 +146,7 @@ def seed_generators(seed: int) -> None:
     """Seed Megatron's random streams for this rank.
 
     Streams differ between pipeline stages and between data-parallel replicas. Tensor-parallel ranks
-    have one common stream and one of their own each.
+    share one stream, and each of them has one stream of its own.
     """
     place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + place)

@@ -1,4 +1,4 @@
-"""Patches of a micro-batch's images, computed ahead by the rank that encodes the images."""
+"""Computes the patches of a micro-batch's images ahead of time, on the rank that encodes them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +12,14 @@ from megatron_rl.policy.vision import balance_over_ranks
 from megatron_rl.types import Image, MicroBatch
 
 ImagePatchFn = Callable[[Image], torch.Tensor]
-"""Function image -> patches, float32 [P, C]. It must return the same patches on every rank and at
-every call, as Renderer.patches does.
+"""Function image -> patches, float32 [P, C]. For the same image it must return the same patches on
+every rank and at every call, as Renderer.patches does.
 """
 T = TypeVar("T")
 
 
 def patch_bytes(image: Image) -> torch.Tensor:
-    """Return the patches stored in an image; fails if they were dropped."""
+    """Return the patches stored in an image, which must not have been dropped."""
     assert image.patch_PC is not None, f"image {image.key} came without its patches: hand in a renderer's"
     return image.patch_PC
 
@@ -27,7 +27,7 @@ def patch_bytes(image: Image) -> torch.Tensor:
 def images_of_rank(images: Sequence[Image], ranks: int) -> list[list[Image]]:
     """Assign the images of a micro-batch to tensor-parallel ranks.
 
-    Returns the images of each rank, in the order in which its vision tower encodes them.
+    Returns one list of images per rank, in the order in which the rank encodes them.
     """
     shares = balance_over_ranks([image.num_patches for image in images], ranks) if ranks > 1 else [range(len(images))]
     return [[images[number] for number in share] for share in shares]
@@ -36,7 +36,8 @@ def images_of_rank(images: Sequence[Image], ranks: int) -> list[list[Image]]:
 def attach_patches(batch: MicroBatch, patches: ImagePatchFn, layout: Layout, *, like: torch.Tensor) -> MicroBatch:
     """Return the batch with the patches that this rank encodes.
 
-    They have the dtype of `like`, and are on the host, pinned if `like` is on a GPU.
+    The patches have the dtype of `like` and are on the host, in pinned memory if `like` is on a
+    GPU.
     """
     mine = images_of_rank(batch.images, layout.tp)[layout.tp_rank]
     if not mine:
@@ -50,7 +51,8 @@ def attach_patches(batch: MicroBatch, patches: ImagePatchFn, layout: Layout, *, 
 def _join_patches(images: Sequence[Image], patches: ImagePatchFn, *, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     """Concatenate the patches of all images.
 
-    Each image's patches are copied as soon as they are computed, so that they do not accumulate.
+    Each image's patches are copied as soon as they are computed, so that at most one image's
+    patches are in memory twice.
     """
     first = patches(images[0])
     joined_PC = torch.empty(sum(image.num_patches for image in images), first.shape[1], dtype=dtype, pin_memory=pinned)
@@ -63,9 +65,9 @@ def _join_patches(images: Sequence[Image], patches: ImagePatchFn, *, dtype: torc
 
 
 def prefetch(make: Callable[[T], T], items: Sequence[T]) -> Iterator[T]:
-    """Yield make(item) for each item in order, computing the next one in a thread.
+    """Yield make(item) for each item in order while a thread computes the next result.
 
-    Keeps no reference to earlier results. `items` must not be empty.
+    The generator keeps no reference to results that it has yielded. `items` must not be empty.
     """
     with ThreadPoolExecutor(max_workers=1) as thread:
         coming = thread.submit(make, items[0])

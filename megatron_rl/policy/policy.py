@@ -3,8 +3,9 @@
 This module hides Megatron from the training loop: callers pass micro-batches and get numbers per
 token, metrics, or weights under Hugging Face names.
 
-Call the methods of `Policy` that run the model or read its weights on all ranks together. Each rank
-passes the micro-batches of its own data-parallel rank. Results are returned on every rank.
+Methods of `Policy` that run the model or read its weights are collective: call them on all ranks.
+Each rank passes the micro-batches of its own data-parallel rank, and every rank receives the
+results.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ from megatron_rl.weights.stream import HfWeightIterator
 
 
 class Policy(TrainableModel):
-    """Distributed vision-language model that is trained, evaluated for logprobs and exported."""
+    """Distributed vision-language policy: training, logprobs and export of weights."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Policy(TrainableModel):
         """Load the model of `settings.path` and build its optimizer.
 
         Args:
-            settings: Path and dtype of the model, its frozen parts and the pixel limits of images.
+            settings: Path and dtype of the model, its frozen parts, and pixel limits for images.
             layout: Parallel layout of the model.
             parallel: Settings for offloading, overlapped gradient reduction and
                 log_probs_chunk_size.
@@ -73,13 +74,13 @@ class Policy(TrainableModel):
             image_token_id: Id of the image placeholder token.
             temperature: Sampling temperature; logits are divided by it.
             keep_reference: Keep a copy of the initial weights on the host for reference logprobs.
-                The copy is that of settings.path, whatever checkpoint is loaded later. With
-                adapters no copy is made: the reference is the base model.
+                The copy holds the weights from settings.path, even if a checkpoint is loaded
+                later. With adapters no copy is made, because the base model is the reference.
             bucket_mib: Size in MiB of the buckets in which weights are exported.
             critic: Settings of a value head on the policy's backbone; None for no value head.
-            patches: Function that returns the patches of an image; called for each image when its
-                micro-batch is about to run. The default requires images that still have their
-                patches.
+            patches: Function that returns the patches of an image; called for each image shortly
+                before its micro-batch runs. The default returns the patches stored in the image
+                and fails if they were dropped.
         """
         self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
         self.lora = lora or LoraSettings()
@@ -115,8 +116,8 @@ class Policy(TrainableModel):
     def shard_across_dp(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> RankShares:
         """Assign the sequences of one optimizer update to ranks and micro-batches.
 
-        Returns, for each data-parallel rank, the sequences of each of its micro-batches. The result
-        is the same on every rank.
+        Returns one list per data-parallel rank, with one list of sequences per micro-batch. The
+        result is the same on every rank.
         """
         loads = pack_costs(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
         return [split_by_cost(mine, max_tokens) for mine in balance_costs(loads, self.layout.dp)]
@@ -124,18 +125,18 @@ class Policy(TrainableModel):
     def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
         """Pack the share of this data-parallel rank into micro-batches.
 
-        A prompt shared by several sequences of a micro-batch is stored and computed once. With
-        Transformer Engine it is repeated, because its attention needs whole sequences.
+        If several sequences of a micro-batch share a prompt, the prompt is stored and computed
+        once. With Transformer Engine the prompt is repeated, because Transformer Engine's attention
+        requires whole sequences.
         """
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         how = {"image_token_id": self.image_token_id, "positions": self.spec.rope_positions, "share_prompts": self._shares_prompts}
         return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in dealt[self.layout.dp_rank]]
 
     def images(self, dealt: RankShares) -> dict[int, list[Image]]:
-        """Return the images that each rank encodes, by global rank.
+        """Map each global rank to the images that it encodes.
 
-        Every rank computes the result for all ranks. Only ranks of the first pipeline stage encode
-        images.
+        The result is the same on every rank. Only ranks of the first pipeline stage encode images.
         """
         found: dict[int, list[Image]] = {}
         for dp_rank, parts in enumerate(dealt):
@@ -186,10 +187,10 @@ class Policy(TrainableModel):
         Args:
             batches: Micro-batches of this data-parallel rank.
             loss: Loss of one micro-batch, summed over its rows.
-            step: Step of this training stage, from 0. It determines the learning rate.
-            value_head_only: Train the value head alone: the value loss sends no gradient into the
-                backbone. Requires a loss that only measures the policy
-                (algo.value.warmup_value_loss).
+            step: Zero-based step of this training stage; it determines the learning rate.
+            value_head_only: Train only the value head: the gradient of the value loss is not
+                propagated into the backbone. Requires a loss that uses the policy's logprobs for
+                metrics only (algo.value.warmup_value_loss).
             record: Called with each micro-batch, its rows_R and their LossInputs, on the last
                 pipeline stage.
             check: Called with the reduced metrics before any weight changes; see Network.update.
@@ -200,7 +201,7 @@ class Policy(TrainableModel):
         has_values = self._has_values
 
         def on_hidden(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, LossMetrics]:
-            # Keep the backward pass of the backbone, with gradients of 0: pipeline stages wait for
+            # Run the backbone's backward pass with zero gradients, because pipeline stages wait for
             # each other's gradients.
             seen_RH = hidden_RH.detach() + 0.0 * hidden_RH if value_head_only else hidden_RH
             values = self._value_loss_inputs(batch, rows_R, seen_RH) if has_values else None
@@ -231,16 +232,16 @@ class Policy(TrainableModel):
     def save_hf(self, out: Path, *, card: str = "") -> None:
         """Write a complete Hugging Face folder to `out`, atomically.
 
-        If writing fails, the previous content stays and every rank raises OSError. The saved
-        processor has the pixel limits used in training. `card` is the text of the folder's
-        README.md.
+        If writing fails, the previous content of `out` is kept and every rank raises OSError. The
+        saved processor contains the pixel limits used in training. `card` is the text of the
+        folder's README.md.
         """
         like, pixels = Path(self.settings.path), (self.settings.min_pixels, self.settings.max_pixels)
         named = ((self.spec.released_name(name), tensor) for name, tensor in self.hf_weights())
         write_on_rank_zero(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
     def _base_digest(self) -> str:
-        """Return the digest of the adapters' base model; computed once."""
+        """Return the digest of the adapters' base model; computed at the first call."""
         if not self._digest:
             self._digest = compute_base_digest(open_source(Path(self.settings.path), self.spec, key="model.path"))
         return self._digest
@@ -258,8 +259,9 @@ class Policy(TrainableModel):
 def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if the attention of policy and critic supports shared prompts.
 
-    Returns False if their layers may be Transformer Engine's. Raises RunFailed if torch's
-    variable-length attention kernel is used and does not align its causal mask to the last key.
+    Returns False if models without adapters use Transformer Engine's layers on this machine. Raises
+    RunFailed if torch's variable-length attention kernel is used but its causal mask is not
+    bottom-right aligned (see VarlenKernel).
     """
     can = not uses_transformer_engine(LoraSettings())
     if can and has_varlen_kernel(device, dtype):
@@ -270,8 +272,8 @@ def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
 def write_on_rank_zero(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
     """Call `write` with the stream on rank 0 and exhaust the stream on all other ranks.
 
-    The stream is collective, so every rank iterates it to its end. If rank 0 gets an OSError, every
-    rank raises it.
+    Producing the tensors is collective, so every rank iterates the stream to its end. If `write`
+    raises an OSError on rank 0, every rank raises an OSError with the same message.
     """
     error = [None]
     if dist.get_rank() == 0:

@@ -12,14 +12,14 @@ from megatron_rl.types import MicroBatch, ValueLossInputs
 
 
 class TrainableModel:
-    """A trainable network: value estimates, image patches, checkpoints and offloading."""
+    """Base class of `Policy` and `Critic`: values, image patches, checkpoints and offloading."""
 
     network: Network
 
     def values(self, batches: list[MicroBatch]) -> list[torch.Tensor]:
         """Return the values [T] of each micro-batch; 0 where mask_T is False.
 
-        The value at entry t is that of the state before target t. Requires a value head.
+        Entry t is the value of the state before target t. Requires a value head.
         """
         return [value_1T[0] for value_1T in self.network.forward_only(batches, self._value_R)]
 
@@ -41,7 +41,10 @@ class TrainableModel:
         return head.denormalize(head(hidden_RH))
 
     def _value_loss_inputs(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueLossInputs:
-        """Return the inputs of the value loss for one micro-batch, in the value head's units."""
+        """Return the inputs of the value loss for one micro-batch.
+
+        Values and returns are normalized if the value head normalizes returns.
+        """
         head = self.network.chunks[-1].value_head
         return ValueLossInputs(
             value_R=head(hidden_RH),

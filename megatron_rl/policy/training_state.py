@@ -1,17 +1,17 @@
 """Training state on disk, in Megatron's `torch_dist` format.
 
-It is planned by all ranks together, written by a thread on each rank, and readable at any layout. A
-folder contains the weights under `ParamMapping.checkpoint_key`, optimizer tensors under keys with
-the prefix `optimizer.`, and the file common.pt with the rest: the number of updates, the layout,
-and the generator states of every rank. AdamW's step count follows from the number of updates, the
-learning rate from the step of the run.
+All ranks plan the files together, a thread on each rank writes them, and they can be read at any
+layout. A folder contains the weights under `ParamMapping.checkpoint_key`, optimizer tensors under
+keys with the prefix `optimizer.`, and the file common.pt with everything else: the number of
+updates, the layout, and the states of the random generators of every rank. AdamW's step count and
+the learning rate are not stored: they follow from the number of updates and the step of the run.
 
 A thread of this process writes in the background with torch's FileSystemWriter. megatron-core
-0.16.1's AsyncCallsQueue (dist_checkpointing/strategies/async_utils.py) is not used because of
-failures found on CPUs with gloo. Its persistent worker divides by the number of GPUs and ends with
-ZeroDivisionError. Its temporal worker is a fork that holds gloo's sockets: peers of a killed rank
-notice its death only when the fork ends (after 25 s for a fork of 25 s; at once without a fork).
-The manager process of each rank's queue outlives a killed rank.
+0.16.1's AsyncCallsQueue (dist_checkpointing/strategies/async_utils.py) is not used because it fails
+on CPUs with gloo. Its persistent worker divides by the number of GPUs and raises ZeroDivisionError.
+Its temporal worker is a forked process that inherits gloo's sockets: the peers of a killed rank
+notice its death only when the forked process ends (measured: after 25 s with a fork that ran for 25
+s; at once without a fork). The manager process of each rank's queue survives a killed rank.
 """
 
 import io
@@ -47,12 +47,12 @@ from megatron_rl.weights.formats import torch_dist_load
 from megatron_rl.weights.formats.digests import compute_sha256
 
 _METADATA = {"non_homogeneous_layers": True}
-"""Metadata of Megatron's sharded state dicts: one key per layer."""
+"""Option with which Megatron's sharded state dicts store each layer under its own key."""
 
 
 @dataclass(slots=True, frozen=True)
 class TrainingState:
-    """References to the model state that is saved; loading fills it in place."""
+    """References to the model and optimizer state to be saved, or to be filled by loading."""
 
     chunks: nn.ModuleList
     """Unwrapped model chunks of this rank, in the order of the virtual pipeline."""
@@ -63,30 +63,32 @@ class TrainingState:
 
 
 def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
-    """Return Megatron's sharded description of this rank's weights, by chunk number.
+    """Return Megatron's sharded state dict of each of this rank's chunks, keyed by chunk number.
 
-    `dist_checkpointing.load` can fill it at any layout. The linear layers' `_extra_state`, which is
-    empty except for fp8, is left out, so that files do not depend on the layer spec.
+    `dist_checkpointing.load` can fill the state dicts at any layout. The `_extra_state` entries of
+    linear layers are left out, so that files do not depend on the layer spec. These entries are
+    empty except for fp8.
     """
     states = {str(number): chunk.sharded_state_dict(metadata=dict(_METADATA)) for number, chunk in enumerate(chunks)}
     return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
 
 
 class AsyncSave:
-    """Checkpoint that is being written. Construct it and call its methods on all ranks together.
+    """Checkpoint that is being written.
 
-    It contains the state at construction, so training may continue at once.
+    The constructor and all methods are collective. The checkpoint contains the state at the time of
+    construction, so training can continue immediately.
     """
 
     def __init__(self, state: TrainingState, folder: Path, *, background: bool) -> None:
         """Plan the files and start writing them into `folder`, which must exist.
 
-        With `background`, CPU tensors are copied first. Without it, returns when this rank's files
-        are written.
+        If `background` is True, CPU tensors are copied first. If it is False, the constructor
+        returns after this rank's files have been written.
         """
         self._folder = folder
         self.digests: dict[Path, str] = {}
-        """Digests of the files with tensors; filled on rank 0 by `finish`."""
+        """SHA-256 digest of each tensor file, keyed by path; filled on rank 0 by `finish`."""
         if state.num_updates == 0:
             # Before the first update (during critic warm-up) AdamW has no moments, but Megatron
             # saves them.
@@ -107,27 +109,24 @@ class AsyncSave:
             wait([self._written])
 
     def _write(self, plan: SavePlan, planner: MCoreSavePlanner) -> tuple[list[WriteResult], dict[str, str]]:
-        """Write this rank's files and compute their digests.
-
-        Digests are computed at once, while the files are in the page cache.
-        """
+        """Write this rank's files and compute their digests while they are in the page cache."""
         results = self._writer.write_data(plan, planner).value()
         names = {result.storage_data.relative_path for result in results}
         return results, {name: compute_sha256(self._folder / name) for name in sorted(names)}
 
     def is_written(self) -> bool:
-        """Return True once all ranks have written their tensors or failed to.
+        """Return True once writing has succeeded or failed on every rank.
 
-        Collective. Afterwards `finish` does not block for long.
+        Collective. Once this method has returned True, `finish` need not wait for any writing.
         """
         waiting = torch.tensor(int(not self._written.done()))
         dist.all_reduce(waiting)
         return int(waiting) == 0
 
     def finish(self, *, group: dist.ProcessGroup | None = None) -> None:
-        """Wait for all ranks and complete the folder. Collectives run in `group`.
+        """Wait until all ranks have written their tensors, then write the remaining files.
 
-        Raises OSError on every rank if any rank could not write.
+        Collectives run in `group`. Raises OSError on every rank if writing failed on any rank.
         """
         error = self._written.exception()
         self._thread.shutdown()
@@ -149,11 +148,11 @@ class AsyncSave:
 
 @torch.no_grad()
 def load(state: TrainingState, folder: Path, *, seed: int) -> int:
-    """Fill the model and optimizer from a checkpoint and return its number of updates.
+    """Load a checkpoint into the model and optimizer and return its number of updates.
 
-    The checkpoint may have been written at any layout. At the same layout the random generators
-    continue where they stopped. At another one they are seeded by `seed` plus the number of
-    updates. Raises ValueError if the checkpoint is not of this model.
+    The checkpoint may have been written at any layout. If the layout is the same, the states of the
+    random generators are restored; otherwise the generators are seeded with `seed` plus the number
+    of updates. Raises ValueError if the checkpoint does not fit this model.
     """
     with _naming_errors(folder):
         common = _read_common(folder)
@@ -174,10 +173,10 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
 
 @torch.no_grad()
 def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
-    """Fill model chunks with the weights of a checkpoint.
+    """Load the weights of a checkpoint into model chunks.
 
-    `key` is the config key of `folder`, for messages. Raises ValueError if the checkpoint is not of
-    this model.
+    `key` is the config key that contains `folder`, used in error messages. Raises ValueError if the
+    checkpoint does not fit this model.
     """
     with _naming_errors(folder):
         wanted = strip_padding(sharded_weights(chunks), chunks[0].spec.vocab_size)
@@ -187,9 +186,9 @@ def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
 
 @contextmanager
 def _naming_errors(folder: Path) -> Iterator[None]:
-    """Convert errors of Megatron and torch to a one-line ValueError that names the folder.
+    """Convert errors raised by Megatron and torch to a one-line ValueError that names the folder.
 
-    Errors of collectives and out-of-memory errors of a GPU are raised unchanged.
+    Errors of collectives and GPU out-of-memory errors are re-raised unchanged.
     """
     try:
         yield
@@ -213,9 +212,10 @@ def _vocab_size(state: TrainingState) -> int:
 
 
 def _common(state: TrainingState) -> dict[str, object]:
-    """Return the part of the state that is not a sharded tensor; a collective.
+    """Return the content of common.pt: number of updates, layout and states of random generators.
 
-    It contains only plain values and byte tensors, the only types accepted when it is read.
+    Collective. The content consists of plain values and byte tensors only, because reading it back
+    accepts no other types.
     """
     generators: list = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
@@ -223,9 +223,9 @@ def _common(state: TrainingState) -> dict[str, object]:
 
 
 def _read_common(folder: Path) -> dict[str, object]:
-    """Read the result of `_common` from a folder.
+    """Read common.pt, which holds the result of `_common`, from a checkpoint folder.
 
-    Raises ValueError if the file is missing or has other content.
+    Raises ValueError if the file is missing or has different keys or types.
     """
     path = folder / torch_dist_load.COMMON
     if not path.is_file():
@@ -245,8 +245,7 @@ def _layout_sizes(state: TrainingState) -> dict[str, int]:
 def _balance_over_ranks(weights: ShardedStateDict) -> None:
     """Distribute the writing of weights over data-parallel ranks.
 
-    For each weight it selects the data-parallel rank that writes it, among those that hold a
-    replica.
+    Each weight is written by one of the data-parallel ranks that hold a replica of the weight.
     """
     group = parallel_state.get_data_parallel_group()
     dealt = determine_main_replica_uniform_distribution(weights, group)
@@ -254,10 +253,10 @@ def _balance_over_ranks(weights: ShardedStateDict) -> None:
 
 
 def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
-    """Return the parts that this rank writes, by key, on the host.
+    """Return the tensors and objects that this rank writes, on the host and grouped by key.
 
-    Of replicas only the main one is written. With `copy`, tensors that already are on the host are
-    copied.
+    Only the main replica of a tensor or object is written. If `copy` is True, tensors that are
+    already on the host are copied.
     """
     own: dict[str, list[ShardedTensor | ShardedObject]] = {}
     for part in nested_values(sharded):
@@ -270,10 +269,10 @@ def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[Shard
 
 
 def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan, Metadata | None]:
-    """Plan which rank writes which part to which file; a collective.
+    """Plan which rank writes which part of the state to which file.
 
-    Rank 0 checks that the parts of all ranks make up whole tensors, and assigns file names. Returns
-    this rank's plan, and the metadata on rank 0 (None on other ranks).
+    Collective. Rank 0 checks that the parts of all ranks add up to whole tensors, and assigns file
+    names. Returns this rank's plan and the metadata; the metadata is None on ranks other than 0.
     """
     is_main = dist.get_rank() == 0
     writer.set_up_storage_writer(is_main)
@@ -289,9 +288,10 @@ def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tupl
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the first error in the chain of contexts.
+    """Return the error at the start of the `__context__` chain.
 
-    torch.save, for example, turns the OSError of a full disk into a RuntimeError about positions.
+    torch.save, for example, turns the OSError of a full disk into a RuntimeError about file
+    positions.
     """
     while error.__context__ is not None:
         error = error.__context__
@@ -299,9 +299,9 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _generators() -> dict[str, torch.Tensor]:
-    """Return the states of the host's and the device's generator and of Megatron's random streams.
+    """Return the states of the host generator, the device generator and Megatron's random streams.
 
-    Megatron's streams are used by dropout under tensor parallelism.
+    Megatron's random streams are used for dropout under tensor parallelism.
     """
     streams = tensor_parallel.get_cuda_rng_tracker().get_states()
     return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **{f"stream {name}": s for name, s in streams.items()}}

@@ -36,8 +36,8 @@ from megatron_rl.types import MicroBatch
 class RMSNorm(nn.Module):
     """Root mean square norm with a weight in params_dtype.
 
-    Marks the weight for Megatron: under sequence parallelism each rank has a partial gradient of
-    it.
+    Under sequence parallelism each rank has a partial gradient of the weight. The attribute
+    `sequence_parallel` of the weight makes Megatron sum the partial gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
@@ -54,7 +54,7 @@ class RMSNorm(nn.Module):
 def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
     """Return Megatron's configuration of the language model.
 
-    Fusions that need apex or Transformer Engine are off.
+    Fusions that need apex or Transformer Engine are disabled.
     """
     return TransformerConfig(
         num_layers=spec.num_layers,
@@ -78,8 +78,8 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        # In an interleaved pipeline the previous and the next stage can be the same process:
-        # batched sends and receives would be matched with the wrong partner.
+        # In an interleaved pipeline the previous and the next stage can be the same process, so
+        # that batched sends and receives would be matched with the wrong partner.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
         **_recompute(layout.recompute),
@@ -132,7 +132,7 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HeadConfig:
-    """Outputs computed from the last hidden states of a backbone."""
+    """Selects the heads on a backbone: language-model head, value head or both."""
 
     has_lm_head: bool = True
     """True if the model computes logits over the vocabulary."""
@@ -143,11 +143,11 @@ class HeadConfig:
 
 
 class ModelChunk(MegatronModule):
-    """One chunk of the model: all of it, one pipeline stage, or one of several chunks of a stage.
+    """Chunk of the model: the whole model, one pipeline stage, or one of several parts of a stage.
 
     A stage has several chunks under an interleaved schedule. `forward` returns the hidden states
-    that the next chunk receives. On the last chunk it returns those of the requested rows, the
-    input of `head`.
+    that the next chunk receives. On the last chunk, `forward` returns the hidden states of the
+    requested rows, which are the input of `head`.
     """
 
     def __init__(
@@ -205,8 +205,8 @@ class ModelChunk(MegatronModule):
     def forward(self, batch: MicroBatch, rows_R: torch.Tensor) -> torch.Tensor:
         """Return hidden states: [T, 1, H] for the next chunk, or [R, H] on the last chunk.
 
-        The last chunk returns those of `rows_R`. Under sequence parallelism the next chunk gets [T
-        / tp, 1, H].
+        The last chunk returns the hidden states of `rows_R`. Under sequence parallelism the hidden
+        states for the next chunk are [T / tp, 1, H].
         """
         hidden, stacked = self._embed(batch) if self.pre_process else (None, None)
         rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
@@ -242,8 +242,8 @@ class ModelChunk(MegatronModule):
         if torch.is_grad_enabled() and not embedded.requires_grad:
             # Needed if embeddings are frozen: tensor-parallel ranks without an image must still
             # take part in the all-reduces of the backward pass. Also, Megatron's recomputation is
-            # reentrant: a layer whose input requires no gradient would compute none for its
-            # weights.
+            # reentrant: if a layer's input requires no gradient, no gradients of the layer's
+            # weights are computed.
             embedded.requires_grad_()
         if self.layout.sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded)
@@ -253,8 +253,8 @@ class ModelChunk(MegatronModule):
     def _packed(self, batch: MicroBatch, stacked: DeepStack | None) -> SharedPromptParams:
         """Return the segment boundaries of the micro-batch for the attention layers.
 
-        Our attention reads `segments`. Transformer Engine's attention, and the rotary embedding
-        before it, read the offsets on the device.
+        PackedCoreAttention reads `segments`. Transformer Engine's attention and Megatron's rotary
+        embedding read the offsets on the device.
         """
         segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
         if not self.uses_transformer_engine:

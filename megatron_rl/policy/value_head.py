@@ -1,4 +1,4 @@
-"""Value head: maps the last hidden state before a sampled token to the expected return."""
+"""Value head: predicts the return from the final hidden state before a sampled token."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,13 +11,14 @@ from torch.nn.functional import linear, silu
 class ValueHead(nn.Module):
     """MLP with SiLU activations that is replicated over tensor-parallel ranks.
 
-    It computes in fp32, whatever the dtype of its weights. The last layer starts at zero, so a new
-    head predicts 0. With `normalize_returns` the head's units are (return - mean) / standard
-    deviation, both over all returns seen so far. Without it they are those of the returns.
+    Values are computed in fp32, whatever the dtype of the weights. The last layer is initialized to
+    zero, so a new head predicts 0. With `normalize_returns` the head predicts normalized returns,
+    (return - mean) / standard deviation, using the statistics of all returns seen so far. Without
+    it, the head predicts the returns themselves.
     """
 
     def __init__(self, hidden_size: int, head_sizes: Sequence[int], *, dtype: torch.dtype, normalize_returns: bool) -> None:
-        """Create parameters without values; see `reset_parameters`."""
+        """Create uninitialized parameters; `reset_parameters` initializes them."""
         super().__init__()
         sizes = [hidden_size, *head_sizes, 1]
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(rows, columns, dtype=dtype)) for columns, rows in pairwise(sizes))
@@ -26,14 +27,14 @@ class ValueHead(nn.Module):
             parameter.tensor_model_parallel = False
         self.normalize_returns = normalize_returns
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
-        """Number of returns seen, their mean, and the sum of their squared deviations from it."""
+        """Number of returns seen, their mean, and the sum of squared deviations from the mean."""
 
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """Initialize the parameters.
 
-        Weights are normal with standard deviation 1 / sqrt(inputs). Biases and the last layer are
-        0.
+        Weights are drawn from a normal distribution with standard deviation 1 / sqrt(number of
+        inputs). Biases and the weights of the last layer are 0.
         """
         generator = torch.Generator().manual_seed(seed)
         for weight, bias in zip(self.weights, self.biases, strict=True):
@@ -42,7 +43,7 @@ class ValueHead(nn.Module):
         self.weights[-1].zero_()
 
     def forward(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Compute values [R] in the head's units."""
+        """Compute values [R]; with `normalize_returns` they are normalized."""
         x = hidden_RH.float()
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = linear(silu(x) if number else x, weight.float(), bias.float())
@@ -52,8 +53,8 @@ class ValueHead(nn.Module):
     def update_return_stats(self, returns: Sequence[float]) -> None:
         """Update mean and variance with the returns of one step.
 
-        Uses the update for merging two samples of T. F. Chan et al., 1979. Does nothing without
-        `normalize_returns`.
+        Uses the formula of T. F. Chan et al., 1979, which merges the statistics of two samples.
+        Does nothing without `normalize_returns`.
         """
         more = torch.tensor(returns, dtype=torch.float64, device=self.seen.device)
         if not self.normalize_returns or more.numel() == 0:
@@ -64,19 +65,19 @@ class ValueHead(nn.Module):
         self.seen.copy_(torch.stack([total, mean + apart * more.numel() / total, squares]))
 
     def normalize(self, x_R: torch.Tensor) -> torch.Tensor:
-        """Convert returns to the head's units."""
+        """Normalize returns; returns them unchanged without `normalize_returns`."""
         mean, scale = self._moments()
         return (x_R - mean) / scale
 
     def denormalize(self, value_R: torch.Tensor) -> torch.Tensor:
-        """Convert values in the head's units to returns."""
+        """Convert the head's outputs to the scale of the returns."""
         mean, scale = self._moments()
         return value_R * scale + mean
 
     def _moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and standard deviation of the returns.
+        """Return mean and standard deviation of the returns seen so far.
 
-        They are 0 and 1 without normalization, and until two returns differ.
+        Returns 0 and 1 without `normalize_returns`, and as long as all returns were equal.
         """
         count, mean, squares = self.seen
         return torch.where(squares > 0, mean, 0.0), torch.where(squares > 0, (squares / count).sqrt(), 1.0)

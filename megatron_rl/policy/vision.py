@@ -1,8 +1,8 @@
 """Hugging Face's vision tower, replicated on all tensor-parallel ranks of the first pipeline stage.
 
 Each tensor-parallel rank encodes its share of a micro-batch's distinct images, and the embeddings
-are gathered. Each rank's tower thus has a partial gradient, which Megatron reduces
-(finalize_model_grads).
+are gathered. The vision tower of each rank thus has a partial gradient; Megatron reduces the
+partial gradients (finalize_model_grads).
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,15 @@ from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 Grid = Sequence[int]
-"""Frames, rows and columns of an image in patches."""
+"""Size of an image in patches: number of frames, rows and columns."""
 
 
 class LinearPatchEmbed(nn.Conv3d):
-    """Convolution over patches of the size of its kernel, computed as one matrix product.
+    """Patch embedding as one matrix product instead of a convolution.
 
-    vLLM does the same since torch 2.9 (0.32.0, model_executor/layers/conv.py), because cuDNN has no
-    good engine for this convolution in bfloat16.
+    The matrix product equals the convolution, because the convolution's kernel is as large as a
+    patch. vLLM does the same for torch 2.9 and later (0.32.0, model_executor/layers/conv.py),
+    because cuDNN has no efficient engine for this convolution in bfloat16.
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -45,8 +46,8 @@ class LinearPatchEmbed(nn.Conv3d):
 class FusedRMSNorm(nn.Module):
     """Fused replacement for the forward pass of the vision tower's norm.
 
-    It replaces the class of the tower's own norm modules (ModelFamily.tower_norm_class) and uses
-    their weights.
+    `build_vision_tower` sets this class on the tower's own norm modules
+    (ModelFamily.tower_norm_class), which keep their weights.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -70,8 +71,9 @@ def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, l
     if lora.rank:
         adapt_vision(tower, lora, spec.family.vision_lora_patterns)
     for parameter in tower.parameters():
-        # Megatron averages these gradients over tensor-parallel ranks after the backward pass;
-        # encode_images scales them so that the average is their sum.
+        # Megatron averages these gradients over tensor-parallel ranks after the backward pass.
+        # encode_images multiplies them by tp, so that the average equals the sum of the unscaled
+        # gradients.
         parameter.average_gradients_across_tp_domain = True
     return tower
 
@@ -93,11 +95,11 @@ def balance_over_ranks(patches_I: list[int], ranks: int) -> list[list[int]]:
 def encode_images(
     tower: nn.Module, patch_PC: torch.Tensor, grid_I3: torch.Tensor, layout: Layout, *, sizes: VisionSpec
 ) -> tuple[torch.Tensor, int]:
-    """Return the embeddings [V, H] of all images, and how many images this rank encoded.
+    """Return the embeddings [V, H] of all images, and the number of images that this rank encoded.
 
-    `patch_PC` holds the patches of this rank's share only. With DeepStack the embeddings are [V, (1
-    + num_deepstack_layers) * H]. The grids are on the host, so that nothing here waits for the
-    device.
+    `patch_PC` holds the patches of this rank's share only, `grid_I3` the grids of all images. With
+    DeepStack the embeddings are [V, (1 + num_deepstack_layers) * H]. The grids are on the host, so
+    that this function does not wait for the device.
     """
     grids = grid_I3.tolist()
     if layout.tp == 1:
@@ -109,8 +111,8 @@ def encode_images(
         local = encode_patches(tower, patch_PC, [grids[image] for image in mine], sizes)
     else:
         local = patch_PC.new_zeros(0, sizes.out_hidden_size * (1 + sizes.num_deepstack_layers))
-    # Averaging over ranks after the backward pass divides by tp, but each image's gradient exists
-    # on one rank only.
+    # Megatron's average over tensor-parallel ranks divides gradients by tp, but the gradient of
+    # each image exists on one rank only.
     local = _ScaleGradient.apply(local, layout.tp)
     longest = max(sum(patches_I[image] for image in share) // sizes.patches_per_token for share in shares)
     padded = torch.cat([local, local.new_zeros(longest - local.shape[0], local.shape[1])])
@@ -126,11 +128,11 @@ def encode_images(
 
 
 def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
-    """Return the tower's embeddings [V, H] of patches.
+    """Return the vision tower's embeddings [V, H] of patches.
 
-    The tower gets all inputs that it would otherwise derive from the grids, with some ten device
-    synchronizations and another one in every block. In place of offsets it gets `Segments`, which
-    it passes on to our attention unchanged.
+    All inputs that depend on the grids are computed here and passed to the tower. Otherwise the
+    tower would compute them with about ten device synchronizations, and one more in every block.
+    Offsets are passed as `Segments`, which the tower forwards unchanged to `attend_patches`.
     """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}
@@ -144,7 +146,7 @@ def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Gri
 
 
 def compute_grid_inputs(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, torch.Tensor]:
-    """Compute the vision tower's inputs that depend only on the grids, by argument name.
+    """Compute the vision tower's inputs that depend only on the grids, keyed by argument name.
 
     The tower does not compute inputs that are passed to it (transformers 5.19, vision_utils.py).
     """
@@ -161,7 +163,7 @@ def compute_grid_inputs(grids: Sequence[Grid], sizes: VisionSpec) -> dict[str, t
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """Identity whose gradient is multiplied by `factor`."""
+    """Identity in the forward pass; multiplies the gradient by `factor` in the backward pass."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, factor: float) -> torch.Tensor:  # noqa: ANN001

@@ -1,1 +1,1 @@
-"""Model weights: streaming between Hugging Face names and Megatron, and checkpoint formats."""
+"""Model weights: transfer between Hugging Face tensors and Megatron, and checkpoint formats."""

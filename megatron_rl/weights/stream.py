@@ -1,7 +1,7 @@
-"""Loads Hugging Face tensors into a live Megatron model and streams its weights out again.
+"""Loads Hugging Face tensors into a live Megatron model and streams its weights as such tensors.
 
-Both directions use the name mappings of models/name_mapping.py. Streaming needs a bounded amount of
-memory.
+Loading and streaming use the name mappings of models/name_mapping.py. Streaming needs a bounded
+amount of memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ class ShardLocation:
     """
     layers_per_chunk: int
     fused_norms: bool = False
-    """True if norms have the names of the Transformer Engine spec (ParamMapping.fused_norm)."""
+    """True if norms are named as in the Transformer Engine spec (ParamMapping.fused_norm)."""
 
     @property
     def tp(self) -> int:
@@ -41,13 +41,13 @@ class ShardLocation:
         return self.pp_group.size()
 
     def owner_stage(self, row: ParamMapping) -> int:
-        """Return the pipeline stage that holds the parameter of a mapping."""
+        """Return the pipeline stage that holds the parameter of this mapping."""
         return self._place(row)[0]
 
     def local_name(self, row: ParamMapping) -> str:
-        """Return the parameter's name in the list of chunks of its stage, e.g. `1.language...`.
+        """Return the parameter's name in its stage's list of chunks, for example `1.language...`.
 
-        Layer numbers in it count from the first layer of the chunk.
+        The layer number in the name counts from the first layer of the chunk.
         """
         _, chunk = self._place(row)
         name = row.fused_norm if self.fused_norms and row.fused_norm else row.mcore_name
@@ -71,15 +71,15 @@ def _layer(row: ParamMapping) -> int:
 def load_hf(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, read_tensor: Callable[[str], torch.Tensor]) -> None:
     """Fill this rank's parameters of the base model from Hugging Face tensors.
 
-    `read_tensor` returns the full tensor of a Hugging Face name, from a source already checked for
-    completeness. Adapters and a value head are not loaded.
+    `read_tensor` returns the full tensor with a given Hugging Face name. The caller has already
+    checked that the source is complete. Adapters and value heads are not loaded.
     """
     base = {name: parameter for name, parameter in chunks.named_parameters() if not (is_adapter(name) or is_of_value_head(name))}
     fill_parameters(base, rows, placement, lambda row, _shape: tuple(map(read_tensor, row.hf_names)))
 
 
 def is_adapter(name: str) -> bool:
-    """Return True for the name of a LoRA adapter's parameter or key in a distributed checkpoint.
+    """Return True if a parameter name or distributed-checkpoint key belongs to a LoRA adapter.
 
     See weights/formats/peft.py.
     """
@@ -92,7 +92,7 @@ def is_of_output_layer(row: ParamMapping) -> bool:
 
 
 def is_of_value_head(name: str) -> bool:
-    """Return True for the name of a value head's parameter or key in a distributed checkpoint.
+    """Return True if a parameter name or distributed-checkpoint key belongs to a value head.
 
     See policy/value_head.py.
     """
@@ -105,10 +105,11 @@ def fill_parameters(
     placement: ShardLocation,
     tensors: Callable[[ParamMapping, torch.Size], Tensors],
 ) -> None:
-    """Fill every one of these parameters with its shard of the full Hugging Face tensors.
+    """Fill all of `parameters` with their shards of the full Hugging Face tensors.
 
-    `tensors` returns the full Hugging Face tensors of a mapping. It is called with the mapping and
-    the shape of the unsharded Megatron parameter. Raises ValueError if shapes differ.
+    `tensors` returns the full Hugging Face tensors for a mapping. It is called with the mapping and
+    the shape of the unsharded Megatron parameter. Raises ValueError if a converted tensor does not
+    have the shape of the parameter.
     """
     left = dict(parameters)
     for row in _own_rows(rows, placement, parameters):
@@ -120,16 +121,17 @@ def fill_parameters(
             raise ValueError(f"{', '.join(row.hf_names)}: {shapes}")
         with torch.no_grad():
             parameter.copy_(value)
-        # Megatron's initialization, which is skipped, would set this attribute. The gradient norm
-        # counts parameters without it as replicas.
+        # Megatron's initialization would set this attribute, but is skipped. The gradient norm
+        # treats parameters without the attribute as replicas.
         parameter.tensor_model_parallel = row.shard_dim is not None
     assert not left, f"parameters in no row of the table: {sorted(left)}"
 
 
 def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[ParamMapping]:
-    """Yield the mappings of parameters on this stage.
+    """Yield the mappings of the parameters on this pipeline stage.
 
-    If both tied weights are on one stage, there is no separate copy of the output layer.
+    If the embeddings and the output layer are tied and on the same stage, the output layer has no
+    parameter of its own, and its mapping is skipped.
     """
     for row in rows:
         if placement.owner_stage(row) == placement.pp_rank and (row.is_exported or placement.local_name(row) in parameters):
@@ -139,25 +141,25 @@ def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: di
 class HfWeightIterator:
     """Streams the weights of a live model as full Hugging Face tensors, in a fixed order.
 
-    All ranks iterate together, and every rank receives all tensors. Parameters are gathered in
-    buckets, each with one all-gather over tensor-parallel ranks and one broadcast from the pipeline
-    stage that holds it.
+    Iteration is collective, and every rank receives all tensors. Parameters are gathered in
+    buckets: one all-gather over tensor-parallel ranks and one broadcast from the pipeline stage
+    that holds the bucket's parameters.
     """
 
     def __init__(
         self, chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *,
         bucket_bytes: int, merged: Mapping[str, Callable[[], torch.Tensor]] | None = None,
     ) -> None:  # fmt: skip
-        """Plan the buckets; a collective over the pipeline-parallel group.
+        """Plan the buckets. Collective over the pipeline-parallel group.
 
         Args:
             chunks: Model chunks of this rank.
-            rows: Name mappings of the parameters; those that are not exported are ignored.
+            rows: Name mappings of the parameters; mappings with is_exported=False are ignored.
             placement: Position of this rank in the layout.
-            bucket_bytes: Maximum size of this rank's shards in one bucket; a larger parameter has
-                its own.
-            merged: Functions that compute the exported shard of a parameter, by local name, for
-                parameters that are exported in another form than stored (with adapters merged in).
+            bucket_bytes: Maximum size in bytes of this rank's shards in one bucket; a larger
+                parameter gets its own bucket.
+            merged: For parameters that are exported with adapters merged in: function that computes
+                the shard to export, keyed by local name.
         """
         self.placement = placement
         parameters = dict(chunks.named_parameters())
@@ -185,13 +187,13 @@ class HfWeightIterator:
                 yield from zip(row.hf_names, row.to_hf(shards_by_row[row.mcore_name]), strict=True)
 
     def _value(self, row: ParamMapping) -> torch.Tensor:
-        """Return this rank's shard of a parameter, as it is exported."""
+        """Return this rank's shard of a parameter, with adapters merged in."""
         return self.merged[row.mcore_name]() if row.mcore_name in self.merged else self.parameters[row.mcore_name].detach()
 
     def _gather(self, bucket: list[ParamMapping]) -> dict[str, list[torch.Tensor]]:
-        """Return the shards of each parameter of the bucket, in tensor-parallel rank order.
+        """Return the shards of each parameter in the bucket, in tensor-parallel rank order.
 
-        Replicated parameters have one shard.
+        A replicated parameter has a single shard.
         """
         owner = self.placement.owner_stage(bucket[0])
         is_cut = bucket[0].shard_dim is not None

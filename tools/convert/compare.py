@@ -1,7 +1,8 @@
 """Compares two checkpoints tensor by tensor.
 
-Each is a Hugging Face folder or a torch_dist checkpoint of this trainer. Tensors are matched by the
-names of the released checkpoints, whichever style a folder uses. One tensor at a time is in memory.
+A checkpoint can be a Hugging Face folder or a torch_dist checkpoint of this trainer. Tensors are
+matched by the names of the released checkpoints, whichever naming style a folder uses. One tensor
+of each checkpoint is in memory at a time.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.commands import format_error, quiet_libraries
 
 CHUNK_SIZE = 1 << 24
-"""Elements subtracted at once; in double precision each takes 8 bytes of memory."""
+"""Number of elements subtracted at once; each element takes 8 bytes in double precision."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,28 +32,28 @@ class TensorDifference:
 
     name: str
     dtypes_and_shapes: tuple[str, str]
-    """dtype and shape of the tensor in each checkpoint, or "nothing" if it is missing."""
+    """dtype and shape of the tensor in each checkpoint, or "nothing" if the tensor is missing."""
     largest: float | None
-    """Largest absolute difference; None if the tensor is missing on one side or shapes differ."""
+    """Largest absolute difference; None if the shapes differ or a checkpoint lacks the tensor."""
     is_bitwise: bool
 
     @property
     def verdict(self) -> str:
-        """Text of the difference column."""
+        """Text for the column "difference" of the printed table."""
         if self.largest is None:
             return "differs"
         return "equal" if self.is_bitwise else f"{self.largest:.3g}"
 
     def is_beyond(self, atol: float) -> bool:
-        """Return True if the difference is larger than `atol`, not a number or undefined."""
+        """Return True if the difference is larger than `atol`, NaN or undefined."""
         return self.largest is None or not self.largest <= atol
 
 
 def open_any_checkpoint(folder: Path) -> TensorSource:
     """Open a Hugging Face folder or a checkpoint of this trainer.
 
-    Of a Hugging Face folder, padding of the vocabulary and a copy of tied embeddings are left out.
-    If it is not a whole model of its config.json, its tensors are taken as they are, and the
+    For a Hugging Face folder, padding of the vocabulary and a copy of tied embeddings are ignored.
+    If the folder's tensors do not match its config.json, they are compared as stored, and the
     comparison reports the differences.
     """
     kind, like = detect_format(folder, key="folder"), find_hf_folder(folder)
@@ -68,7 +69,7 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
 
 
 def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
-    """Yield a comparison for every name in either checkpoint, in the order of the first."""
+    """Yield one result per tensor name: first the names in `first`, then those only in `second`."""
     for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
         sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))
         if name not in first.specs or name not in second.specs or first.specs[name].shape != second.specs[name].shape:
@@ -80,7 +81,7 @@ def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[Tenso
 def _compare_tensor(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
     """Return the largest absolute difference, and True if the tensors are bitwise equal.
 
-    NaN differs from everything except the same bits.
+    If the tensors are not bitwise equal and one of them contains NaN, the difference is NaN.
     """
     if a.dtype == b.dtype and torch.equal(_bits(a), _bits(b)):
         return 0.0, True

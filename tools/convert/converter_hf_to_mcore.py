@@ -1,8 +1,9 @@
 """Converts a Hugging Face model folder to a Megatron distributed checkpoint (torch_dist).
 
-The result loads at any parallel layout. Memory use is a few times the largest tensor, whatever the
-size of the model. The result holds the tensors and, in hf/, everything else of the source (config,
-tokenizer, processor). It appears under its name only when it is complete and checked.
+The checkpoint can be loaded at any parallel layout. It contains the tensors and, in hf/, all other
+files of the source (config, tokenizer, processor). The checkpoint is renamed to its final name only
+after it is complete and verified. Converting needs memory for a few copies of the largest tensor,
+whatever the size of the model.
 """
 
 import argparse
@@ -32,7 +33,7 @@ PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None, force: bool, check_logits: bool, console: Console) -> str:
-    """Write the checkpoint at `out` and return a one-line summary.
+    """Convert the model folder `hf` to a checkpoint at `out` and return a one-line summary.
 
     Raises:
         ValueError: An option or the model is invalid; `out` is unchanged.
@@ -65,14 +66,14 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
 
 
 def check_output(out: Path, *, force: bool) -> None:
-    """Raise ValueError if `out` exists, unless it is a checkpoint and `force` is set."""
+    """Raise ValueError if `out` exists, unless `out` is a checkpoint and `force` is set."""
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "metadata.json").is_file()
     require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
 
 
 def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
-    """Raise ValueError, naming the option, if the model cannot be split into this layout."""
+    """Raise a ValueError that names the option if the layout does not fit the model."""
     try:
         parallel = ParallelSettings(tp=tp, pp=pp)
         if tp * pp > 1:
@@ -84,7 +85,7 @@ def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
 
 
 def find_model_folder(hf: str) -> Path:
-    """Return a local folder as it is, or download a Hub repository (organization/name)."""
+    """Return the path of a local folder, or download a Hub repository (organization/name)."""
     if Path(hf).is_dir():
         return Path(hf)
     require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "is no folder, and no name on the Hugging Face Hub either")

@@ -1,7 +1,7 @@
-"""Merges every checkpoint of a run into Hugging Face folders named like its `step_*` folders.
+"""Merges each checkpoint of a run into a Hugging Face folder with the same name (`step_*`).
 
-Steps that were merged before are skipped (a folder with its name is complete). A step that fails
-does not stop the others.
+Steps that were already merged are skipped; an output folder exists only if its merge was complete.
+If merging a step fails, the remaining steps are still merged.
 """
 
 import argparse
@@ -14,10 +14,10 @@ from tools.convert.merger import MergeOptions, add_options, check_not_input, mer
 
 
 def find_steps(run: Path) -> dict[int, Path]:
-    """Return step -> checkpoint in a run directory or its checkpoints/.
+    """Map step numbers to the checkpoints in a run directory or its subfolder checkpoints/.
 
     Raises:
-        ValueError: There is no checkpoint.
+        ValueError: The run directory contains no checkpoint.
     """
     found = [*run.glob("checkpoints/*step_*"), *run.glob("*step_*")]
     steps = {int(name[1]): path for path in found if path.is_dir() and (name := re.fullmatch(r"(?:global_)?step_(\d+)", path.name))}
@@ -27,7 +27,11 @@ def find_steps(run: Path) -> dict[int, Path]:
 
 
 def choose_steps(steps: dict[int, Path], wanted: list[int] | None, *, run: Path) -> dict[int, Path]:
-    """Return the steps in `wanted`, or all for None. Raises ValueError for a missing step."""
+    """Return the steps in `wanted`, or all steps if `wanted` is None.
+
+    Raises:
+        ValueError: A wanted step has no checkpoint.
+    """
     missing = sorted(set(wanted or []) - steps.keys())
     if missing:
         raise ValueError(f"--steps={' '.join(map(str, missing))}: not in {run}; there are {' '.join(map(str, steps))}")

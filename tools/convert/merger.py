@@ -1,9 +1,10 @@
 """Merges a checkpoint into a complete Hugging Face folder.
 
-Sources are checkpoints of this trainer, classic Megatron (mp_rank_*), verl's FSDP shards and
-Hugging Face. Every tensor of the checkpoint is used exactly once, and every tensor of the model is
-written exactly once, with the shape that config.json requires. The written files are read back
-before the folder gets its name. Any deviation is an error and leaves no folder.
+The source can be a checkpoint of this trainer, of classic Megatron (mp_rank_*), of verl (FSDP
+shards) or of Hugging Face. Every tensor of the checkpoint is used exactly once, and every tensor of
+the model is written exactly once, with the shape that config.json requires. The headers of the
+written files are read back before the folder is renamed to its final name. Any mismatch raises an
+error, and no output folder is left behind.
 """
 
 import argparse
@@ -29,14 +30,14 @@ from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 NAME_STYLES = ("released", "nested")
 """Naming styles of tensors.
 
-transformers 5.19 and vLLM 0.32 load both. "released" is the style that Qwen published and that
-older versions load as well (for Qwen3-VL it is the nested one).
+transformers 5.19 and vLLM 0.32 load both styles. "released" is the style of Qwen's published
+checkpoints, which older versions also load. For Qwen3-VL, the released style is the nested style.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class MergeOptions:
-    """Options of one call of the merger; the fields are those of the command line."""
+    """Options of one merge; each field is a command-line option."""
 
     checkpoint: Path
     out: Path
@@ -49,7 +50,7 @@ class MergeOptions:
 
 
 def merge_checkpoint(merge_options: MergeOptions) -> str:
-    """Write the folder and return a one-line summary.
+    """Merge a checkpoint into a Hugging Face folder and return a one-line summary.
 
     Raises:
         ValueError: An option or the checkpoint is invalid; no folder is written.
@@ -103,7 +104,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
 
 
 def check_not_input(merge_options: MergeOptions) -> None:
-    """Raise ValueError if `out` is one of the inputs or contains one."""
+    """Raise ValueError if `out` is an input folder or contains an input folder."""
     out = merge_options.out.resolve()
     for option, path in (
         ("--checkpoint", merge_options.checkpoint),
@@ -127,7 +128,7 @@ def _check_output(merge_options: MergeOptions) -> None:
 
 
 def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) -> None:
-    """Raise ValueError if the logits of this merge cannot be compared with the checkpoint's."""
+    """Raise ValueError if `verify` is set but the logits of this merge cannot be verified."""
     if not merge_options.verify:
         return
     if kind != "torch_dist":
@@ -148,7 +149,7 @@ def _verify_logits(partial: Path, checkpoint: Path) -> str:
 def _rename_tensors(
     source: TensorSource, specs: dict[str, TensorSpec], rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor once, under its name in the result and in its final dtype."""
+    """Yield every tensor once, with its output name and in its output dtype."""
     read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: {tuple(tensor.shape)} was read, {spec} was planned"
@@ -157,7 +158,7 @@ def _rename_tensors(
 
 
 def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
-    """Raise ValueError unless the files hold the planned tensors and number of bytes."""
+    """Raise ValueError unless the files contain the planned tensors and number of bytes."""
     written = HfTensors(folder, key="--out")
     check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")
     for name, spec in specs.items():

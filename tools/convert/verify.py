@@ -1,8 +1,9 @@
-"""Comparison of the logits of a Megatron checkpoint and of its Hugging Face folder.
+"""Compares the logits of a Megatron checkpoint with the logits of its Hugging Face folder.
 
-It finds symmetric mistakes of a conversion, which cancel in a round trip. Both models run in fp32
-in this process, one after the other, on random token ids and image patches from a fixed seed, so no
-tokenizer or processor is needed. One prompt is text, the other has two images of different sizes.
+The comparison finds symmetric conversion errors, which cancel out in a round trip. Both models run
+in fp32 in this process, one after the other. The inputs are random token ids and image patches from
+a fixed seed, so no tokenizer or processor is needed. The first prompt contains only text, the
+second prompt contains two images of different sizes.
 """
 
 import gc
@@ -35,9 +36,9 @@ from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.stream import is_adapter
 
 TOLERANCE = 1e-5
-"""Largest accepted difference of logits, relative to the largest logit.
+"""Largest accepted absolute difference between logits, relative to the largest absolute logit.
 
-Two fp32 forward passes of a correct conversion differ by about 1e-6 of it.
+If a conversion is correct, two fp32 forward passes differ by about 1e-6 of the largest logit.
 """
 
 
@@ -70,7 +71,7 @@ def make_test_prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
 def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
     """Return the logits of the transformers model for each prompt: [L, vocabulary], in fp32.
 
-    The weights are first rounded to `dtype`, or kept as stored for None.
+    The weights are first rounded to `dtype`; with None they are used as stored.
     """
     spec = read_spec(folder, key=key)
     _check_memory(spec, folder, key=key)
@@ -79,7 +80,7 @@ def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: st
 
 
 def compute_logits(model: PreTrainedModel, context: TokenSequence, *, image_token_id: int) -> torch.Tensor:
-    """Return the logits [L, vocabulary] of one sequence from transformers' own forward pass."""
+    """Return the logits [L, vocabulary] of one sequence, computed by a transformers model."""
     ids = torch.tensor([context.token_ids])
     images = {}
     if context.images:
@@ -126,9 +127,9 @@ def _single_process_group() -> Iterator[None]:
 
 
 def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
-    """Raise ValueError if the model in fp32 does not fit into memory.
+    """Raise ValueError if the fp32 model does not fit into the available memory.
 
-    The estimate includes the weights being read, one tensor at a time.
+    The estimate of 4.4 bytes per parameter includes the tensor that is being read.
     """
     needed = 4.4 * sum(math.prod(shape) for shape in spec.shapes().values()) / 2**30
     available = psutil.virtual_memory().available / 2**30
@@ -137,10 +138,10 @@ def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
 
 
 def verify_logits(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = None) -> str:
-    """Compare the logits and return a one-line summary.
+    """Compare the logits of both models and return a one-line summary.
 
     Raises:
-        ValueError: The logits differ, or a model does not fit into memory.
+        ValueError: The logits differ by more than TOLERANCE, or a model does not fit into memory.
     """
     theirs, ours = compute_hf_logits(hf, dtype=dtype), compute_mcore_logits(checkpoint)
     gaps = {name: ((ours[name] - logits).abs().max() / logits.abs().max()).item() for name, logits in theirs.items()}

@@ -1,6 +1,6 @@
-"""Writer of a DatasetDict in the format of `datasets` 5.2, without that package.
+"""Writes a DatasetDict in the format of `datasets` 5.2, without that package.
 
-It is the format of save_to_disk and load_from_disk:
+The files are those that save_to_disk writes and load_from_disk reads:
 
     OUT/dataset_dict.json
     OUT/train/{data-00000-of-00001.arrow, dataset_info.json, state.json}
@@ -26,7 +26,10 @@ _FILE = "data-00000-of-00001.arrow"
 def write_dataset_dict(
     out: Path, splits: Mapping[str, Sequence[Mapping[str, object]]], features: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """Write the splits; `features` maps each column, in order, to STRING, STRINGS or IMAGE."""
+    """Write the rows of each split.
+
+    `features` maps each column, in the order of the columns, to STRING, STRINGS or IMAGE.
+    """
     for split, rows in splits.items():
         folder = out / split
         folder.mkdir(parents=True)

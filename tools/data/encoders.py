@@ -1,6 +1,7 @@
 """Image encoders for tools/data/make_lewis.py.
 
-An encoder is a transformers model, or an ONNX file next to its image processor's configuration.
+The folder of an encoder contains the configuration of its image processor and either a transformers
+model or an ONNX file.
 """
 
 from collections.abc import Callable
@@ -37,9 +38,9 @@ def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
 def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
     """Load an ONNX encoder.
 
-    Its graph has one input, pixel_values. The first output is an embedding of the image, or one of
-    each of its patches. onnxruntime is used because OpenCV 5.0 truncates mismatched shapes
-    (NaryEltwiseLayer: "Clamping to 17") where onnxruntime raises an error.
+    The graph must have a single input, pixel_values. Its first output is either one embedding per
+    image or one embedding per patch. onnxruntime is used because OpenCV 5.0 truncates mismatched
+    shapes (NaryEltwiseLayer: "Clamping to 17"), whereas onnxruntime raises an error.
     """
     is_there = find_spec("onnxruntime") is not None
     require(is_there, "--encoder", file.parent, f"{file.name} needs onnxruntime: pip install onnxruntime==1.32.0")
@@ -67,8 +68,8 @@ def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
 def _load_transformers_encoder(folder: Path) -> Callable[[dict], np.ndarray]:
     """Load a transformers encoder.
 
-    A model for images only (ViT, ResNet) returns features of each patch. A model for images and
-    text (CLIP, Qwen-VL) has `get_image_features`.
+    The last hidden state is used for models with image input only (ViT, ResNet), and
+    `get_image_features` for models with image and text input (CLIP, Qwen-VL).
     """
     import torch
     from transformers import AutoModel
@@ -87,7 +88,7 @@ def _load_transformers_encoder(folder: Path) -> Callable[[dict], np.ndarray]:
 
 
 def _mean_embedding(features: np.ndarray) -> np.ndarray:
-    """Return the mean [D] of [D], of [patches, D], or of [D, rows, columns]."""
+    """Return the mean [D] of features with shape [D], [patches, D] or [D, rows, columns]."""
     match features.ndim:
         case 1:
             return features

@@ -1,13 +1,14 @@
-"""Extracts the images of a Parquet file: JPEG files under the names in its rows, and a new table.
+"""Extracts the images of a Parquet file into JPEG files and writes a table with their paths.
 
-Reads the columns images ({bytes} or {path}, a list) and extra_info.image_file_name (a name, or a
+Reads the columns images (a list of {bytes} or {path}) and extra_info.image_file_name (a name, or a
 list with one name per image). Writes, in --out:
     images/NAME.jpg                     quality 95, upright, transparency on white
     STEM_with_image_paths.parquet       the rows; images holds {path}; new are image_file_path (from
                                         the table's folder), image_file_name and image_file_size
                                         (bytes): lists if image_file_name is one
-Every file appears whole or not at all. A restarted run continues: an image is not made twice (its
-JPEG carries the SHA-256 of its source). Files not written by this tool are never overwritten.
+Files are written atomically. If the tool is restarted, it skips images that are already extracted:
+the comment of each JPEG file contains the SHA-256 of its source. Files not written by this tool are
+never overwritten.
 """
 
 import argparse
@@ -38,19 +39,19 @@ ROWS_AT_ONCE = 64
 
 @dataclass(slots=True, frozen=True)
 class WrittenImage:
-    """Extracted image of a row."""
+    """Image of a row after extraction."""
 
     path: str
-    """Path from the folder of the table."""
+    """Path relative to the folder of the table."""
     name: str
     size: int
 
 
 def extract_images(source: Path, out: Path, *, threads: int, console: Console) -> str:
-    """Write images and table, and return a one-line summary.
+    """Write the images and the table of a Parquet file, and return a one-line summary.
 
     Raises:
-        ValueError: The file does not have this format, or a row is invalid.
+        ValueError: The file does not have the format in the module docstring, or a row is invalid.
     """
     require(source.is_file(), "--parquet", source, "no such file")
     require(threads >= 1, "--threads", threads, "must be at least 1")
@@ -117,10 +118,10 @@ def _list_jobs(
 
 
 def file_name(name: object, *, where: str) -> str:
-    """Return a relative path with the suffix .jpg.
+    """Return an image's file name as a relative path with the suffix .jpg.
 
     Raises:
-        ValueError: The name is empty or leads outside the folder.
+        ValueError: The name is empty or points outside the folder.
     """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.name or path.is_absolute() or ".." in path.parts or any(character in str(name) for character in "\\\0:"):
@@ -143,10 +144,11 @@ def _write_image(image: StoredImage, name: str, digest: str, out: Path) -> Writt
 
 
 def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
-    """Return True if the image has been extracted before.
+    """Return True if the image has already been extracted.
 
     Raises:
-        ValueError: The file was not written by this tool, or is needed as a source.
+        ValueError: The output file exists but was not written by this tool, or the image's source
+            is a file in the output folder and would be overwritten.
     """
     target = out / "images" / name
     if not os.path.lexists(target):
@@ -178,7 +180,7 @@ def _replace_image_columns(batch: pa.RecordBatch, written: list[list[WrittenImag
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    """Provide a progress bar on standard error if that is a terminal; it is removed at the end."""
+    """Show a progress bar inside the block if the console is a terminal; remove it at the end."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar

@@ -1,9 +1,11 @@
-"""Rounds of the Lewis game from image folders <category>/<concept>/: catalogue, split, negatives.
+"""Generates rounds of the Lewis game from image folders <category>/<concept>/.
 
-Rounds follow the game's own pipeline (Deepayan137/Lewis_Game 621d687). The target is another view
-of the query's concept, by default the least similar one. Distractors come from the nearest other
-concepts by mean image embedding, and are of each the image nearest to the query. Concepts of the
-same category come first.
+A catalogue lists the images of each concept. Concepts are split into train and test, and rounds are
+generated for each split, following the game's reference code (Deepayan137/Lewis_Game 621d687). The
+target of a round is another view of the query's concept, by default the view that is least similar
+to the query. The distractors are taken from the concepts with the nearest mean image embeddings,
+concepts of the same category first. From each of these concepts, the image nearest to the query is
+used.
 """
 
 import random
@@ -21,7 +23,7 @@ from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.description import PROMPT
 
 Catalogue = Mapping[str, Mapping[str, Sequence[str]]]
-"""Type of a catalogue: category -> concept -> its images, relative to the root."""
+"""Type of a catalogue: category -> concept -> image paths relative to the root folder."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROBLEM_TEMPLATE = "Do the two images show the same {category}, and not only one of the same kind?"
 DISTRACTORS = ("nearest", "random")
@@ -30,14 +32,15 @@ DEFAULT_EASY_SHARE = 0.5
 SPLITS = ("train", "test")
 ANY_CATEGORY = "object"
 THUMBNAIL_SIDE = 8
-"""Side of the thumbnail that replaces an embedding if there is no encoder."""
+"""Side in pixels of the thumbnails that replace embeddings if no encoder is given."""
 
 
 def read_catalogue(root: Path) -> dict[str, dict[str, list[str]]]:
     """Return the catalogue of a folder.
 
     Raises:
-        ValueError: There are no images, or a concept has a single one and so no other view.
+        ValueError: The folder has no images, or a concept has a single image and thus no other
+            view.
     """
     found = _read_folder(root, root)
     require_views(found, root)
@@ -45,10 +48,10 @@ def read_catalogue(root: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Return the catalogues of train/ and test/, or nothing if these folders are missing.
+    """Return the catalogues of train/ and test/, or {} if one of these folders is missing.
 
-    This is the layout of PerVA and YoLLaVA, with categories below the splits. Concepts without
-    categories belong to one category, `object`.
+    PerVA and YoLLaVA have this layout, with categories below the splits. If there are no categories
+    below a split, all its concepts are put into the category `object`.
 
     Raises:
         ValueError: There are images in other folders next to train/ and test/.
@@ -61,13 +64,13 @@ def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]
 
 
 def find_shared_concepts(splits: Mapping[str, Catalogue]) -> list[str]:
-    """Return the concepts in both train and test, as <category>/<concept>."""
+    """Return the concepts that are in train and also in test, as <category>/<concept>."""
     train, test = ({f"{category}/{concept}" for category in splits[name] for concept in splits[name][category]} for name in SPLITS)
     return sorted(train & test)
 
 
 def merge_catalogues(splits: Mapping[str, Catalogue]) -> dict[str, dict[str, list[str]]]:
-    """Return one catalogue of the images of all splits."""
+    """Return one catalogue that contains the images of all splits."""
     found: dict[str, dict[str, list[str]]] = {}
     for catalogue in splits.values():
         for category, concepts in catalogue.items():
@@ -82,9 +85,10 @@ def _list_images(root: Path, depth: str) -> list[Path]:
 
 
 def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
-    """Read a folder <category>/<concept>/, or <concept>/ below the folder of a split.
+    """Return the catalogue of a folder with the layout <category>/<concept>/.
 
-    Paths in the result are relative to `root`.
+    The folder of a split can have the layout <concept>/ instead. Paths in the result are relative
+    to `root`.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for path in _list_images(folder, "*/*/*"):
@@ -97,10 +101,10 @@ def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def require_views(catalogue: Catalogue, folder: Path) -> None:
-    """Check that there are concepts and that each has another view.
+    """Check that a catalogue has concepts and that each concept has at least two images.
 
     Raises:
-        ValueError: There is no concept, or one has a single image.
+        ValueError: The catalogue has no concept, or a concept has a single image.
     """
     require(bool(catalogue), "--pictures", folder, "has no pictures in folders <category>/<concept>/")
     single = [f"{category}/{concept}" for category, concepts in catalogue.items() for concept, paths in concepts.items() if len(paths) < 2]
@@ -108,9 +112,10 @@ def require_views(catalogue: Catalogue, folder: Path) -> None:
 
 
 def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: int) -> dict[str, dict[str, dict[str, Sequence[str]]]]:
-    """Split the concepts of each category into train and test; no concept is in both.
+    """Split the concepts of each category into train and test; no concept is in both splits.
 
-    `share` of them are for training. A category with fewer than `least` concepts is left out.
+    `share` is the fraction of concepts in the train split. A category with fewer than `least`
+    concepts, or with a single concept, is left out.
 
     Raises:
         ValueError: No category has enough concepts.
@@ -131,10 +136,10 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
 
 
 def open_image(path: Path) -> Picture:
-    """Open an image as a run does: RGB, upright.
+    """Open an image as training does: converted to RGB and rotated upright.
 
     Raises:
-        ValueError: The file is not an image or is truncated; the error names it.
+        ValueError: The file is not an image or is truncated; the error names the file.
     """
     try:
         return StoredImage(path, str(path)).open()
@@ -143,9 +148,9 @@ def open_image(path: Path) -> Picture:
 
 
 def embed_thumbnails(paths: Sequence[Path]) -> np.ndarray:
-    """Return color thumbnails as embeddings: float32 [N, 3 * THUMBNAIL_SIDE^2] of length 1.
+    """Return color thumbnails as embeddings: float32 [N, 3 * THUMBNAIL_SIDE^2].
 
-    The mean of each thumbnail is subtracted.
+    The mean of each thumbnail is subtracted, and each row is normalized to length 1.
     """
     rows = []
     for path in paths:
@@ -161,7 +166,7 @@ def normalize_rows(rows: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class GameRound:
-    """One round: the query, the candidates and the index of the target."""
+    """One round of the game: query image, candidate images and index of the target candidate."""
 
     category: str
     concept: str
@@ -172,23 +177,23 @@ class GameRound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundGenerator:
-    """Generates rounds of one split from its catalogue and its embeddings by image path."""
+    """Generates the rounds of one split from the split's catalogue and image embeddings."""
 
     catalogue: Catalogue
     embeddings: Mapping[str, np.ndarray]
-    """Embedding of each image path, of length 1."""
+    """Embedding of each image, normalized to length 1 and keyed by image path."""
     num_candidates: int = 3
     positive: str = "most_dissimilar"
     easy_share: float = DEFAULT_EASY_SHARE
-    """Share of rounds with the most similar target, if `positive` is "mixed".
+    """Fraction of rounds in which the target is the most similar view, if `positive` is "mixed".
 
-    The other rounds have the most dissimilar target.
+    In the other rounds, the target is the most dissimilar view.
     """
     distractors: str = "nearest"
     cross_share: float = 0.0
-    """Share of rounds with distractors from other categories, as near as possible.
+    """Fraction of rounds with distractors from categories other than the query's category.
 
-    The own category fills up if the others have too few concepts.
+    If the other categories have too few concepts, the query's category provides the rest.
     """
 
     def __post_init__(self) -> None:
@@ -200,7 +205,7 @@ class RoundGenerator:
         require(self.num_candidates <= len(LETTERS), "--candidates", self.num_candidates, f"at most {len(LETTERS)} have letters")
 
     def generate_rounds(self, *, seed: int, queries: int) -> Iterator[GameRound]:
-        """Yield rounds; at most `queries` random images of each concept are queries, once each."""
+        """Yield rounds; from each concept, at most `queries` random images are used as queries."""
         dice, means = random.Random(seed), self._concept_means()
         for category, concepts in self.catalogue.items():
             for concept, paths in concepts.items():
@@ -232,10 +237,10 @@ class RoundGenerator:
         self, category: str, concept: str, query: str, means: Mapping[tuple[str, str], np.ndarray], *, is_cross: bool,
         drawn: random.Random | None,
     ) -> list[str]:  # fmt: skip
-        """Choose the distractors of a query.
+        """Choose the distractors for a query.
 
-        Concepts of the same category come first, or those of other categories with `is_cross`. With
-        `drawn`, concepts and images are random.
+        Concepts of the query's category come first; with `is_cross`, concepts of other categories
+        come first. If `drawn` is not None, it draws concepts and images at random.
         """
         if drawn is not None:
             keys = drawn.sample([key for key in means if key != (category, concept)], len(means) - 1)
@@ -253,7 +258,7 @@ class RoundGenerator:
 
 
 def make_speaker_row(game_round: GameRound, root: Path) -> dict[str, object]:
-    """Return a row of the speaker's dataset."""
+    """Return the row of the speaker's dataset for one round."""
     names = list(LETTERS[: len(game_round.candidates)])
     return {
         "image": _make_image_value(root, game_round.query), "ret_paths": list(game_round.candidates), "names": names,
@@ -264,9 +269,10 @@ def make_speaker_row(game_round: GameRound, root: Path) -> dict[str, object]:
 
 
 def make_listener_row(game_round: GameRound, root: Path, *, same: bool) -> dict[str, object]:
-    """Return a row of the listener's dataset.
+    """Return a row of the listener's dataset for one round.
 
-    It pairs the query with the target of the round, or, unless `same`, with its first distractor.
+    If `same` is True, the row pairs the query with the target of the round; otherwise it pairs the
+    query with the first distractor.
     """
     others = [path for place, path in enumerate(game_round.candidates) if place != game_round.target]
     reference = game_round.candidates[game_round.target] if same else others[0]

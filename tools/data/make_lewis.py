@@ -1,18 +1,18 @@
 """Builds the speaker and listener datasets of the Lewis game.
 
-Sources are image folders <category>/<concept>/. Output:
+The input is a folder with images in <category>/<concept>/. Output:
 
 - OUT/catalogue.json: category -> concept -> images, and the split of each concept.
-- OUT/speaker, OUT/listener: DatasetDicts of train and test, in the columns of the game; paths are
-  relative to --pictures.
+- OUT/speaker, OUT/listener: DatasetDicts with the splits train and test and the columns of the
+  game; image paths are relative to --pictures.
 - OUT/words.txt: texts of games, for tools/data/make_tiny_qwen2_5_vl.py --words.
 
-Half of a listener's rows contain the same object twice. No concept is in both splits. The same
-arguments write the same bytes.
+In half of the listener's rows, both images contain the same object. No concept is in both splits.
+The same arguments write the same bytes.
 
-If DIR has train/ and test/ above the categories (PerVA, YoLLaVA), those are the splits, and
-train/<concept>/ needs no category. If they share concepts, --resplit merges the images of both and
-splits the concepts anew.
+If the input folder has train/ and test/ above the categories (PerVA, YoLLaVA), these folders define
+the splits; train/<concept>/ without a category is then accepted too. If a concept is in train/ and
+also in test/, use --resplit, which merges the images of both folders and splits the concepts again.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def make_dataset(
 ) -> dict[str, int]:  # fmt: skip
     """Write all files and return the number of rounds per split.
 
-    The arguments are the options of the command line. Raises ValueError for an invalid one.
+    The arguments are the options of the command line. Raises ValueError if an option is invalid.
     """
     require(not out.exists(), "--out", out, "exists; choose another folder")
     given = read_given_splits(pictures, resplit=resplit)
@@ -109,10 +109,11 @@ def make_dataset(
 
 
 def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
-    """Return the catalogues of train/ and test/, or nothing if concepts are to be split here.
+    """Return the catalogues of train/ and test/, or {} if this tool has to split the concepts.
 
     Raises:
-        ValueError: A concept is in both, or has a single image.
+        ValueError: A concept is in both folders or has a single image, or `resplit` is set but the
+            folders are missing.
     """
     splits = read_split_catalogues(pictures)
     require(bool(splits) or not resplit, "--resplit", resplit, f"{pictures} has no train/ and test/; leave it out")
@@ -127,7 +128,7 @@ def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
 
 
 def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
-    """Return one catalogue of all images, those of train/ and test/ with `resplit`."""
+    """Return one catalogue of all images; with `resplit`, of the images in train/ and test/."""
     if not resplit:
         return read_catalogue(pictures)
     catalogue = merge_catalogues(read_split_catalogues(pictures))
@@ -136,14 +137,14 @@ def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
 
 
 def make_balanced_labels(num: int, rng: random.Random) -> list[bool]:
-    """Return equally many True and False, shuffled; one more True if `num` is odd."""
+    """Return `num` shuffled labels, half True and half False; one more True if `num` is odd."""
     values = [place % 2 == 0 for place in range(num)]
     rng.shuffle(values)
     return values
 
 
 def write_catalogue(path: Path, catalogue: Mapping[str, object], splits: Mapping[str, str]) -> None:
-    """Write catalogue.json."""
+    """Write the catalogue and the split of each concept as JSON."""
     path.write_text(json.dumps({"catalogue": catalogue, "splits": dict(sorted(splits.items()))}, indent=1) + "\n")
 
 

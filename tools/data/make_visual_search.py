@@ -1,9 +1,10 @@
 """Writes a visual-search dataset: large canvases with small named objects.
 
-Each object has a label that is only legible after zooming in. Columns are those of the agents'
-training files (megatron_rl/data/questions.py); extra_info has the target's `bbox` in pixels and all
-`things`, the target first: its crop contains the answer. Canvases of different splits and indices
-have different seeds; one fifth of the pictograms (fluent, noto) is in the eval split only.
+Each object has a label that is only legible after zooming in. The label of the target object is the
+answer. The rows have the columns that the trainer reads (megatron_rl/data/questions.py). In
+addition, extra_info contains the target's `bbox` in pixels and the list `things` of all objects,
+starting with the target. Each canvas has its own seed, derived from --seed, split and index. With
+--things fluent or noto, one fifth of the pictograms occurs in the eval split only.
 """
 
 import argparse
@@ -28,21 +29,21 @@ from megatron_rl.config import require, require_choice
 from megatron_rl.tasks.visual_search.drawing import SEARCH_LEVELS, SHAPES, SearchLevel, SearchScene, Sprites, draw_shapes, make_scene
 
 FLUENT = "@lobehub/fluent-emoji-3d@1.1.0"
-"""npm package of emojis (MIT, by Microsoft)."""
+"""npm package with emojis by Microsoft (MIT)."""
 NOTO_SIZE = 109
-"""Only font size of NotoColorEmoji.ttf.
+"""The only font size that NotoColorEmoji.ttf provides.
 
-The font is that of Debian's fonts-noto-color-emoji 2.042 (OFL).
+The font file is taken from Debian's package fonts-noto-color-emoji 2.042 (OFL).
 """
 PICTOGRAPHS = (*range(0x2600, 0x27C0), *range(0x1F300, 0x1FB00))
 EVAL_SHARE = 5
-"""One in this many pictograms is reserved for the eval split."""
+"""Every n-th pictogram is reserved for the eval split, where n is this number."""
 ROWS = 256
-"""Number of rows in memory at a time."""
+"""Number of rows in memory at a time when Parquet is written."""
 
 
 def load_fluent_emojis(source: Path | None) -> Sprites:
-    """Return the named emojis of the npm package, from its .tgz or downloaded with npm."""
+    """Return the emojis of the npm package by name; npm downloads it if `source` is None."""
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -62,7 +63,7 @@ def _read_package(path: Path) -> Iterator[tuple[str, Picture]]:
 
 
 def load_noto_emojis(source: Path | None) -> Sprites:
-    """Return the named pictograms of the font."""
+    """Return the pictograms of the font file `source`, keyed by Unicode name."""
     require(source is not None and source.is_file(), "--source", source, "give the path of NotoColorEmoji.ttf")
     font = ImageFont.truetype(source, NOTO_SIZE, layout_engine=ImageFont.Layout.BASIC)
     missing = _draw_glyph(font, "\uffff")
@@ -77,9 +78,9 @@ def _draw_glyph(font: ImageFont.FreeTypeFont, character: str) -> Picture:
 
 
 def _remove_duplicates(named: Iterable[tuple[str, Picture]]) -> Sprites:
-    """Remove empty images and duplicates of earlier pixels.
+    """Return the images by name, without empty images and without duplicates of earlier images.
 
-    Each image is cropped to its visible part and centered in a square.
+    Each returned image is cropped to its visible part and centered in a square.
     """
     kept: dict[bytes, tuple[str, Picture]] = {}
     for name, picture in named:
@@ -96,9 +97,9 @@ def _center_in_square(picture: Picture) -> Picture:
 
 
 def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
-    """Return the objects of each split.
+    """Return the images of the objects in each split, keyed by split and object name.
 
-    Both splits have the same colored shapes, but no pictogram is in both.
+    Both splits have the same colored shapes. With pictograms, no pictogram is in both splits.
     """
     require_choice("--things", things, ("shapes", "fluent", "noto"))
     if things == "shapes":
@@ -115,7 +116,7 @@ def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
 
 
 def make_row(drawn: SearchScene, *, split: str, index: int, source: str, image: dict[str, object]) -> dict[str, object]:
-    """Return a training row; its prompt contains the image placeholder."""
+    """Return a dataset row for one scene; the prompt contains the image placeholder."""
     answer = drawn.target.label
     things = [{"name": thing.name, "bbox": list(thing.cell), "label": thing.label} for thing in drawn.objects]
     return {
@@ -132,10 +133,10 @@ def make_row(drawn: SearchScene, *, split: str, index: int, source: str, image: 
 
 
 def make_rows(split: str, *, num: int, seed: int, level: str, sprites: Sprites, images: Path | None) -> Iterator[dict[str, object]]:
-    """Yield the rows.
+    """Yield the rows of one split.
 
-    Images are files in `images`, with paths relative to its parent, or bytes in the row if it is
-    None.
+    Images are written as files into the folder `images`, and the rows contain paths relative to the
+    parent of `images`. If `images` is None, the rows contain the bytes of the images.
     """
     names = sorted(sprites)
     for index in range(num):
@@ -172,10 +173,10 @@ def write_parquet(path: Path, records: Iterator[dict[str, object]]) -> None:
 def make_dataset(
     out: Path, *, level: str, things: str, source: Path | None, num_train: int, num_eval: int, seed: int, parquet: bool
 ) -> SearchLevel:
-    """Write train and eval into a new folder and return the level.
+    """Write the train and eval splits into a new folder and return the settings of `level`.
 
     Raises:
-        ValueError: The folder exists, or an argument is invalid.
+        ValueError: `out` exists, or an argument is invalid.
     """
     require_choice("--level", level, tuple(SEARCH_LEVELS))
     require(min(num_train, num_eval) >= 1, "--num-train, --num-eval", (num_train, num_eval), "must be at least 1")

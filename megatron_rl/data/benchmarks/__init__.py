@@ -1,1 +1,1 @@
-"""Published benchmarks: their original files, scoring (rewards/benchmark_rules.py) and metrics."""
+"""Published benchmarks: file readers, scoring (rewards/benchmark_rules.py) and metrics."""

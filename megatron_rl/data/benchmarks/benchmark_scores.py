@@ -14,7 +14,7 @@ INTERVAL_PERCENTILES = (2.5, 97.5)
 """Percentiles of a 95% confidence interval."""
 MIN_CORRECT_CREDIT = 0.5
 ACCURACY_TERM = "accuracy"
-"""Name of the reward term that is a rollout's credit."""
+"""Name of the reward term that contains a rollout's credit."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,7 +28,7 @@ class ItemScore:
 
 
 HeadlineMetric = Callable[[Sequence[ItemScore]], float]
-"""Computes a benchmark's headline metric."""
+"""Function that computes a benchmark's headline metric."""
 
 
 def mean_credit(scores: Sequence[ItemScore]) -> float:
@@ -37,7 +37,7 @@ def mean_credit(scores: Sequence[ItemScore]) -> float:
 
 
 def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> HeadlineMetric:
-    """Return a metric that averages over a label's values the mean credit of each.
+    """Return a metric that averages the mean credit per label value over all values of the label.
 
     Values that `merged` maps to one name are averaged first and count as one value.
     """
@@ -52,7 +52,7 @@ def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> H
 
 
 def group_by_label(scores: Iterable[ItemScore], label: str) -> dict[str, list[ItemScore]]:
-    """Return the items by their value of a label, sorted by value."""
+    """Group the items by the value of a label, sorted by that value."""
     found: dict[str, list[ItemScore]] = {}
     for each in scores:
         found.setdefault(each.labels[label], []).append(each)
@@ -60,7 +60,7 @@ def group_by_label(scores: Iterable[ItemScore], label: str) -> dict[str, list[It
 
 
 def group_by_unit(scores: Iterable[ItemScore]) -> dict[str, list[ItemScore]]:
-    """Return the items by unit, in order of appearance."""
+    """Group the items by unit, in order of first appearance."""
     found: dict[str, list[ItemScore]] = {}
     for each in scores:
         found.setdefault(each.unit_id, []).append(each)
@@ -68,19 +68,20 @@ def group_by_unit(scores: Iterable[ItemScore]) -> dict[str, list[ItemScore]]:
 
 
 def worst_case_accuracy(scores: Sequence[ItemScore]) -> float:
-    """Return DynaMath's worst-case accuracy, the fraction of problems with all variants correct."""
+    """Return DynaMath's worst-case accuracy: the fraction of problems with all variants correct."""
     units = group_by_unit(scores).values()
     return sum(all(each.credit >= MIN_CORRECT_CREDIT for each in unit) for unit in units) / len(units)
 
 
 def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, float]:
-    """Return We-Math's four measures (arXiv 2407.01284, section 3) and its score.
+    """Return the four metrics of We-Math (arXiv 2407.01284, section 3) and its score.
 
-    Only problems with all their parts count. If the composite problem is solved, a problem counts
-    as mastered if all its steps are correct (loose: any step), else as memorized. If it is not
-    solved, the problem counts as not generalized if all steps are correct, else as lacking
-    knowledge. The score is mastered + half of not_generalized. "memorized" is a fraction of the
-    solved problems, the other measures are fractions of all problems.
+    Only problems with all their parts count. If the composite question of a problem is solved, the
+    problem counts as mastered if all its steps are correct (loose variant: any step), else as
+    memorized. If the composite question is not solved, the problem counts as not generalized if all
+    steps are correct, else as lacking knowledge. The score is mastered + not_generalized / 2.
+    "memorized" is a fraction of the problems with a solved composite question; the other metrics
+    are fractions of all problems.
     """
     counts = dict.fromkeys(("mastered", "memorized", "not_generalized", "lacking"), 0)
     for unit in group_by_unit(scores).values():
@@ -102,15 +103,15 @@ def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, f
 
 
 def we_math_score(scores: Sequence[ItemScore]) -> float:
-    """Return We-Math's strict score, or NaN without a complete problem."""
+    """Return We-Math's strict score, or NaN if no problem is complete."""
     return we_math_metrics(scores, strict=True).get("score", math.nan)
 
 
 def collect_item_scores(examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[list[ItemScore]]:
-    """Return the scores of all items, one list per sample index.
+    """Return the scores of all benchmark items, as one list per sample index.
 
-    The result is empty if the reward has no term ACCURACY_TERM, and for rows that belong to no
-    benchmark (task.data.train).
+    Rows that belong to no benchmark (task.data.train) are skipped. The result is empty if the
+    reward has no term ACCURACY_TERM.
     """
     found: dict[int, list[ItemScore]] = {}
     for rollout in rollouts:
@@ -123,7 +124,7 @@ def collect_item_scores(examples: Sequence[Example], rollouts: Sequence[Rollout]
 def bootstrap_headline_interval(samples: Sequence[Sequence[ItemScore]], headline: HeadlineMetric) -> tuple[float, float]:
     """Return a 95% confidence interval of the headline metric by bootstrap over units (Efron 1979).
 
-    Items of one unit are resampled together. The random seed is fixed.
+    All items of a unit are resampled together. The random seed is fixed.
     """
     cut = [group_by_unit(scored) for scored in samples]
     names = list(dict.fromkeys(name for units in cut for name in units))
@@ -136,15 +137,15 @@ def bootstrap_headline_interval(samples: Sequence[Sequence[ItemScore]], headline
 
 
 def average_over_samples(samples: Sequence[Sequence[ItemScore]], headline: HeadlineMetric) -> float:
-    """Return the mean of a metric over the samples, each of which is a whole evaluation."""
+    """Return the mean of a metric over the samples; each sample is a complete evaluation."""
     return sum(headline(scored) for scored in samples) / len(samples)
 
 
 def _resampled_units(units: Mapping[str, Sequence[ItemScore]], names: Sequence[str]) -> list[ItemScore]:
-    """Return the items of the drawn units. A unit drawn twice counts as two units."""
+    """Return the items of the drawn units; a unit that is drawn twice counts as two units."""
     return [ItemScore(f"{number} {name}", each.labels, each.credit) for number, name in enumerate(names) for each in units.get(name, ())]
 
 
 def to_metric_name(text: str) -> str:
-    """Return a text in the form of a metric name. Example: Vision Only -> vision_only."""
+    """Convert a text to a metric name. Example: Vision Only -> vision_only."""
     return re.sub(r"[^a-z0-9]+", "_", text.casefold()).strip("_") or "none"

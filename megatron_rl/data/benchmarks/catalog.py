@@ -1,4 +1,4 @@
-"""Benchmarks by name (task.data.benchmark), with the readers of their rows and their metrics."""
+"""Benchmarks by name (task.data.benchmark), with their row readers and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ DIRECTIONS = {f"object_rel_direction_{level}": "object_rel_direction" for level 
 
 @dataclass(slots=True, frozen=True)
 class Benchmark:
-    """Reader of a benchmark's rows and its metrics."""
+    """Row reader and metrics of a benchmark."""
 
     read_item: Callable[[DataRecord], BenchmarkItem]
     headline: HeadlineMetric = mean_credit
     labels: tuple[str, ...] = ()
-    """Labels with a metric for each of their values."""
+    """Labels for which one metric per label value is reported."""
     label_metric: HeadlineMetric = mean_credit
-    """Metric computed for each value of a label."""
+    """Metric that is computed for each value of a label."""
     extra_metrics: Callable[[Sequence[ItemScore]], Mapping[str, float]] = lambda _: {}
-    """Computes further metrics by name."""
+    """Function that computes further metrics by name."""
 
 
 def _we_math_extra_metrics(scored: Sequence[ItemScore]) -> dict[str, float]:
@@ -66,7 +66,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 def load_benchmark_questions(data: DataSettings, split: str, *, videos: bool = False) -> QuestionDataset:
     """Return the questions of a split.
 
-    Those of task.data.eval are read as benchmark items if one is named.
+    If task.data.benchmark is set, the rows of task.data.eval are read as items of that benchmark.
 
     Raises:
         ValueError: no files are given, or a row cannot be used (load_split).
@@ -88,7 +88,7 @@ def open_benchmark_questions(data: DataSettings, split: str) -> QuestionDataset:
 
 
 def make_record_reader(data: DataSettings, split: str) -> ConvertRecord | None:
-    """Return the function that converts a benchmark's rows, or None if rows need no conversion."""
+    """Return the function that converts benchmark rows, or None if rows need no conversion."""
     if split != "eval" or not data.benchmark:
         return None
     read = BENCHMARKS[data.benchmark].read_item
@@ -100,9 +100,9 @@ def make_record_reader(data: DataSettings, split: str) -> ConvertRecord | None:
 
 
 def compute_benchmark_metrics(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the metric `official` and one metric for each value of the benchmark's labels.
+    """Return the metric `official`, one metric per label value, and any further metrics.
 
-    The result is empty without a benchmark, and if the reward has no term `accuracy`.
+    The result is empty if there is no benchmark or the reward has no term `accuracy`.
     """
     samples = collect_item_scores(examples, rollouts) if name else []
     if not samples:
@@ -123,7 +123,10 @@ def mean_over_samples(more: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def compute_official_interval(name: str, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return `official_low` and `official_high`, or nothing without an official metric."""
+    """Return `official_low` and `official_high`, a confidence interval of the official metric.
+
+    The result is empty if there is no official metric.
+    """
     samples = collect_item_scores(examples, rollouts) if name else []
     if not samples:
         return {}

@@ -1,4 +1,4 @@
-"""Common form of a published benchmark's rows, and its conversion to a question."""
+"""Common form of the rows of published benchmarks, and its conversion to questions."""
 
 import random
 import re
@@ -14,37 +14,38 @@ _LABEL = re.compile(r"\(?\$?[A-Z]\$?[).]?|\$[a-z]\$|\([a-z]\)")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BenchmarkItem:
-    """A row of a benchmark."""
+    """A row of a benchmark in the common form."""
 
     question: str
-    """Question without its options. <image> may mark the place of an image."""
+    """Question without its options; <image> may mark the position of an image."""
     answer: str
-    """Letter of the correct option if there are options, else the correct answer."""
+    """Letter of the correct option if the item has options, else the correct answer."""
     options: tuple[str, ...] = ()
     images: tuple[object, ...] = ()
     """Images in any form that data/images.py accepts."""
     videos: tuple[str, ...] = ()
-    """Paths of videos, which replace images."""
+    """Paths of videos, which are used instead of images."""
     hint: str = ""
     """Sentence that describes the form of the answer; "" for none."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Values by which metrics are split, such as {"category": "single"}."""
+    """Label values by which metrics are broken down, such as {"category": "single"}."""
     unit: str = ""
-    """Name of the unit of items that are scored together; "" makes the item a unit of its own."""
+    """Name of the unit of items that are scored together; "" if the item is scored alone."""
     scoring_info: Mapping[str, object] = field(default_factory=dict)
-    """Further values that the scoring uses."""
+    """Additional values used by the scoring."""
 
 
 def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSettings) -> DataRecord:
-    """Return the row that questions.py reads for an item.
+    """Convert an item to a row that questions.py can read.
 
-    Options are shuffled according to data.shuffle_options; at most data.frames images are kept.
+    The seed data.shuffle_options sets the order of the options. At most data.frames images are
+    kept.
     """
     options, answer = shuffle_options(item, row_id=record.where, seed=data.shuffle_options)
     lines = [item.question, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))]
     words = "\n".join([*lines, *([item.hint] if item.hint else [])])
     images = sample_evenly([image for image in item.images if image], max_num=data.frames)
-    if words.count(IMAGE_PLACEHOLDER) != len(images):  # placeholders that the text only mentions
+    if words.count(IMAGE_PLACEHOLDER) != len(images):  # placeholders that are only mentioned in the text
         words = words.replace(IMAGE_PLACEHOLDER, "")
     row = {"id": record.where, "question": words, "answer": answer, "images": images, "data_source": data.benchmark}
     if item.videos:
@@ -60,17 +61,18 @@ def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSetting
 
 
 def sample_evenly(images: list, *, max_num: int) -> list:
-    """Return at most `max_num` images, evenly spaced and including the first and the last."""
+    """Return at most `max_num` images, evenly spaced, including the first and the last."""
     if len(images) <= max_num:
         return images
     return [images[round(place * (len(images) - 1) / max(1, max_num - 1))] for place in range(max_num)]
 
 
 def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tuple[str, ...], str]:
-    """Return the options in shuffled order, and the letter of the correct one.
+    """Return the options in shuffled order, and the letter of the correct option.
 
-    Options keep their order with seed 0, if the answer is not one of their letters, and if one of
-    them is only a letter, such as `(A)` or `$A$`, because such options name places in the image.
+    The order is unchanged if the seed is 0 or the answer is not the letter of an option. It is also
+    unchanged if an option is only a letter, such as `(A)` or `$A$`, because such options name
+    places in the image.
     """
     stay = not seed or any(_LABEL.fullmatch(option.strip()) for option in item.options)
     if stay or item.answer not in [*LETTERS[: len(item.options)]]:
@@ -81,10 +83,10 @@ def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tup
 
 
 def read_text_column(record: DataRecord, *names: str, default: str | None = None) -> str:
-    """Return the first of these columns that the row has, as text.
+    """Return the value of the first of these columns that the row has, as text.
 
     Raises:
-        ValueError: the row has none of them, and there is no default.
+        ValueError: the row has none of these columns, and no default is given.
     """
     for name in names:
         value = record.row.get(name)

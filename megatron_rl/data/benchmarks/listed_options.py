@@ -1,4 +1,4 @@
-"""Options that are listed in one text, as `A. red; B. blue` or `(A) red (B) blue`."""
+"""Finds options that are listed in one text, as `A. red; B. blue` or `(A) red (B) blue`."""
 
 import re
 from collections.abc import Sequence
@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from megatron_rl.data.benchmarks.items import LETTERS
 
 INLINE_MARKER = r"(?:^|[\s;\uff1b])%s[.\uff0e:]\s*(?=[^\s;\uff1b])"
-"""Pattern of We-Math's markers, with the letter as `%s`.
+"""Pattern of We-Math's option markers, with `%s` in place of the letter.
 
-A marker follows a semicolon or white space and is followed by text. In `get Shape ;C.; B. Shape`
-the letter C begins no option.
+A marker follows a semicolon or white space, and text follows the marker. In `get Shape ;C.; B.
+Shape`, the letter C is therefore not a marker.
 """
 _IN_QUESTIONS = (r"(?:^|(?<=[\s:]))\(%s\)\s*", r"(?:^|\n)\s*%s[.:)]\s*", r"(?:^|(?<=\s))%s[.)]\s+")
 _REFUSAL = r"(?:^|[\s;\uff1b])[A-Z][.\uff0e:]\s*(?=No correct answer)"
-"""Pattern of We-Math's last option, which may have a letter out of sequence."""
+"""Matches We-Math's last option "No correct answer", which may have a letter out of sequence."""
 
 
 def split_options(words: str, marker: str) -> tuple[str, ...]:
-    """Return the options after the markers of A, B, C and so on.
+    """Return the options that follow the markers of A, B, C and so on.
 
-    The marker of a letter is the first one after that of the previous letter.
+    The search for each marker starts after the previous marker.
     """
     spans = _marker_spans(words, marker, start=0)
     last = re.compile(_REFUSAL).search(words, spans[-1][1]) if spans else None
@@ -27,10 +27,10 @@ def split_options(words: str, marker: str) -> tuple[str, ...]:
 
 
 def find_listed_options(question: str, *, answer: str) -> tuple[str, ...]:
-    """Return the options at the end of a question's text.
+    """Return the options listed at the end of a question.
 
-    The result is empty if there are fewer than two options or the answer is not one of their
-    letters.
+    The result is empty if there are fewer than two options or the answer is not the letter of an
+    option.
     """
     for marker in _IN_QUESTIONS:
         for first in reversed(list(re.finditer(marker % "A", question))):

@@ -1,7 +1,7 @@
 """Readers that convert rows of published benchmark files to items.
 
-Each docstring lists the files that the reader supports. Columns are those of the files' cards (2024
-to 2026).
+Each docstring lists the files that the reader supports. Column names are those in the dataset cards
+of the files (2024 to 2026).
 """
 
 import hashlib
@@ -17,17 +17,17 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 _OPTION = re.compile(r"^\(?([A-Z])[).:]\s*(.*)$", re.MULTILINE)
 _NUMBERED_PLACE = re.compile(r"<image\s?\d+>")
 HEAD_BYTES = 1 << 16
-"""Number of first bytes of an image file that distinguish it from others."""
+"""Number of bytes at the start of an image file that are hashed to distinguish images."""
 VISION_ONLY = "Answer the question that the picture shows."
 GRID_DIFFICULTY, DIFFICULTY = ("metadata", "meta_data"), "difficulty"
 TIR_CORRECTIONS = {"60.jpg": "mobi", "62.jpg": "aires"}
-"""Corrected answers from TIR-Bench's own scoring (calculate_score.py), by name of the image."""
+"""Maps an image name to the corrected answer in TIR-Bench's own scoring (calculate_score.py)."""
 
 
 def read_vstar(record: DataRecord) -> BenchmarkItem:
     """Read a row of V*.
 
-    Files: folders of images with one JSON file each, whose first option is the correct one;
+    Files: folders of images with one JSON file per image, which lists the correct option first;
     test_questions.jsonl; a table.
     """
     if "options" in record.row:
@@ -55,8 +55,8 @@ def read_vstar(record: DataRecord) -> BenchmarkItem:
 def read_hrbench(record: DataRecord) -> BenchmarkItem:
     """Read a row of HR-Bench.
 
-    Files: hr_bench_4k and hr_bench_8k as tables or Parquet. Each question occurs four times with
-    its options in four orders.
+    Files: hr_bench_4k and hr_bench_8k as tables or Parquet. Each question occurs four times, each
+    time with its options in a different order.
     """
     labels = {"category": read_text_column(record, "category"), "cycle": read_text_column(record, "cycle_category")}
     given = {
@@ -69,7 +69,10 @@ def read_hrbench(record: DataRecord) -> BenchmarkItem:
 
 
 def _image_digest(picture: object) -> str:
-    """Return a digest that is equal for equal images. It covers the first bytes and the length."""
+    """Return a digest that is the same for equal images.
+
+    The digest covers the first HEAD_BYTES bytes and the length.
+    """
     data = picture.get("bytes") if isinstance(picture, Mapping) else picture
     start = data[:HEAD_BYTES] if isinstance(data, bytes) else str(data)[:HEAD_BYTES].encode()
     length = len(data) if isinstance(data, bytes | str) else 0
@@ -79,7 +82,7 @@ def _image_digest(picture: object) -> str:
 def read_mathverse(record: DataRecord) -> BenchmarkItem:
     """Read a row of MathVerse.
 
-    File: testmini. Each problem has five versions; in the last one the question is part of the
+    File: testmini. Each problem has five versions; in the last version, the question is part of the
     image.
     """
     labels = {"version": read_text_column(record, "problem_version"), "type": read_text_column(record, "question_type")}
@@ -122,8 +125,8 @@ def read_mathvista(record: DataRecord) -> BenchmarkItem:
 def read_vsi_bench(record: DataRecord) -> BenchmarkItem:
     """Read a row of VSI-Bench.
 
-    Files: test.jsonl or Parquet, next to folders DATASET/SCENE with the frames of each video, in
-    the order of their names. Without such a folder DATASET/SCENE.mp4 is used.
+    Files: test.jsonl or Parquet, next to folders DATASET/SCENE that contain the frames of each
+    video, ordered by file name. If a scene has no frames, DATASET/SCENE.mp4 is used.
     """
     kind = read_text_column(record, "question_type")
     options = tuple(re.sub(r"^[A-Z]\.\s*", "", str(option)) for option in record.require_list(record.row.get("options", []), "options"))
@@ -158,7 +161,7 @@ def read_tir_bench(record: DataRecord) -> BenchmarkItem:
 def read_visualprobe(record: DataRecord) -> BenchmarkItem:
     """Read a row of VisualProbe.
 
-    Files: val.json or Parquet of the levels easy, medium and hard. Image names begin with the name
+    Files: val.json or Parquet for the levels easy, medium and hard. Image names begin with the name
     of the data set.
     """
     given = record.row.get("images") or [record.row.get("image", "")]
@@ -186,8 +189,8 @@ def read_mathvision(record: DataRecord) -> BenchmarkItem:
 def read_wemath(record: DataRecord) -> BenchmarkItem:
     """Read a row of We-Math.
 
-    File: testmini. It contains problems of two or three steps and each of their steps as a problem
-    of its own, linked by ID.
+    File: testmini. It contains problems with two or three steps, and also each step as a separate
+    problem, linked by ID.
     """
     options = read_lettered_options(record) or split_options(read_text_column(record, "option"), INLINE_MARKER)
     key, answer = read_text_column(record, "key"), read_text_column(record, "answer")
@@ -208,8 +211,8 @@ def read_wemath(record: DataRecord) -> BenchmarkItem:
 def read_dynamath(record: DataRecord) -> BenchmarkItem:
     """Read a row of DynaMath, which has ten variants of each problem.
 
-    Files: sample_variant1 to 10; a table with qid and varid; or dataset.json of ten trials, each an
-    object with numbers as keys.
+    Files: sample_variant1 to sample_variant10; a table with qid and varid; or dataset.json with ten
+    trials, each an object with numeric keys.
     """
     kind, question, answer = (
         read_text_column(record, "answer_type"),
@@ -247,7 +250,7 @@ def read_vlmblind(record: DataRecord) -> BenchmarkItem:
 
 
 def _split_options(words: str) -> tuple[str, tuple[str, ...]]:
-    """Return the question before the lines (A) ..., (B) ..., and the options.
+    """Split a text into the question and its options, which are on lines (A) ..., (B) ....
 
     Instructions after the options are dropped.
     """
@@ -264,7 +267,7 @@ def _image_next_to_file(record: DataRecord) -> str:
 
 
 def _find_frames(record: DataRecord) -> tuple[list[str], str]:
-    """Return all frames in the folder of a scene, or no frames and the video if there are none."""
+    """Return all frames in a scene's folder, or else the path of the scene's video."""
     folder: Path = record.folder / read_text_column(record, "dataset") / read_text_column(record, "scene_name")
     found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES[1:]) if folder.is_dir() else []
     video = folder.with_name(f"{folder.name}.mp4")
@@ -275,7 +278,7 @@ def _find_frames(record: DataRecord) -> tuple[list[str], str]:
 
 
 def _strip_dataset_folder(record: DataRecord, image: object) -> object:
-    """Return VisualProbe_Hard/x.jpg as x.jpg unless the former is an existing file."""
+    """Strip the data set's folder: VisualProbe_Hard/x.jpg -> x.jpg, unless the path exists."""
     if isinstance(image, str) and image.startswith("VisualProbe_") and not (record.folder / image).is_file():
         return image.partition("/")[2]
     return image

@@ -1,1 +1,4 @@
-"""Web page for the run directories: rollouts, groups, tokens and metrics. It only reads files."""
+"""Web page that displays run directories: rollouts, groups, tokens and metrics.
+
+It only reads files.
+"""

@@ -7,8 +7,9 @@
     # for other users, who open the page once as /?token=...:
     python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token
 
-Reads the run directories of runs and evaluations, also while they are in progress, and writes
-nothing. Runs with rollouts.save=all contain every rollout, others the best and worst of each step.
+The viewer reads the directories of runs and evaluations, including those in progress, and writes
+nothing. Runs with rollouts.save=all contain every rollout. Other runs contain the best and worst
+rollouts of each step.
 """
 
 import argparse
@@ -58,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
 def serve_viewer(options: argparse.Namespace) -> int:
     """Serve the page until interrupted, and return the exit status.
 
-    The status is 2 for a missing folder, an invalid token file, an address that cannot be used, or
-    a remotely reachable one without a token.
+    The status is 2 if a folder is missing, the token file is invalid, or the address cannot be
+    used. It is also 2 if the address is remotely reachable and no token is given.
     """
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
@@ -97,7 +98,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
 def limit_memory(gb: float) -> None:
     """Limit the memory of this process, so that a file that needs more is reported as unreadable.
 
-    pyarrow's own memory pool is replaced because the arenas that it reserves would count.
+    pyarrow's own memory pool is replaced, because its reserved arenas would count as memory.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

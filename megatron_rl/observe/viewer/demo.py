@@ -1,6 +1,6 @@
-"""A generated run to try the page with: questions about colored squares and a policy that zooms in.
+"""Generates a demo run for the page: questions about colored squares and a policy that zooms in.
 
-The rewards rise because the random numbers are drawn accordingly; nothing is trained.
+The rewards rise because the random numbers are drawn that way; nothing is trained.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ IMAGE_SIDE, SQUARE_SIDE = 280, 56
 
 
 def make_demo_run(run: Path) -> None:
-    """Write the rollouts and metrics of a dozen steps."""
+    """Write the rollouts and metrics of NUM_STEPS steps."""
     lines = []
     for step in range(NUM_STEPS):
         dice = random.Random(step)

@@ -1,4 +1,4 @@
-"""Content of run directories in the form that the page requests.
+"""Reads run directories into the form that the viewer page requests.
 
 Unreadable parts are skipped and reported.
 """
@@ -39,15 +39,15 @@ TABLE_COLUMNS = (
 )  # fmt: skip
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
 MAX_TEXT_CHARS = 400
-"""Maximum length in characters of a rollout's text in the table."""
+"""Maximum length in characters of a rollout's text in the rollout table."""
 CONFIG, WEIGHTS = "config.yaml", "weights.json"
 MAX_FILE_BYTES = 256 << 20
-"""Maximum size in bytes of metrics.jsonl, or of a step's best and worst rollouts.
+"""Maximum number of bytes read from metrics.jsonl, or from a step's best and worst rollouts.
 
-The rest is skipped with a note.
+The rest of a larger file is skipped with a note.
 """
 NUM_READER_THREADS = 4
-"""Number of files that are read at once."""
+"""Number of files that are read at the same time."""
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_LISTED_LINES = 5
 """Maximum number of unreadable lines that are listed by number."""
@@ -55,7 +55,7 @@ StepNumber = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
 class RolloutFilters(BaseModel):
-    """Filters of the table of rollouts. None and empty values do not filter."""
+    """Filters for the rollout table; None and empty values do not filter."""
 
     step_from: StepNumber | None = None
     step_to: StepNumber | None = None
@@ -67,11 +67,13 @@ class RolloutFilters(BaseModel):
     tool: str = ""
     example: str = ""
     stale_from: StepNumber | None = None
-    """Minimum number of updates between the oldest weights that sampled a rollout and those at the
-    start of its step.
+    """Minimum staleness of a rollout in weight updates.
+
+    Staleness is the number of updates from the oldest weights that sampled the rollout to the
+    weights at the start of the rollout's step.
     """
     text: str = ""
-    """Text to find in the responses, ignoring case."""
+    """Text to search for in the responses, ignoring case."""
 
     def apply(self, folder: "RunFolder") -> pa.Table:
         """Return the rollouts of a run that pass all filters."""
@@ -103,7 +105,7 @@ class RolloutFilters(BaseModel):
 class RunFolder:
     """Directory of one run or evaluation.
 
-    Changed files are read again, because a run may be in progress.
+    Files that have changed are read again, because a run may be in progress.
     """
 
     path: Path
@@ -112,7 +114,7 @@ class RunFolder:
 
     @property
     def skipped(self) -> list[str]:
-        """Errors of the files that could not be read at the last access."""
+        """Error messages about the files that could not be read at the last access."""
         return sorted(self._skipped.values())
 
     def metrics(self) -> list[dict[str, float]]:
@@ -135,10 +137,10 @@ class RunFolder:
         return found
 
     def rollout_table(self) -> pa.Table:
-        """Return one row per rollout.
+        """Return a table with one row per rollout.
 
-        Rows come from the rollout store if it contains the step, else from the best and worst
-        rollouts.
+        The rows of a step come from the rollout store if it contains the step, else from the step's
+        best and worst rollouts.
         """
         folder = self.path / ROLLOUTS_FOLDER
         banked = {step_number(path): path for path in list_step_files(folder)}
@@ -167,9 +169,10 @@ class RunFolder:
             return None
 
     def neighbors(self, step: int, row_index: int) -> tuple[list[int] | None, list[int] | None]:
-        """Return step and row of the previous and the next rollout, None at an end.
+        """Return the positions (step and row) of the previous and of the next rollout.
 
-        The order is that of steps and of rows within a step.
+        Rollouts are ordered by step, then by row within the step. A neighbor that does not exist is
+        None.
         """
         table = self.rollout_table().select(["step", "place"])
         order = table.take(pc.sort_indices(table, sort_keys=[("step", "ascending"), ("place", "ascending")]))
@@ -183,7 +186,7 @@ class RunFolder:
         return [key for key in dict.fromkeys(keys) if self._image_path(key) is None]
 
     def read_image(self, key: str) -> bytes | None:
-        """Return the PNG of an image key, or None if the file is missing or not a PNG."""
+        """Return the PNG with this image key, or None if the file is missing or not a PNG."""
         path = self._image_path(key)
         try:
             content = read_bytes(path, at_most=MAX_IMAGE_BYTES, follow_link=False) if path else b""
@@ -192,9 +195,9 @@ class RunFolder:
         return content if content.startswith(PNG) else None
 
     def _image_path(self, key: str) -> Path | None:
-        """Return the path of an image.
+        """Return the path of the image with this key, or None if there is no such file.
 
-        Links are not followed, because they may lead to any file of the user.
+        Symbolic links are not followed, because they may lead to any file of the user.
         """
         path = self.path / ROLLOUTS_FOLDER / image_file_name(key)
         is_inside = path.parent.resolve().is_relative_to(self.path.resolve())
@@ -248,7 +251,10 @@ def _parse_metrics_line(line: bytes) -> dict[str, float] | None:
 
 
 def _read_jsonl_rollouts(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
-    """Return the readable rollouts with their line indices, and the error of another line."""
+    """Return the readable rollouts in a file with their line indices, and an error message.
+
+    The message is about an unreadable line, or "" if all lines are readable.
+    """
     found, skipped = [], ""
     try:
         for number, line in iterate_lines(path, at_most=MAX_FILE_BYTES):
@@ -279,12 +285,12 @@ def _jsonl_table(path: Path) -> tuple[pa.Table, str]:
 
 
 def replace_surrogates(value: object) -> object:
-    """Return a text without surrogate characters, which neither JSON nor Parquet can contain."""
+    """Replace surrogate characters, which neither JSON nor Parquet can contain, in a text."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 
 def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limit: int) -> list[dict[str, Any]]:
-    """Return rows of a table as plain values, sorted by a column and then by step and row."""
+    """Return one page of a table as plain values, sorted by a column and then by step and row."""
     keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "place") if name != sort)]
     index = pc.sort_indices(table.select([name for name, _ in keys]), sort_keys=keys)[offset : offset + limit]
     rows = table.take(index).to_pylist()
@@ -292,9 +298,9 @@ def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limi
 
 
 def label_folders(paths: Sequence[Path]) -> dict[str, RunFolder]:
-    """Return the folders by their labels on the page.
+    """Return the run directories, keyed by their labels on the page.
 
-    A label is the end of the path, with as many components as needed to be unique.
+    A label consists of as many last components of the path as needed to be unique.
     """
     absolute = [path.resolve() for path in dict.fromkeys(paths)]
     num = 1

@@ -1,7 +1,7 @@
-"""Access control of the page by a token.
+"""Access control for the viewer page by a secret token.
 
-The token is sent as `Authorization: Bearer TOKEN`, or once in a browser as `/?token=TOKEN`, which
-sets a cookie.
+The token is sent as `Authorization: Bearer TOKEN`. In a browser, it is sent once as
+`/?token=TOKEN`, which sets a cookie.
 """
 
 import hashlib
@@ -16,15 +16,18 @@ REFUSAL = "this page asks for the token of its --token-file: open it once as /?t
 
 
 class TokenAccess:
-    """Passes requests with the token to the application, and answers all others with 401."""
+    """Passes requests with the token on to the application, and answers all others with 401."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app, self._token = app, token.encode()
         self._cookie = hashlib.sha256(self._token).hexdigest().encode()
-        """Digest of the token, because a cookie cannot contain all characters of a token."""
+        """Value of the cookie: a digest of the token.
+
+        A cookie cannot contain all characters that a token may have.
+        """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer or pass on one ASGI request."""
+        """Answer one ASGI request, or pass it on to the application."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -32,7 +35,7 @@ class TokenAccess:
         await (answer or self._app)(scope, receive, send)
 
     def _answer(self, request: Request) -> Response | None:
-        """Return the response to a request, or None if the request may pass."""
+        """Return the response to a request, or None if the request is to be passed on."""
         if hmac.compare_digest(request.query_params.get("token", "").encode(), self._token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="strict")

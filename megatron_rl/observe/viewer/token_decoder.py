@@ -1,9 +1,9 @@
 """Decodes token ids with the tokenizer of a run's model, in a separate process.
 
-The tokenizer file may come from an untrusted source, and it determines the code that runs for each
-token. The process has limits of time, memory and bytes, and a panic of the library ends only that
-process. Requests and responses are lines of JSON: [[5, 6], [7]] -> ["two words", "."]. Tested with
-tokenizers 0.23.
+The tokenizer file may come from an untrusted source, and it determines which code runs for each
+token. The process therefore has limits on time, memory and bytes, and a panic in the tokenizers
+library ends only this process. Requests and responses are lines of JSON: [[5, 6], [7]] -> ["two
+words", "."]. Tested with tokenizers 0.23.
 """
 
 import json
@@ -19,16 +19,16 @@ from pathlib import Path
 from typing import IO
 
 REQUEST_TIMEOUT_S = 20.0
-"""Timeout of one request; the first one includes loading the tokenizer."""
+"""Timeout of one request in seconds; the first request includes loading the tokenizer."""
 MEMORY_BYTES = 2 << 30
 MAX_RESPONSE_BYTES = 64 << 20
 MAX_ERROR_CHARS = 200
 
 
 class TokenDecoder:
-    """Process with one tokenizer.json, started at the first request.
+    """Process that decodes tokens with one tokenizer.json and starts at the first request.
 
-    After a failure it is not restarted.
+    After a failure, the process is not restarted.
     """
 
     def __init__(self, file: Path, *, timeout_s: float = REQUEST_TIMEOUT_S) -> None:
@@ -39,10 +39,10 @@ class TokenDecoder:
         self._errors: IO[bytes] | None = None
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence.
+        """Return the text of each token sequence.
 
         Raises:
-            ValueError: the file cannot be read, or decoding exceeds a limit.
+            ValueError: the tokenizer file cannot be read, or decoding exceeds a limit.
         """
         with self._lock:
             if self._failure:
@@ -69,7 +69,7 @@ class TokenDecoder:
             try:
                 line = answer.result(self._limit_s)
             except Late as error:
-                self._process.kill()  # killing it ends the exchange
+                self._process.kill()  # ends the pending request
                 raise ValueError(f"{self._file} is not used: its tokens took longer than {self._limit_s:g} s") from error
         if not line.endswith(b"\n"):
             self._process.kill()
@@ -96,9 +96,9 @@ class TokenDecoder:
 
 
 def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Return the line of the response.
+    """Send a request and return the line of the response.
 
-    It has no newline if the process ended or the line is too long.
+    The line has no newline if the process ended or the line is too long.
     """
     try:
         process.stdin.write(request)
@@ -111,7 +111,7 @@ def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 def serve_requests(file: Path, timeout_s: float) -> None:
     """Answer requests until standard input ends.
 
-    The kernel ends this process at its limits, independently of the waiting parent.
+    The kernel enforces the limits on this process, independently of the waiting parent process.
     """
     from tokenizers import Tokenizer
 

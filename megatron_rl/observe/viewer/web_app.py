@@ -1,6 +1,6 @@
-"""Server of the page: requests for data of files, answered as JSON, and images.
+"""Web server of the viewer page; it answers requests with data and images from files.
 
-It writes and runs nothing.
+Data is sent as JSON. The server writes no files and runs no programs.
 
 Model output is treated as data throughout: the page inserts it as text (static/ has no innerHTML),
 and the content security policy allows only scripts from the page's own files.
@@ -37,9 +37,9 @@ SECURITY_HEADERS = {
     "Cache-Control": "no-store",
 }
 OTHER_SITES = ("cross-site", "same-site")
-"""Values of the header Sec-Fetch-Site in requests from other sites' pages.
+"""Values of the header Sec-Fetch-Site in requests from pages of other sites.
 
-Links that a user follows are allowed.
+Such requests are rejected unless the user follows a link.
 """
 SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "said"))
 MAX_ROWS = 500
@@ -48,7 +48,7 @@ PAD_TOKEN_RUN = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
 
 
 class RolloutPageQuery(RolloutFilters):
-    """A request for a page of the table of rollouts."""
+    """Request for one page of the rollout table."""
 
     run: str
     sort: Literal[SORTABLE_COLUMNS] = "step"
@@ -62,8 +62,8 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
 
     Args:
         folders: run directories by label.
-        hosts: accepted host names. A request with another one may come from a foreign web page that
-            resolves to this machine.
+        hosts: accepted host names. A request with any other host name may come from a foreign web
+            page that resolves to this machine.
         token: secret that every request must contain; "" if only this machine can reach the page.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -118,16 +118,17 @@ def _rollout_page(query: RolloutPageQuery, folder: RunFolder) -> dict[str, Any]:
 
 
 def _group_response(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
-    """Return the members of a group with mean and standard deviation of their rewards."""
+    """Return the members of a group, with the mean and standard deviation of their rewards."""
     rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
     figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
     return _to_json_value({**figures, "members": [_member_record(place, rollout) for place, rollout in members]})
 
 
 class _DecoderCache:
-    """Tokenizer of each run: that of its initial model, or else of its final model.
+    """Cache of the token decoder of each run.
 
-    A file that has changed is read again.
+    The tokenizer comes from the run's initial model or, if missing there, from its final model. A
+    tokenizer file that has changed is read again.
     """
 
     def __init__(self) -> None:
@@ -147,7 +148,7 @@ class _DecoderCache:
 
 
 def _episode_response(folder: RunFolder, step: int, place: int, decoders: _DecoderCache) -> dict[str, Any]:
-    """Return an episode, its neighbors, and the keys of its missing images."""
+    """Return an episode, its previous and next episode, and the keys of its missing images."""
     found = _read_or_404(lambda: folder.load_rollouts(step, lambda row: row["place"] == place))
     if not found:
         raise HTTPException(404, f"step {step} has no rollout {place}")
@@ -244,9 +245,10 @@ def _episode_record(rollout: Rollout, decoder: TokenDecoder | None) -> dict[str,
 
 
 def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) -> tuple[str, dict[int, str], str]:
-    """Return the text of the prompt, the text of each token, and an error if there is neither.
+    """Return the text of the prompt, the text of each token id, and an error message.
 
-    Consecutive image placeholders of the prompt are merged into one.
+    The error message is "" unless decoding failed. Consecutive image placeholders in the prompt are
+    merged into one.
     """
     if decoder is None:
         return "", {}, "no tokenizer is at hand"
@@ -262,7 +264,10 @@ def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) ->
 
 
 def _prompt_images(rollout: Rollout) -> list[Image]:
-    """Return the images of the first prompt: those of the first sequence that no turn added."""
+    """Return the images of the first prompt.
+
+    These are the images in the first sequence that were not added by a turn.
+    """
     if not rollout.sequences:
         return []
     stayed = [turn for turn, after in pairwise(rollout.turns) if turn.sequence == after.sequence == 0]
@@ -271,7 +276,7 @@ def _prompt_images(rollout: Rollout) -> list[Image]:
 
 
 def _sequence_record(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
-    """Return the tokens of a sequence with their columns. Tokens without a text are numbers."""
+    """Return the tokens of a sequence and their columns; tokens without a text are numbers."""
     columns = {
         name: getattr(context, name)
         for name in ("loss_mask", "rollout_logprobs", "weight_versions", *TOKEN_COLUMNS)
@@ -289,7 +294,7 @@ def _finite_or_none(value: object) -> object:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, with None."""
+    """Replace NaN and infinities, which JSON cannot represent, with None."""
     if isinstance(value, dict):
         return {name: _to_json_value(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,10 +1,10 @@
-"""Digest of a base model, equal in every checkpoint format; identifies the base of an adapter.
+"""Digest that identifies the base model of an adapter and is equal in every checkpoint format.
 
-It is the SHA-256 of the names and shapes of all tensors and of a sample of values. Values are those
-of the last decoder layer, the last block of the vision tower and its merger: at most 4,096 of each
-tensor, evenly spread and rounded to bfloat16. A Megatron or float32 checkpoint thus has the digest
-of the Hugging Face folder that it was converted from, and only half a gigabyte of a 7B model is
-read.
+The digest is the SHA-256 of the names and shapes of all tensors and of a sample of their values.
+Values are sampled from the last decoder layer, the last block of the vision tower and the vision
+tower's merger: at most 4,096 values per tensor, evenly spread and rounded to bfloat16. A Megatron
+or float32 checkpoint thus has the same digest as the Hugging Face folder that it was converted
+from, and only half a gigabyte of a 7B model is read.
 """
 
 import hashlib
@@ -16,12 +16,12 @@ import torch
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 DIGEST = "base_model_digest"
-"""Name of the digest's field in adapter_config.json. PEFT 0.21 warns that it ignores it."""
+"""Name of the digest's field in adapter_config.json; PEFT 0.21 ignores the field with a warning."""
 SAMPLES = 4096
 
 
 def compute_base_digest(source: TensorSource) -> str:
-    """Return the digest of a model's tensors."""
+    """Return the digest of a model, in the form `sha256:...`."""
     total = hashlib.sha256()
     for name in sorted(source.specs):
         total.update(f"{name} {list(source.specs[name].shape)}\n".encode())
@@ -44,10 +44,10 @@ def _sampled(names: Iterable[str]) -> list[str]:
 
 
 def check_base(config: dict[str, object], source: TensorSource, *, key: str, adapter: object) -> str:
-    """Raise ValueError if an adapter was trained on another base model than `source`.
+    """Raise ValueError if an adapter was trained on a different base model than `source`.
 
-    Returns a warning if its adapter_config.json has no digest, as in adapters of other tools;
-    otherwise ''.
+    `config` is the content of adapter_config.json. Returns a warning if it has no digest, as in
+    adapters written by other tools, and '' otherwise.
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:

@@ -1,11 +1,11 @@
-"""Checkpoints of any format as a source of Hugging Face tensors, checked for completeness.
+"""Reads checkpoints of any format as Hugging Face tensors and checks that they are complete.
 
-A source has `specs` (dtype and shape of each tensor, by the released checkpoints' names, in the
-best order for reading) and `read`. Constructing one reads headers only. It raises ValueError,
-naming both sides, unless the stored tensors are exactly those of the model: each once, none
-unknown, all with the shape required by config.json. There are two exceptions: vocabulary rows
-beyond config.vocab_size are padding and are cut off, and a stored copy of tied embeddings must be
-bitwise equal to them.
+A source has `specs` and `read`. `specs` maps the tensor names of the released checkpoints to dtype
+and shape, in the best order for reading. Constructing a source reads headers only. The constructor
+raises ValueError unless the checkpoint contains every tensor of the model exactly once and no other
+tensor, all with the shape required by config.json. There are two exceptions:
+- Vocabulary rows beyond config.vocab_size are padding and are cut off.
+- A stored copy of tied embeddings is accepted if it is bitwise equal to the embeddings.
 """
 
 import re
@@ -41,13 +41,13 @@ class TensorSpec:
 
 
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias)")
-"""Names of tensors in older checkpoints that are computed when a model is built; transformers also
-ignores them.
+"""Pattern for names of tensors in older checkpoints that are not read, because they are computed
+when a model is built. transformers also ignores these tensors.
 """
 
 
 class TensorSource(Protocol):
-    """A checkpoint read as Hugging Face tensors."""
+    """Checkpoint of any format that is read as Hugging Face tensors."""
 
     specs: Mapping[str, TensorSpec]
     skipped: Sequence[str]
@@ -67,14 +67,14 @@ def iterate_tensors(source: TensorSource) -> Iterator[tuple[str, torch.Tensor]]:
 class StoredTensors(Protocol):
     """Tensors of a folder under their stored names, before they are compared with a model.
 
-    Names are Hugging Face's or Megatron's.
+    The stored names are either Hugging Face names or Megatron names.
     """
 
     folder: Path
     specs: Mapping[str, TensorSpec]
 
     def locate(self, name: str) -> str:
-        """Return the file or files that hold a tensor, for error messages."""
+        """Return the file, files or folder that contain a tensor, for error messages."""
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor with this stored name."""
@@ -82,13 +82,16 @@ class StoredTensors(Protocol):
 
 
 def describe_skipped(source: TensorSource) -> str:
-    """Return a line about the ignored tensors; '' if there are none."""
+    """Return one line that lists ignored tensors, or '' if no tensor was ignored."""
     count = len(source.skipped)
     return f"left out: {count} stored tensors that are computed anew ({_first_names(list(source.skipped))})" if count else ""
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
-    """Raise ValueError naming the missing and the unknown names unless both sets are equal."""
+    """Raise ValueError unless `found` and `wanted` contain the same names.
+
+    The message lists missing and unknown names.
+    """
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
         heads = ", and remove what is no part of the model (a value head) from its files" if unknown else ""
@@ -106,7 +109,8 @@ def _first_names(names: list[str]) -> str:
 def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) -> TensorSpec:
     """Return the spec without padding of the vocabulary.
 
-    Raises ValueError naming both shapes if the stored one is not the model's.
+    Raises ValueError if the stored shape differs from the model's `shape`. `stored` is the start of
+    the error message: file and stored name.
     """
     found = spec.shape
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
@@ -119,7 +123,7 @@ def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) 
 def check_rows(specs: Mapping[str, TensorSpec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
     """Raise ValueError if a token id has no row in the stored vocabulary or exceeds vocab_size.
 
-    `specs` holds the stored specs by canonical name, `shapes` the model's shapes.
+    `specs` maps canonical names to stored specs, and `shapes` maps them to the model's shapes.
     """
     rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
     check_vocabulary(rows, vocab_size=shapes[EMBEDDINGS][0], num_token_ids=num_token_ids, where=where)
@@ -136,7 +140,8 @@ class HfNamedSource:
     def __init__(self, stored: StoredTensors, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
         """Compare the stored tensors with the model's names and shapes.
 
-        `num_token_ids` is the tokenizer's largest id plus one, or 0 to skip that check.
+        `num_token_ids` is the tokenizer's largest token id plus one, or 0 to skip the check that
+        every token id has a row.
         """
         self._stored = stored
         self._has_copy = HEAD in stored.specs and HEAD not in shapes
@@ -151,7 +156,7 @@ class HfNamedSource:
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor with this name, without padding of the vocabulary.
 
-        Raises ValueError if a stored copy of tied embeddings differs from them.
+        Raises ValueError if a stored copy of tied embeddings differs from the embeddings.
         """
         tensor = self._stored.read(name)
         if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
@@ -162,7 +167,8 @@ class HfNamedSource:
 class MegatronSource:
     """Source of tensors that are stored under Megatron's names.
 
-    The Hugging Face tensors of one Megatron parameter are computed together. Each can be read once.
+    All Hugging Face tensors of one Megatron parameter are computed together. Each tensor can be
+    read only once.
     """
 
     def __init__(
@@ -173,13 +179,14 @@ class MegatronSource:
         """Compare the stored tensors with the name mappings and the model's shapes.
 
         Args:
-            ranks: Parameters of each tensor-parallel rank, under the same names on all ranks
-                (ParamMapping.mcore_name or checkpoint_key). A single element if tensors are stored
-                whole.
+            ranks: Stored tensors of each tensor-parallel rank; a single element if the checkpoint
+                contains whole tensors. All ranks have the same names (ParamMapping.mcore_name or
+                checkpoint_key).
             rows: Name mappings of the model.
             shapes: Shapes of the model's tensors, by Hugging Face name.
             leave_out: Stored names that do not belong to the model.
-            num_token_ids: The tokenizer's largest id plus one, or 0 to skip that check.
+            num_token_ids: The tokenizer's largest token id plus one, or 0 to skip the check that
+                every token id has a row.
         """
         self._ranks, self.skipped = ranks, ()
         spellings = {spelling: row for row in rows for spelling in (row.mcore_name, row.checkpoint_key)}
@@ -210,7 +217,7 @@ class MegatronSource:
         return ", ".join(rank.locate(name) for rank in self._ranks)
 
     def _row_specs(self, row: ParamMapping) -> dict[str, TensorSpec]:
-        """Return the specs of a mapping's Hugging Face tensors, computed without data."""
+        """Return the specs of a mapping's Hugging Face tensors, computed on the meta device."""
         name = self._names[row.checkpoint_key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._locate(name)}: {name}"
         if len(set(specs)) > 1:
@@ -225,8 +232,8 @@ class MegatronSource:
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor with this name, without padding of the vocabulary.
 
-        Raises ValueError if the ranks' copies of a replicated parameter differ, or a copy of tied
-        embeddings differs from them.
+        Raises ValueError if the ranks' copies of a replicated parameter differ, or if a stored copy
+        of tied embeddings differs from the embeddings.
         """
         if name not in self._row_tensors:
             row = self._rows[name]

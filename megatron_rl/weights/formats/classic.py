@@ -2,17 +2,17 @@
 
 A checkpoint consists of folders `mp_rank_TT` or `mp_rank_TT_PPP` with one torch.save file each. The
 reader supports the files of Megatron-LM (`model_optim_rng.pt`: the state dict under "model", or
-"model0", "model1" ... of an interleaved pipeline) and of verl (`model/mp_rank_TT_PPP/model.pt`: a
-list of state dicts, one per model chunk). Optimizer and random states in them are ignored. Layer
-numbers count from the first layer of a chunk, and the chunks of an interleaved pipeline are
-assigned to the stages in turn.
+under "model0", "model1" ... for an interleaved pipeline) and of verl
+(`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one per model chunk). Optimizer and random
+states in these files are ignored. Layer numbers count from the first layer of a chunk, and the
+chunks of an interleaved pipeline are assigned to the stages in turn.
 
-The language model has the names of name_mapping.py, with the prefix `language_model.` or none, and
-norms under either of their names. The vision tower is on the first stage with the prefix
-`vision_model.`, `visual.` or `vision.`: either Hugging Face's tower, replicated, or Megatron's,
-which is sharded by tensor parallelism (models/megatron_tower.py). The reader was written from
-descriptions of these formats, without real files. An unknown name is therefore an error and never
-skipped.
+The language model's parameters are named as in name_mapping.py, with or without the prefix
+`language_model.`; norms may have either of their two names. The vision tower is on the first stage
+with the prefix `vision_model.`, `visual.` or `vision.`. It is either Hugging Face's tower,
+replicated, or a tower of Megatron layers, sharded by tensor parallelism (models/megatron_tower.py).
+The reader was written from descriptions of these formats, without real files, so an unknown name is
+an error and never skipped.
 """
 
 import re
@@ -33,14 +33,14 @@ LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
 
 
 class ClassicRank:
-    """Parameters of one tensor-parallel rank from all pipeline stages, under global names."""
+    """Parameters of a tensor-parallel rank from all pipeline stages, with global layer numbers."""
 
     def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
         self.folder, self._pieces = folder, pieces
         self.specs = {name: TensorSpec(piece.dtype, piece.shape) for name, piece in pieces.items()}
 
     def locate(self, name: str) -> str:
-        """Return the file that holds a parameter."""
+        """Return the path of the file that contains a parameter."""
         return str(self._pieces[name].path)
 
     def read(self, name: str) -> torch.Tensor:
@@ -49,9 +49,9 @@ class ClassicRank:
 
 
 def open_classic(folder: Path) -> list[ClassicRank]:
-    """Return the tensor-parallel ranks of a checkpoint, in order.
+    """Return the parameters of a checkpoint, one ClassicRank per tensor-parallel rank, in order.
 
-    All of them have the same names. Raises ValueError for a missing rank, file or tensor.
+    All ranks have the same parameter names. Raises ValueError for a missing rank, file or tensor.
     """
     files = _rank_files(folder)
     tp, pp = max(rank for rank, _ in files) + 1, max(stage for _, stage in files) + 1
@@ -71,7 +71,7 @@ def open_classic(folder: Path) -> list[ClassicRank]:
 
 
 def _add_chunk(found: dict[str, list[StoredTensor]], ranks: list[dict[str, StoredTensor]], first_layer: int, *, folder: Path) -> int:
-    """Add one model chunk to `found` under global names and return its number of layers.
+    """Add one model chunk to `found`, with global layer numbers; return its number of layers.
 
     `ranks` holds the chunk's tensors for each tensor-parallel rank.
     """
@@ -98,12 +98,12 @@ def _describe_file(piece: StoredTensor) -> str:
 
 
 def rank_folders(folder: Path) -> list[Path]:
-    """Return the mp_rank folders of a checkpoint, also those in verl's subfolder `model`."""
+    """Return the mp_rank folders of a checkpoint, including those in verl's subfolder `model`."""
     return sorted([*folder.glob("mp_rank_*"), *folder.glob("model/mp_rank_*")])
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of every (tensor-parallel rank, pipeline stage)."""
+    """Return the path of each rank's file, keyed by (tensor-parallel rank, pipeline stage)."""
     files: dict[tuple[int, int], Path] = {}
     for path in rank_folders(folder):
         name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)

@@ -1,8 +1,10 @@
 """Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json.
 
-They are compared when the files are read. The record lists every file except run/state.json:
+Files are compared with the record when they are read. The record lists every file except
+run/state.json:
     "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}
-Other folders have no record and are not checked. A CPU core with SHA extensions hashes over 1 GB/s.
+Folders without run/state.json are not checked. A CPU core with SHA extensions hashes more than
+1 GB/s.
 """
 
 import hashlib
@@ -13,7 +15,7 @@ from pathlib import Path
 from megatron_rl.io.jsonl import read_json
 
 STATE = "run/state.json"
-"""Path in a checkpoint of the file that records all others."""
+"""Path, relative to the checkpoint, of the file that records all other files."""
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
 """Subfolder of a checkpoint with the critic's training state; its files are recorded in the same
@@ -29,12 +31,12 @@ def compute_sha256(path: Path) -> str:
 
 
 def make_file_record(path: Path, sha256: str | None = None) -> dict[str, int | str]:
-    """Return size and digest of a file; the digest is computed unless it is given."""
+    """Return size and SHA-256 of a file; the SHA-256 is computed unless `sha256` is passed."""
     return {"bytes": path.stat().st_size, "sha256": sha256 or compute_sha256(path)}
 
 
 def find_difference(folder: Path, files: Mapping[str, FileRecord], names: Iterable[str]) -> str:
-    """Describe how the first differing file differs from its record; return "" if none does.
+    """Describe the first file that differs from its record; return "" if all files match.
 
     Raises OSError if a file cannot be read.
     """
@@ -53,33 +55,33 @@ def find_difference(folder: Path, files: Mapping[str, FileRecord], names: Iterab
 
 @dataclass(slots=True, frozen=True)
 class RecordedFiles:
-    """Recorded files of a folder of tensors in a run's checkpoint."""
+    """File records of a checkpoint, for one of its folders with tensors."""
 
     checkpoint: Path
     files: Mapping[str, FileRecord]
     prefix: str
-    """Path of the folder in the checkpoint: "" or "critic/"."""
+    """Path of the folder with tensors, relative to the checkpoint: "" or "critic/"."""
 
     def find_difference(self, names: Iterable[str]) -> str:
-        """Describe the first difference between files and their records; return "" if none.
+        """Describe the first file that differs from its record; return "" if all files match.
 
-        A file without a record counts as a difference, because the run did not write it.
+        A file without a record counts as a difference, because the run did not write the file.
         """
         recorded = [self.prefix + name for name in names]
         unknown = next((name for name in recorded if name not in self.files), "")
         return f"{unknown} is not recorded in {STATE}" if unknown else find_difference(self.checkpoint, self.files, recorded)
 
     def non_tensor_files(self) -> list[str]:
-        """Return the recorded files of the folder except those with a rank's tensors."""
+        """Return the recorded files of the folder, except *.distcp files, which contain tensors."""
         own = [name.removeprefix(self.prefix) for name in self.files if name.startswith(self.prefix)]
         return [name for name in own if not name.endswith(".distcp")]
 
 
 def recorded_files(folder: Path) -> RecordedFiles | None:
-    """Return the records of this folder, which may be a run's checkpoint or its critic's subfolder.
+    """Return the file records of a training checkpoint or of its critic subfolder.
 
-    Returns None if the folder is not part of a run's checkpoint. Raises ValueError if the record
-    cannot be read; its message is meant to follow the folder's name.
+    Returns None for any other folder. Raises ValueError if the record cannot be read; the caller
+    puts the name of the folder in front of the message.
     """
     for checkpoint, prefix in ((folder, ""), (folder.absolute().parent, f"{CRITIC}/")):
         if (checkpoint / STATE).is_file() and (not prefix or folder.absolute().name == CRITIC):
@@ -92,7 +94,7 @@ def recorded_files(folder: Path) -> RecordedFiles | None:
 
 
 def check_records(files: object) -> Mapping[str, FileRecord]:
-    """Return the file records of a state file.
+    """Validate the file records of a state file and return them.
 
     Raises ValueError if a name is a path outside the checkpoint, or TypeError if a size or digest
     is missing.

@@ -1,12 +1,14 @@
 """Reader of FSDP shards in verl's format: `model_world_size_N_rank_R.pt`.
 
-Each file is a state dict of DTensors under Hugging Face names. A DTensor is sharded along one
-dimension (Shard) over the last dimension of the mesh, and replicated over the first one of a (ddp,
-fsdp) mesh; or it is replicated everywhere. Ranks are numbered row by row over the mesh, as in
-init_device_mesh. The parts of a tensor are thus in rank order, and replicas of the whole tensor
-follow one another. The sizes of the parts must add up to the tensor's, which is checked before
-anything is written. Replicas are copies: their shapes are checked, and the first one is read. A
-plain tensor (a world size of 1, or a parameter not handled by FSDP) is whole.
+Each file is a state dict of DTensors under Hugging Face names. A DTensor is either replicated on
+all ranks, or sharded (Shard) along one tensor dimension over the last dimension of the mesh. In a
+(ddp, fsdp) mesh, a sharded DTensor is replicated over the first mesh dimension. Ranks are numbered
+row by row over the mesh, as in init_device_mesh, so the parts of one replica are in rank order and
+are followed by the parts of the next replica.
+
+The reader checks that the sizes of the parts add up to the size of the tensor, and that all
+replicas have the same shapes, before any tensor is read. Only the first replica is read. A plain
+tensor (a world size of 1, or a parameter not handled by FSDP) is whole.
 """
 
 import re
@@ -23,7 +25,7 @@ FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 
 
 class FsdpTensors:
-    """Tensors of FSDP shards under Hugging Face names.
+    """Full tensors assembled from FSDP shards, under Hugging Face names.
 
     Raises ValueError for a missing rank, tensor or part, and for layouts that are not supported.
     """
@@ -42,7 +44,7 @@ class FsdpTensors:
         self.specs = {name: TensorSpec(parts[0].dtype, _full_shape(parts[0])) for name, parts in self._parts.items()}
 
     def locate(self, name: str) -> str:
-        """Return the file that holds the first part of a tensor."""
+        """Return the path of the file that contains the first part of a tensor."""
         return str(self._parts[name][0].path)
 
     def read(self, name: str) -> torch.Tensor:
@@ -61,7 +63,7 @@ class FsdpTensors:
 def rank_paths(folder: Path) -> list[Path]:
     """Return the FSDP shard files in a folder, sorted by name.
 
-    This is not the order of their ranks.
+    The order of the names is not the order of the ranks.
     """
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
@@ -106,9 +108,10 @@ def _shard_dimension(piece: StoredTensor) -> int | None:
 
 
 def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
-    """Return the pieces that make up the tensor once, in order.
+    """Return the parts of the first replica of a tensor, in order.
 
-    Raises ValueError if they do not, or if the other ranks do not hold replicas of them.
+    Raises ValueError if the parts do not add up to the tensor, or if the parts of the other ranks
+    are not replicas of them.
     """
     first = pieces[0]
     for piece in pieces:
@@ -129,11 +132,11 @@ def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
 
 
 def _shard_shapes(whole: torch.Size, dimension: int, sizes: list[int]) -> list[torch.Size]:
-    """Return the shapes of a tensor's parts as torch shards it.
+    """Return the shapes of the parts into which torch shards a tensor.
 
-    The last parts may be smaller or empty.
-
-    Returns [] if `sizes` do not add up to a multiple of the whole tensor.
+    `sizes` are the sizes of the stored parts along `dimension`; they determine the number of parts.
+    The last parts may be smaller or empty. Returns [] if `sizes` do not add up to a multiple of the
+    tensor's size.
     """
     replicas = sum(sizes) // whole[dimension]
     if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:

@@ -22,8 +22,8 @@ HALVES = (".lora_A.weight", ".lora_B.weight")
 class MergedTensors:
     """Source of a base model's tensors with an adapter merged in.
 
-    Raises ValueError under the option's name `key` unless every adapter tensor belongs to a base
-    tensor.
+    Raises ValueError if an adapter tensor does not belong to a tensor of the base model. `key` is
+    the setting or option that names the adapter, used in error messages.
     """
 
     def __init__(self, base: TensorSource, adapter: Path, *, key: str) -> None:
@@ -40,10 +40,10 @@ class MergedTensors:
             halves.setdefault(target, set()).add(end)
         self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
         self.warning = check_base(config, base, key=key, adapter=adapter)
-        """Warning that the adapter does not record its base model; '' if it does."""
+        """Warning for an adapter without a digest of its base model; '' if it has a digest."""
 
     def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
-        """Return the names of A and B for a tensor of the base model."""
+        """Return the names of A and B for a tensor of the base model; check their shapes."""
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:
@@ -58,7 +58,7 @@ class MergedTensors:
         return a, b
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this name, with the adapter merged in."""
+        """Return the base model's tensor `name` with the adapter merged in."""
         weight = self.base.read(name)
         if name not in self.pairs:
             return weight

@@ -1,7 +1,7 @@
-"""Digests of the model that a run started with, recorded in its checkpoints.
+"""Digests of the model that a run started with, recorded in the run's checkpoints.
 
-A resumed run must have the same model. The policy itself continues from its checkpoint, but the
-reference of a KL term, the base of an adapter, the tokenizer and the chat template are read from
+A resumed run must use the same model. The policy continues from its checkpoint, but the reference
+model of a KL term, the base model of an adapter, the tokenizer and the chat template are read from
 model.path again.
 """
 
@@ -22,10 +22,10 @@ MISSING_FILE = "none: the file is not there"
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """Return a digest of each relevant file in a model folder, by its path in the folder.
+    """Return a digest of each relevant file in a model folder, keyed by path in the folder.
 
-    Each of FILES that exists has its SHA-256, each weight file a sampled digest
-    (io/sampled_digest.py).
+    The digest is the SHA-256 for each of FILES that exists, and a sampled digest for each weight
+    file (io/sampled_digest.py).
     """
     stored = {name: compute_sha256(folder / name) for name in FILES if (folder / name).is_file()}
     weights = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS and path.is_file())
@@ -33,7 +33,7 @@ def model_digests(folder: Path) -> dict[str, str]:
 
 
 def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, key: str, folder: object) -> None:
-    """Raise ValueError if a model differs from the recorded one.
+    """Raise ValueError if the digests of a model differ from the recorded digests.
 
     The message names the first file that differs and both digests.
     """

@@ -1,6 +1,7 @@
 """Opens a checkpoint of any format as a source of Hugging Face tensors.
 
-Supported formats are torch_dist (ours), classic Megatron, verl's FSDP shards, and Hugging Face.
+Supported formats are torch_dist (written by this trainer), classic Megatron, verl's FSDP shards,
+and Hugging Face.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 def detect_format(folder: Path, *, key: str) -> str:
     """Return 'torch_dist', 'classic', 'fsdp' or 'hf', depending on the files in the folder.
 
-    Raises ValueError if it contains none of these formats.
+    Raises ValueError if the folder contains none of these formats.
     """
     if not folder.is_dir():
         raise ValueError(f"{key}={folder}: no such folder")
@@ -41,9 +42,10 @@ def detect_format(folder: Path, *, key: str) -> str:
 
 
 def find_hf_folder(folder: Path) -> Path | None:
-    """Return the folder with config, tokenizer and processor of a checkpoint, or None.
+    """Return the folder with a checkpoint's config, tokenizer and processor, or None.
 
-    It is `hf` in our checkpoints, `huggingface` in verl's, and the folder itself in others.
+    The folder is `hf` in checkpoints of this trainer, `huggingface` in checkpoints of verl, and the
+    checkpoint folder itself otherwise.
     """
     return next((part for part in (folder / "hf", folder / "huggingface", folder) if (part / "config.json").is_file()), None)
 
@@ -52,18 +54,19 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
     """Open a checkpoint and check that its tensors are exactly those of the model.
 
     Args:
-        folder: Checkpoint of any supported format. A training checkpoint of ours with an adapter
-            gives merged weights; its value head, if any, is left out.
-        spec: The model.
+        folder: Checkpoint of any supported format. If a training checkpoint of this trainer
+            contains an adapter, the adapter is merged into the weights; a value head is ignored.
+        spec: Model that the checkpoint must match.
         key: Setting or option that names the folder, for error messages.
-        read_once: Set to True if each tensor is read once and by this process only. Memory-mapped
-            formats (torch_dist, Hugging Face) then release it from the page cache.
+        read_once: Set to True if each tensor is read once and by this process only. With
+            memory-mapped formats (torch_dist, Hugging Face), tensors are then dropped from the page
+            cache after use.
 
     Returns:
         Source of the model's tensors.
 
     Raises:
-        ValueError: The checkpoint is incomplete, damaged or of another model.
+        ValueError: The checkpoint is incomplete, damaged or belongs to another model.
     """
     kind, shapes = detect_format(folder, key=key), spec.shapes()
     companions = find_hf_folder(folder)
@@ -90,9 +93,9 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
 
 
 def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
-    """Raise ValueError unless all token ids have rows in the weights and in config.vocab_size.
+    """Raise ValueError if a token id is not below config.vocab_size or has no row in the weights.
 
-    Reads only the headers of a Hugging Face folder's weights.
+    `folder` is a Hugging Face folder. Of its weights, only the headers are read.
     """
     has_weights = any(folder.glob("*.safetensors"))
     specs = HfTensors(folder, key=key).specs if has_weights else {}
@@ -101,10 +104,10 @@ def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
 
 
 def find_critic_parts(folder: Path, *, key: str) -> list[str]:
-    """Return the parts of a training checkpoint of ours that belong to its critic.
+    """Return the parts of a checkpoint of this trainer that belong to the critic.
 
-    These are tensors of a value head on the policy's backbone, or the subfolder of a separate
-    critic.
+    These parts are the names of a value head's tensors (critic on the policy's backbone), or the
+    subfolder "critic/" (separate critic).
     """
     if detect_format(folder, key=key) != "torch_dist":
         return []
@@ -113,9 +116,9 @@ def find_critic_parts(folder: Path, *, key: str) -> list[str]:
 
 
 def set_config_dtype(config: dict[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """Return a config.json with this dtype in every place that states one.
+    """Return a copy of a config.json's content in which every dtype field is set to `dtype`.
 
-    The field is `torch_dtype` until transformers 4.55, then `dtype`.
+    The field is named `torch_dtype` up to transformers 4.55, and `dtype` in later versions.
     """
     changed: dict[str, object] = {}
     for key, value in config.items():

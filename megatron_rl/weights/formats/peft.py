@@ -1,8 +1,9 @@
 """LoRA adapters (arXiv 2106.09685) in PEFT's format: name mappings, initialization, load and save.
 
 PEFT has one adapter for each Hugging Face linear layer, lora_A [rank, inputs] and lora_B [outputs,
-rank], which adds alpha / rank * B A x to the layer's output. Our adapters belong to Megatron's
-(fused) linear layers and are sharded like them: `<linear>.adapter.lora_a.<projection>`.
+rank], which adds alpha / rank * B A x to the layer's output. In this trainer, adapters belong to
+Megatron's (fused) linear layers, are sharded like these layers, and are named
+`<linear>.adapter.lora_a.<projection>`.
 """
 
 import json
@@ -29,14 +30,15 @@ KNOWN_FIELDS = (
     "loftq_config", "lora_alpha", "lora_dropout", "lora_dtype", "lora_ga_config", "lorap_emb_lr", "lorap_lr_ratio", "megatron_core",
     "peft_type", "peft_version", "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
 )  # fmt: skip
-"""Fields of adapter_config.json (PEFT 0.21, and lora*_ of ms-swift) that are read or have no effect
-in plain LoRA. Any other field with a value (layers_to_transform, exclude_modules, use_dora,
-rank_pattern, one of a newer PEFT) changes the meaning of an adapter.
+"""Fields of adapter_config.json (PEFT 0.21, and the lora*_ fields of ms-swift) that are read, or
+that have no effect in plain LoRA. Adapters with a value in any other field are rejected, because
+the field may change the computation (layers_to_transform, exclude_modules, use_dora, rank_pattern,
+or a field of a newer PEFT).
 """
 TARGET_PREFIXES = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Accepted values of init_lora_weights, which leave the base model unchanged. PiSSA, OLoRA, CorDA,
-LoftQ and LoRA-GA take initial adapters out of the base weights (PEFT 0.21, tuners/lora/layer.py),
-so that these adapters cannot be added to the released weights.
+"""Accepted values of init_lora_weights: initializations that leave the base model unchanged. PiSSA,
+OLoRA, CorDA, LoftQ and LoRA-GA subtract the initial adapters from the base weights (PEFT 0.21,
+tuners/lora/layer.py), so adapters trained with them cannot be added to the released weights.
 """
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -53,15 +55,15 @@ LANGUAGE_TARGETS = {
         ("mlp.linear_fc2", "mlp.down_proj", 1),
     ),
 }
-"""Adapted linear layers of a decoder layer for each target: Megatron's linear, Hugging Face's
-projection, and the dimension of its weight that tensor parallelism shards.
+"""Linear layers of a decoder layer that each target adapts. Each entry consists of Megatron's
+linear layer, Hugging Face's projection, and the weight dimension that tensor parallelism shards.
 """
 
 
 def projection_name(module: str) -> str:
     """Return the last part of a module's name: model.layers.0.self_attn.q_proj -> q_proj.
 
-    Adapters are named after it.
+    The last part is used in the names of adapter parameters.
     """
     return module.rpartition(".")[2]
 
@@ -69,7 +71,7 @@ def projection_name(module: str) -> str:
 def is_vision_target(module: str, targets: Sequence[str], vision_lora: Mapping[str, str]) -> bool:
     """Return True if one of the targets selects this module of the vision tower.
 
-    `vision_lora` holds the patterns of the model family (ModelFamily.vision_lora_patterns).
+    `vision_lora` maps targets to patterns for module names (ModelFamily.vision_lora_patterns).
     """
     return any(re.fullmatch(pattern, module) for target, pattern in vision_lora.items() if target in targets)
 
@@ -94,11 +96,11 @@ def adapter_table(
 
 
 def _lora_rows(linear: str, hf: str, stage: str, *, cut: int | None) -> list[ParamMapping]:
-    """Return the mappings of A and B of one linear layer.
+    """Return the name mappings of A and B for one linear layer.
 
-    If tensor parallelism shards the rows of the layer's weight (cut=0), ranks have different
-    outputs and B is sharded. If it shards the columns (cut=1), ranks have different inputs and A is
-    sharded.
+    With cut=0, tensor parallelism shards the rows of the layer's weight: ranks compute different
+    outputs, so B is sharded. With cut=1 it shards the columns: ranks have different inputs, so A is
+    sharded. With cut=None, A and B are replicated.
     """
     name = projection_name(hf)
     return [
@@ -128,9 +130,10 @@ def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: Sh
 
 
 def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, folder: Path, *, rank: int, alpha: float) -> None:
-    """Fill the adapters from a PEFT folder.
+    """Load the adapters from a PEFT folder.
 
-    Raises ValueError if its rank, alpha, targets or kind differ from the settings.
+    Raises ValueError if the folder's rank, alpha or targets differ from the settings, or if it
+    contains more than plain LoRA.
     """
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
@@ -150,11 +153,11 @@ def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardL
 
 
 def read_peft_config(folder: Path, *, key: str) -> dict:
-    """Return the content of adapter_config.json of a plain LoRA adapter.
+    """Return the content of a plain LoRA adapter's adapter_config.json.
 
-    `r` is a positive integer and `lora_alpha` a finite number. Raises ValueError under the
-    setting's or option's name `key` if the file is missing, damaged, or describes more than plain
-    LoRA.
+    In the result, `r` is a positive integer and `lora_alpha` a finite number. Raises ValueError if
+    the file is missing, damaged, or describes more than plain LoRA. `key` is the setting or option
+    that names the folder, used in error messages.
     """
     path = folder / CONFIG
     if not path.is_file():
@@ -190,8 +193,9 @@ def make_peft_config(
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `target_modules` is a pattern over whole module names: a list of suffixes would also match the
-    gate_proj of the other tower. `digest` is that of the base model (base_digest.py).
+    `target_modules` is a pattern for whole module names: a list of suffixes such as gate_proj could
+    match modules of both the language model and the vision tower. `digest` is the digest of the
+    base model (base_digest.py).
     """
     language = "|".join(re.escape(hf) for target, entries in LANGUAGE_TARGETS.items() if target in targets for _, hf, _ in entries)
     vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)
@@ -214,7 +218,8 @@ def make_peft_config(
 def write_peft(out: Path, tensors: Iterator[tuple[str, torch.Tensor]], config: dict[str, object]) -> None:
     """Write a PEFT folder at `out` atomically.
 
-    `tensors` yields canonical names and tensors. Raises OSError as write_hf_folder does.
+    `tensors` yields canonical names and tensors. Raises OSError if writing fails (disk full, no
+    permission).
     """
     with atomic_folder(out) as partial:
         copies = {PEFT_PREFIX + nested_name(name): tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}

@@ -1,14 +1,14 @@
 """Locates tensors in untrusted torch.save files without executing code from them.
 
-Locating does not read the tensors' data.
+A torch.save file is a zip archive with uncompressed members: `data.pkl` is a pickle of the saved
+object, and each storage is a member `data/KEY`. torch.load is not safe for untrusted files, even
+with weights_only: it inflates compressed members, trusts strides, and allocates byte arrays of any
+length.
 
-Such a file is a zip archive with uncompressed members: `data.pkl` is a pickle of the saved object,
-and each storage is a member `data/KEY`. torch.load is not safe enough here, even with weights_only:
-it inflates compressed members, trusts strides, and allocates byte arrays of any length. Objects in
-the pickle other than tensors become inert records (safe_unpickler.py). The code therefore does not
-depend on the classes of DTensor, its mesh and its placements, and needs no process group. Only the
-positions of tensor data are recorded, and data is read one tensor at a time, so that neither memory
-nor a memory map grows with the file.
+Objects in the pickle other than tensors become inert records (safe_unpickler.py), so DTensors can
+be read without their classes, a mesh or a process group. Loading records only the positions of
+tensor data. The data is read one tensor at a time, so that memory and memory maps do not grow with
+the size of the file.
 """
 
 import io
@@ -35,7 +35,7 @@ _STORAGES = {
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """One tensor in a file: a whole tensor of a model or one rank's part of it."""
+    """Position of a tensor in a file: a whole tensor, or one rank's part of a DTensor."""
 
     path: Path
     offset: int
@@ -44,10 +44,10 @@ class StoredTensor:
     shape: torch.Size
     stride: tuple[int, ...]
     full_shape: torch.Size | None = None
-    """Shape of the DTensor of which this is a part; None for a whole tensor."""
+    """Shape of the DTensor that this part belongs to; None for a whole tensor."""
     placements: tuple[tuple[str, int | None], ...] = ()
-    """Placement of the DTensor on each dimension of the mesh: ("Shard", dimension) or ("Replicate",
-    None).
+    """Placement of the DTensor for each dimension of the mesh: ("Shard", tensor dimension) or
+    ("Replicate", None).
     """
     coordinate: tuple[int, ...] | None = None
     """Mesh coordinate of the rank that saved this part of a DTensor."""
@@ -76,7 +76,7 @@ class StoredTensor:
 
 @dataclass(slots=True, frozen=True)
 class _Storage:
-    """Member of the archive that tensors are views of."""
+    """Archive member with the data of one storage; tensors are views of storages."""
 
     dtype: torch.dtype
     offset: int
@@ -87,9 +87,9 @@ class _Storage:
 def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
     """Return the object that torch.save wrote, with a StoredTensor in place of each tensor.
 
-    Everything that is not a tensor, number, string or container becomes an inert record. `start`
-    and `length` select the part of the file that torch.save wrote. Raises ValueError naming the
-    file if it is truncated or was not written by torch.save (1.6 or newer).
+    Objects other than tensors, numbers, strings and containers become inert records. `start` and
+    `length` select the part of the file that torch.save wrote. Raises ValueError if that part is
+    truncated or was not written by torch.save (1.6 or newer).
     """
     try:
         with open_regular(path) as file:
@@ -101,7 +101,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
 
 
 class _FileSlice(io.RawIOBase):
-    """Part of a file with the interface of a file."""
+    """File object that contains only a part of another file."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
@@ -152,10 +152,9 @@ class _Archive:
         return self._file.read(size)
 
     def _place(self, name: str) -> int:
-        """Return the position of a member's data, which depends on the member's local header.
+        """Return the position of a member's data, computed from the member's local header.
 
-        See PKWARE APPNOTE 6.3.10, 4.3.7. Raises ValueError if the data does not end within the
-        archive.
+        See PKWARE APPNOTE 6.3.10, 4.3.7. Raises ValueError if the data extends beyond the archive.
         """
         member = self._members[name]
         self._file.seek(member.header_offset)
@@ -196,15 +195,15 @@ class _Archive:
 
 
 def _num_spanned(sizes: torch.Size, steps: tuple[int, ...]) -> int:
-    """Return the number of elements from a tensor's first to its last one."""
+    """Return the number of storage elements from the tensor's first element to its last."""
     return 1 + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True)) if math.prod(sizes) else 0
 
 
 def _empty() -> dict:
-    """Return an empty dict for an OrderedDict; the pickle adds its items one by one.
+    """Return an empty dict in place of an OrderedDict; the pickle adds the items one by one.
 
-    Arguments are not accepted: a dict built from a list would be a copy for every three bytes of
-    pickle.
+    Arguments are not accepted: with a list of items as argument, every three bytes of pickle could
+    create another copy of the items.
     """
     return {}
 
@@ -214,7 +213,10 @@ def _first_argument(tensor: object, *_: object) -> object:
 
 
 def _rebuild_typed(function: object, kind: object, arguments: tuple, state: object) -> object:
-    """Rebuild a tensor with attributes or of a subclass; a DTensor gives the saving rank's part."""
+    """Rebuild a tensor with attributes or a tensor subclass.
+
+    For a DTensor, returns the part of the rank that saved the file.
+    """
     made = function(*arguments)
     if not isinstance(made, InertRecord) or kind().name != "DTensor":
         return made

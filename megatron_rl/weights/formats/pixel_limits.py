@@ -1,9 +1,9 @@
-"""Limits on an image's number of pixels, in the processor files read by transformers and vLLM.
+"""Reads and writes the limits on an image's number of pixels in a model's processor files.
 
 transformers 5 reads the section `image_processor` of processor_config.json, or
-preprocessor_config.json if there is none. Older versions read preprocessor_config.json only. `size`
-contains the limits as shortest_edge and longest_edge; min_pixels and max_pixels are older names of
-them.
+preprocessor_config.json if that section is missing. Older versions read only
+preprocessor_config.json. The field `size` contains the limits as shortest_edge and longest_edge,
+both in pixels of the whole image; older files use the fields min_pixels and max_pixels.
 """
 
 import json
@@ -15,9 +15,9 @@ IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_co
 
 
 def read_pixel_limits(folder: Path) -> tuple[int, int] | None:
-    """Return (min_pixels, max_pixels) of a Hugging Face folder as transformers reads them.
+    """Return (min_pixels, max_pixels) from a Hugging Face folder, as transformers reads them.
 
-    Returns None unless both are stated.
+    Returns None unless the folder's files contain both limits.
     """
     stored = _read(folder / PROCESSOR_FILE).get("image_processor") or _read(folder / IMAGE_PROCESSOR_FILE)
     size = stored.get("size") if isinstance(stored.get("size"), dict) else {}

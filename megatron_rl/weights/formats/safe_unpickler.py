@@ -1,15 +1,15 @@
-"""Unpickler for untrusted data: executes no code from it and limits memory and time.
+"""Unpickler for untrusted data: executes no code from the data and limits memory and time.
 
-Both are proportional to the size of the data. Names in a pickle are looked up in a fixed set of
-constructors of the file format. Depending on the format, other names are rejected or become an
-`InertRecord`, which stores its arguments and does nothing. The implementation extends the Python
-version of pickle's unpickler. The C version (Python 3.11, Modules/_pickle.c,
+Memory and time are proportional to the size of the data. Names in a pickle are looked up in a fixed
+set of constructors for the file format. Depending on the format, other names are rejected or become
+an `InertRecord`, which stores its arguments and does nothing. The implementation extends the Python
+version of pickle's unpickler, because the C version (Python 3.11, Modules/_pickle.c,
 _Unpickler_ResizeMemoList) allocates 34 GB for nine bytes that write to position 2**31 - 1 of its
 memo.
 
 Some opcodes are reimplemented. NEWOBJ calls the format's constructor. BUILD sets no attributes of
-classes or functions. Keys of dicts must be flat, because hashing a deep tuple overflows the C
-stack.
+classes or functions. Keys of dicts must not be nested tuples, because hashing a deeply nested tuple
+overflows the C stack.
 """
 
 import io
@@ -25,27 +25,27 @@ UNPICKLING_ERRORS = (
     pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError,
     RecursionError, AssertionError, struct.error,
 )  # fmt: skip
-"""Exceptions that pickle.py of Python 3.11 raises for data that is no pickle, or one with other
-content.
+"""Exceptions that pickle.py of Python 3.11 raises for data that is not a pickle, or for a pickle
+with unexpected content.
 """
 _FLAT = (str, int, float, bool, bytes, NoneType)
 
 Maker = Callable[..., object]
-"""Constructor of an object of the file format. Its arguments come from the pickle and may be
-anything.
+"""Constructor of an object of the file format. The arguments come from the pickle and may have any
+type and value.
 """
 
 
 @dataclass(slots=True, eq=False)
 class InertRecord:
-    """Placeholder for an object of a class or function that the file format does not define."""
+    """Placeholder for an object of a class or function for which the format has no constructor."""
 
     name: str
     arguments: tuple
     state: object = None
 
     def set_state(self, state: object) -> None:
-        """Store the state of the object, which pickle passes with BUILD."""
+        """Store the state of the object, which the opcode BUILD passes."""
         self.state = state
 
 
@@ -55,7 +55,7 @@ def make_record_maker(module: str, name: str) -> Maker:
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """Unpickler whose names, states and persistent ids are resolved by the given functions.
+    """Unpickler that resolves names, states and persistent ids with functions of the file format.
 
     `load` raises one of UNPICKLING_ERRORS for invalid data.
     """
@@ -70,11 +70,12 @@ class SafeUnpickler(pickle._Unpickler):
 
         Args:
             content: The pickle.
-            find_maker: Returns the constructor for (module, name).
-            set_state: Called with a constructed object and its state.
-            load_stored: Returns the object for a persistent id; None rejects persistent ids.
-            key_types: Types of the format that are accepted as keys of dicts, besides numbers,
-                strings, bytes, None and inert records.
+            find_maker: Function that returns the constructor for (module, name).
+            set_state: Function called with a constructed object and its state.
+            load_stored: Function that returns the object for a persistent id; None rejects
+                persistent ids.
+            key_types: Types of the format that are accepted as keys of dicts, in addition to
+                numbers, strings, bytes, None and inert records.
         """
         super().__init__(io.BytesIO(content))
         self._known, self._fill, self._stored, self._keys = find_maker, set_state, load_stored, (*_FLAT, InertRecord, *key_types)
@@ -84,7 +85,7 @@ class SafeUnpickler(pickle._Unpickler):
         return self._known(module, name)
 
     def persistent_load(self, pid: object) -> object:
-        """Return the object for a persistent id; raises UnpicklingError without `load_stored`."""
+        """Return the object for a persistent id, or raise UnpicklingError without `load_stored`."""
         if self._stored is None:
             raise pickle.UnpicklingError("it refers to something outside of itself")
         return self._stored(pid)
@@ -148,7 +149,7 @@ class SafeUnpickler(pickle._Unpickler):
 def make_blank_maker(kind: type) -> Maker:
     """Return a constructor that creates a dataclass object without calling its __init__.
 
-    This is how pickle creates objects; their state follows.
+    Pickle creates objects this way and sets their state afterwards.
     """
     return partial(_blank, kind)
 

@@ -1,10 +1,11 @@
 """Reader and writer of Hugging Face folders with safetensors files.
 
-The reader checks completeness, the writer handles one tensor at a time. A safetensors file consists
-of an 8-byte little-endian length, a JSON header of that length (it may end in spaces), and the
-tensors' data in header order without gaps (safetensors 0.6, README.md, Format). The writer reserves
-space for the header and fills it in last, so that tensors need not be known in advance. Memory
-holds two or three tensors at a time. Written files are read back before the folder is published.
+A safetensors file consists of an 8-byte little-endian length, a JSON header of that length (which
+may end in spaces), and the tensors' data in header order without gaps (safetensors 0.6, README.md,
+Format). The reader checks that headers and index are complete and consistent. The writer reserves
+space for the header and writes the header last, so that tensors need not be known in advance. Two
+or three tensors are in memory at a time. Headers are read back before the folder is renamed to its
+final name.
 """
 
 import json
@@ -31,18 +32,18 @@ started when the header or the data of a file is full.
 MAX_HEADER_BYTES = 8 << 20
 """Maximum header size of a file that is read, enough for about 80,000 tensors."""
 MAX_ENTRY_BYTES = 1 << 10
-"""Free header space required to add a tensor to a file; an entry is smaller."""
+"""Number of free header bytes required to add a tensor to a file; an entry is always smaller."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
-"""Supported dtypes by their names in safetensors."""
+"""Supported dtypes, keyed by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Names in safetensors of the supported dtypes."""
+"""Names in safetensors, keyed by dtype."""
 
 
 def find_missing_file(folder: Path) -> str:
     """Return the first required file that is missing from a Hugging Face folder, or "".
 
-    Required are config.json, the files listed in the index, and at least one file of weights. An
-    invalid index counts as missing.
+    Required files are config.json, the files listed in the index, and at least one file of weights.
+    An invalid index counts as missing.
     """
     if not (folder / "config.json").is_file():
         return "config.json"
@@ -69,16 +70,16 @@ class _Entry:
 
 
 class HfTensors:
-    """Tensors of a Hugging Face folder by canonical name, read one at a time.
+    """Tensors of a Hugging Face folder, read one at a time by canonical name.
 
-    Headers are checked on construction. Raises ValueError under the setting's or option's name
-    `key`.
+    The constructor checks headers and index. Raises ValueError if the folder is incomplete or
+    damaged; the message names the setting or option `key` that contains the folder.
     """
 
     def __init__(self, folder: str | Path, *, key: str = "model.path", read_once: bool = False) -> None:
         """Read and check the headers and the index.
 
-        Set `read_once` if each tensor is read once and by this process only; see
+        Set `read_once` to True if each tensor is read once and by this process only; see
         tensor_files.map_tensor.
         """
         self.folder, self.key, self._read_once = Path(folder), key, read_once
@@ -104,7 +105,7 @@ class HfTensors:
         return ValueError(f"{self.key}={self.folder}: {what}")
 
     def _index(self) -> dict[str, str]:
-        """Return the index {tensor: file} as stored; {} if there is none."""
+        """Return the stored index {tensor name: file name}, or {} if the folder has no index."""
         path = self.folder / INDEX_FILE
         try:
             index = dict(read_json(path)["weight_map"]) if path.is_file() else {}
@@ -129,8 +130,8 @@ class HfTensors:
     def _read_entries(self, path: Path) -> list[_Entry]:
         """Return the header entries of one file.
 
-        Safetensors checks the header, the sizes, the length of the file, and that there are no
-        gaps.
+        The safetensors library checks the header, the sizes, the length of the file, and that there
+        are no gaps.
         """
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -163,7 +164,7 @@ class HfTensors:
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor with this canonical name, on the CPU and in the stored dtype.
 
-        Its part of the file remains memory-mapped as long as the tensor exists.
+        The tensor's part of the file remains memory-mapped as long as the tensor exists.
         """
         stored = self._tensors[name]
         return map_tensor(stored.path, offset=stored.offset, dtype=stored.spec.dtype, shape=stored.spec.shape, read_once=self._read_once)
@@ -182,26 +183,27 @@ def write_hf_folder(
 ) -> list[str]:
     """Write a complete Hugging Face folder at `out`, atomically.
 
-    The folder gets these tensors, and config, tokenizer and processor from `like`. It is written
-    under a temporary name, flushed to disk, verified (headers are read back) and renamed last, so
-    that `out` is complete or absent.
+    The folder contains `tensors`, and config, tokenizer and processor from `like`. It is written
+    under a temporary name, verified (headers are read back), flushed to disk and renamed last, so
+    that `out` is never incomplete.
 
     Args:
-        out: The new folder. An existing one is replaced.
+        out: The new folder. An existing folder is replaced.
         tensors: Names and tensors, consumed one at a time.
         like: Hugging Face folder from which all other files are copied.
-        shard_bytes: Maximum size of a file of weights.
-        config: Content of config.json that replaces like's.
-        check: Called with the folder before it is renamed; raises to reject it.
+        shard_bytes: Maximum size in bytes of a file of weights.
+        config: Content of config.json; None keeps the config.json of `like`.
+        check: Function called with the folder before it is renamed; it raises an exception to
+            reject the folder.
         pixels: Limits on an image's number of pixels; see copy_companions.
-        card: Text of README.md that replaces like's.
+        card: Text of README.md; an empty string keeps the README.md of `like`.
 
     Returns:
-        Descriptions of the parts of a complete folder that `like` lacks.
+        Names of the parts of a complete folder that `like` lacks.
 
     Raises:
-        OSError: Writing failed (disk full, no permission). This and any error of `tensors` or
-            `check` removes the unfinished folder.
+        OSError: Writing failed (disk full, no permission). The unfinished folder is removed, as it
+            is for any exception raised by `tensors` or `check`.
     """
     with atomic_folder(out) as partial:
         _write_shards(partial, tensors, shard_bytes)
@@ -216,7 +218,7 @@ def write_hf_folder(
 
 
 class _Shard:
-    """A safetensors file that is being written."""
+    """Safetensors file that is being written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -289,7 +291,7 @@ def _tensor_names(shard: _Shard) -> list[str]:
 def _verify_shard(shard: _Shard) -> None:
     """Read the file's header back and compare it with the written tensors.
 
-    safetensors' own reader rejects gaps and a wrong length.
+    The safetensors library rejects files with gaps or a wrong length.
     """
     try:
         with safe_open(shard.path, framework="pt") as file:

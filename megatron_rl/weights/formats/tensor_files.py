@@ -1,9 +1,9 @@
-"""Reads and writes large tensor files efficiently, and publishes folders atomically.
+"""Reads and writes large tensor files efficiently, and creates folders atomically.
 
-Reading maps a file into memory and loads it ahead of use, and the next tensor is prepared while the
-last one is written. Writing is sequential, and the kernel writes data to disk while the file grows.
-A folder gets its final name only when all of it is on disk, so that a killed process leaves no
-incomplete folder.
+Files are read through memory maps that are loaded ahead of use, and a thread prepares the next
+tensor while the current one is written. Writing is sequential, and the kernel writes data to disk
+while the file grows. A folder is renamed to its final name only after all its files are on disk, so
+that a killed process leaves no incomplete folder under that name.
 """
 
 import ctypes
@@ -31,29 +31,30 @@ POPULATE_READ = 22
 3.11.
 """
 LIBC = ctypes.CDLL(None, use_errno=True)
-"""C library, used for its madvise: Python 3.11's madvise holds the GIL while it waits for the disk
-(Modules/mmapmodule.c).
+"""C library, called for madvise: the madvise method of Python 3.11 holds the GIL while it waits for
+the disk (Modules/mmapmodule.c).
 """
 WRITE_BYTES = 64 << 20
-"""Number of written bytes after which the kernel is asked to start writing a growing file to disk,
-so that fsync has little left to write.
+"""Number of written bytes after which the kernel is asked to start writing them to disk, so that
+fsync has little left to write.
 """
 NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
 """Suffixes of weight files in a Hugging Face folder; `*.index.json` files also count as weights."""
 
 MAX_COMPANION_BYTES = 256 << 20
-"""Maximum size of a file that is not weights; larger files are treated as weights. The largest
-tokenizers have about 40 MB.
+"""Maximum size in bytes of a companion file; larger files are treated as weights. The largest
+tokenizer files have about 40 MB.
 """
 
 
 def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, read_once: bool = False) -> torch.Tensor:
     """Return the contiguous tensor stored at an offset of a file, as a private memory map.
 
-    The tensor's part of the file is read now and stays mapped as long as the tensor exists. Writing
-    to the tensor changes memory, never the file. Set `read_once` if no one else needs that part of
-    the file: it is then dropped from the page cache together with the tensor, so that the kernel
-    need not free other memory for the next one. Raises OSError if the disk cannot be read.
+    The tensor's part of the file is read immediately and stays mapped as long as the tensor exists.
+    Writing to the tensor changes memory, never the file. Set `read_once` to True if neither this
+    nor another process reads that part of the file again: it is then dropped from the page cache
+    together with the tensor, so that the kernel need not free other memory for the next tensor.
+    Raises OSError if the disk cannot be read.
     """
     before = offset % mmap.ALLOCATIONGRANULARITY
     num_bytes = shape.numel() * dtype.itemsize
@@ -71,16 +72,16 @@ def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size
 
 
 def _forget(descriptor: int, offset: int, num_bytes: int) -> None:
-    """Drop a part of a file that is no longer mapped from the page cache.
+    """Drop a part of a file from the page cache and close the file descriptor.
 
-    Pages that other processes have mapped stay.
+    Pages that other processes have mapped stay in the page cache.
     """
     os.posix_fadvise(descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
 
 
 def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterator[MadeItem]:
-    """Yield make(item) for each item in order, computing the next one in a thread."""
+    """Yield make(item) for each item in order, while a thread computes the next result."""
     with ThreadPoolExecutor(1) as maker:
         pending: Future[MadeItem] | None = None
         for item in items:
@@ -93,9 +94,9 @@ def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterato
 
 
 class FlushedFile(io.FileIO):
-    """New unbuffered file whose data is written to disk while it grows.
+    """New unbuffered file; the kernel writes its data to disk while the file grows.
 
-    Raises OSError with the file's name (disk full) from the call that detects it.
+    If the disk is full, the call that detects it raises an OSError that contains the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -113,8 +114,8 @@ class FlushedFile(io.FileIO):
                 left = left[written:]
                 self._waiting += written
                 if self._waiting == WRITE_BYTES:
-                    # Linux starts writing these pages to disk without waiting for it
-                    # (mm/fadvise.c).
+                    # Linux starts writing the dirty pages to disk, and this call does not wait for
+                    # that (mm/fadvise.c).
                     os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                     self._waiting = 0
         except OSError as error:
@@ -126,7 +127,7 @@ class FlushedFile(io.FileIO):
         self.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
 
     def finish(self) -> None:
-        """Wait until all of the file is on disk, and close it."""
+        """Wait until the whole file is on disk, then close it."""
         try:
             os.fsync(self.fileno())
         except OSError as error:
@@ -141,11 +142,14 @@ class FlushedFile(io.FileIO):
 def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `out` when the block ends.
 
-    The folder is hidden and next to `out`. At the end it is flushed to disk and renamed. If the
-    block raises, it is removed, together with parents created for it, and an existing `out` stays.
-    Leftovers of a killed process are removed by the next call; if the process died between the two
-    renames, that call restores the old folder. Raises OSError (disk full, no permission, or a file
-    of that name exists).
+    The temporary folder is hidden and next to `out`. At the end of the block it is flushed to disk
+    and renamed to `out`. If the block raises an exception, the temporary folder is removed together
+    with parent folders created for it, and an existing `out` is kept.
+
+    Leftovers of a killed process are removed by the next call with the same `out`. If the process
+    was killed between the two renames that replace an existing folder, the next call restores that
+    folder. Raises OSError if the disk is full, if permission is missing, or if a file is in the
+    place of a folder that must be created.
     """
     partial, replaced = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.replaced")
     if replaced.exists() and not out.exists():
@@ -176,7 +180,7 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file, or the directory entries of a folder, are on disk."""
+    """Flush a file, or the directory entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -192,9 +196,9 @@ def is_file_name(name: object) -> bool:
 def list_companions(source: Path) -> list[Path]:
     """Return the config, tokenizer, processor and chat template files of a Hugging Face folder.
 
-    These are all files except weights and hidden files. Raises ValueError if one of them is a
-    symbolic link out of the folder, because its target must not be published. Links to the blobs of
-    a Hugging Face cache are accepted.
+    Returns all files except weights and hidden files. Raises ValueError if a file is a symbolic
+    link to a target outside the folder, because that target must not be published. Links to the
+    blobs of a Hugging Face cache are accepted.
     """
     folder = source.resolve()
     found, homes = [], [folder, *(home.parent / "blobs" for home in folder.parents if home.name == "snapshots")]
@@ -211,8 +215,9 @@ def list_companions(source: Path) -> list[Path]:
 def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
     """Copy all files except weights, and optionally set pixel limits in the processor's files.
 
-    `pixels` are (min_pixels, max_pixels); see pixel_limits.py. Returns descriptions of the parts of
-    a complete folder that are missing. Raises ValueError as `list_companions` does.
+    `pixels` is (min_pixels, max_pixels); see pixel_limits.py. Returns the names of the parts of a
+    complete folder that `into` then lacks. Raises ValueError under the same condition as
+    `list_companions`.
     """
     into.mkdir(exist_ok=True)
     for path in list_companions(source):

@@ -17,23 +17,24 @@ from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
 
 
 class McoreImport:
-    """Conversion of one checkpoint.
+    """Conversion of one checkpoint to Megatron's distributed format.
 
-    Its name mappings, output specs and size are known from headers before any tensor is read.
+    Name mappings, output specs and output size are determined from headers, before any tensor is
+    read.
     """
 
     def __init__(self, source: TensorSource, rows: list[ParamMapping], *, dtype: torch.dtype | None = None) -> None:
         """Determine the specs of the output.
 
-        `source` is already checked against the model. With dtype=None each tensor keeps its stored
-        dtype. Raises ValueError if the tensors of one parameter have different dtypes.
+        `source` must already have been checked against the model. With dtype=None each tensor keeps
+        its stored dtype. Raises ValueError if the tensors of one parameter have different dtypes.
         """
         self.source, self.dtype = source, dtype
         self.rows = [row for row in rows if row.is_exported]
         self.target_specs = {row.checkpoint_key: self._target_spec(row) for row in self.rows}
 
     def _target_spec(self, row: ParamMapping) -> TensorSpec:
-        """Return the spec of a Megatron tensor, computed without data."""
+        """Return the spec of a Megatron tensor, computed on the meta device."""
         specs = [self.source.specs[name] for name in row.hf_names]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -44,15 +45,16 @@ class McoreImport:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the output's tensors in bytes, computed from the source."""
+        """Total size of the output tensors in bytes, computed from the source's specs."""
         return sum(spec.shape.numel() * (self.dtype or spec.dtype).itemsize for spec in self.source.specs.values())
 
     def write(self, into: Path, *, tp: int, progress: Callable[[int], None]) -> None:
         """Write the checkpoint into an empty folder and verify it.
 
-        `progress` is called with the size in bytes of each written tensor. Tensors are stored in
-        chunks such that a rank at tensor-parallel size `tp` reads only its own data; the checkpoint
-        loads at every layout. Raises OSError (disk full) and ValueError (damaged input).
+        `progress` is called with the size in bytes of each written tensor. Tensors are divided into
+        chunks so that each rank at tensor-parallel size `tp` reads only its own data. The
+        checkpoint can be loaded at every layout. Raises OSError if writing fails (disk full) and
+        ValueError if the input is damaged.
         """
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
@@ -87,8 +89,8 @@ class McoreImport:
 def num_chunks(row: ParamMapping, tp: int) -> int:
     """Return the number of chunks in which a parameter is stored.
 
-    Megatron shards it over ranks in equal parts, separately for gate and up (megatron-core 0.16.1,
-    transformer/mlp.py, apply_swiglu_sharded_factory).
+    Megatron shards a parameter over ranks in equal parts. In a fused gate and up, it shards gate
+    and up separately (megatron-core 0.16.1, transformer/mlp.py, apply_swiglu_sharded_factory).
     """
     if row.shard_dim is None:
         return 1
@@ -96,9 +98,9 @@ def num_chunks(row: ParamMapping, tp: int) -> int:
 
 
 def has_extra_state(row: ParamMapping) -> bool:
-    """Return True if Megatron expects an `_extra_state` next to this parameter.
+    """Return True if Megatron expects an `_extra_state` entry for the layer of this parameter.
 
-    Its sharded_state_dict contains one for linear layers of the decoder (megatron-core 0.16.1,
-    tensor_parallel/layers.py, get_extra_state).
+    Megatron's sharded_state_dict contains such an entry for each linear layer of the decoder
+    (megatron-core 0.16.1, tensor_parallel/layers.py, get_extra_state).
     """
     return ":" in row.stage and row.shard_dim is not None and row.checkpoint_key.endswith("weight")

@@ -1,14 +1,14 @@
 """Reader and writer of Megatron's checkpoint format `torch_dist`.
 
-Both handle one tensor at a time and need no process group. A folder contains `*.distcp` files
-(every chunk of a tensor is a separate torch.save at an offset), `.metadata` (a pickled torch
-Metadata with the chunks of each tensor and their positions), `common.pt` and `metadata.json`
-(megatron-core 0.16.1, dist_checkpointing).
+Reader and writer handle one tensor at a time and need no process group. A folder contains
+`*.distcp` files (every chunk of a tensor is a separate torch.save at an offset), `.metadata` (a
+pickled torch Metadata object with the chunks of each tensor and their positions), `common.pt` and
+`metadata.json` (megatron-core 0.16.1, dist_checkpointing).
 
-Only one tensor is in memory at a time. torch 2.13's FileSystemWriter keeps every tensor of a file
-until the file is complete (checkpoint/filesystem.py, _write_files_from_queue), and
-`dist_checkpointing.save` needs all tensors at the start. The writer here appends each tensor with
-torch.save, which produces the same files.
+The writer does not use torch 2.13's FileSystemWriter, which keeps every tensor of a file in memory
+until the file is complete (checkpoint/filesystem.py, _write_files_from_queue), nor
+`dist_checkpointing.save`, which needs all tensors at the start. The writer appends each tensor with
+torch.save, which produces the same files, so only one tensor is in memory at a time.
 """
 
 import json
@@ -43,7 +43,8 @@ dist_checkpointing/core.py).
 def read_format_metadata(folder: Path, *, key: str) -> object:
     """Return the content of metadata.json.
 
-    Raises ValueError under `key` if the file is missing or damaged.
+    Raises ValueError if the file is missing or damaged. `key` is the setting or option that names
+    the folder, used in error messages.
     """
     path = folder / FORMAT_FILE
     if not path.is_file():
@@ -55,12 +56,12 @@ def read_format_metadata(folder: Path, *, key: str) -> object:
 
 
 class McoreTensors:
-    """Tensors of a torch_dist folder by key, read one at a time.
+    """Tensors of a torch_dist folder, read one at a time by key.
 
-    The optimizer's tensors are left out by default. Raises ValueError under the setting's or
-    option's name `key` if the chunks of a tensor do not cover it or extend beyond their file, or if
-    files of a run's checkpoint differ from the recorded digests. A file with tensors is compared
-    when the first of them is read.
+    The optimizer's tensors are left out by default. Raises ValueError if the chunks of a tensor do
+    not cover the tensor exactly once or extend beyond their file, or if a file of a training
+    checkpoint differs from its recorded digest. A file with tensors is compared with its digest
+    when the first tensor is read from it.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class McoreTensors:
             read_once: Set to True if each tensor is read once and by this process only; see
                 tensor_files.map_tensor.
             with_optimizer: Include the optimizer's tensors.
-            is_verified: Set to True if the run has already compared all digests.
+            is_verified: Set to True if all files have already been compared with their digests.
         """
         self.folder, self.key, self._read_once = Path(folder), key, read_once
         self._recorded = None if is_verified else self._read_record()
@@ -151,7 +152,7 @@ class McoreTensors:
     def read_chunk(self, name: str, offsets: torch.Size) -> torch.Tensor:
         """Return the chunk at these offsets.
 
-        Raises ValueError if the file has other content.
+        Raises ValueError if the file does not contain this chunk.
         """
         place, spec = self._places[metadata.MetadataIndex(name, offsets)], self.specs[name]
         sizes, path = self._sizes[name, offsets], self.folder / place.relative_path
@@ -170,14 +171,15 @@ class McoreTensors:
 
 
 class TorchDistWriter:
-    """Writer of a torch_dist folder: add every tensor, then call `finish`.
+    """Writer of a torch_dist folder: call `add` for every tensor, then call `finish`.
 
-    Use it as a context manager. If the block ends early, files are closed but the folder is no
-    valid checkpoint. Raises OSError (disk full) from the call that detects it.
+    Use the writer as a context manager. If the block ends before `finish`, files are closed, but
+    the folder is not a valid checkpoint. If the disk is full, the call that detects it raises
+    OSError.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30) -> None:
-        """Write into `folder`; a new file is started when one has reached `file_bytes`."""
+        """Write into `folder`; start a new file when the current one has reached `file_bytes`."""
         self.folder, self.file_bytes = folder, file_bytes
         self._metadata = metadata.Metadata({}, storage_data={}, storage_meta=metadata.StorageMeta(), version=filesystem.CURRENT_DCP_VERSION)
         self._file: FlushedFile | None = None
@@ -193,8 +195,9 @@ class TorchDistWriter:
     def add(self, key: str, *runs: torch.Tensor, dim: int = 0, parts: int = 1) -> None:
         """Write a tensor, given as a whole or as consecutive slices of rows.
 
-        It is stored as `parts` equal chunks along `dim`, so that a rank can read its shard without
-        the rest. If rows do not divide evenly, the last chunk is shorter.
+        The tensor is stored as `parts` equal chunks along `dim`, so that a rank can read its shard
+        without the rest. With dim=0, the last chunk is shorter if `parts` does not divide the
+        number of rows.
         """
         assert key not in self._metadata.state_dict_metadata, f"{key} was written already"
         shape = _stacked_shape(runs)
@@ -210,9 +213,9 @@ class TorchDistWriter:
         self._metadata.state_dict_metadata[key] = entry
 
     def add_empty_object(self, key: str) -> None:
-        """Write a Megatron ShardedObject without content (the `_extra_state` of a linear layer).
+        """Write an empty Megatron ShardedObject (the `_extra_state` of a linear layer).
 
-        Megatron requires an entry of this name.
+        Megatron requires an entry with this key when it loads the checkpoint.
         """
         self._metadata.state_dict_metadata[key] = metadata.BytesStorageMetadata()
         self._append(metadata.MetadataIndex(key), [None])
@@ -220,8 +223,8 @@ class TorchDistWriter:
     def _append(self, index: metadata.MetadataIndex, content: torch.Tensor | list[None], runs: Tensors = ()) -> None:
         """Append torch.save of `content` to the current file.
 
-        With `runs`, the data of these slices is written in place of the data of `content`, which is
-        never accessed.
+        If `runs` is not empty, the data of these slices is written instead of the data of
+        `content`, which is never accessed.
         """
         file = self._open_file()
         offset = file.tell()
@@ -258,7 +261,7 @@ class TorchDistWriter:
 
 
 class _ChunkBuffer:
-    """File object for one torch.save that replaces the data of `tensor` by that of `runs`."""
+    """File object for one torch.save call that writes the data of `runs` in place of `tensor`."""
 
     def __init__(self, file: FlushedFile, tensor: torch.Tensor, runs: Tensors) -> None:
         self.file, self.tensor, self.runs = file, tensor, runs

@@ -1,14 +1,15 @@
 """Loads an untrusted torch_dist folder with dist_checkpointing, but without its pickle calls.
 
-It fills Megatron's tensors. megatron-core 0.16.1 and torch 2.13 would unpickle data in four places:
-- `.metadata` (pickle.load, checkpoint/filesystem.py; every rank's `__R.metadata` if that fails),
+megatron-core 0.16.1 and torch 2.13 would unpickle data in four places:
+- `.metadata` (pickle.load, checkpoint/filesystem.py; if that fails, `__R.metadata` of every rank),
 - a chunk (torch.load with weights_only and with classes that Megatron allows for the whole process,
   safe_globals.py),
 - an entry that the metadata declares as bytes (torch.load without weights_only, default_planner.py,
   load_bytes),
 - common.pt (strategies/common.py).
 
-Here all of them are read with safe_unpickler.py instead.
+This module reads `.metadata`, chunks and common.pt with safe_unpickler.py instead, and never reads
+an entry of bytes.
 """
 
 from collections.abc import Iterator
@@ -32,15 +33,16 @@ from megatron_rl.weights.formats.pickle_tensors import StoredTensor
 from megatron_rl.weights.formats.torch_dist import FORMAT_METADATA, McoreTensors, read_format_metadata
 
 COMMON = "common.pt"
-"""Name of the file with the part of a checkpoint that is not tensors of the model."""
+"""Name of the file with the state that is not stored as sharded tensors."""
 
 
 def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bool) -> StateDict:
-    """Run dist_checkpointing.load for tensors only.
+    """Load the tensors in `wanted` from a folder with dist_checkpointing.load.
 
-    With `with_optimizer` the checkpoint must contain exactly the wanted tensors, including the
-    optimizer's, and the resuming run must have compared the digests already. Raises ValueError
-    under `key` if the folder is damaged or was not written by torch and Megatron.
+    If `with_optimizer` is True, the checkpoint must contain exactly the wanted tensors, including
+    the optimizer's, and the caller must have compared the files with their digests already. Raises
+    ValueError if the folder is damaged or was not written by torch and Megatron. `key` is the
+    config key that contains `folder`, used in error messages.
     """
     if read_format_metadata(folder, key=key) != FORMAT_METADATA:
         raise ValueError(f"{key}={folder}: its metadata.json names another format than Megatron's torch_dist; copy it again")
@@ -76,7 +78,7 @@ class _EmptyCommonState(TorchCommonLoadStrategy):
 
 
 class _Reader(FileSystemReader):
-    """Reader for Megatron that takes metadata and chunks from McoreTensors."""
+    """Checkpoint reader for Megatron that gets metadata and chunks from McoreTensors."""
 
     def __init__(self, stored: McoreTensors) -> None:
         super().__init__(stored.folder)
@@ -100,9 +102,9 @@ class _Reader(FileSystemReader):
 
 @contextmanager
 def _using_reader(reader: _Reader) -> Iterator[None]:
-    """Make Megatron use `reader` inside the block, in place of the one that it would create.
+    """Make Megatron use `reader` inside the block instead of creating its own reader.
 
-    Megatron creates its readers with a module-level function (strategies/torch.py).
+    Megatron creates readers with a module-level function (strategies/torch.py), which is replaced.
     """
     make = strategy._get_filesystem_reader
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader

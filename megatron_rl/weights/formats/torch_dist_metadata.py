@@ -1,9 +1,9 @@
 """Reader of the file `.metadata` in a torch_dist folder.
 
-It is a pickled torch Metadata with the chunks of each tensor and their positions. torch itself
-reads the file with pickle.load (torch 2.13, distributed/checkpoint/filesystem.py, read_metadata).
-Here it is read by SafeUnpickler, with the classes that torch 2.13 and megatron-core 0.16.1 write.
-The types of all used fields are checked.
+The file is a pickled torch Metadata object with the chunks of each tensor and their positions.
+torch reads the file with pickle.load (torch 2.13, distributed/checkpoint/filesystem.py,
+read_metadata). This module reads it with SafeUnpickler, which accepts only the classes that torch
+2.13 and megatron-core 0.16.1 write, and checks the types of all used fields.
 """
 
 import dataclasses
@@ -33,9 +33,10 @@ _FIELDS = {kind: {field.name for field in dataclasses.fields(kind)} for kind in 
 
 
 def make_shape(sizes: object = ()) -> torch.Size:
-    """Return a torch.Size made of untrusted data.
+    """Return a torch.Size made from untrusted data.
 
-    Raises ValueError for more than 2 * MAX_DIMENSIONS sizes, which could exhaust memory.
+    Raises ValueError for more than 2 * MAX_DIMENSIONS sizes, because a long list could exhaust
+    memory.
     """
     if not isinstance(sizes, tuple | list) or len(sizes) > 2 * MAX_DIMENSIONS:
         raise ValueError(f"{len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__} sizes of a tensor")
@@ -49,7 +50,9 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("pathlib", "PosixPath"): lambda *parts: InertRecord("PosixPath", parts),
 }
-"""Constructors of all objects except dtypes in a `.metadata` (torch 2.13, megatron-core 0.16.1)."""
+"""Constructors of all objects in a `.metadata` file except dtypes, keyed by module and name (torch
+2.13, megatron-core 0.16.1).
+"""
 
 
 def _find_known(module: str, name: str) -> object:
@@ -61,7 +64,10 @@ def _find_known(module: str, name: str) -> object:
 
 
 def _fill(made: object, state: object) -> None:
-    """Apply BUILD to an object of the format; raises TypeError for any other object."""
+    """Set the state of an unpickled object (opcode BUILD).
+
+    Raises TypeError for an object of a class that does not belong to the format.
+    """
     kind = type(made)
     if kind not in _FIELDS:
         raise TypeError(f"it gives a state to a {kind.__name__}")
@@ -76,8 +82,8 @@ def _fill(made: object, state: object) -> None:
 def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
     """Read and check the metadata of a torch_dist folder.
 
-    Raises ValueError under the setting or option `key` if it is missing or was not written by
-    torch.
+    Raises ValueError if the metadata is missing or was not written by torch. `key` is the setting
+    or option that names the folder, used in error messages.
     """
     path = folder / METADATA
     if not path.is_file():
@@ -97,7 +103,7 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
 def _check(found: object) -> None:
     """Raise TypeError or ValueError if a field is invalid.
 
-    Checks the types of all fields that are used, and that file names do not lead out of the folder.
+    Checks the types of all used fields, and that file names do not point outside the folder.
     """
     if not isinstance(found, metadata.Metadata):
         raise TypeError(f"it holds a {type(found).__name__}, no Metadata")
@@ -135,8 +141,8 @@ def chunks_cover_tensor(whole: torch.Size, chunks: list[metadata.ChunkStorageMet
     """Return True if the chunks cover the tensor exactly once, without gap or overlap.
 
     The mixed difference of a box's indicator function is +1 or -1 at each corner of the box and 0
-    elsewhere. The chunks cover the tensor exactly if the signed corners of all chunks add up to
-    those of the tensor.
+    elsewhere. The chunks cover the tensor exactly once if the signed corners of all chunks add up
+    to the signed corners of the tensor.
     """
     corners: Counter[tuple[int, ...]] = Counter()
     boxes = [((0,) * len(whole), whole, -1), *((chunk.offsets, chunk.sizes, 1) for chunk in chunks)]
