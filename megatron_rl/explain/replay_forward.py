@@ -136,7 +136,7 @@ class ForwardReplay:
             self.engine.close()
 
     def compare_at_layout(
-        self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout, *, is_main: bool, group: dist.ProcessGroup | None
+        self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout, *, group: dist.ProcessGroup | None
     ) -> ReplayResult:
         """Compare the trainer's network, sharded over all ranks.
 

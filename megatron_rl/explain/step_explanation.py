@@ -123,9 +123,7 @@ def _run_replay(
         page.skipped.append("trainer, one process: its weights are larger than --whole-gb; give a layout, or more")
     if parallel is not None:
         try:
-            played = forward_replay.compare_at_layout(
-                played, sequences, build_layout(parallel, seed=0), is_main=world.is_main, group=waiting
-            )
+            played = forward_replay.compare_at_layout(played, sequences, build_layout(parallel, seed=0), group=waiting)
         finally:
             destroy_layout()
     if use_engine:

@@ -35,15 +35,6 @@ def moving_average(values: Sequence[float], *, window: int) -> list[float]:
     return [sum(part) / len(part) for part in slices]
 
 
-def plot_reward_curve(metrics_path: Path, out_png: Path, *, window: int = 5) -> None:
-    """Plot one run.
-
-    Raises:
-        ValueError: the run's metrics contain no return, as in supervised fine-tuning.
-    """
-    plot_reward_curves({metrics_path.parent.name: metrics_path}, out_png, window=window)
-
-
 def plot_reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int = 5) -> None:
     """Plot several runs with return on the left axis and success on the right axis.
 

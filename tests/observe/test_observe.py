@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_rl.config import WandbSettings
 from megatron_rl.io.jsonl import read_lines, to_json_line, write_lines_atomically
 from megatron_rl.observe.metrics import MetricsLog, StepTimer, read_metrics
-from megatron_rl.observe.plot import main, moving_average, plot_reward_curve
+from megatron_rl.observe.plot import main, moving_average, plot_reward_curves
 from megatron_rl.observe.progress import ProgressDisplay
 from megatron_rl.run.superseded_steps import supersede_records
 from tests.observe.test_recorder import picture
@@ -376,7 +376,7 @@ BLUE, ORANGE = (31, 119, 180), (255, 127, 14)  # matplotlib's C0 and C1
 def test_a_curve_a_run_in_its_own_color(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_run(tmp_path / "a", {step: step / 10 for step in range(20)})
     write_run(tmp_path / "b", {step: 1 - step / 20 for step in range(20)})
-    plot_reward_curve(tmp_path / "a" / "metrics.jsonl", tmp_path / "one.png")
+    plot_reward_curves({"a": tmp_path / "a" / "metrics.jsonl"}, tmp_path / "one.png")
     assert color_share(tmp_path / "one.png", BLUE) > 1e-3 and color_share(tmp_path / "one.png", ORANGE) == 0
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     both = tmp_path / "a" / "reward_curve.png"
