@@ -1,6 +1,7 @@
-"""Settings of individual built-in tasks (`task.options`).
+"""Task-specific options of the built-in tasks (`task.options`).
 
-They are defined outside of gym_cards/ so that the config can be validated without gymnasium.
+The classes are defined outside of gym_cards/, so that configs can be validated without importing
+gymnasium.
 """
 
 from collections.abc import Mapping
@@ -14,16 +15,16 @@ CARD_ART_NAMES = ("large", "classic", "night")
 
 @dataclass
 class GameOptions:
-    """Options of every GymCards game."""
+    """Options shared by all GymCards games."""
 
     reading: str = "json"
     """Reply format: json expects one JSON object with an action; rl4vlm accepts free text that
     names exactly one action.
     """
     invalid: str = "penalize"
-    """Effect of a reply without an action: penalize pays -1, repeat pays 0 and repeats the
-    observation, noop takes a move that changes nothing (points games only: a blank), random takes a
-    random action, as RL4VLM does.
+    """Effect of a reply without a valid action: penalize gives reward -1 and repeats the
+    observation, repeat does the same with reward 0, noop makes a move that changes nothing (points
+    games only: a blank), random takes a random action, as RL4VLM does.
     """
 
     def __post_init__(self) -> None:
@@ -40,8 +41,8 @@ class NumberLineOptions(GameOptions):
     """Options of NumberLine."""
 
     eval_max_number: int = 5
-    """Largest number of the line in evaluations (5..20). Above 5, evaluation uses only starts that
-    training never uses: those with a number beyond 5.
+    """Largest number on the number line in evaluations (5..20). If it is above 5, evaluations use
+    only starts with a current or target number above 5, which never occur in training.
     """
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class NumberLineOptions(GameOptions):
 
 @dataclass
 class CardOptions(GameOptions):
-    """Options of every card game."""
+    """Options shared by all card games."""
 
     eval_art: str = "large"
     """Card art in evaluations: large (as in training), classic or night."""
@@ -70,8 +71,8 @@ class EZPointsOptions(CardOptions):
     """Options of EZPoints."""
 
     legacy_rules: bool = False
-    """Evaluate training formulas as Python text, as RL4VLM does: adjacent numbers concatenate.
-    Never applies to evaluations.
+    """In training, evaluate formulas as Python expressions, as RL4VLM does: adjacent numbers are
+    concatenated. Evaluations always use the strict rules.
     """
     eval_target: int = 12
     """Target number in evaluations; training uses 12."""
@@ -82,17 +83,17 @@ class Points24Options(CardOptions):
     """Options of Points24."""
 
     legacy_rules: bool = False
-    """Evaluate training formulas as Python text, as RL4VLM does: 2 followed by 4 is 24, ** is a
-    power, // is integer division. Never applies to evaluations.
+    """In training, evaluate formulas as Python expressions, as RL4VLM does: 2 followed by 4 is 24,
+    ** is a power, // is integer division. Evaluations always use the strict rules.
     """
     faces: str = "ten"
-    """Value of J, Q and K: ten, or rank (11, 12, 13)."""
+    """Value of J, Q and K: ten for 10 each, or rank for 11, 12 and 13."""
     solvable: bool = False
     """Deal only hands that have a solution."""
     train_hands: int = 4096
     """Number of training hands."""
     eval_hands: int = 500
-    """Number of evaluation hands; no training hand has the same four numbers as one of them."""
+    """Number of evaluation hands. Training and evaluation never use the same four numbers."""
     eval_target: int = 24
     """Target number in evaluations (1..100); training uses 24."""
 
@@ -108,16 +109,19 @@ class BlackjackOptions(CardOptions):
     """Options of Blackjack."""
 
     natural: bool = False
-    """Pay 1.5 for a win with an initial hand of an ace and a ten-valued card."""
+    """Give reward 1.5 for a win with a natural (an ace and a ten-valued card as the initial
+    hand).
+    """
     sab: bool = False
-    """Use the rules of Sutton and Barto: an initial hand of an ace and a ten-valued card wins
-    unless the dealer has one too. Overrides natural.
+    """Use the rules of Sutton and Barto: a natural (an ace and a ten-valued card as the initial
+    hand) wins unless the dealer also has a natural. Overrides natural.
     """
     train_hands: int = 4096
-    """Number of training starts: the player's two cards and the dealer's visible card."""
+    """Number of training starts. A start is the player's two cards and the dealer's visible card.
+    """
     eval_drawings: int = 3
-    """Number of hands in which an evaluation queries each of the 280 positions; no training start
-    has their suits.
+    """Number of evaluation hands for each of the 280 positions. Training starts never use the suit
+    combinations of evaluation hands.
     """
 
     def __post_init__(self) -> None:
@@ -132,28 +136,36 @@ class AlfworldOptions:
     """Options of ALFWorld."""
 
     reading: str = "json"
-    """Reply format: json expects one JSON object with an action; rl4vlm takes the first admissible
-    command in free text.
+    """Reply format: json expects one JSON object with an action; rl4vlm accepts free text and uses
+    the alphabetically first admissible command in that text.
     """
     invalid: str = "penalize"
-    """Effect of a reply without an admissible command: penalize adds -1, repeat adds 0, random runs
-    a random command. penalize and repeat leave the game unchanged.
+    """Effect of a reply without an admissible command: penalize adds -1 to the step reward, repeat
+    adds 0, random runs a random admissible command. penalize and repeat leave the game unchanged.
     """
     progress: str = "level"
-    """Step reward for the goal's conditions: level pays the fraction that holds (as RL4VLM), change
-    pays the change of that fraction.
+    """Step reward for progress: level gives the fraction of the goal's conditions that hold after
+    the step, as in RL4VLM; change gives the change of that fraction during the step.
     """
     observation: str = "both"
-    """Location of the observation text: both for image and prompt, picture for the image only."""
+    """Location of the observation text: both puts it into the image and the prompt, picture only
+    into the image.
+    """
     eval_picture: str = "drawn"
-    """Images in evaluations: drawn as in training, or blank to test the policy without images."""
+    """Images in evaluations: drawn as in training, or blank to test the policy without visual
+    input.
+    """
     history: int = 0
-    """Maximum number of previous commands listed in the prompt (0..50). 0 lists none, as RL4VLM."""
+    """Maximum number of previous commands listed in the prompt (0..50). 0 lists no commands, as in
+    RL4VLM.
+    """
     processes: int = 64
-    """Maximum number of TextWorld processes, one per episode; further episodes wait."""
+    """Maximum number of TextWorld processes. Each running episode uses one process; further
+    episodes wait for a free process.
+    """
     call_s: float = 60.0
-    """Timeout in seconds for TextWorld to start a game or run a command; the episode fails when it
-    is exceeded.
+    """Timeout in seconds for TextWorld to start a game or run a command. The episode fails if the
+    timeout is exceeded.
     """
 
     def __post_init__(self) -> None:
@@ -169,14 +181,16 @@ class AlfworldOptions:
 
 @dataclass
 class LewisOptions:
-    """Options of both Lewis tasks."""
+    """Options shared by the Lewis speaker and listener tasks."""
 
     variant: str = "code"
     """Source of the reward constants where the game's README and code differ: readme or code
     (tasks/lewis/rewards.py).
     """
     log: str = ""
-    """JSON-lines file for predictions (time, reward, content, solution). Empty writes none."""
+    """JSON-lines file to which predictions are written (time, reward, content, solution). Empty
+    disables the file.
+    """
 
     def __post_init__(self) -> None:
         require_choice("task.options.variant", self.variant, ("readme", "code"))
@@ -189,22 +203,22 @@ class LewisSpeakerOptions(LewisOptions):
     parts: list[str] = field(default_factory=lambda: ["accuracy", "format"])
     """Reward terms to sum: any of accuracy, format, length, overlap."""
     accuracy: str = ""
-    """Accuracy reward: binary pays 1 for a correct pick, soft_gated pays the listener's
-    reward_score for a correct pick, soft_always pays it for any pick. Empty uses soft_gated with
-    variant=code and binary with variant=readme, which allows only binary.
+    """Accuracy reward: binary is 1 if the listener picks the target, soft_gated is the listener's
+    reward_score if it picks the target, soft_always is the reward_score of any pick. Empty selects
+    soft_gated for variant=code and binary for variant=readme; variant=readme supports only binary.
     """
     held_out_listeners: dict[str, str] = field(default_factory=dict)
-    """Listener URLs that are used on held-out games only and never reward, by metric name: {frozen:
-    http://HOST:9002}. A listener named frozen also defines the metric drift: partner accuracy minus
-    its accuracy.
+    """URLs of listeners that only measure accuracy on held-out games and never contribute to the
+    reward, keyed by metric name, e.g. {frozen: http://HOST:9002}. A listener named frozen also
+    defines the metric drift: the partner's accuracy minus the accuracy of frozen.
     """
     held_out_token_files: dict[str, str] = field(default_factory=dict)
-    """Files with the access tokens of held-out listeners, by the same names. Listeners without an
-    entry are sent no token.
+    """Files with the access tokens of held-out listeners, keyed by the names in held_out_listeners.
+    Listeners without an entry receive no token.
     """
     sheets: str = ""
-    """Folder for one contact sheet per evaluation: target, candidates, description and the
-    listener's probabilities. Empty draws none.
+    """Folder to which every evaluation adds a contact sheet: target, candidates, description and
+    the listener's probabilities. Empty disables contact sheets.
     """
 
     def __post_init__(self) -> None:
@@ -233,7 +247,7 @@ class LewisSpeakerOptions(LewisOptions):
 
     @property
     def accuracy_mode(self) -> str:
-        """Effective accuracy mode: `accuracy`, or the default of `variant` if it is empty."""
+        """Effective accuracy mode: `accuracy`, or the default for `variant` if that is empty."""
         return self.accuracy or {"readme": "binary", "code": "soft_gated"}[self.variant]
 
 
@@ -242,11 +256,11 @@ class LewisListenerOptions(LewisOptions):
     """Options of the Lewis listener."""
 
     reward: str = "consistency"
-    """Question and reward: consistency pays a correct yes/no on two images, weighted also penalizes
-    a wrong one, selection asks for the candidate that shows the same object as the query, heard
-    pays a correct yes/no on a description and one image, with the listener service's prompt.
-    selection and heard read speaker rows; the descriptions of heard come from task.speaker, or name
-    colors if it has no URL.
+    """Question that the listener is trained on. consistency: do two images show the same object.
+    weighted: the same question, with a penalty for wrong answers. selection: which candidate shows
+    the same object as the query. heard: does a description fit one image, in the prompt of the
+    listener service. selection and heard read speaker rows. The descriptions for heard come from
+    task.speaker; without a speaker URL, they name the colors of the object.
     """
 
     def __post_init__(self) -> None:
@@ -263,4 +277,4 @@ TASK_OPTIONS: Mapping[str, type] = {
     "points24": Points24Options,
     "blackjack": BlackjackOptions,
 }
-"""Maps task.name to its options dataclass."""
+"""Maps each value of task.name to the options dataclass of the task."""

@@ -1,9 +1,9 @@
-r"""Single-turn visual question answering, with or without images, and without tools.
+r"""Single-turn question answering without tools, on questions with or without images.
 
-The user provides the data; the accuracy rubric scores the reply. The prompt contains the question
-with its images and an instruction on the answer format, which `task.prompt` can replace. The reply
-ends the episode. The answer is the text between <answer> and </answer>, or the last \boxed{} of a
-reply without such a block.
+The user provides the data, and the accuracy rubric scores the reply. The prompt contains the
+question with its images and an instruction on the answer format; `task.prompt` replaces this
+template. The reply ends the episode. The answer is the text between <answer> and </answer>. If the
+reply has no such block, the answer is the content of the last \boxed{} in the reply.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ PROMPT = "{question}" + ANSWER
 
 
 class VqaEnv(Env):
-    """One question, answered by one reply."""
+    """Environment of one question, which the policy answers in a single turn."""
 
     def __init__(self, example: Example, *, prompt: str, system: str) -> None:
         """Create the environment of one example.
@@ -30,13 +30,14 @@ class VqaEnv(Env):
         Args:
             example: Question, images and optional system message.
             prompt: Template of the user message; contains {question}.
-            system: System message; if empty, the one in the example's row is used, if any.
+            system: System message. If it is empty, the example's own system message is used, if
+                there is one.
         """
         self.example, self.prompt = example, prompt
         self.system = system or str(example.payload["system"])
 
     async def reset(self, seed: int) -> list[Message]:
-        """Return the prompt. The seed is not used.
+        """Return the messages of the prompt. The seed is not used.
 
         Raises:
             InfraError: An image cannot be opened.
@@ -52,7 +53,7 @@ class VqaEnv(Env):
 
 
 class VqaTask(Task):
-    """Questions from the user's files, scored by the accuracy rubric."""
+    """Task with questions from the user's files, scored by the accuracy rubric."""
 
     reward_names = ("accuracy",)
     appends_to_sequence = False
@@ -67,20 +68,20 @@ class VqaTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
-        """Start the judge, if there is one."""
+        """Start the judge, if one is configured."""
         if self.judge is not None:
             await self.judge.start()
 
     async def close(self) -> None:
-        """Close the judge, if there is one."""
+        """Close the judge, if one is configured."""
         if self.judge is not None:
             await self.judge.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Return the questions of a split. The first call checks every row.
+        """Return the questions of a split. The first call validates every row.
 
         Raises:
-            ValueError: A row cannot be used; the message names the first one.
+            ValueError: A row is invalid; the message names the first invalid row.
         """
         if split not in self._splits:
             self._splits[split] = load_benchmark_questions(self.settings.data, split)
@@ -91,9 +92,9 @@ class VqaTask(Task):
         return VqaEnv(example, prompt=self.prompt, system=self.system)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the metrics that `task.data.benchmark` reports."""
+        """Return the metrics of the benchmark in `task.data.benchmark`, if one is configured."""
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Return replies that earn the full reward."""
+        """Return a list with the one reply that earns the full reward."""
         return [f"<answer>{example.payload['answer']}</answer>"]

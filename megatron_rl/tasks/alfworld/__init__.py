@@ -1,4 +1,4 @@
 """ALFWorld (arXiv 2010.03768): household tasks in TextWorld.
 
-The agent finds, cleans, heats, cools, lights and places objects.
+The policy must find objects, clean, heat or cool them, place them, or look at them under a lamp.
 """

@@ -1,6 +1,7 @@
-"""Parsers from the policy's reply to an admissible command, or to the reason why it has none.
+"""Parsers that find the admissible command in the policy's reply.
 
-They never raise.
+If a reply has no valid command, the parser returns the reason. The parsers never raise an
+exception.
 """
 
 import re
@@ -9,16 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.tasks.gym_cards.card_action_parser import MAX_REPLY_CHARS, InvalidAction, parse_json_action
 
 TAIL_CHARS = 30
-"""Number of characters at the end of a reply that RL4VLM searches if the reply has no action key.
-"""
+"""Number of characters at the end of a reply that are searched if the reply has no action key."""
 
 
 def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidAction:
-    """Return the index of the first of `commands` that occurs in the reply, as RL4VLM does.
+    """Return the index of the first of `commands` that occurs in the reply, as in RL4VLM.
 
-    The text from the first `"action":` on is searched, or the last 30 characters if there is none.
-    One difference: cabinet 1 does not match cabinet 10. RL4VLM would open the former if the policy
-    named the latter.
+    The search covers the text from the first `"action":` to the end, or only the last TAIL_CHARS
+    characters if the reply does not contain `"action":`.
+
+    Difference from RL4VLM: open cabinet 1 does not match open cabinet 10. RL4VLM opens cabinet 1 if
+    the policy names cabinet 10 and opening cabinet 1 is admissible.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -35,4 +37,4 @@ ACTION_PARSERS: Mapping[str, Callable[[str, Sequence[str]], int | InvalidAction]
     "json": parse_json_action,
     "rl4vlm": parse_substring_action,
 }
-"""Maps task.options.reading to its parser."""
+"""Maps each value of task.options.reading to its parser."""

@@ -1,9 +1,9 @@
-"""Generator of ALFWorld games from the files of its package.
+"""Generator of ALFWorld games from the files of the package alfworld.
 
 The package provides the rules (alfred.pddl), texts (alfred.twl2), goals and 120 floor plans. Scenes
-have ALFWorld's numbers: 1 to 6 of each kind of room are held out, 7 to 30 are for training. The
-locations of objects are random, and so are those of receptacles without coordinates in the package.
-The planner checks later if a game can be won (textworld_engine.py).
+have ALFWorld's numbers. For each kind of room, scenes 1 to 6 are held out and scenes 7 to 30 are
+for training. Objects get random locations. Receptacles without coordinates in the package get
+random coordinates. The planner later checks whether a game can be won (textworld_engine.py).
 """
 
 import importlib.util
@@ -30,20 +30,20 @@ NAME_MANGLING = str.maketrans({"|": "_bar_", "-": "_minus_", "+": "_plus_", ".":
 
 @dataclass(slots=True, frozen=True)
 class GameDraft:
-    """Game that is not yet known to be winnable."""
+    """Generated game, before the planner has checked that it can be won."""
 
     goal: AlfworldGoal
     task_text: str
-    """Task in words."""
+    """Description of the task in English."""
     pddl_problem: str
-    """Game in PDDL."""
+    """Initial state and goal of the game as a PDDL problem."""
 
 
 @dataclass(frozen=True)
 class AlfworldPackage:
-    """Data of the package alfworld in `package_dir`.
+    """Data files of the package alfworld, which is installed in `package_dir`.
 
-    The package is not imported, because that would create a folder in the user's home directory.
+    The package is not imported, because importing it creates a folder in the user's home directory.
     """
 
     package_dir: Path
@@ -55,12 +55,12 @@ class AlfworldPackage:
 
     @cached_property
     def goal_library(self) -> Mapping[str, Mapping[str, Any]]:
-        """Goals and text templates by ALFWorld's name of the task type."""
+        """Maps ALFWorld's name of each task type to its PDDL goal and its text templates."""
         return runpy.run_path(str(self.package_dir / "gen" / "goal_library.py"))["gdict"]
 
     @cached_property
     def allowed_objects(self) -> Mapping[str, Set[str]]:
-        """Maps receptacle types to the object types that they may contain."""
+        """Maps each receptacle type to the object types that it may contain."""
         return self.constants["VAL_RECEPTACLE_OBJECTS"]
 
     @cached_property
@@ -69,7 +69,7 @@ class AlfworldPackage:
         return self.allowed_objects.keys() - self.constants["MOVABLE_RECEPTACLES_SET"]
 
     def list_scenes(self, split: str, kind: str) -> list[int]:
-        """Return the floor plans of a split that have tasks of a kind."""
+        """Return the numbers of a split's floor plans in which a kind of task is possible."""
         rooms = self.constants["GOALS_VALID"][ALFWORLD_NAME_BY_KIND[kind]]
         numbers = self.constants["TRAIN_SCENE_NUMBERS" if split == "train" else "TEST_SCENE_NUMBERS"]
         return [number for number in numbers if ROOM_BY_FIRST_SCENE[number - (number - 1) % 100] in rooms]
@@ -77,8 +77,8 @@ class AlfworldPackage:
     def read_layout(self, scene: int, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return a scene's receptacles and object types.
 
-        Receptacles are named like Cabinet|+00.68|+00.50|-02.20. The object types are those that a
-        receptacle of the scene may contain, and the lamp.
+        Example of a receptacle name: Cabinet|+00.68|+00.50|-02.20. The object types are the lamp
+        and the types that a receptacle of the scene may contain.
         """
         plans = self.package_dir / "gen" / "layouts"
         receptacles = sorted(json.loads((plans / f"FloorPlan{scene}-openable.json").read_text()))
@@ -95,12 +95,12 @@ class AlfworldPackage:
         return (self.package_dir / "data" / "alfred.pddl").read_text()
 
     def make_grammar(self, task: str) -> str:
-        """Return the text of alfred.twl2 with this task."""
+        """Return the text of alfred.twl2 with `task` as the description of the goal."""
         return (self.package_dir / "data" / "alfred.twl2").read_text().replace("UNKNOWN GOAL", task)
 
 
 def find_alfworld_package() -> AlfworldPackage:
-    """Return the installed package.
+    """Return the data files of the installed package alfworld.
 
     Raises:
         ValueError: The package is not installed.
@@ -127,16 +127,16 @@ def random_coordinates(rng: random.Random) -> str:
 def generate_drafts(
     package: AlfworldPackage, *, split: str, kind: str, rng: random.Random, max_receptacles: int, max_objects: int
 ) -> Iterator[GameDraft]:
-    """Yield games of a kind in scenes of a split, without end.
+    """Yield an infinite sequence of random games of one kind, in scenes of one split.
 
     Args:
-        package: Data of ALFWorld.
-        split: Split of the scenes.
+        package: Data files of the package alfworld.
+        split: Split from which scenes are chosen, train or eval.
         kind: Kind of task.
-        rng: Source of randomness.
-        max_receptacles: Maximum number of receptacles; those that the goal needs are always
-            included. 0 includes all of the scene.
-        max_objects: Maximum number of objects; 0 includes all of the scene.
+        rng: Random number generator.
+        max_receptacles: Maximum number of receptacles. Receptacles that the goal needs are always
+            included. 0 includes all receptacles of the scene.
+        max_objects: Maximum number of objects. 0 sets no limit.
     """
     scenes = package.list_scenes(split, kind)
     while True:
@@ -157,7 +157,7 @@ def generate_drafts(
 def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str], types: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each possible pair of object type and target receptacle type.
 
-    For kind look the second is the lamp.
+    For kind look, the lamp takes the place of the target receptacle.
     """
     there = sorted({object_type(receptacle) for receptacle in receptacles})
     able = package.constants["VAL_ACTION_OBJECTS"][ABILITY_BY_KIND[kind]] if kind in ABILITY_BY_KIND else types
@@ -167,14 +167,18 @@ def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str],
             continue
         if kind == "look" and places and LAMP in types and {*LAMP_RECEPTACLES} & {*there}:
             yield thing, LAMP
-        elif kind != "look" and len(places) > 1:  # one for the start and one for the target
+        elif kind != "look" and len(places) > 1:  # an object must not start in a receptacle of the target type
             yield from ((thing, place) for place in places)
 
 
 def _choose_receptacles(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], *, rng: random.Random, max_receptacles: int
 ) -> list[str]:
-    """Return the receptacles that the goal needs, and others up to `max_receptacles` (0: all)."""
+    """Return the receptacles that the goal needs, filled up with random others.
+
+    The result has at most `max_receptacles` receptacles, unless the goal needs more. If
+    `max_receptacles` is 0, all receptacles are returned.
+    """
     shuffled = rng.sample(receptacles, len(receptacles))
     homes = {place for place in package.fixed_receptacles if goal.object_type in package.allowed_objects[place]} - {
         goal.receptacle_type,
@@ -192,9 +196,9 @@ def _choose_receptacles(
 def _place_objects(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], types: Sequence[str], *, rng: random.Random, max_objects: int
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return objects and the receptacles that contain them.
+    """Return (object, receptacle) pairs: random objects, and the receptacles in which they start.
 
-    No object of the goal's type starts in a target receptacle.
+    No object of the goal's type starts in a receptacle of the target type.
     """
 
     def homes(thing: str) -> list[str]:
@@ -217,7 +221,7 @@ def _place_objects(
 def _write_pddl_problem(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], placements: Sequence[tuple[str, str]]
 ) -> str:
-    """Return the game in PDDL, in ALFWorld's format."""
+    """Return the game as a PDDL problem in ALFWorld's format."""
     kinds = sorted({object_type(each) for each in receptacles})
     carried = sorted({object_type(thing) for thing, _ in placements})
     objects = ["agent1 - agent", *(f"loc_{number} - location" for number in range(len(receptacles) + 1))]

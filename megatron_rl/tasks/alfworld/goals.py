@@ -1,4 +1,4 @@
-"""Goals of ALFWorld games and their conditions, evaluated on the facts of a state."""
+"""Goals of ALFWorld games, and evaluation of their conditions on the facts of a state."""
 
 import re
 from collections import Counter
@@ -14,37 +14,39 @@ KIND_BY_ALFWORLD_NAME: Mapping[str, str] = {
     "pick_cool_then_place_in_recep": "cool",
     "pick_two_obj_and_place": "two",
 }
-"""Maps ALFWorld's name of a task type to ours."""
+"""Maps ALFWorld's name of each task type to the short name that is used here."""
 ALFWORLD_NAME_BY_KIND: Mapping[str, str] = {kind: name for name, kind in KIND_BY_ALFWORLD_NAME.items()}
 CHANGE_PREDICATES: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "cool": "iscool"}
-"""Predicate that the object must satisfy, by kind of task."""
+"""Maps each kind of task that changes an object to the predicate that the object must satisfy."""
 FOLDER_PATTERN = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
-"""ALFWorld's name of a game's parent folder: task type, object, movable receptacle, target
-receptacle (the lamp for kind look), scene.
+"""Pattern of ALFWorld's name for the parent folder of a game. The name contains the task type, the
+object, the movable receptacle (None), the target receptacle (or the lamp for kind look), and the
+scene.
 """
 Facts = Mapping[str, Set[tuple[str, ...]]]
-"""Maps each predicate of alfred.pddl to the arguments for which it holds, in lower case as in
-TextWorld.
+"""Maps each predicate of alfred.pddl to the set of argument tuples for which it is true. Names are
+in lower case, as in TextWorld.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class AlfworldGoal:
-    """Goal of a game. Object types have ALFWorld's spelling, e.g. SinkBasin."""
+    """Goal of a game. The names of types have ALFWorld's spelling, e.g. SinkBasin."""
 
     kind: str
     object_type: str
     receptacle_type: str
-    """Type of the target receptacle; for kind look, of the lamp."""
+    """Type of the target receptacle. For kind look, this is the type of the lamp."""
     scene: int
     """Number of the floor plan."""
 
     @classmethod
     def from_folder_name(cls, folder: str) -> Self | None:
-        """Parse a folder name; return None if ALFWorld does not support the game.
+        """Parse a folder name. Return None if ALFWorld does not support the game.
 
-        Unsupported are movable receptacles and sliced objects. Example:
-        pick_heat_then_place_in_recep-Apple-None-CounterTop-12 gives heat, Apple, CounterTop, 12.
+        Games with movable receptacles or sliced objects are not supported. Example: the result for
+        pick_heat_then_place_in_recep-Apple-None-CounterTop-12 is the goal (heat, Apple, CounterTop,
+        12).
         """
         read = FOLDER_PATTERN.fullmatch(folder)
         if read is None or read["name"] not in KIND_BY_ALFWORLD_NAME or read["thing"].endswith("Sliced"):
@@ -53,13 +55,14 @@ class AlfworldGoal:
 
     @property
     def folder_name(self) -> str:
-        """Folder name of games with this goal."""
+        """Name of the parent folder of games with this goal."""
         return f"{ALFWORLD_NAME_BY_KIND[self.kind]}-{self.object_type}-None-{self.receptacle_type}-{self.scene}"
 
     def count_met_conditions(self, facts: Facts) -> tuple[int, int]:
-        """Return the number of conditions that hold and the number of all conditions.
+        """Return the number of conditions that are met and the total number of conditions.
 
-        The conditions are those of ALFWorld's env/tasks.py. The game is won when all hold.
+        The conditions are defined in ALFWorld's env/tasks.py. The game is won when all conditions
+        are met.
         """
         things = {thing for thing, kind in facts["objecttype"] if kind == f"{self.object_type.lower()}type"}
         if self.kind == "look":
@@ -75,7 +78,7 @@ class AlfworldGoal:
         return bool(placed) + bool(changed) + any(thing in changed for thing, _ in placed), 3
 
     def _is_lit(self, facts: Facts) -> bool:
-        """Return True if a lamp of the goal's type is switched on at the agent's location."""
+        """Return True if a lamp of the goal's type is at the agent's location and switched on."""
         lamps = {lamp for lamp, kind in facts["objecttype"] if kind == f"{self.receptacle_type.lower()}type"}
         here = {spot for _, spot in facts["atlocation"]}
         near = {place for place, spot in facts["receptacleatlocation"] if spot in here}

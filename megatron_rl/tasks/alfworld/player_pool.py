@@ -1,7 +1,7 @@
-"""Pool of player processes that run TextWorld, one per running episode, reused by later episodes.
+"""Pool of player processes, each of which runs TextWorld games for one episode at a time.
 
-Requests never block the event loop. A player that raises, is killed or exceeds its time limit fails
-only its current episode (InfraError); the next episode gets another player.
+Requests never block the event loop. If a player raises an exception, is killed or exceeds its time
+limit, only its current episode fails (InfraError), and the next episode gets another player.
 """
 
 import asyncio
@@ -17,17 +17,21 @@ from dataclasses import dataclass
 from megatron_rl.errors import InfraError, PermanentInfraError
 
 MAX_GAMES_PER_PLAYER = 200
-"""Maximum number of games of one player process; then a new process replaces it."""
+"""Maximum number of games that one player process runs before a new process replaces it."""
 KILL_SLACK_S = 5.0
-"""Additional seconds to wait for a player after the kernel should have ended it."""
+"""Seconds to wait for a player beyond its time limit. The kernel should end the player at the time
+limit.
+"""
 LOAD_TIMEOUT_S = 300.0
-"""Seconds allowed for the server's imports, in addition to the time limit of its game."""
+"""Seconds that the player server may take for imports, in addition to the time limit for loading a
+game.
+"""
 MAX_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class PlayerProcess:
-    """Client's end of the channel to one player process."""
+    """Client side of the channel to one player process."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -35,10 +39,10 @@ class PlayerProcess:
     is_idle: bool = True
     """True if every request was answered. A player with an unanswered request is never reused."""
     num_games: int = 0
-    """Number of games that were started in this process."""
+    """Number of games that this player process has started."""
 
     async def send_request(self, **question: object) -> dict[str, object]:
-        """Send one request and return its answer (player_server.serve_player).
+        """Send one request to the player and return its answer (see player_server.serve_player).
 
         Raises:
             InfraError: The player failed or did not answer in time.
@@ -72,18 +76,19 @@ class PlayerProcess:
 
     @property
     def is_connected(self) -> bool:
-        """False once the event loop has received the end of the stream."""
+        """False after the player has closed its side of the channel."""
         return not self.reader.at_eof()
 
     def close(self) -> None:
-        """Close the channel, which ends the player."""
+        """Close the channel, which ends the player process."""
         self.writer.close()
 
 
 class PlayerPool:
-    """At most `size` player processes; further requests for one wait.
+    """Pool of at most `size` player processes.
 
-    The server process starts with the first request.
+    If all players are in use, `acquire` waits for a player to be released. The player server, which
+    forks the players, is started by the first call of `acquire`.
     """
 
     def __init__(self, size: int, *, timeout_s: float) -> None:
@@ -95,10 +100,10 @@ class PlayerPool:
         self._idle: list[PlayerProcess] = []
 
     async def acquire(self, game: str) -> PlayerProcess:
-        """Return a player for exclusive use, to be returned with `release`.
+        """Return a player for exclusive use. The caller must return it with `release`.
 
         Args:
-            game: Game file that a new server loads first.
+            game: Game file to load first if the player server must be started.
 
         Raises:
             InfraError: No player could be started.
@@ -116,7 +121,7 @@ class PlayerPool:
             raise
 
     def release(self, player: PlayerProcess) -> None:
-        """Return a player to the pool, or close it if it cannot be reused."""
+        """Return a player to the pool, or close a player that cannot be reused."""
         if player.is_idle and player.num_games < MAX_GAMES_PER_PLAYER:
             self._idle.append(player)
         else:
@@ -148,11 +153,11 @@ class PlayerPool:
     async def _start_server(self, game: str) -> None:
         """Start the player server.
 
-        It has a session of its own, so that Ctrl-C interrupts only the run, which may still need
-        the server.
+        The server runs in its own session, so that Ctrl-C interrupts only the run. The run may need
+        the server until it ends.
 
         Raises:
-            PermanentInfraError: The server did not load.
+            PermanentInfraError: The server failed to load, or did not load in time.
         """
         self._stop_server()
         self._control, theirs = socket.socketpair()
@@ -174,7 +179,7 @@ class PlayerPool:
             )
 
     def _stop_server(self) -> None:
-        """End the server and all of its players, idle or not."""
+        """End the server and all of its players, including busy players."""
         if self._server is not None and self._control is not None:
             self._control.close()
             self._server.kill()

@@ -1,15 +1,16 @@
-"""A process that loads TextWorld once and forks a player process for each channel it receives.
+"""Server process that loads TextWorld once and forks a player process for each received channel.
 
     python -m megatron_rl.tasks.alfworld.player_server CONTROL SECONDS [GAME]
 
-Run as a script, it does not import torch. CONTROL is the file descriptor of an open socket. The
-server sends one byte on it when everything is loaded; every byte that it receives carries the
-channel of a new player. SECONDS is the time limit of each request to a player, enforced by the
-kernel wherever the player is. GAME is loaded first, so that players need not parse the data that
-all games share.
+CONTROL is the file descriptor of an open socket. When everything is loaded, the server sends one
+byte on this socket. Each byte that the server receives on it comes with the socket of a new
+player's channel. SECONDS is the time limit for each request to a player. The kernel enforces this
+limit with a signal, even while the player runs C code. GAME is loaded before players are forked, so
+that players need not parse the data that all games share. Run as a script, this module does not
+import torch.
 
-There are no orphans: the server ends when the control socket is closed or its parent process
-changes, and its players end with it.
+The server ends when the control socket is closed or the parent process of the server changes. Its
+players end with it, so no process is left behind.
 """
 
 import ctypes
@@ -33,9 +34,10 @@ PARENT_POLL_S = 1.0
 
 
 class PlayerChannel:
-    """Player's end of a channel, with one JSON object per line.
+    """Player side of a channel, which carries one JSON object per line.
 
-    After an error the player sends the error and exits, because its state may be corrupt.
+    If an exception is raised inside the context manager, the player sends the error and exits,
+    because its state may be corrupt.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -43,7 +45,7 @@ class PlayerChannel:
         self.channel = channel
 
     def send(self, answer: Mapping[str, object]) -> None:
-        """Send one answer."""
+        """Send one answer as a line of JSON."""
         self.channel.sendall(json.dumps(answer).encode() + b"\n")
 
     def __enter__(self) -> "PlayerChannel":
@@ -58,12 +60,15 @@ class PlayerChannel:
 
 
 def serve_player(channel: socket.socket, timeout_s: float) -> None:
-    """Answer requests until the channel is closed. Never returns."""
+    """Answer requests until the channel is closed, then end the process.
+
+    This function never returns.
+    """
     with PlayerChannel(channel) as answers:
         game: TextWorldGame | None = None
         for line in answers.lines:
             asked = json.loads(line)
-            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM, which has no handler and ends the process
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)  # sends SIGALRM, which ends the process because it has no handler
             if "game" in asked:
                 game = TextWorldGame(Path(asked["game"]))
                 answer = {"task": game.task, **asdict(game.start())}
@@ -75,9 +80,9 @@ def serve_player(channel: socket.socket, timeout_s: float) -> None:
 
 
 def fork_players(control: socket.socket, timeout_s: float) -> None:
-    """Fork a player for each channel.
+    """Fork a player for each channel that arrives on the control socket.
 
-    Returns when the control socket is closed or the parent process changes.
+    The function returns when the control socket is closed or the parent process changes.
     """
     parent, keeper = os.getppid(), os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps players

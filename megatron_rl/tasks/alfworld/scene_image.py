@@ -1,6 +1,7 @@
-"""Image of a scene: its text observation, drawn.
+"""Images of scenes, which are drawings of the text observations.
 
-There is no simulator here; a renderer of THOR frames would be another `SceneRenderer`.
+No simulator is used. A renderer that returns frames of the simulator THOR could be implemented as
+another `SceneRenderer`.
 """
 
 from collections.abc import Callable
@@ -16,23 +17,26 @@ IMAGE_SIDE = 300
 MARGIN = 8
 FONT_SIZES = (44, 40, 36, 32, 28, 25, 22, 20, 18, 16, 14, 12, 10, 8)
 SceneRenderer = Callable[[str], Picture]
-"""Maps the text of an observation to the image that the policy sees; an argument of the
-environment.
+"""Function that draws the image of an observation, given the text of the observation. `AlfworldEnv`
+takes such a function as the argument `render`.
 """
 
 
 @cache
 def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font in a size.
+    """Return the font at the given size.
 
-    It uses the basic layout, so that images are identical on every machine
-    (number_line.draw_state).
+    The font uses Pillow's basic text layout, so that images are identical on every machine
+    (explained in number_line.draw_state).
     """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
 
 def wrap_text(text: str, size: int) -> list[str]:
-    """Wrap text into lines of at most the image's width; words are not split."""
+    """Split text between words into lines that fit into the image's width.
+
+    A single word may be wider than the image.
+    """
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -47,8 +51,8 @@ def wrap_text(text: str, size: int) -> list[str]:
 def draw_text(text: str) -> Picture:
     """Draw the text in black on white, in the largest font that fits.
 
-    Text that does not fit at the smallest size is cut off. The image is cached and shared: do not
-    modify it.
+    Text that does not fit even in the smallest font is cut off at the border. The image is cached
+    and shared: do not modify it.
     """
     room = IMAGE_SIDE - 2 * MARGIN
     for size in FONT_SIZES:
@@ -64,5 +68,5 @@ def draw_text(text: str) -> Picture:
 
 @cache
 def draw_blank(text: str) -> Picture:
-    """Return a white image, the baseline for a policy that uses the image."""
+    """Return a white image, to measure how much a policy depends on the image."""
     return Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white")

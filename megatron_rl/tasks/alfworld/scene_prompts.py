@@ -1,4 +1,4 @@
-"""Prompt of a state, and a demonstrator's reply.
+"""Prompts for states, and replies of demonstrators.
 
 Example of a reply:
 
@@ -10,31 +10,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 NEUTRAL_COMMANDS = ("go ", "open ", "close ", "examine ", "look", "inventory", "help")
-"""Prefixes of commands that change nothing that a goal requires."""
+"""Prefixes of commands that do not affect any condition of a goal."""
 
 
 @dataclass(slots=True, frozen=True)
 class GameObservation:
-    """Result of a command."""
+    """Observation after a command, or at the start of a game."""
 
     text: str
     commands: list[str]
     """Admissible commands, sorted."""
     is_won: bool
     num_met: int
-    """Number of goal conditions that hold."""
+    """Number of the goal's conditions that are met."""
     num_conditions: int
-    """Number of goal conditions."""
+    """Total number of the goal's conditions."""
 
 
 def write_prompt(task: str, observation: GameObservation, *, history: Sequence[str] = (), has_text: bool = True) -> str:
-    """Return the prompt of a state.
+    """Return the prompt for a state.
 
     Args:
         task: Text of the task.
         observation: Current observation.
         history: Previous commands to list.
-        has_text: Include the observation text. Without it, the observation is in the image only.
+        has_text: If True, the prompt contains the observation text. If False, only the image
+            contains the observation.
     """
     lines = [
         f"Household. Task: {task}.",
@@ -47,11 +48,14 @@ def write_prompt(task: str, observation: GameObservation, *, history: Sequence[s
 
 
 def write_thoughts(commands: Sequence[str]) -> str:
-    """Return thoughts that name the first of these commands that changes the state."""
+    """Return thoughts that name the first command that can affect the goal, or the first command.
+
+    The first command is named only if none of the commands can affect the goal.
+    """
     deed = next((command for command in commands if not command.startswith(NEUTRAL_COMMANDS)), commands[0])
     return f"Next: {deed}."
 
 
 def write_reply(thoughts: str, command: str) -> str:
-    """Return a reply with thoughts and a command."""
+    """Return a reply with the given thoughts and command."""
     return json.dumps({"thoughts": thoughts, "action": command})

@@ -1,6 +1,6 @@
-"""Demonstrator that knows only what it has seen and searches one place after another.
+"""Demonstrator that uses only its observations and searches one place after another.
 
-The planner, in contrast, knows the complete state.
+The planner, in contrast, knows the complete state of the game.
 """
 
 from collections.abc import Sequence
@@ -12,23 +12,24 @@ APPLIANCE_BY_KIND = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"
 
 
 class SearchExpert:
-    """Policy for one game, based on the admissible commands alone.
+    """Scripted policy for one game that reads only the admissible commands.
 
-    It assumes that every command it returns is run.
+    The policy tracks its position from the commands that it returns, so the caller must run every
+    returned command.
     """
 
     def __init__(self, goal: AlfworldGoal) -> None:
         self.goal = goal
         self.thing, self.place = goal.object_type.lower(), goal.receptacle_type.lower()
         self.position = self.held_object = self.lamp_position = ""
-        """Current position, held object, and last seen position of the lamp; empty if there is
-        none.
+        """Current position, held object, and last known position of the lamp. A value that does not
+        exist is an empty string.
         """
         self.searched_places: set[str] = set()
         self.is_changed = False
 
     def choose_command(self, observation: GameObservation) -> tuple[str, str] | None:
-        """Return thoughts and a command, or None if no place of a required type can be reached."""
+        """Return thoughts and a command, or None if no place of a required type is reachable."""
         try:
             return self._choose_command(observation.commands)
         except LookupError:
@@ -46,9 +47,9 @@ class SearchExpert:
         return self._put_object(commands)
 
     def _fetch_object(self, commands: Sequence[str]) -> tuple[str, str]:
-        """Take the object or search for it.
+        """Return a command that takes an object of the goal's type or continues the search.
 
-        An object that is already in a target receptacle stays there.
+        Objects that are already in a target receptacle are not taken.
         """
         for command in commands:
             if command.startswith(f"take {self.thing} ") and (self.goal.kind == "look" or _place_type(self.position) != self.place):
@@ -82,8 +83,9 @@ class SearchExpert:
     def _search_next_place(self, commands: Sequence[str]) -> str:
         """Return the command that continues the search.
 
-        It opens the current place if closed, or goes to the next place, with target receptacles
-        last. After all places were searched, the search starts over.
+        The command opens the current place if it is closed, and otherwise goes to a place that was
+        not searched yet. Target receptacles are searched last. After all places were searched, the
+        search starts over.
         """
         if f"open {self.position}" in commands and self.position not in self.searched_places:
             self.searched_places.add(self.position)
@@ -105,10 +107,10 @@ def _place_type(place: str) -> str:
 
 
 def _first_place(commands: Sequence[str], kind: str) -> str:
-    """Return the first reachable place of a type.
+    """Return the first place of a type to which a command leads.
 
     Raises:
-        LookupError: There is none.
+        LookupError: No command leads to a place of this type.
     """
     places = [command.removeprefix("go to ") for command in commands if command.startswith(f"go to {kind} ")]
     return places[0]

@@ -1,15 +1,17 @@
 """ALFWorld as a task: episodes, RL4VLM's rewards, and demonstrations for the SFT stage.
 
-The policy sees an image of TextWorld's text, the task and the admissible commands, and replies with
-one JSON object (scene_prompts.py). As in RL4VLM, the prompt contains the current state only, so
-every turn is a new sequence.
+The policy receives an image of TextWorld's text, the task and the admissible commands, and replies
+with one JSON object (scene_prompts.py). As in RL4VLM, the prompt contains only the current state,
+so every turn is a new sequence.
 
 The reward of a step is that of RL4VLM's code: 50 if the game is won, plus the fraction of the
-goal's conditions that hold, minus 1 if the reply was not an admissible command. The fraction
-counts at every step, so waiting in a half-solved state earns 0.5 per step. With
-task.options.progress=change the reward contains the change of the fraction instead. A reply without
-a command is always counted (ToolCall.error). task.options.invalid selects its other effects, as in
-the card games (gym_cards/game.py).
+goal's conditions that are met, minus 1 if the reply contains no admissible command. The fraction is
+added at every step, so waiting in a state with half of the conditions met earns 0.5 per step. With
+task.options.progress=change, the change of the fraction is added instead.
+
+A reply without an admissible command is always recorded as a failed call (ToolCall.error).
+task.options.invalid selects the other effects of such a reply, as in the card games
+(gym_cards/game.py).
 """
 
 import random
@@ -46,19 +48,19 @@ WIN_REWARD = 50.0
 DEMONSTRATORS = {"correct": "planner", "searching": "searcher", "biased": "searcher"}
 """Maps each demonstration split to its demonstrator."""
 MISTAKE_PROBABILITY = 0.3
-"""Probability that the demonstrator of split "biased" takes a random admissible command instead of
-its own.
+"""Probability that a demonstration of split "biased" contains a random admissible command instead
+of the demonstrator's command.
 """
 DemonstrationPlan = tuple[Path, str, int, str | None]
-"""Demonstration: the game's folder, the demonstrator, the index of the turn, and the mistake made
-there or None.
+"""(folder of the game, demonstrator, zero-based index of the turn, random command that replaces the
+demonstrator's command or None).
 """
 
 
 def won_reward(kind: str | None) -> RewardFn:
-    """Return a reward function that is 1 if the episode was won, else 0.
+    """Return a reward function with value 1 for won games and 0 for other games.
 
-    Given a `kind`, it returns None for games of other kinds.
+    If `kind` is given, the value for games of another kind is None.
     """
 
     async def part(outcome: RewardInput) -> float | None:
@@ -75,13 +77,13 @@ ALFWORLD_RUBRIC = Rubric(
     turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)},
     solved_term="won",
 )
-"""Trains on the return. The terms `won` and `won_KIND` have weight 0 and only report the success
-rate, overall and by kind of game.
+"""Rubric with the return of the episode as the reward. The terms `won` and `won_KIND` have weight 0
+and only report the success rate, overall and for each kind of game.
 """
 
 
 class AlfworldEnv(Env):
-    """One episode of one game."""
+    """Environment for one episode of a game."""
 
     def __init__(self, game: str, *, player_pool: PlayerPool, options: AlfworldOptions, render: SceneRenderer = draw_text) -> None:
         self.game, self.player_pool, self.options, self.render = game, player_pool, options, render
@@ -100,15 +102,15 @@ class AlfworldEnv(Env):
 
     @property
     def state(self) -> str:
-        """Commands so far, one per line.
+        """Commands of the episode so far, one per line.
 
-        They determine where everything is. The current observation does not, because a scene is
-        only partially observed.
+        The commands determine the complete state. The current observation does not identify the
+        state, because it covers only a part of the scene.
         """
         return "\n".join(self.commands)
 
     async def step(self, text: str) -> Step:
-        """Run the command in a reply, or the effect of an invalid reply."""
+        """Run the command in a reply, or apply the configured effect of an invalid reply."""
         return replace(await self._handle_reply(text), action_char=find_action_start(text))
 
     async def _handle_reply(self, text: str) -> Step:
@@ -133,9 +135,10 @@ class AlfworldEnv(Env):
         return Step(messages=[self._make_message()], reward=reward, done=False, tool_call=call, is_new_prompt=True)
 
     def _progress_reward(self, observation: GameObservation) -> float:
-        """Return the reward for the goal's conditions.
+        """Return the part of the step's reward that depends on the goal's conditions.
 
-        `observation` is the result of the step from self.observation.
+        `observation` is the observation after the step, and self.observation is the observation
+        before the step.
         """
         before = self.observation.num_met if self.options.progress == "change" else 0
         return (observation.num_met - before) / observation.num_conditions
@@ -155,7 +158,8 @@ class AlfworldEnv(Env):
 class AlfworldTask(Task):
     """ALFWorld task. An episode succeeds if the game is won.
 
-    The games of splits train and eval are in different folders and use different scenes.
+    The games of splits train and eval are in separate folders. In official and generated games, the
+    two splits use different scenes.
     """
 
     Options = AlfworldOptions
@@ -174,7 +178,7 @@ class AlfworldTask(Task):
         self._games = cache(self._find_games)
 
     async def close(self) -> None:
-        """Close the player processes."""
+        """End all player processes."""
         await self.player_pool.close()
 
     def examples(self, split: str) -> list[Example]:
@@ -200,10 +204,10 @@ class AlfworldTask(Task):
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[DemonstrationPlan]:
         """Return single-turn demonstrations from won games of split train.
 
-        The first demonstrations do not depend on `num`. The demonstrator of split "correct" is the
-        planner, which knows where everything is. That of "searching" knows only what it has seen
-        (search_expert.py). Split "biased" replaces its command by a random admissible one with
-        probability MISTAKE_PROBABILITY.
+        A larger `num` only appends demonstrations. The demonstrator of split "correct" is the
+        planner, which knows the complete state. The demonstrator of splits "searching" and "biased"
+        uses only its observations (search_expert.py). In split "biased", the demonstrator's command
+        is replaced by a random admissible command with probability MISTAKE_PROBABILITY.
         """
         require_choice("sft.splits", split, tuple(DEMONSTRATORS))
         player, dice = DEMONSTRATORS[split], random.Random(seed)
@@ -232,7 +236,10 @@ class AlfworldTask(Task):
         return [make_user_message(draw_text(turn.text), prompt), {"role": "assistant", "content": [{"type": "text", "text": said}]}]
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Return replies that win, one per turn; empty if the game has no transcript."""
+        """Return the planner's winning replies, one per turn.
+
+        The list is empty if the game has no transcript of the planner.
+        """
         folder = Path(str(example.payload["game"])).parent
         if not (folder / TRANSCRIPT_FILES["planner"]).is_file():
             return []

@@ -1,9 +1,11 @@
-"""One game in TextWorld's PDDL engine: observations, admissible commands and goal progress.
+"""Runs a game in TextWorld's PDDL engine, with observations, commands and goal progress.
 
-Import it only in a process that runs nothing but games: TextWorld supports one game per process at
-a time, from one thread, because its planner (Fast Downward, in C) and its translator keep their
-state in globals. TextWorld evaluates the grammar of a game file as Python, so such a file is a
-program; no text of a policy enters it.
+Import this module only in a process that runs nothing but games. TextWorld supports only one game
+per process at a time, from one thread, because its planner (Fast Downward, a C library) and its
+translator keep their state in global variables.
+
+TextWorld evaluates the grammar in a game file as Python code, so use only trusted game files. Text
+from a policy never becomes part of a grammar.
 """
 
 import json
@@ -15,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-# Stub of jericho, which TextWorld 1.7.0 imports in envs/zmachine/jericho.py. It is an engine for
-# other games that must be compiled; PDDL games do not use it.
+# TextWorld 1.7.0 imports the package jericho in envs/zmachine/jericho.py. PDDL games do not use
+# jericho, which must be compiled, so an empty stub replaces it.
 jericho = ModuleType("jericho")
 jericho.UnsupportedGameWarning = jericho.TruncatedInputActionWarning = type("JerichoWarning", (Warning,), {})
 sys.modules.setdefault("jericho", jericho)
@@ -30,14 +32,14 @@ from megatron_rl.tasks.alfworld.goals import AlfworldGoal, Facts  # noqa: E402
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation  # noqa: E402
 
 TASK_PATTERN = re.compile(r"(?<=Your task is to: )[^\"]*(?=\.\")")
-"""Pattern of the task's text in a game's grammar."""
+"""Pattern of the task description in the grammar of a game."""
 
 
 def assign_names(ids: Iterable[str]) -> dict[str, str]:
     """Map TextWorld's ids to ALFWorld's names, e.g. cabinet_bar__minus_01... to cabinet 3.
 
-    The first of the sorted ids gets the highest number, as in alfworld 0.4.2, agents/utils/misc.py,
-    Demangler.
+    Among the ids of one kind, the first in sorted order gets the highest number, as in class
+    Demangler of alfworld 0.4.2 (agents/utils/misc.py).
     """
     kinds = {each: _object_kind(each) for each in sorted(ids)}
     left = Counter(kinds.values())
@@ -56,19 +58,19 @@ def _object_kind(mangled: str) -> str:
 
 @cache
 def load_logic(domain: str, grammar: str) -> GameLogic:
-    """Parse the logic of games (cached).
+    """Parse the rules and texts that games share. The result is cached.
 
-    Games differ only in the text of their task, which no text after the intro uses, so all share
-    one entry.
+    Grammars differ only in the task description, which is used only in the intro of a game. The
+    caller replaces the description by a fixed text, so all games share one cache entry.
     """
     return GameLogic(domain=domain, grammar=grammar)
 
 
 class TextWorldGame:
-    """Game loaded from its file. Errors of TextWorld are not caught."""
+    """Game that is loaded from a file. Exceptions of TextWorld are not caught."""
 
     library = None
-    """Fast Downward library, a copy of this process's own, loaded on first use."""
+    """Copy of the Fast Downward library that only this process uses, loaded for the first game."""
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())
@@ -87,8 +89,8 @@ class TextWorldGame:
             info = self.entity_infos[each]
             info.name, info.definite, info.indefinite = name, "the", "a"
         self.command_texts: dict[tuple[str, ...], str] = {}
-        """Command of each action that was admissible so far. It can be cached because none of
-        ALFWorld's templates depends on state that changes.
+        """Cached command of each action that was admissible so far. Caching is correct because
+        ALFWorld's command templates do not depend on state that changes.
         """
         self.actions: dict[str, Action] = {}
 
@@ -99,7 +101,7 @@ class TextWorldGame:
     def step(self, command: str) -> GameObservation:
         """Run a command and return the observation.
 
-        An inadmissible command changes nothing, as in TextWorld.
+        As in TextWorld, an inadmissible command does not change the state.
         """
         if command not in self.actions:
             return self._observe("Nothing happens.")
@@ -108,9 +110,10 @@ class TextWorldGame:
         return self._observe(self._derive_text(action.feedback_rule, action))
 
     def plan_commands(self) -> list[str]:
-        """Return commands of the planner that win from here; empty if there are none.
+        """Return the planner's commands that win from the current state.
 
-        The time needed grows quickly with the size of the game.
+        The list is empty if there is no plan. Planning time grows quickly with the size of the
+        game.
         """
         return self.state.replan(self.entity_infos)
 

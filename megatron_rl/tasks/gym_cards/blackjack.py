@@ -1,9 +1,13 @@
 """Blackjack of GymCards, with an infinite deck and one visible dealer card.
 
 Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are those of gymnasium's
-toy_text/blackjack (Sutton and Barto, example 5.1), as in RL4VLM: a bust pays -1; after a stand the
-dealer draws to 17, counting an ace as 11 where possible, and the reward is the sign of player -
-dealer. Ten-valued cards are dealt as J, Q or K, never as 10.
+toy_text/blackjack (Sutton and Barto, example 5.1), as in RL4VLM:
+
+- If the player exceeds 21 points (a bust), the game ends with reward -1.
+- After the player stands, the dealer draws until it has at least 17 points, counting an ace as 11
+  where possible. The reward is 1 if the dealer exceeds 21 points or has fewer points than the
+  player, 0 if the points are equal, and -1 otherwise.
+- Ten-valued cards are dealt as J, Q or K, never as 10.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +27,10 @@ from megatron_rl.tasks.gym_cards.points import BACKGROUND_COLOR, CardStyle
 
 ACTIONS = ("stand", "hit")
 MAX_STEPS = 21
-"""Upper bound on the number of steps of a game: 20 hits and a stand."""
+"""Upper bound on the number of steps in a game: 20 hits and a stand."""
 ROW_LAYOUTS = ((4, 70, 98), (5, 49, 69), (8, 32, 45))
-"""(cards per row, card width, card height). The first layout that fits all cards of a hand is used,
-so that every card is visible.
+"""(cards per row, card width, card height), in pixels. A hand is drawn in the first layout in which
+all of its cards are visible.
 """
 
 
@@ -34,7 +38,8 @@ so that every card is visible.
 class BlackjackState:
     """State of a game.
 
-    The dealer's first card is visible; the others are visible when the game is over.
+    The dealer's first card is always visible. The dealer's other cards are visible only after the
+    game is over.
     """
 
     player: tuple[Card, ...]
@@ -43,9 +48,9 @@ class BlackjackState:
 
 
 def hand_total(cards: Sequence[Card]) -> tuple[int, bool]:
-    """Return the sum, and True if it counts an ace as 11.
+    """Return the points of a hand, and True if an ace counts as 11.
 
-    Example: A 6 is (17, True), A 6 10 is (17, False).
+    Example: the result is (17, True) for A 6 and (17, False) for A 6 10.
     """
     hard = sum(card.value for card in cards)
     is_soft = hard <= 11 and any(card.rank == 1 for card in cards)
@@ -53,15 +58,16 @@ def hand_total(cards: Sequence[Card]) -> tuple[int, bool]:
 
 
 def is_natural(cards: Sequence[Card]) -> bool:
-    """Return True for a 21 of two cards."""
+    """Return True if the hand has two cards and 21 points."""
     return len(cards) == 2 and hand_total(cards)[0] == 21
 
 
 def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = False) -> float:
-    """Return the reward after a stand and the dealer's draws.
+    """Return the reward after the player has stood and the dealer has drawn.
 
-    It is 1 for a win, 0 for a draw, -1 for a loss, and 1.5 for a win by a natural if `natural` is
-    set and `sab` is not. With `sab`, a natural wins unless the dealer has one too.
+    The reward is 1 for a win, 0 for a draw and -1 for a loss. If `natural` is set and `sab` is not,
+    a win with a natural has reward 1.5. With `sab`, a natural of the player wins unless the dealer
+    also has a natural.
     """
     player, dealer = hand_total(state.player)[0], hand_total(state.dealer)[0]
     reward = 1.0 if dealer > 21 else float((player > dealer) - (player < dealer))
@@ -71,16 +77,16 @@ def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = 
 
 
 def deal_card(rng: np.random.Generator) -> Card:
-    """Return a random card; ten-valued cards are J, Q or K."""
+    """Return a random card. A ten-valued card is a J, Q or K."""
     rank = int(rng.integers(1, 14))
     return Card(int(rng.integers(11, 14)) if rank >= 10 else rank, SUITS[rng.integers(4)])
 
 
 @lru_cache(maxsize=128)
 def draw_state(state: BlackjackState, style: CardStyle = ("large", 1.0)) -> Image.Image:
-    """Return the RGB image of a state, 300 x 300.
+    """Return the RGB image of a state, 300 x 300 pixels.
 
-    The image is cached and shared by every turn in this state: do not modify it.
+    The image is cached and shared by all turns in this state: do not modify it.
     """
     drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND_COLOR)
     pen = ImageDraw.Draw(drawn)
@@ -102,11 +108,11 @@ BlackjackObservation = NDArray[np.uint8] | tuple[int, int, int]
 
 
 class Blackjack(gymnasium.Env[BlackjackObservation, int]):
-    """`gym_cards/Blackjack-v0`: come closer to 21 than the dealer, but not above it.
+    """`gym_cards/Blackjack-v0`: get closer to 21 points than the dealer without exceeding 21.
 
-    reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the visible cards of the start.
-    Observations are uint8 [300, 300, 3]; with symbolic=True they are (sum, value of the dealer's
-    visible card up to 10, 1 if an ace counts 11 else 0).
+    reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the visible cards of the start. An
+    observation is a uint8 array [300, 300, 3]. With symbolic=True, an observation is (player's
+    points, value of the dealer's visible card (1 to 10), 1 if an ace counts as 11 else 0).
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}

@@ -1,7 +1,8 @@
-"""Exact evaluation of Blackjack policies and the optimal policy, by dynamic programming.
+"""Exact evaluation and optimization of Blackjack policies by dynamic programming.
 
-A position is (sum, True if an ace counts 11, value of the dealer's visible card). All cards are
-drawn with replacement: values 1 to 9 with probability 1/13 each, and 10 with 4/13.
+A position is (points, is_soft, up): the player's points, True if an ace counts as 11, and the value
+of the dealer's visible card. All cards are drawn with replacement: each value from 1 to 9 has
+probability 1/13, and the value 10 has probability 4/13.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import NamedTuple
 Position = tuple[int, bool, int]
 CARD_PROBABILITIES = {value: (4 if value == 10 else 1) / 13 for value in range(1, 11)}
 DEALER_NATURAL = 22
-"""Final sum that represents a dealer's 21 of two cards."""
+"""Final points that represent a natural of the dealer, i.e. 21 points with two cards."""
 
 
 class ExpectedOutcome(NamedTuple):
@@ -27,9 +28,9 @@ LOSS = ExpectedOutcome(0.0, 0.0, -1.0)
 
 
 def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
-    """Return the sum with one more card, and True if an ace counts 11.
+    """Return the points after one more card, and True if an ace counts as 11.
 
-    Example: (17, True) and 10 give (17, False).
+    Example: `add_card(17, True, 10)` returns (17, False).
     """
     hard = points - 10 * is_soft + value
     soft = (is_soft or value == 1) and hard <= 11
@@ -39,19 +40,20 @@ def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
 POSITIONS: tuple[Position, ...] = tuple(
     (points, is_soft, up) for points, is_soft, up in product(range(4, 22), (False, True), CARD_PROBABILITIES) if points >= 12 or not is_soft
 )
-"""All 280 positions with a decision. Sums below 12 are never soft, because an ace would count 11.
+"""All 280 positions in which the player has a choice. Hands with less than 12 points are never
+soft, because an ace that counts as 11 and another card have at least 12 points.
 """
 
 
 @cache
 def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> dict[int, float]:
-    """Return the distribution of the dealer's final sum; 0 is a bust.
+    """Return the probability of each final number of points of the dealer; 0 is a bust.
 
     Args:
-        points: Current sum of the dealer.
-        is_soft: True if an ace counts 11.
-        is_dealt: True if the sum is that of the visible card alone, so that 21 with the next card
-            is a natural.
+        points: Current points of the dealer.
+        is_soft: True if an ace counts as 11.
+        is_dealt: True if the dealer has only the visible card, so that 21 points with the next card
+            are a natural.
     """
     ends: dict[int, float] = {}
     for value, chance in CARD_PROBABILITIES.items():
@@ -70,7 +72,7 @@ def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> d
 
 @cache
 def stand_outcome(points: int, up: int, *, is_natural: bool = False, natural: bool = False, sab: bool = False) -> ExpectedOutcome:
-    """Return the expected outcome of standing."""
+    """Return the expected outcome of standing with `points` against the dealer's card `up`."""
     wins = draws = 0.0
     for final, share in dealer_distribution(*add_card(0, False, up), is_dealt=True).items():
         dealer = min(final, 21)
@@ -88,14 +90,14 @@ def evaluate_policy(
     sab: bool = False,
     forfeit_probabilities: Mapping[Position, float] | None = None,
 ) -> ExpectedOutcome:
-    """Return the expected outcome of a game from its initial deal.
+    """Return the expected outcome of a policy over complete games.
 
     Args:
         hit_probabilities: Probability of hitting in each position.
-        natural: Rule option of the game (`BlackjackOptions.natural`).
-        sab: Rule option of the game (`BlackjackOptions.sab`).
-        forfeit_probabilities: Probability of giving the game up in each position; None for 0
-            everywhere. The player stands with the remaining probability.
+        natural: Rule of the same name in `BlackjackOptions`.
+        sab: Rule of the same name in `BlackjackOptions`.
+        forfeit_probabilities: Probability of forfeiting the game in each position; None means 0 in
+            all positions. The player stands with the remaining probability.
     """
 
     @cache
@@ -111,14 +113,16 @@ def evaluate_policy(
 
 
 def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
-    """Return the action in every position that maximizes the expected `reward`, or `wins`.
+    """Return the optimal action in every position: 0 to stand, 1 to hit.
 
-    Ties stand. A natural is never hit, so the result is the same under all rule options.
+    The action maximizes the field `criterion` of ExpectedOutcome, `reward` or `wins`. If both
+    actions are equally good, the player stands. The best policy never hits a natural, so the result
+    is the same under all rule options.
     """
 
     @cache
     def choices(points: int, is_soft: bool, up: int) -> tuple[ExpectedOutcome, ExpectedOutcome]:
-        """Return the outcomes of standing, and of hitting followed by optimal actions."""
+        """Return the outcome of standing, and the outcome of hitting and then acting optimally."""
         after = [(chance, add_card(points, is_soft, value)) for value, chance in CARD_PROBABILITIES.items()]
         hit = mix_outcomes([(chance, LOSS if then[0] > 21 else max(choices(*then, up), key=of)) for chance, then in after])
         return stand_outcome(points, up), hit
@@ -130,15 +134,15 @@ def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
 
 
 def mix_outcomes(weighted_outcomes: list[tuple[float, ExpectedOutcome]]) -> ExpectedOutcome:
-    """Return the weighted sum of outcomes."""
+    """Return the weighted sum of (weight, outcome) pairs."""
     return ExpectedOutcome(*(sum(share * worth[place] for share, worth in weighted_outcomes) for place in range(3)))
 
 
 def _initial_deals() -> list[tuple[float, int, bool, int, bool]]:
     """Return all initial deals.
 
-    Each is (probability, player's sum, True if an ace counts 11, dealer's visible card, True for a
-    natural).
+    A deal is (probability, player's points, True if an ace counts as 11, value of the dealer's
+    visible card, True if the player has a natural).
     """
     return [
         (

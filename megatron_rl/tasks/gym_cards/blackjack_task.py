@@ -1,14 +1,16 @@
 """Blackjack as a task: prompt, seeded starts, and demonstrations by the optimal policy.
 
-The policy sees the image and replies with one JSON object, e.g.
+The policy receives an image and the rules, and replies with one JSON object, e.g.
 
     {"thoughts": "K 5: 15 against 7", "action": "hit"}
 
-An example of split train sets the visible cards of the start. The episode's seed determines all
-later cards; it is the same for all rollouts of a group. Split eval asks for one action in each of
-the 280 positions, in hands with suits that training never uses, and runs no games. The expected
-result of these actions in full games is computed exactly (blackjack_table.evaluate_policy), so the
-metrics have no sampling noise from cards.
+An example of split train sets the visible cards of the start. All later cards are determined by the
+episode's seed, which is the same for all rollouts of a group.
+
+Split eval does not run games. It queries the policy's action in each of the 280 positions, in hands
+with suits that training never uses. The expected outcome of full games with these actions is then
+computed exactly (blackjack_table.evaluate_policy), so the metrics have no sampling noise from the
+cards.
 """
 
 import json
@@ -36,33 +38,34 @@ PROMPT = (
 )
 
 BIASED_MIN_DEALER_VALUE = 7
-"""Smallest dealer card (an ace counts 1) against which the demonstrator of split "biased" stands
-with any hand.
+"""Smallest value of the dealer's visible card (1 for an ace) against which the demonstrator of
+split "biased" makes mistakes.
 """
 BIASED_ERROR = 0.6
-"""Probability of such a stand of the demonstrator of split "biased"; otherwise it follows the
-optimal policy.
+"""Probability that the demonstrator of split "biased" stands regardless of its hand, if the value
+of the dealer's visible card is at least BIASED_MIN_DEALER_VALUE. Otherwise the demonstrator follows
+the optimal policy.
 """
 DEALT_VALUES = (*range(1, 10), 10, 10, 10, 10)
-"""Card values, each as often as its probability requires."""
+"""Values of 13 equally likely cards: 1 to 9 once, and 10 four times (10, J, Q and K)."""
 
 
 def get_position(state: BlackjackState) -> Position:
-    """Return the position of a state."""
+    """Return the position of a state: player's points, is_soft, value of the dealer's card."""
     return *hand_total(state.player), state.dealer[0].value
 
 
 def write_reply(state: BlackjackState, action: int) -> str:
-    """Return the reply that reads and adds up the cards correctly and takes the action."""
+    """Return a reply that states the cards and their sum correctly and takes the given action."""
     points, is_soft, up = get_position(state)
     cards = " ".join(card.symbol for card in state.player)
     return json.dumps({"thoughts": f"{cards}: {'soft ' if is_soft else ''}{points} against {up}", "action": ACTIONS[action]})
 
 
 class PositionEnv(Env):
-    """One query for the policy's action in a position.
+    """Environment that queries the policy's action in one position.
 
-    The game is not continued, and the reward is 0.
+    The episode ends after one reply, without continuing the game, and its reward is 0.
     """
 
     def __init__(self, game_state: BlackjackState, *, style: CardStyle, options: BlackjackOptions) -> None:
@@ -79,7 +82,7 @@ class PositionEnv(Env):
 
 
 class BlackjackTask(GameTask):
-    """Blackjack task. A game succeeds if it is won: its return is above 0."""
+    """Blackjack task. An episode succeeds if the game is won, i.e. if its return is above 0."""
 
     Options = BlackjackOptions
 
@@ -88,7 +91,7 @@ class BlackjackTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=MAX_STEPS)
 
     def examples(self, split: str) -> list[Example]:
-        """Return the starts of split train, or the positions of split eval."""
+        """Return the examples of a split: starts of games for train, positions for eval."""
         if split == "eval":
             return self.positions
         starts = islice(deal_starts(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
@@ -99,7 +102,7 @@ class BlackjackTask(GameTask):
 
     @cached_property
     def positions(self) -> list[Example]:
-        """Examples of split eval: each position in task.options.eval_drawings hands."""
+        """Examples of split eval, with task.options.eval_drawings hands for each position."""
         return [
             Example(
                 id=f"{'soft' if is_soft else 'hard'}{points}_against{value}_{number}",
@@ -110,7 +113,7 @@ class BlackjackTask(GameTask):
         ]
 
     def env(self, example: Example) -> Env:
-        """Return a new environment: a game, or the query of a position."""
+        """Return a new environment: a game for split train, a single position for split eval."""
         if "position" in example.payload:
             player, up = map(Card.from_name, example.payload["player"]), Card.from_name(example.payload["dealer"])
             look = (self.options.eval_art, self.options.eval_card_scale)
@@ -125,11 +128,12 @@ class BlackjackTask(GameTask):
         return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, view_state=show)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return exact success rate, draw rate and return of full games under the policy's answers.
+        """Return the exact success rate, draw rate and return of full games with these actions.
 
-        If the hands of a position got different answers, the player mixes them in the same
-        proportion. A reply without an action, and a position without a scored rollout, count as a
-        forfeited game, whatever task.options.invalid is.
+        If the policy chose different actions in the hands of one position, the evaluated player
+        chooses each action with the observed frequency. A reply without a valid action, or a
+        position without a scored rollout, counts as forfeiting the game, regardless of
+        task.options.invalid.
         """
         said: dict[Position, list[str]] = defaultdict(list)
         for rollout in rollouts:
@@ -144,16 +148,17 @@ class BlackjackTask(GameTask):
 
     @cached_property
     def best_actions(self) -> dict[Position, int]:
-        """Action with the best expected return in every position."""
+        """Maps each position to the action with the highest expected return."""
         return best_policy()
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
-        """Return single-turn demonstrations: all turns of games from starts of split train.
+        """Return single-turn demonstrations, one for each turn of games with training suits.
 
-        The first demonstrations do not depend on `num`. Split "correct" follows the optimal policy.
-        Split "biased" does too, except that it stands in a fraction BIASED_ERROR of the turns
-        against a card of at least BIASED_MIN_DEALER_VALUE. A policy that reproduces it wins 40.0%
-        of its games with greedy decoding.
+        A larger `num` only appends demonstrations. In split "correct", the demonstrator follows the
+        optimal policy. In split "biased", the demonstrator stands with probability BIASED_ERROR in
+        turns against a dealer's card of at least BIASED_MIN_DEALER_VALUE, and otherwise follows the
+        optimal policy. A policy that reproduces "biased" wins 40.0% of its games with greedy
+        decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
@@ -175,7 +180,7 @@ class BlackjackTask(GameTask):
 
 
 def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-    """Yield starts with the suits of a split, without end.
+    """Yield an infinite sequence of random starts with the suits of a split.
 
     A start is the dealer's visible card followed by the player's two cards.
     """
@@ -187,10 +192,10 @@ def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tupl
 
 @cache
 def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
-    """Return `num` hands in a position, with the suits of split eval.
+    """Return `num` random hands for a position, with the suits of split eval.
 
-    Each hand is the dealer's visible card followed by the player's cards. Hands are sampled as they
-    occur in games of a player that hits with probability 1/2.
+    Each hand is the dealer's visible card followed by the player's cards. The hands have the
+    distribution of games in which the player hits with probability 1/2.
     """
     points, is_soft, up = position
     dice = random.Random(repr(position))
@@ -207,7 +212,10 @@ def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
 
 
 def _draw_suits(values: Sequence[int], rng: random.Random) -> tuple[Card, ...]:
-    """Return cards of these values. The suits of the first three are reserved for evaluation."""
+    """Return random cards with the given values.
+
+    The suits of the first three cards are a combination that is reserved for evaluation.
+    """
     while True:
         cards = tuple(Card(rng.randint(11, 13) if value == 10 else value, rng.choice(SUITS)) for value in values)
         if is_held_out_drawing(cards[:3]):

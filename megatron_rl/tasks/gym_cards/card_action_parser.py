@@ -1,6 +1,7 @@
-"""Parsers from the policy's reply to an action, or to the reason why it has none.
+"""Parsers that find the action in the policy's reply.
 
-They never raise, and nothing in a reply is run as code.
+If a reply has no valid action, the parser returns the reason. The parsers never raise an exception
+and never execute text of a reply.
 """
 
 import json
@@ -9,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 
 MAX_REPLY_CHARS = 4096
-"""Maximum length of a reply that is parsed. No valid reply is longer, and the limit bounds the
-nesting depth in the JSON parser.
+"""Maximum length of a reply in characters; a longer reply is invalid. The limit also bounds the
+nesting depth of JSON that is parsed.
 """
 
 
 class InvalidAction(StrEnum):
-    """Reason why a reply has no action."""
+    """Reason why a reply has no valid action."""
 
     TOO_LONG = "too long"
     NOT_JSON = "not JSON"
@@ -41,11 +42,11 @@ def _reject_constant(constant: str) -> float:
 
 
 def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """Return the index into `actions` that a reply names, or why it names none.
+    """Return the index into `actions` of a reply's action, or the reason why the reply is invalid.
 
-    A valid reply is one JSON object (RFC 8259, so no NaN), with nothing but whitespace around it,
-    no repeated key, and a value of "action" that is exactly one of `actions`. Other keys are
-    ignored: only the action is rewarded, not the policy's description of the state.
+    A valid reply is one JSON object (RFC 8259, so without NaN) with only whitespace around it and
+    no repeated key. The value of its key "action" must be equal to one of `actions`. Other keys are
+    ignored, so the policy's description of the state does not affect the reward.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -53,7 +54,7 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
         read = json.loads(text, object_pairs_hook=_reject_repeated_keys, parse_constant=_reject_constant)
     except _RepeatedJsonKey:
         return InvalidAction.REPEATED_KEY
-    except (ValueError, RecursionError):  # malformed, or an integer beyond Python's digit limit; nested too deep
+    except (ValueError, RecursionError):  # invalid JSON or an integer beyond Python's digit limit; too deep nesting
         return InvalidAction.NOT_JSON
     if not isinstance(read, dict):
         return InvalidAction.NOT_AN_OBJECT
@@ -63,11 +64,11 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
 
 
 def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """Return the index of the only action that a free-text reply names, as RL4VLM does.
+    """Return the index of the only action in a free-text reply, with the rules of RL4VLM.
 
-    The text after the first `"action"` is searched, or all of the text if there is none. The search
-    ignores case and matches whole numbers and words: 10 does not match 1, and white does not match
-    hit. Naming the same action twice is valid.
+    The search covers the text after the first `"action"`, or the whole reply if it does not contain
+    `"action"`. The search ignores case and matches only whole numbers and words: the action 1 does
+    not match 10, and the action hit does not match white. A reply may repeat the same action.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -79,9 +80,10 @@ def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction
 
 
 def find_action_start(text: str) -> int | None:
-    """Return the position of the last `"action"` in the reply, or None.
+    """Return the character index of the last `"action"` in the reply, or None if there is none.
 
-    The action begins there, after the thoughts. RL4VLM finds the same place by token ids.
+    The thoughts end and the action begins at this index. RL4VLM finds the same position by token
+    ids.
     """
     return max((found.start() for found in re.finditer('"action"', text, re.ASCII | re.IGNORECASE)), default=None)
 
@@ -90,4 +92,4 @@ ACTION_PARSERS: Mapping[str, Callable[[str, Sequence[str]], int | InvalidAction]
     "json": parse_json_action,
     "rl4vlm": parse_named_action,
 }
-"""Maps task.options.reading to its parser."""
+"""Maps each value of task.options.reading to its parser."""

@@ -1,7 +1,8 @@
-"""Playing cards, drawn with the font of this package.
+"""Playing cards and their images, drawn with the font file in this package.
 
-Policies are trained on the art "large"; the other two test generalization. The art "large" has one
-ink color per suit, so that suits can be distinguished on cards thirty pixels wide.
+Policies are trained on the card art "large"; the arts "classic" and "night" test generalization.
+The art "large" uses a different ink color for each suit, so that suits can be distinguished on
+cards that are 30 pixels wide.
 """
 
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ class Card:
     """Playing card."""
 
     rank: int
-    """Rank from 1 (ace) to 13; 11 to 13 are J, Q and K."""
+    """Rank from 1 (ace) to 13 (king)."""
     suit: str
     """Suit, one of SUITS."""
 
     @classmethod
     def from_name(cls, name: object) -> Self:
-        """Parse a card name; 10H is the ten of hearts.
+        """Parse a card name, e.g. 10H for the ten of hearts.
 
         Raises:
             ValueError: The name is not a rank followed by a suit.
@@ -49,7 +50,7 @@ class Card:
 
     @property
     def value(self) -> int:
-        """Value of the card: 10 for faces, 1 for the ace."""
+        """Value of the card: the rank, but 10 for J, Q and K."""
         return min(self.rank, 10)
 
 
@@ -62,10 +63,10 @@ class CardArt:
 
     paper: str
     ink: dict[str, str]
-    """Ink color by suit."""
+    """Maps each suit to its ink color."""
     is_large: bool
-    """True draws the rank above the suit, as large as fits; False draws the rank in two corners and
-    the suit in the middle.
+    """If True, the rank is drawn above the suit, both as large as possible. If False, the rank is
+    drawn in two corners and the suit in the middle.
     """
 
 
@@ -78,17 +79,17 @@ CARD_ARTS = {
 
 @cache
 def load_font(size: int) -> ImageFont.FreeTypeFont:
-    """Return the font in a size.
+    """Return the package's font at the given size.
 
-    It uses the basic layout, so that images are identical on every machine
-    (number_line.draw_state).
+    The font uses Pillow's basic text layout, so that images are identical on every machine
+    (explained in number_line.draw_state).
     """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
 
 @lru_cache(maxsize=1024)
 def render_card(card: Card | None, *, width: int, height: int, art: str = "large") -> Image.Image:
-    """Return the RGB image of a card; None is the back of a card.
+    """Return the RGB image of a card, or of the back of a card if `card` is None.
 
     The image is cached and shared: do not modify it.
     """
@@ -121,7 +122,7 @@ def paste_card(
         card: Card, or None for the back of a card.
         box_corner: Upper left corner of the box.
         size: Width and height of the box.
-        style: Name of the art, and the fraction of the box that the card fills.
+        style: Name of the card art, and the size of the card as a fraction of the box.
     """
     art, scale = style
     width, height = round(size[0] * scale), round(size[1] * scale)
@@ -132,6 +133,6 @@ def paste_card(
 def is_held_out_drawing(cards: Sequence[Card]) -> bool:
     """Return True if a hand with these suits is reserved for evaluation.
 
-    That holds for exactly a quarter of all suit combinations of a hand.
+    Exactly a quarter of all suit combinations is reserved.
     """
     return sum(SUITS.index(card.suit) for card in cards) % 4 == 0

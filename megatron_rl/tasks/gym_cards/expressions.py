@@ -1,10 +1,12 @@
 """Evaluation of formulas in the card games. Formulas are parsed, never run as code.
 
-The strict rules allow whole numbers, + - * / and parentheses, evaluated in exact fractions; a
-number may have a sign. Adjacent numbers, ** and // are invalid. The legacy rules are those of
-Python, to which RL4VLM passes the formula's text: adjacent numbers concatenate, ** is a power, //
-is integer division, / gives floats. Powers beyond MAX_BITS have no value here, because Python would
-compute them for hours.
+The strict rules allow whole numbers, signs, + - * / and parentheses, and compute exact fractions.
+Adjacent numbers, ** and // are invalid.
+
+The legacy rules are those of Python, because RL4VLM evaluates the text of a formula as Python:
+adjacent numbers are concatenated, ** is a power, // is integer division, and / returns a float.
+Unlike in Python, an integer power of more than MAX_BITS bits is invalid, because computing it could
+take hours.
 """
 
 import operator
@@ -15,8 +17,8 @@ from typing import NamedTuple
 
 Number = Fraction | int | float
 MAX_TOKENS = 64
-"""Maximum number of tokens of a formula that has a value. It bounds the nesting depth of
-parentheses.
+"""Maximum number of tokens of a formula; a longer formula is invalid. The limit bounds the nesting
+depth of parentheses.
 """
 MAX_BITS = 4096
 """Maximum size in bits of an integer power."""
@@ -30,7 +32,7 @@ class _Operator(NamedTuple):
     precedence: int
     function: Callable[[Number, Number], Number]
     is_right: bool = False
-    """True for right associativity: a op b op c is a op (b op c)."""
+    """True if the operator is right-associative: a op b op c is a op (b op c)."""
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -60,14 +62,14 @@ class _ExpressionParser:
         self.remaining, self.operators, self.parse_number = [*reversed(tokens)], operators, number
 
     def parse(self) -> Number:
-        """Return the value of all tokens."""
+        """Parse all tokens as one expression and return its value."""
         value = self.parse_expression(0)
         if self.remaining:
             raise _InvalidFormula
         return value
 
     def parse_expression(self, min_precedence: int) -> Number:
-        """Parse operators of at least this precedence and return the value."""
+        """Parse an expression of operators with at least this precedence and return its value."""
         value = self.parse_operand()
         while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
             found = self.operators[self.remaining.pop()]
@@ -75,7 +77,7 @@ class _ExpressionParser:
         return value
 
     def parse_operand(self) -> Number:
-        """Parse a number, a signed operand or a parenthesis."""
+        """Parse a number, a signed operand or an expression in parentheses; return its value."""
         token = self.remaining.pop() if self.remaining else ""
         if token in SIGN_OPERATORS:
             return SIGN_OPERATORS[token](self.parse_expression(SIGN_PRECEDENCE))
@@ -99,16 +101,16 @@ def _evaluate_tokens(tokens: Sequence[str], operators: Mapping[str, _Operator], 
 
 
 def evaluate(tokens: Sequence[str]) -> Fraction | None:
-    """Return the exact value under the strict rules, or None for an invalid formula.
+    """Return the exact value of a formula under the strict rules, or None if it is invalid.
 
-    Blanks are ignored. Example: 8 / ( 3 - 8 / 3 ) is 24.
+    Blank tokens are ignored. Example: 8 / ( 3 - 8 / 3 ) is 24.
     """
     return _evaluate_tokens([token for token in tokens if token.strip()], STRICT_OPERATORS, Fraction)
 
 
 def evaluate_as_python(tokens: Sequence[str]) -> Number | None:
-    """Return the value of the concatenated tokens under Python's rules, or None if they have none.
+    """Return the value of a formula under Python's rules, or None if it is invalid.
 
-    Example: 2 4 is 24.
+    The tokens are concatenated first. Example: the tokens 2 and 4 have the value 24.
     """
     return _evaluate_tokens(re.findall(r"[0-9]+|\*\*|//|[^ ]", "".join(tokens)), PYTHON_OPERATORS, int)

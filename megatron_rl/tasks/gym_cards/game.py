@@ -1,17 +1,19 @@
-"""Games as tasks: a gymnasium environment as an episode of messages, and the common options.
+"""Base classes that turn gymnasium games into tasks, with the options that all games share.
 
-The image is the state, so every turn is a new sequence: one user message with the image and the
-prompt. A reply without an action is always counted as a failed call (ToolCall.error) and uses up a
-turn. task.options.invalid selects its other effects:
+Each observation contains everything that the policy can know about the state, so every turn is a
+new sequence: one user message with an image and the prompt. A reply without a valid action is
+always recorded as a failed call (ToolCall.error) and uses up a turn. task.options.invalid selects
+the other effects of such a reply:
 
-- penalize: pays -1, the reward for a bad move in all four games; the state does not change.
-- repeat: pays 0; the state does not change, and the same observation is returned again.
-- noop: pays 0 and makes the move that changes nothing. In the points games that is a blank, which
-  uses up an entry of the formula like a number without a card. NumberLine and Blackjack have no
-  such move and reject this option.
-- random: takes an action drawn uniformly with the episode's seed, and pays its reward. RL4VLM does
-  this too, without counting it. A policy that generates nonsense then earns what chance earns, and
-  a turn's reward depends on a draw that no logprob accounts for.
+- penalize: The reward is -1, as for a bad move in all four games. The state does not change.
+- repeat: The reward is 0. The state does not change, and the same observation is returned again.
+- noop: The reward is 0, and the environment makes a move that changes nothing. In the points games,
+  this move appends a blank, which counts toward the length limit of the formula. NumberLine and
+  Blackjack have no such move and reject this option.
+- random: The environment takes an action that is drawn uniformly with the episode's seed, and
+  returns the reward of that action. RL4VLM does the same without recording a failed call. With this
+  option, a policy that generates nonsense earns the return of random play, and the reward of a turn
+  depends on a random draw that no logprob accounts for.
 """
 
 import random
@@ -33,12 +35,12 @@ Plan = TypeVar("Plan")
 
 
 class StateView(NamedTuple):
-    """Observation of a state."""
+    """Observation of a game's state: image, prompt and name of the state."""
 
     picture: Picture
     prompt: str
     state_name: str = ""
-    """Value of Env.state."""
+    """Name of the state, which `Env.state` returns."""
 
 
 def make_user_message(picture: Picture, prompt: str) -> Message:
@@ -47,10 +49,11 @@ def make_user_message(picture: Picture, prompt: str) -> Message:
 
 
 def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | InvalidAction, ToolCall]:
-    """Parse a reply into an action and its tool call.
+    """Parse a reply into an action and a record of the call.
 
-    Returns the index of the action, or the reason why there is none; the call has an error in that
-    case.
+    Returns:
+        The index of the action, or the reason why the reply has no valid action, and the call. If
+        there is no valid action, the call contains the reason as its error.
     """
     action = ACTION_PARSERS[options.reading](text, actions)
     if isinstance(action, InvalidAction):
@@ -59,7 +62,7 @@ def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tupl
 
 
 class GameEnv(Env):
-    """One episode of a game from a given start."""
+    """Environment for one episode of a game from a given start."""
 
     def __init__(
         self, game: gymnasium.Env, start: Mapping[str, object], *,
@@ -69,11 +72,12 @@ class GameEnv(Env):
 
         Args:
             game: Game to run.
-            start: Options of the game's reset.
-            actions: Names of the actions, by index.
+            start: Value of the argument `options` of the game's `reset`.
+            actions: Names of the actions, in the order of the action indices.
             options: Reply format and effect of invalid replies.
-            view_state: Returns the observation of the game's current state.
-            noop_action: Returns the action that changes nothing, if the game has one.
+            view_state: Function that returns the observation of the game's current state.
+            noop_action: Function that returns the index of an action that changes nothing; None if
+                the game has no such action.
         """
         self.game, self.start, self.actions, self.options, self.view_state, self.noop_action = (
             game,
@@ -97,7 +101,7 @@ class GameEnv(Env):
         return [self._observation()]
 
     async def step(self, text: str) -> Step:
-        """Apply the action in a reply, or the effect of an invalid reply."""
+        """Apply the action in a reply, or the configured effect of an invalid reply."""
         return replace(self._handle_reply(text), action_char=find_action_start(text))
 
     def _handle_reply(self, text: str) -> Step:
@@ -119,8 +123,8 @@ class GameEnv(Env):
     def _play_action(self, action: int, call: ToolCall) -> Step:
         """Apply an action and return the step.
 
-        The game's own step limit does not end the episode here, because task.max_turns is never
-        larger.
+        The truncation flag of the game is ignored, because task.max_turns cannot exceed the game's
+        step limit (`require_turns`).
         """
         _, reward, is_over, _, _ = self.game.step(action)
         if is_over:
@@ -142,14 +146,14 @@ class GameTask(Task):
         self.options: Any = options
 
     def require_turns(self, max_steps: int, *, eval_max_steps: int) -> None:
-        """Raise ValueError if an episode could have more turns than the game has steps."""
+        """Raise ValueError if the configured number of turns exceeds the game's step limit."""
         for key, turns, steps in (
             ("task.max_turns", self.settings.max_turns, max_steps), ("task.eval_max_turns", self.settings.eval_max_turns, eval_max_steps)
         ):  # fmt: skip
             require(turns <= steps, key, turns, f"the game has {steps} steps, use no more")
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the fraction of replies without an action."""
+        """Return the fraction of replies without a valid action, as the metric `invalid`."""
         calls = [turn.tool_call for rollout in rollouts for turn in rollout.turns if turn.tool_call is not None]
         return {"invalid": sum(not call.ran for call in calls) / max(len(calls), 1)}
 

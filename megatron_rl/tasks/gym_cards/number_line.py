@@ -3,9 +3,9 @@
 A state is (current, target), each in 0..5, or in 0..max_number for evaluations beyond the training
 range. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
 
-The rules are those of RL4VLM (arXiv 2405.10292) with two differences: randomness comes from the
-environment's own generator, so reset(seed) is reproducible, and the font (DejaVu Sans Bold, license
-in fonts/) is a file of this package.
+The rules are those of RL4VLM (arXiv 2405.10292). There are two differences: the environment has its
+own random number generator, so reset(seed) is reproducible, and the font is included in this
+package (DejaVu Sans Bold, license in fonts/).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,10 +34,10 @@ STATES: tuple[NumberLineState, ...] = tuple((current, target) for current, targe
 
 
 def deal_start(current: int, target: int) -> NumberLineState:
-    """Return the start for two uniform draws.
+    """Return the start state for two uniformly drawn numbers.
 
-    If they are equal, the target becomes (target + 1) mod 5.
-    Example: (2, 2) gives (2, 3), and (5, 5) gives (5, 1).
+    If the numbers are equal, the target becomes (target + 1) mod 5. Example: (2, 2) becomes (2, 3),
+    and (5, 5) becomes (5, 1).
     """
     return current, (target + 1) % MAX_NUMBER if target == current else target
 
@@ -46,7 +46,8 @@ def deal_start(current: int, target: int) -> NumberLineState:
 def start_probabilities() -> dict[NumberLineState, Fraction]:
     """Return the exact probability of each of the 30 starts.
 
-    It is 1/36, and 2/36 for the six starts that an equal draw also maps to.
+    The probability is 2/36 for the six starts that also result from a draw of two equal numbers,
+    and 1/36 for the others.
     """
     dealt = [deal_start(*pair) for pair in NUMBER_PAIRS]
     return {state: Fraction(dealt.count(state), len(dealt)) for state in STATES}
@@ -55,8 +56,8 @@ def start_probabilities() -> dict[NumberLineState, Fraction]:
 def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_NUMBER) -> tuple[NumberLineState, int]:
     """Return the next state and the reward.
 
-    The reward is 1 at the target, -1 if the distance did not shrink (also at the end of the line),
-    else 0.
+    The reward is 1 if the action reaches the target, -1 if the distance to the target does not
+    decrease (also if the number is already at the end of the line), and 0 otherwise.
     """
     current, target = state
     moved = min(max(current + (1 if action == 1 else -1), 0), max_number)
@@ -66,7 +67,7 @@ def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_N
 
 
 def optimal_action(state: NumberLineState) -> int:
-    """Return the action that reduces the distance."""
+    """Return the action that reduces the distance to the target."""
     current, target = state
     assert current != target, f"nothing to do at {state}"
     return int(current < target)
@@ -75,13 +76,13 @@ def optimal_action(state: NumberLineState) -> int:
 def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
     """Return the exact probability of a return above 0, by backward induction over the turns.
 
-    The policy depends on the state only, and starts have their training distribution.
+    The policy's action depends only on the state, and starts have the training distribution.
 
     Args:
-        action_probabilities: Probabilities of ACTIONS for each state. The remainder to 1 is the
-            probability of an invalid reply. It loses, like a wrong move: the goal pays 1, so a
-            single -1 leaves a return of at most 0.
-        max_turns: Maximum number of turns of an episode.
+        action_probabilities: Probabilities of ACTIONS in each state. The difference between 1 and
+            their sum is the probability of an invalid reply. An invalid reply or a wrong move has
+            reward -1. Reaching the target only has reward 1, so the return is then at most 0.
+        max_turns: Maximum number of turns in an episode.
     """
     success = {state: 0.0 for state in STATES}
     for _ in range(max_turns):
@@ -96,12 +97,12 @@ def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequen
 
 @cache
 def draw_state(state: NumberLineState) -> Image.Image:
-    """Return the RGB image of a state, 300 x 300, black on white.
+    """Return the RGB image of a state, 300 x 300 pixels, black on white.
 
-    The image is cached and shared by every turn in this state: do not modify it.
+    The image is cached and shared by all turns in this state: do not modify it.
     """
-    # Use the basic layout: Pillow would otherwise use Raqm, another text shaper, where it is
-    # installed, and images must be identical on every machine.
+    # Images must be identical on every machine. Pillow's default layout depends on the machine: it
+    # uses the text shaper Raqm if Raqm is installed. The basic layout is always the same.
     font = ImageFont.truetype(FONT_FILE, 36, layout_engine=ImageFont.Layout.BASIC)
     drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), "white")
     pen = ImageDraw.Draw(drawn)
@@ -113,15 +114,18 @@ def draw_state(state: NumberLineState) -> Image.Image:
 
 @cache
 def state_pixels(state: NumberLineState) -> NDArray[np.uint8]:
-    """Return the image of a state as a cached array: do not modify it."""
+    """Return the image of a state as an array.
+
+    The array is cached and shared: do not modify it.
+    """
     return np.array(draw_state(state))
 
 
 def pixels_space() -> gymnasium.spaces.Box:
-    """Return the observation space of a game.
+    """Return the observation space of a game with image observations.
 
-    Its bounds cover every pixel, which takes 0.2 ms to construct, so a game constructs it on first
-    access.
+    The space stores bounds for every pixel, so its construction takes 0.2 ms. Games therefore
+    construct the space on first access.
     """
     return gymnasium.spaces.Box(0, 255, (IMAGE_SIZE, IMAGE_SIZE, 3), np.uint8)
 
@@ -129,9 +133,9 @@ def pixels_space() -> gymnasium.spaces.Box:
 class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     """`gym_cards/NumberLine-v0`: move from the current number to the target in steps of one.
 
-    An episode has at most 10 steps (twice the largest number).
-    Observations are uint8 [300, 300, 3].
-    reset(options={"current": c, "target": t}) sets the start instead of drawing it.
+    An episode has at most 2 * max_number steps, 10 by default. An observation is a uint8 array
+    [300, 300, 3]. reset(options={"current": c, "target": t}) sets the start; without options, the
+    start is random.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}

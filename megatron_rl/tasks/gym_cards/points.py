@@ -1,12 +1,15 @@
-"""EZPoints and Points24 of GymCards: write a formula that makes a number from all cards.
+"""EZPoints and Points24 of GymCards: write a formula that uses all cards and equals the target.
 
-The rules are those of RL4VLM (arXiv 2405.10292). A number that no remaining card has pays -1 and
-appends a blank. "=" ends the game and pays 10 if the formula makes the target from all cards, else
--1. If the formula is longer than its limit, any action pays -1 and truncates the episode. All other
-actions pay 0.
+The rules are those of RL4VLM (arXiv 2405.10292). Each action appends a token to the formula:
 
-There are two differences: randomness comes from the environment's own generator, and a formula is
-evaluated strictly unless legacy_rules=True.
+- A number that is not on an unused card appends a blank instead of the number; the reward is -1.
+- "=" ends the game. The reward is 10 if the formula uses all cards and equals the target, else -1.
+- If the formula is already longer than its limit, any action has reward -1 and truncates the
+  episode.
+- All other actions have reward 0.
+
+There are two differences from RL4VLM: the environment has its own random number generator, and
+formulas are evaluated under the strict rules of expressions.py unless legacy_rules=True.
 """
 
 from collections import Counter
@@ -30,22 +33,24 @@ BACKGROUND_COLOR = "#35654d"
 BLANK = " "
 NUMBERS = tuple(str(number) for number in range(1, 11))
 CardStyle = tuple[str, float]
-"""Name of a card's art, and its size as a fraction of the usual one."""
+"""(art, scale): name of the card art, and card size as a fraction of the default size."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PointsRules:
-    """Rules in which the games differ."""
+    """Rules and layout in which EZPoints and Points24 differ."""
 
     tokens: tuple[str, ...]
-    """Token of each action."""
+    """Tokens that the actions append, in the order of the action indices."""
     num_cards: int
     target: int
     max_formula_tokens: int
-    """Maximum number of tokens of a formula; an action on a longer one truncates the episode."""
+    """Maximum number of tokens of a formula. If the formula is already longer, the next action
+    truncates the episode.
+    """
     label_height: float
-    """Vertical position of the label "Formula: ", as a fraction of the image height. If it equals
-    formula_height, both share a line.
+    """Vertical position of the label "Formula: ", as a fraction of the image height. If it is equal
+    to formula_height, label and formula share a line.
     """
     formula_height: float
     font_size: int
@@ -54,11 +59,11 @@ class PointsRules:
 
     @property
     def max_steps(self) -> int:
-        """Number of the step that truncates the episode."""
+        """Maximum number of steps in an episode. The last of these steps truncates the episode."""
         return self.max_formula_tokens + 2
 
     def card_number(self, card: Card) -> int:
-        """Return the number that a card stands for."""
+        """Return the number that a card represents in a formula."""
         return card.value if self.faces_are_ten else card.rank
 
 
@@ -81,12 +86,12 @@ class PointsState:
 
     @property
     def formula_text(self) -> str:
-        """Formula as text."""
+        """Concatenated tokens of the formula."""
         return "".join(self.formula)
 
 
 def apply_action(rules: PointsRules, state: PointsState, action: int) -> tuple[PointsState, int, bool, bool]:
-    """Return the next state, the reward, and two flags: terminated and truncated."""
+    """Return the next state, the reward, and gymnasium's flags terminated and truncated."""
     if len(state.formula) > rules.max_formula_tokens:
         return state, -1, False, True
     token = rules.tokens[action]
@@ -97,24 +102,25 @@ def apply_action(rules: PointsRules, state: PointsState, action: int) -> tuple[P
 
 
 def unused_numbers(rules: PointsRules, state: PointsState) -> Counter[str]:
-    """Return the numbers of the cards that the formula has not used yet."""
+    """Count the numbers of the cards that the formula has not used yet."""
     return Counter(str(rules.card_number(card)) for card in state.cards) - Counter(state.formula)
 
 
 def makes_target(rules: PointsRules, state: PointsState) -> bool:
-    """Return True if the formula makes the target and uses all cards."""
+    """Return True if the formula equals the target and uses all cards."""
     worth = (evaluate_as_python if rules.is_legacy else evaluate)(state.formula)
     return worth == rules.target and not unused_numbers(rules, state)
 
 
 def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
-    """Return two cards that make the target by one + or *.
+    """Return two random cards that make the target by + or *.
 
-    The first is uniform over the ranks in 2..K that have a partner. The second is drawn uniformly
-    from the partners by * and by +. The order of the two is random.
+    The rank of one card is drawn uniformly from the ranks in 2..K that make the target with some
+    other card. The other card is drawn uniformly from the results of `find_partner_numbers`. The
+    order of the cards is random.
     """
     choices = ()
-    while not choices:  # repeats only for targets other than 12, for which a card may have no partner
+    while not choices:  # repeats only if the target is not 12, because some ranks then have no partner
         first = int(rng.integers(2, 14))
         choices = find_partner_numbers(rules.target, min(first, 10))
     ranks = [first, choices[rng.integers(len(choices))]]
@@ -124,20 +130,20 @@ def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
 
 
 def deal_four(rng: np.random.Generator) -> tuple[Card, ...]:
-    """Return four cards with independent, uniform ranks."""
+    """Return four random cards with independent, uniformly distributed ranks."""
     return add_suits(rng.integers(1, 14, size=4).tolist(), rng)
 
 
 def add_suits(ranks: Sequence[int], rng: np.random.Generator) -> tuple[Card, ...]:
-    """Return cards of these ranks with random suits."""
+    """Return cards with the given ranks and random suits."""
     return tuple(Card(rank, SUITS[suit]) for rank, suit in zip(ranks, rng.integers(4, size=len(ranks)).tolist(), strict=True))
 
 
 @lru_cache(maxsize=128)
 def draw_state(rules: PointsRules, state: PointsState, style: CardStyle = ("large", 1.0)) -> Image.Image:
-    """Return the RGB image of a state, 300 x 300.
+    """Return the RGB image of a state, 300 x 300 pixels.
 
-    The image is cached and shared by every turn in this state: do not modify it.
+    The image is cached and shared by all turns in this state: do not modify it.
     """
     drawn = Image.new("RGB", (IMAGE_SIZE, IMAGE_SIZE), BACKGROUND_COLOR)
     width = int(IMAGE_SIZE / rules.num_cards * 0.9)
@@ -153,9 +159,10 @@ def draw_state(rules: PointsRules, state: PointsState, style: CardStyle = ("larg
 
 
 class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
-    """Base class of the points games.
+    """Base class of EZPoints and Points24.
 
-    Observations are uint8 [300, 300, 3]. reset(options={"cards": ["2H", "KS"]}) sets the hand.
+    An observation is a uint8 array [300, 300, 3]. reset(options={"cards": ["2H", "KS"]}) sets the
+    hand; without options, the hand is random.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
@@ -212,7 +219,7 @@ class EZPoints(PointsGame):
         super().__init__(replace(EZPOINTS, target=target, is_legacy=legacy_rules), style=style, render_mode=render_mode)
 
     def deal_hand(self) -> tuple[Card, ...]:
-        """Return a random hand that makes the target."""
+        """Return a random hand that can make the target."""
         return deal_pair(self.rules, self.np_random)
 
 

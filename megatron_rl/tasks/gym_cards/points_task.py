@@ -1,13 +1,13 @@
 """EZPoints and Points24 as tasks: prompts, examples, demonstrations and gold replies.
 
-The policy sees the image, the formula as text and the allowed tokens, and replies with one JSON
-object, e.g.
+The policy receives an image, the current formula as text and the allowed tokens, and replies with
+one JSON object, e.g.
 
     {"cards": ["2", "K"], "current formula": "2+", "thoughts": "2+10=12", "action": "10"}
 
-Splits train and eval differ in their cards, besides the options that change evaluations. EZPoints
-has all hands in both splits, with different suits. Points24 holds out a fifth of all sets of four
-numbers.
+Splits train and eval use different cards, in addition to the options that change evaluations. In
+EZPoints, both splits contain all pairs of ranks, but with different suits. In Points24, a fifth of
+all sets of four numbers is held out for evaluation.
 """
 
 import json
@@ -39,20 +39,21 @@ from megatron_rl.tasks.task_options import EZPointsOptions, Points24Options
 from megatron_rl.types import Example, Message, Rollout
 
 HELD_OUT_RATIO = 5
-"""Inverse of the fraction of Points24's number sets that is reserved for evaluation."""
+"""One in HELD_OUT_RATIO sets of four numbers is reserved for evaluation in Points24."""
 BIASED_MAX_FIRST_NUMBER = 5
-"""Largest number of the first card for which the demonstrator of split "biased" writes a wrong
-first sign.
+"""Largest number on the first card of a hand in which the demonstrator of split "biased" makes
+mistakes.
 """
 BIASED_ERROR = 0.6
-"""Probability of a wrong first sign of the demonstrator of split "biased" in those hands; 0 in all
-others.
+"""Probability that the demonstrator of split "biased" writes a wrong first operator if the number
+of the first card is at most BIASED_MAX_FIRST_NUMBER. In other hands, the demonstrator makes no
+mistakes.
 """
 SIGN_MISTAKES = {"+": "*", "*": "+", "-": "+", "/": "*"}
 
 
 def write_prompt(rules: PointsRules, state: PointsState) -> str:
-    """Return the prompt of a state: rules, formula and allowed tokens."""
+    """Return the prompt for a state: rules, current formula and allowed tokens."""
     name, faces = ("EZPoints", "10") if rules.num_cards == 2 else ("Points24", "10" if rules.faces_are_ten else "11, 12 and 13")
     return (
         f"{name}: write a formula that makes {rules.target} and uses each card once; J, Q and K count {faces}. "
@@ -62,14 +63,14 @@ def write_prompt(rules: PointsRules, state: PointsState) -> str:
 
 
 def solve_hand(rules: PointsRules, cards: Sequence[Card]) -> tuple[str, ...] | None:
-    """Return the tokens of a solution, including "=", or None if the hand has none."""
+    """Return the tokens of a solution, including "=", or None if the hand has no solution."""
     numbers: Any = tuple(map(rules.card_number, cards))
     found = (find_pair_solution if rules.num_cards == 2 else find_solution)(numbers, rules.target)
     return found and (*found, "=")
 
 
 class FormulaPlan(NamedTuple):
-    """Formula to write for a hand, including "=", of which `num_written` tokens are written."""
+    """Formula for a hand, including "=", of which `num_written` tokens are already written."""
 
     cards: tuple[Card, ...]
     tokens: tuple[str, ...]
@@ -77,21 +78,21 @@ class FormulaPlan(NamedTuple):
 
     @property
     def state(self) -> PointsState:
-        """State after the written tokens."""
+        """State of the game after the first `num_written` tokens."""
         return PointsState(self.cards, self.tokens[: self.num_written])
 
 
 def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
-    """Return the reply that reads the state correctly and appends the plan's next token."""
+    """Return a reply that states cards and formula correctly and appends the plan's next token."""
     symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
 
 
 def corrupt_formula(tokens: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the formula with its first sign replaced.
+    """Return the formula with its first operator replaced by a wrong operator.
 
-    For two cards the result makes another number. Example: 3 * 9 = for 3 + 9 =.
+    A formula for two cards then misses the target. Example: 3 + 9 = becomes 3 * 9 =.
     """
     place = next(place for place, token in enumerate(tokens) if token in SIGN_MISTAKES)
     return (*tokens[:place], SIGN_MISTAKES[tokens[place]], *tokens[place + 1 :])
@@ -99,15 +100,16 @@ def corrupt_formula(tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def held_out_numbers(*, faces_are_ten: bool) -> frozenset[tuple[int, ...]]:
-    """Return the sets of four numbers of Points24 that only evaluations use."""
+    """Return the sets of four numbers in Points24 that are reserved for evaluation."""
     hands = sorted(hand_probabilities(faces_are_ten=faces_are_ten))
     return frozenset(random.Random(24).sample(hands, len(hands) // HELD_OUT_RATIO))
 
 
 class PointsTask(GameTask):
-    """Base class of both points tasks.
+    """Base class of the EZPoints and Points24 tasks.
 
-    An episode succeeds if its return is above 0: the target is made with fewer than ten penalties.
+    An episode succeeds if its return is above 0. A correct formula has reward 10 and each penalty
+    is -1, so a successful episode has fewer than ten penalties.
     """
 
     def __init__(self, settings: TaskSettings, rules: PointsRules) -> None:
@@ -122,7 +124,7 @@ class PointsTask(GameTask):
         self.eval_rules = replace(rules, target=self.options.eval_target)
 
     def make_example(self, name: str, cards: Sequence[Card], *, split: str, probability: float | None = None) -> Example:
-        """Return the example of a hand, with the rules and the card style of its split."""
+        """Return the example for a hand, with the rules and the card style of the split."""
         is_eval = split == "eval"
         look = (self.options.eval_art, self.options.eval_card_scale) if is_eval else ("large", 1.0)
         rules = self.eval_rules if is_eval else self.rules
@@ -152,11 +154,12 @@ class PointsTask(GameTask):
         return GameEnv(game, start, actions=rules.tokens, options=self.options, view_state=show, noop_action=idle)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[FormulaPlan]:
-        """Return single-turn demonstrations of partial solutions, in solvable hands of split train.
+        """Return single-turn demonstrations that append a token to a partial solution of a hand.
 
-        The first demonstrations do not depend on `num`. Split "correct" makes no mistakes. Split
-        "biased" thinks and writes a wrong first sign with probability BIASED_ERROR if the first
-        card counts at most BIASED_MAX_FIRST_NUMBER.
+        Only solvable hands of split train are used. A larger `num` only appends demonstrations. In
+        split "correct", the demonstrator makes no mistakes. In split "biased", the demonstrator's
+        thoughts and formula have a wrong first operator with probability BIASED_ERROR if the number
+        of the first card is at most BIASED_MAX_FIRST_NUMBER.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
@@ -171,7 +174,7 @@ class PointsTask(GameTask):
         return LazyTranscripts(plans, self._write_transcript)
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Yield hands of split train, without end."""
+        """Yield an infinite sequence of random hands of split train."""
         raise NotImplementedError
 
     def _write_transcript(self, plan: FormulaPlan) -> list[Message]:
@@ -191,7 +194,7 @@ class PointsTask(GameTask):
 class EZPointsTask(PointsTask):
     """EZPoints task.
 
-    It has 19 hands of two ordered ranks, each with twelve suit combinations for training and four
+    The game deals 19 ordered pairs of ranks. Each pair has 12 suit combinations for training and 4
     for evaluation.
     """
 
@@ -203,7 +206,7 @@ class EZPointsTask(PointsTask):
         require(target > 0 and bool(pair_probabilities(target)), "task.options.eval_target", target, "no two cards make it by + or *")
 
     def examples(self, split: str) -> list[Example]:
-        """Return all hands of a split with their exact probabilities."""
+        """Return one example for each hand of a split, with the exact probability of the hand."""
         examples = []
         for ranks, share in pair_probabilities((self.eval_rules if split == "eval" else self.rules).target).items():
             hands = [tuple(map(Card, ranks, suits)) for suits in product(SUITS, repeat=2)]
@@ -214,7 +217,7 @@ class EZPointsTask(PointsTask):
         return examples
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Yield hands of split train, without end."""
+        """Yield an infinite sequence of random hands of split train."""
         examples = self.examples("train")
         shares = [example.probability for example in examples]
         while True:
@@ -224,7 +227,8 @@ class EZPointsTask(PointsTask):
 class Points24Task(PointsTask):
     """Points24 task.
 
-    task.options set the number of hands; the number sets of the splits are disjoint.
+    task.options.train_hands and task.options.eval_hands set the number of hands. No set of four
+    numbers occurs in both splits.
     """
 
     Options = Points24Options
@@ -239,9 +243,10 @@ class Points24Task(PointsTask):
         require(self.options.eval_target in range(1, 101), "task.options.eval_target", self.options.eval_target, remedy)
 
     def examples(self, split: str) -> list[Example]:
-        """Return hands from the game's distribution, without number sets of the other split.
+        """Return random hands from the game's distribution, as the examples of a split.
 
-        With task.options.solvable only solvable hands are returned.
+        Hands with numbers that belong to the other split are skipped. With task.options.solvable,
+        unsolvable hands are skipped too.
         """
         is_eval = split == "eval"
         hands = self.deal_hands(np.random.default_rng(int(is_eval)), is_held_out=is_eval)
@@ -249,7 +254,7 @@ class Points24Task(PointsTask):
         return [self.make_example(f"{split}{number}", hand, split=split) for number, hand in zip(range(num), hands, strict=False)]
 
     def deal_hands(self, rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-        """Yield hands of the held-out or the training number sets, without end."""
+        """Yield an infinite sequence of random hands, with held-out or with training numbers."""
         rules = self.eval_rules if is_held_out else self.rules
         held_out = held_out_numbers(faces_are_ten=rules.faces_are_ten)
         while True:
@@ -260,11 +265,11 @@ class Points24Task(PointsTask):
                 yield cards
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Yield hands of split train, without end."""
+        """Yield an infinite sequence of random hands of split train."""
         return self.deal_hands(rng, is_held_out=False)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return also the success rate among solvable hands, if there are any."""
+        """Return the base metrics and, if any hand is solvable, the success rate on such hands."""
         figures = super().extra_metrics(examples, rollouts)
         could = [rollout for rollout in rollouts if self.gold_replies(examples[rollout.group])]
         return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})

@@ -1,4 +1,4 @@
-"""Solvers of EZPoints and Points24: exhaustive search over formulas, in integer arithmetic."""
+"""Solvers for EZPoints and Points24: exhaustive search over formulas, in integer arithmetic."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,14 +8,17 @@ from itertools import combinations, combinations_with_replacement
 from math import factorial, prod
 
 _Subexpression = tuple[int, int, str, "_Subexpression | None", "_Subexpression | None"]
-"""(numerator, denominator, symbol, left, right): the value as a fraction, the number or operator,
-and the operands of an operator.
+"""(numerator, denominator, symbol, left, right). The value is numerator / denominator. `symbol` is
+a number or an operator. `left` and `right` are the operands of an operator, or None for a number.
 """
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def _write_tokens(part: _Subexpression, least: int = 0) -> tuple[str, ...]:
-    """Return the tokens of a formula, in parentheses if its precedence is below `least`."""
+    """Return the tokens of a formula, in parentheses if its precedence is below `least`.
+
+    The precedence of a formula is the precedence of its outermost operator.
+    """
     _, _, symbol, left, right = part
     if left is None or right is None:
         return (symbol,)
@@ -25,7 +28,7 @@ def _write_tokens(part: _Subexpression, least: int = 0) -> tuple[str, ...]:
 
 
 def _combine(one: _Subexpression, two: _Subexpression) -> Iterator[_Subexpression]:
-    """Yield every combination of two subexpressions, in both orders if they differ."""
+    """Yield the result of each operator on two subexpressions, in both orders for - and /."""
     (a, b), (c, d) = one[:2], two[:2]
     yield a * d + c * b, b * d, "+", one, two
     yield a * c, b * d, "*", one, two
@@ -59,18 +62,18 @@ def _solution(numbers: tuple[int, ...], target: int) -> tuple[str, ...] | None:
 
 
 def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...] | None:
-    """Return the tokens of a formula that makes the target, or None.
+    """Return the tokens of a formula that equals the target, or None if there is none.
 
-    The formula uses + - * / and parentheses, and each of the numbers once. It does not depend on
-    the order of the numbers. Example: 3 3 8 8 gives 8 / ( 3 - 8 / 3 ).
+    The formula contains each number once, and + - * / and parentheses. The result does not depend
+    on the order of `numbers`. Example: for (3, 3, 8, 8), the formula is 8 / ( 3 - 8 / 3 ).
     """
     return _solution(tuple(sorted(numbers)), target)
 
 
 def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str, ...] | None:
-    """Return the tokens of an EZPoints formula that makes the target, or None.
+    """Return the tokens of an EZPoints formula that equals the target, or None if there is none.
 
-    The formula joins both numbers, in the order of the cards, by + or *.
+    The formula joins the two numbers by + or *, in the order in which they are given.
     """
     one, two = numbers
     sign = "+" if one + two == target else "*" if one * two == target else ""
@@ -78,17 +81,17 @@ def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str,
 
 
 def find_partner_numbers(target: int, first: int) -> tuple[int, ...]:
-    """Return the numbers in 1..10 that make the target with `first`.
+    """Return the numbers in 1..10 that make the target together with `first`, by * or by +.
 
-    The partner for * comes first, if there is one, then the partner for +. A number that works both
-    ways appears twice.
+    The number for * precedes the number for +. A number that works for both operators appears
+    twice.
     """
     by_product = (target // first,) if target % first == 0 else ()
     return tuple(number for number in (*by_product, target - first) if 1 <= number <= 10)
 
 
 def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
-    """Return the exact probability of each ordered pair of ranks in EZPoints."""
+    """Return the exact probability that EZPoints deals each ordered pair of ranks."""
     first_cards = [first for first in range(2, 14) if find_partner_numbers(target, min(first, 10))]
     dealt: Counter[tuple[int, int]] = Counter()
     for first in first_cards:
@@ -100,7 +103,10 @@ def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
 
 
 def hand_probabilities(*, faces_are_ten: bool = True) -> dict[tuple[int, ...], Fraction]:
-    """Return the exact probability of each hand of Points24, as four numbers in ascending order."""
+    """Return the exact probability of each Points24 hand.
+
+    A hand is given by its four numbers in ascending order.
+    """
     ways = Counter(min(rank, 10) if faces_are_ten else rank for rank in range(1, 14))
     hands = {}
     for numbers in combinations_with_replacement(sorted(ways), 4):

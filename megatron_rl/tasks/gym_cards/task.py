@@ -1,14 +1,14 @@
 """NumberLine as a task: prompt, reply format, and demonstrations for the SFT stage.
 
-The prompt has the rules and the image; the policy replies with one JSON object, e.g.
+The policy receives an image and the rules, and replies with one JSON object, e.g.
 
     {"current number": 2, "target number": 5, "thoughts": "Raise it.", "action": "+"}
 
-The image is the whole state, so every turn is a new sequence: one user message with the image and
-the prompt.
+The image shows the complete state, so every turn is a new sequence: one user message with the image
+and the prompt.
 
-An invalid reply costs as much as a wrong move (-1), leaves the state unchanged and uses up a turn,
-unless task.options select another effect (game.py).
+By default, an invalid reply has the same reward as a wrong move (-1), leaves the state unchanged
+and uses up a turn. task.options.invalid selects other effects (game.py).
 """
 
 import json
@@ -37,25 +37,25 @@ PROMPT = (
     'Answer with one JSON object: {"current number": int, "target number": int, "thoughts": text, "action": "-" or "+"}'
 )
 THOUGHTS = ("Lower it.", "Raise it.")
-"""Thoughts before each of ACTIONS, of equal length. The first word decides and the action repeats
-it, so one sampled token flips both.
+"""Thoughts in a reply for each of ACTIONS, of equal length. The first word of the thoughts already
+determines the action, so a single sampled token decides which action is taken.
 """
 BIASED_TARGETS = (1, 4)
 """Targets for which the demonstrator of split "biased" takes wrong actions."""
 BIASED_ERROR = 0.75
-"""Probability of a wrong action of the demonstrator of split "biased" in states with one of
-BIASED_TARGETS; 0 in all other states.
+"""Probability that the demonstrator of split "biased" takes the wrong action if the target is one
+of BIASED_TARGETS. For other targets, it always takes the right action.
 """
 
 
 def write_reply(state: NumberLineState, action: int) -> str:
-    """Return the reply that reads the state correctly and takes the action."""
+    """Return a reply that states the numbers correctly and takes the given action."""
     current, target = state
     return json.dumps({"current number": current, "target number": target, "thoughts": THOUGHTS[action], "action": ACTIONS[action]})
 
 
 def make_observation(state: NumberLineState) -> Message:
-    """Return the user message of a state: the image and the prompt."""
+    """Return the user message for a state: its image and the prompt."""
     return make_user_message(draw_state(state), PROMPT)
 
 
@@ -66,21 +66,21 @@ def mistake_probability(split: str, state: NumberLineState) -> float:
 
 
 def make_example(state: NumberLineState, *, probability: float | None = None, max_number: int | None = None) -> Example:
-    """Return the example with this start."""
+    """Return the example with the given start state."""
     current, target = state
     payload = {"current": current, "target": target} | ({} if max_number is None else {"max_number": max_number})
     return Example(id=f"current{current}_target{target}", payload=payload, probability=probability)
 
 
 def read_state(payload: Mapping[str, object]) -> NumberLineState:
-    """Return the start in an example's payload."""
+    """Return the start state in an example's payload."""
     current, target = payload["current"], payload["target"]
     assert isinstance(current, int) and isinstance(target, int), f"payload {dict(payload)}"
     return current, target
 
 
 class NumberLineEnv(GameEnv):
-    """One episode from a given start."""
+    """Environment for one NumberLine episode from a given start."""
 
     def __init__(self, start: NumberLineState, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
         (current, target), self.number_line = start, NumberLine(max_number=max_number)
@@ -97,7 +97,7 @@ class NumberLineEnv(GameEnv):
 class NumberLineTask(GameTask):
     """NumberLine task.
 
-    An episode succeeds if its return is above 0: the target is reached without a wrong move.
+    An episode succeeds if its return is above 0, i.e. if it reaches the target without a penalty.
     """
 
     Options = NumberLineOptions
@@ -108,11 +108,11 @@ class NumberLineTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=2 * self.max_number)
 
     def examples(self, split: str) -> list[Example]:
-        """Return the 30 starts, each with its exact probability.
+        """Return the examples of a split, one for each start.
 
-        There are no other starts, so the splits are the same. With task.options.eval_max_number
-        above 5, split eval has the starts of that line with a number beyond 5 instead, equally
-        likely.
+        By default, both splits contain all 30 starts, each with its exact probability. If
+        task.options.eval_max_number is above 5, split eval instead contains all starts on the
+        longer line with a current or target number above 5, with equal probabilities.
         """
         if split == "eval" and self.max_number > MAX_NUMBER:
             pairs = product(range(self.max_number + 1), repeat=2)
@@ -125,12 +125,13 @@ class NumberLineTask(GameTask):
         return NumberLineEnv(read_state(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
-        """Return single-turn demonstrations of the 30 states, in shuffled rounds of all 30.
+        """Return single-turn demonstrations from repeated shuffled passes over the 30 states.
 
-        The numbers are always read correctly. The first demonstrations do not depend on `num`.
-        Split "correct" always takes the right action; "biased" takes the wrong one with probability
-        BIASED_ERROR if the target is in BIASED_TARGETS. A policy that reproduces "biased" succeeds
-        in 23/36 (63.9%) of the episodes with greedy decoding, and in 68.5% at temperature 1.
+        A larger `num` only appends demonstrations. The demonstrator always reads the numbers
+        correctly. In split "correct", it always takes the right action. In split "biased", it takes
+        the wrong action with probability BIASED_ERROR if the target is in BIASED_TARGETS. A policy
+        that reproduces "biased" succeeds in 23/36 (63.9%) of the episodes with greedy decoding and
+        in 68.5% at temperature 1.
         """
         draw = random.Random(seed)
         shown = []

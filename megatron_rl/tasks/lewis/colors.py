@@ -1,7 +1,7 @@
-"""Descriptions by color: the dominant colors of an object in front of its plain background.
+"""Writes descriptions that name the dominant colors of an object on a plain background.
 
-They are the texts of the SFT stage for models of a million parameters. Data sets of real objects
-need a speaker that knows these objects.
+The descriptions are SFT data for models with a million parameters. Color descriptions are not
+sufficient for data sets of real objects, which need a speaker that knows these objects.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,18 @@ COLORS = {
 MAX_COLORS = 3
 """Maximum number of colors in a description."""
 MIN_COLOR_SHARE = 0.08
-"""Minimum fraction of the object's pixels for a color to be named."""
+"""Minimum fraction of the object's pixels that a color must cover to be named."""
 BACKGROUND_TOLERANCE = 12
-"""Maximum difference to the background in each channel of a background pixel."""
+"""Maximum per-channel difference from the background color at which a pixel still counts as
+background (0 to 255).
+"""
 
 
 def find_dominant_colors(picture: Picture) -> list[str]:
-    """Return the object's most frequent colors in descending order.
+    """Return the object's most frequent colors, the most frequent color first.
 
-    The most frequent color is always included. An image without an object has the color of its
-    background.
+    The most frequent color is always included, even if it covers less than MIN_COLOR_SHARE of the
+    object. If the image contains no object, the color of the background is returned.
     """
     pixels = np.asarray(picture.convert("RGB"), dtype=np.int32)
     edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
@@ -42,25 +44,25 @@ def find_dominant_colors(picture: Picture) -> list[str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words as in a sentence.
-
-    Example: red, blue and white.
-    """
+    """Join words by commas and a final "and", e.g. red, blue and white."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def describe_by_color(picture: Picture, *, category: str) -> str:
-    """Return a speaker's reply that names the object's colors."""
+    """Return a speaker's reply that names the dominant colors of the object in an image."""
     return write_color_description(find_dominant_colors(picture), category=category)
 
 
 def write_color_description(colors: Sequence[str], *, category: str) -> str:
-    """Return a speaker's reply that names these colors."""
+    """Return a speaker's reply that names the given colors."""
     return _write_reply(category, phrase=colors[0], sentence=f"is {join_words(colors)}")
 
 
 def write_vague_description(*, category: str) -> str:
-    """Return a speaker's reply in the same form that fits every object."""
+    """Return a speaker's reply that names no color, so that it fits every object of the category.
+
+    The format is that of `write_color_description`.
+    """
     return _write_reply(category, phrase="single", sentence="is one of many")
 
 

@@ -1,12 +1,12 @@
-"""SFT demonstrations for speakers and listeners of a million parameters, generated from rounds.
+"""SFT demonstrations for speakers and listeners with a million parameters, generated from rounds.
 
-The speaker names colors (colors.py). Splits:
+All descriptions name colors (colors.py). Splits:
 
-- told: the speaker's description of a round's image by its colors.
-- vague: the same, but with probability VAGUE_PROBABILITY a description that fits every image, which
-  RL then has to unlearn.
-- heard: the listener service's question about a round's target (yes) or another candidate (no),
-  each with probability 1/2.
+- told: Speaker demonstrations. The reply describes the round's image by its colors.
+- vague: Like told, but with probability VAGUE_PROBABILITY, the reply is a description that fits
+  every image. RL must unlearn these replies.
+- heard: Listener demonstrations. The prompt is the question of the listener service. It is about
+  the round's target (answer yes) or another candidate (answer no), each with probability 1/2.
 """
 
 import random
@@ -47,9 +47,9 @@ class LazyDemonstrations(Sequence[Demonstration]):
 
 
 def make_demonstrations(rounds: Sequence[Example], split: str, *, num: int, seed: int) -> LazyDemonstrations:
-    """Return demonstrations from speaker rounds, in shuffled passes over all rounds.
+    """Return demonstrations from repeated shuffled passes over the speaker rounds.
 
-    The first demonstrations do not depend on `num`.
+    A larger `num` only appends demonstrations.
     """
     require_choice("sft.splits", split, DEMONSTRATION_SPLITS)
     dice = random.Random(seed)
@@ -90,7 +90,7 @@ def _listener_messages(example: Example, *, is_target: bool, other: float) -> Ca
 
 
 def make_color_question(image: StoredImage, *, category: str) -> str:
-    """Return a listener's question about an image, described by its colors.
+    """Return the listener's question with a description of `image` that names its colors.
 
     Raises:
         InfraError: The image cannot be opened.
@@ -99,9 +99,9 @@ def make_color_question(image: StoredImage, *, category: str) -> str:
 
 
 def make_tokenizer_texts(categories: Sequence[str]) -> list[str]:
-    """Return texts that a small tokenizer should cover with whole-word tokens.
+    """Return texts to train a small tokenizer on, so that every word of the game is one token.
 
-    They are the prompts, replies and questions, with every color.
+    The texts are prompts, replies and questions for each category, in which every color occurs.
     """
     dice, texts = random.Random(0), ["yes", "no"] * 20
     for category in categories:

@@ -1,11 +1,12 @@
-"""Parser of a speaker's description: thoughts, a phrase and a sentence, each in its tags.
+"""Parser for a speaker's description: thoughts, a phrase and a sentence, each in its own tags.
 
     <thinking>...</thinking><coarse>a photo of a red mug</coarse>
     <detailed>The mug is red, with ...</detailed>
 
-Parts without complete tags are found as in the game's own service (Deepayan137/Lewis_Game 621d687).
-A tag that is never closed ends at the next tag, or else with its line. Without tags, the phrase is
-the first "a photo of ...", and the sentence is the first one that begins with the category.
+Parts without complete tags are parsed as in the game's original service (Deepayan137/Lewis_Game
+621d687). If a tag is not closed, its text ends at the next tag or, if there is no further tag, at
+the end of the line. If there is no opening tag, the phrase is the first text of the form "a photo
+of ...", and the sentence is the first sentence that begins with the category.
 """
 
 import itertools
@@ -26,11 +27,11 @@ SITUATION_PROMPT = (
     "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
     "which is said in the sentence."
 )
-"""Addition to the prompt; the game's longer prompt also asks for state and location."""
+"""Text appended to PROMPT to ask also for state and location, like the game's longer prompt."""
 QUESTION_TEMPLATE = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
 MAX_COARSE_CHARS, MAX_DETAILED_CHARS = 200, 1000
-"""Maximum number of characters of the coarse and the detailed part in a listener's question. Longer
-parts are cut, so that the question is always valid.
+"""Maximum number of characters of the coarse and of the detailed part in the question for the
+listener. Longer parts are truncated, so that the question never exceeds the listener's limit.
 """
 _ANY_TAG = re.compile(r"</?(?:thinking|coarse|detailed|state|location)>", re.IGNORECASE)
 _PHOTO_OF = re.compile(r"\b(?:an?\s+)?(?:photo|picture|image)\s+of\s[^.!?\n<]*", re.IGNORECASE)
@@ -52,20 +53,20 @@ class Description:
 
     @property
     def question(self) -> str:
-        """Question about each candidate for the listener; empty if there is no description."""
+        """Question that the listener answers for each candidate; empty without a description."""
         words = " ".join(part for part in (self.coarse[:MAX_COARSE_CHARS], self.detailed[:MAX_DETAILED_CHARS]) if part)
         return QUESTION_TEMPLATE.format(description=quote_text(words)) if words else ""
 
 
 def parse_description(text: str, *, category: str) -> Description:
-    """Parse a reply. Every text has exactly one, possibly empty, description."""
+    """Parse a reply into a description. Parts that are not found are empty."""
     coarse = _text_in_tags(text, "coarse") or _first_match(_PHOTO_OF, text)
     detailed = _text_in_tags(text, "detailed") or _sentence_about(text, category)
     return Description(_text_in_tags(text, "thinking"), coarse, detailed, _text_in_tags(text, "state"), _text_in_tags(text, "location"))
 
 
 def check_tag_pairs(text: str) -> list[bool]:
-    """Return for each of TAGS whether it is opened once and then closed once."""
+    """Return one value for each of TAGS: True if the tag is opened once and later closed once."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 
@@ -75,9 +76,10 @@ def split_sentences(text: str) -> list[str]:
 
 
 def rouge_2_f1(text: str, other: str) -> float:
-    """Return the F1 score of bigrams (ROUGE-2, Lin 2004), without stop words.
+    """Return the F1 score of shared bigrams (ROUGE-2, Lin 2004) after removing stop words.
 
-    Example: "red mug blue" and "red mug" share one bigram, of two and of one: 2 * 1 / (2 + 1).
+    Example: "red mug blue" has two bigrams and "red mug" has one. One bigram is shared, so the
+    score is 2 * 1 / (2 + 1).
     """
     pairs, others = (Counter(itertools.pairwise(words)) for words in map(_content_words, (text, other)))
     total = pairs.total() + others.total()

@@ -1,10 +1,10 @@
-"""Rounds of the Lewis game, from rows of its data sets (tools/data/make_lewis.py writes them).
+"""Rounds of the Lewis game, loaded from data sets that tools/data/make_lewis.py writes.
 
-Columns of the speaker: image, ret_paths (K candidates), names (their letters), speaker_problem,
-solution (the target's letter), category.
+Columns for the speaker: image, ret_paths (paths of the K candidates), names (letters of the
+candidates), speaker_problem (prompt), solution (letter of the target), category.
 
-Columns of the listener: query_image, reference_image (or query_image_path, reference_image_path),
-listener_problem, listener_solution (yes or no).
+Columns for the listener: query_image, reference_image (or query_image_path, reference_image_path),
+listener_problem (question), listener_solution (yes or no).
 """
 
 import asyncio
@@ -39,10 +39,10 @@ SELECT_PROMPT = (
 
 
 def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataRecord], Payload]) -> list[Example]:
-    """Return the examples of split train, or the first data.max_eval of split eval.
+    """Return the examples of a split. Split eval is limited to data.max_eval examples, if set.
 
     Raises:
-        ValueError: A row cannot be used; the message names the first one.
+        ValueError: A row is invalid; the message names the first invalid row.
     """
     paths = {"train": data.train, "eval": data.eval}[split]
     require(bool(paths), f"task.data.{split}", paths, "give the folders or files of the game (tools/data/make_lewis.py)")
@@ -59,7 +59,7 @@ def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataReco
 
 
 def make_speaker_payload(record: DataRecord) -> Payload:
-    """Return the payload of a speaker's round."""
+    """Return the payload of a round for the speaker task."""
     row = record.row
     category = record.require_text(row.get("category", "object"), "category")
     candidates, names = _read_candidates(record)
@@ -74,10 +74,10 @@ def make_speaker_payload(record: DataRecord) -> Payload:
 
 
 def make_situated_payload(record: DataRecord) -> Payload:
-    """Return the payload of a speaker's round that also asks for state and location.
+    """Return the payload of a round in which the speaker must also describe state and location.
 
-    The request is added to the question unless the row's text has it already. Term overlap needs
-    it.
+    SITUATION_PROMPT is appended to the question unless the question already contains both tags. The
+    reward term `overlap` needs state and location.
     """
     given = make_speaker_payload(record)
     words = str(given["question"])
@@ -85,7 +85,7 @@ def make_situated_payload(record: DataRecord) -> Payload:
 
 
 def make_comparison_payload(record: DataRecord) -> Payload:
-    """Return the payload of a listener's comparison of two images."""
+    """Return the payload of a question to the listener about two images, from a listener's row."""
     answer = record.require_text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
     if answer not in ("yes", "no"):
         raise record.make_error("listener_solution", f"is {answer!r:.20}; it is yes or no")
@@ -95,7 +95,7 @@ def make_comparison_payload(record: DataRecord) -> Payload:
 
 
 def make_selection_payload(record: DataRecord) -> Payload:
-    """Return the payload of a listener's choice among all candidates of a speaker's round."""
+    """Return the payload of a question to the listener about all candidates of a round."""
     given = make_speaker_payload(record)
     shown = "\n".join(f"{name}: <image>" for name in given["names"])
     question = SELECT_PROMPT.format(category=given["category"], candidates=shown)
@@ -103,10 +103,10 @@ def make_selection_payload(record: DataRecord) -> Payload:
 
 
 def load_description_examples(data: DataSettings, split: str) -> list[Example]:
-    """Return two examples for each speaker's round.
+    """Return two examples for each speaker's round, with answer yes and with answer no.
 
-    The question is about the target in the first one and about another candidate in the second. The
-    other candidates are used in rotation from round to round.
+    The example with answer yes shows the target, and the example with answer no shows another
+    candidate. The index of the other candidate rotates from round to round.
     """
     found = []
     for number, example in enumerate(load_examples(data, split, make_speaker_payload)):
@@ -127,7 +127,7 @@ def _read_text(record: DataRecord, column: str, value: object) -> str:
 
 
 def _read_image_column(record: DataRecord, column: str) -> object:
-    """Return the image column, or the column with its path."""
+    """Return the value of an image column, or of the column with the image's path."""
     value = record.row.get(column, record.row.get(f"{column}_path"))
     if value is None:
         raise record.make_error(column, "is missing")
@@ -158,22 +158,23 @@ def read_image_file(image: StoredImage) -> ImageFile:
 
 
 class SingleImageEnv(Env):
-    """Single-turn environment with one image followed by a text.
+    """Single-turn environment with a prompt of one image followed by a text.
 
-    Its prompts have the same tokens as those of the Lewis services.
+    The prompts have the same tokens as the prompts of the Lewis services.
     """
 
     def __init__(self, example: Example, get_question: Callable[[Example], Awaitable[str]]) -> None:
         """Create the environment of one example.
 
         Args:
-            example: Its payload has one image.
-            get_question: Returns the text; raises InfraError if its source is unavailable.
+            example: Example with one image in its payload.
+            get_question: Function that returns the text. It raises InfraError if the source of the
+                text is unavailable.
         """
         self._example, self._get_question = example, get_question
 
     async def reset(self, seed: int) -> list[Message]:
-        """Return the prompt. The seed is not used.
+        """Return the messages of the prompt. The seed is not used.
 
         Raises:
             InfraError: The image cannot be opened, or the text is unavailable.
@@ -188,7 +189,7 @@ class SingleImageEnv(Env):
 
 
 class PredictionLog:
-    """JSON-lines file with one prediction per line: time, reward, content, solution.
+    """JSON-lines log of predictions, with the keys time, reward, content and solution.
 
     An empty path disables the log.
     """

@@ -1,14 +1,14 @@
-"""Client of the Lewis listeners; every failure of theirs is an InfraError and never a score.
+"""Client of the Lewis listeners. A failure of a listener raises InfraError and is never a score.
 
-Results are cached by image, question and listener version, in memory and, with task.listener.cache,
-in a file: p(yes) of an image depends neither on the other candidates nor on their order. With
-task.listener.partner_is_training nothing is cached. Concurrent identical requests are merged.
-Questions are sent in chunks, each to one server (clients/endpoint_pool.py: the least busy healthy
-one, with retries and backoff).
+Results are cached by image, question and listener version. Caching single images is correct because
+p(yes) of an image depends neither on the other candidates nor on their order. The cache is in
+memory and, with task.listener.cache, also in a file. With task.listener.partner_is_training,
+nothing is cached. Concurrent identical requests are merged. Questions are sent in chunks. Each
+chunk goes to the least busy healthy server, with retries and backoff (clients/endpoint_pool.py).
 
-An image is sent once to each server and named by its hash afterwards. A server that no longer has
-it reports that, and the image is sent again. With task.listener.send=paths the paths of files are
-sent instead.
+The contents of an image are sent to each server only once; later requests contain the hash of the
+image. If the server no longer has the image, it responds with the unknown hash, and the image is
+sent again. With task.listener.send=paths, file paths are sent instead of contents.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from sandbox.messages import encode_base64
 
 @dataclass(slots=True, frozen=True)
 class ListenerConfigKeys:
-    """Name of a listener in error messages, and the config keys of its URLs and its token file."""
+    """Name of a listener for error messages, and the config keys of its URLs and token file."""
 
     name: str = "listener"
     urls: str = "task.listener.urls"
@@ -63,9 +63,9 @@ class ImageFile:
 class _PendingQuestion:
     question: str
     images: Mapping[str, ImageFile]
-    """Images by hash, in the order of the question's candidates."""
+    """Maps hashes to images, in the order of the question's candidates."""
     result: asyncio.Future[dict[str, float]]
-    """log p(yes) by hash."""
+    """Maps image hashes to log p(yes)."""
 
 
 class _UnknownImages(BaseModel):
@@ -76,10 +76,10 @@ class _UnknownImages(BaseModel):
 
 
 class ListenerClient:
-    """Client of a group of equal listeners.
+    """Client of a group of listener servers with the same model.
 
-    `cache_hits` counts questions answered from the cache or by a concurrent identical request;
-    further counters are in `endpoints`.
+    `cache_hits` is the number of questions that were answered from the cache or by a concurrent
+    identical request. `endpoints` contains further counters.
     """
 
     def __init__(self, settings: ListenerSettings, config_keys: ListenerConfigKeys = ListenerConfigKeys()) -> None:
@@ -90,11 +90,12 @@ class ListenerClient:
             concurrency=settings.concurrency, backoff_s=settings.backoff_s,
         )  # fmt: skip
         self.version = ""
-        """Version of the listeners, set by `start`. A response with another version is rejected
-        unless settings.partner_is_training is set, which updates this field instead.
+        """Version of the listeners, which `start` sets. A response with another version is
+        rejected. With settings.partner_is_training, such a response is accepted and updates this
+        field.
         """
         self.num_version_changes = 0
-        """Number of responses with another version than the one before."""
+        """Number of responses with a different version than the previous response."""
         self.cache_hits = 0
         self._token = read_partner_token(settings.token_file, config_key=config_keys.token_file)
         self._memory: OrderedDict[str, float] = OrderedDict()
@@ -102,14 +103,14 @@ class ListenerClient:
         self._chunk: list[_PendingQuestion] = []
         self._tasks: set[asyncio.Task[list[dict[str, float] | InfraError]]] = set()
         self._sent_hashes: dict[str, set[str]] = {url: set() for url in settings.urls}
-        """Hashes of the images that each server has, by URL."""
+        """Maps the URL of each server to the hashes of the images that the server has."""
 
     async def start(self) -> None:
-        """Connect in the running event loop.
+        """Connect to the listeners in the running event loop.
 
         Raises:
-            InfraError: No listener responds, a listener rejects the token, or their versions
-                differ.
+            InfraError: No listener responds, a listener rejects the token, or the listeners have
+                different versions.
         """
         settings = self.settings
         self._file = VerdictCache(settings.cache, read_only=False, config_key="task.listener.cache") if settings.cache else None
@@ -129,7 +130,7 @@ class ListenerClient:
         return proxy_hint(url) if self.settings.proxy else ""
 
     async def close(self) -> None:
-        """Cancel pending requests and close connections and cache."""
+        """Cancel pending requests, and close the connections and the cache file."""
         for asked in self._chunk:
             asked.result.cancel()
         for task in self._tasks:
@@ -140,10 +141,10 @@ class ListenerClient:
             self._file.close()
 
     async def score_images(self, images: Sequence[ImageFile], question: str) -> ListenerScore:
-        """Return the listener's score of a question about distinct images.
+        """Return the listener's score for a question about candidate images.
 
         Raises:
-            PermanentInfraError: The request itself is at fault.
+            PermanentInfraError: Two images are equal, or the request is invalid.
             InfraError: All attempts failed; the message names the server and the reason.
         """
         shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in images})
@@ -182,7 +183,7 @@ class ListenerClient:
     def _enqueue(self, key: tuple[str, frozenset[str]], asked: _PendingQuestion) -> None:
         """Add a question to the current chunk.
 
-        The chunk is sent when it is full or chunk_delay_s has passed.
+        The chunk is sent when it is full, or chunk_delay_s after its first question was added.
         """
         self._pending[key] = asked.result
         asked.result.add_done_callback(lambda _: self._pending.pop(key))
@@ -193,7 +194,7 @@ class ListenerClient:
             asyncio.get_running_loop().call_later(self.settings.chunk_delay_s, self._send_chunk, self._chunk)
 
     def _send_chunk(self, chunk: list[_PendingQuestion]) -> None:
-        """Send a chunk, unless it was sent already."""
+        """Send a chunk, unless it has already been sent."""
         if chunk is self._chunk:
             self._chunk = []
             task = asyncio.create_task(self._request_chunk(chunk))
@@ -216,10 +217,10 @@ class ListenerClient:
                 asked.result.set_result(result)
 
     async def _request_chunk(self, chunk: Sequence[_PendingQuestion]) -> list[dict[str, float] | InfraError]:
-        """Return the result or the error of each question of a chunk.
+        """Return the result or the error for each question of a chunk.
 
-        If the chunk is rejected, each question is sent by itself, so that an invalid one does not
-        fail the others.
+        If the chunk is rejected, each question is sent separately, so that an invalid question does
+        not cause the other questions to fail.
         """
         try:
             answers = await self.endpoints.request(lambda endpoint: self._query_endpoint(endpoint, chunk))
@@ -252,7 +253,7 @@ class ListenerClient:
         return answers
 
     async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
-        """Send a chunk. Each image is sent in full at most once."""
+        """Send a chunk. Images in `known_hashes` are sent as hashes, other images in full once."""
         told_of, batch = set(known_hashes), []
         for asked in chunk:
             candidates = []
@@ -284,7 +285,7 @@ class ListenerClient:
 
 
 def make_listener_client(settings: ListenerSettings) -> ListenerClient:
-    """Return the client of the configured listeners.
+    """Return a client of the listeners in `settings`.
 
     Raises:
         ValueError: No listener is configured.
@@ -302,6 +303,6 @@ def _read_unknown_hashes(reply: httpx2.Response) -> list[str]:
 
 
 def _check_cached_logprob(found: object, *, path: str) -> None:
-    """Raise PermanentInfraError if a cached value is not a log probability."""
+    """Raise PermanentInfraError if a value from the cache file is not a log probability."""
     if not isinstance(found, float) or not -math.inf < found <= 0:
         raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")

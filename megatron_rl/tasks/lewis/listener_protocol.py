@@ -1,15 +1,19 @@
-"""HTTP messages of the listener, and the rule that turns p(yes) into a pick and a reward.
+"""HTTP messages of the listener, and computation of its pick and reward from p(yes).
 
     POST /score         {"candidate_paths": [path, ...], "question": text, "topk": 1}
     POST /batch_score   {"batch": [the same, ...]}
     -> {"results": [{"yes_probabilities": [p, ...], "predicted_index": i, "reward_score": r,
                      "top_indices": [i]}], "took": s, "version": v}
 
-/score returns the fields of its one result next to `took` and `version`. Results also have
-`yes_logprobs`. Candidates are paths below the listener's roots, or `candidates`: each a path, the
-base64 of an image file, or the SHA-256 of a file that was sent before. The numbers are those of the
-Lewis game's service (Deepayan137/Lewis_Game 621d687), which has no logarithms, top_indices or
-version.
+The response to /score has no list `results`: it contains the fields of its single result, `took`
+and `version`. A result also contains `yes_logprobs`.
+
+A request may contain `candidates` instead of `candidate_paths`. Each of the candidates is a path
+below the listener's roots, the base64 of an image file, or the SHA-256 of a file that was sent
+before.
+
+The numbers are computed as in the original service of the Lewis game (Deepayan137/Lewis_Game
+621d687), whose responses lack yes_logprobs, top_indices and version.
 """
 
 import math
@@ -22,19 +26,19 @@ MAX_QUESTION_CHARS = 16384
 """Maximum number of characters of a question."""
 MAX_CANDIDATES, MAX_ITEMS = 64, 256
 MIN_YES_PROBABILITY = 0.3
-"""If no candidate has this p(yes), the reward is halved, because the listener recognizes none of
-them.
+"""Minimum p(yes) of the pick for the full reward. With a lower p(yes), the reward is halved,
+because the listener does not recognize any candidate.
 """
 
 
 class StrictMessage(BaseModel):
-    """Base class of messages; an unknown key is an error."""
+    """Base class of HTTP messages. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class CandidateImage(StrictMessage):
-    """One image, by exactly one of path, base64 and hash."""
+    """Candidate image, given by exactly one of path, base64 and SHA-256."""
 
     path: Annotated[str, StringConstraints(max_length=4096)] = ""
     base64: str = ""
@@ -51,7 +55,7 @@ _Path = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class ScoreItem(StrictMessage):
-    """Question about candidates, one of which is the target."""
+    """Question about several candidates, one of which is the target."""
 
     candidate_paths: Annotated[
         list[Annotated[str, StringConstraints(min_length=1, max_length=4096)]], Field(max_length=MAX_CANDIDATES)
@@ -73,7 +77,7 @@ class ScoreItem(StrictMessage):
 
     @property
     def images(self) -> list[CandidateImage]:
-        """Candidates, in the order of the request."""
+        """Candidate images, in the order of the request."""
         return self.candidates or [CandidateImage(path=path) for path in self.candidate_paths]
 
 
@@ -84,11 +88,11 @@ class ScoreBatch(StrictMessage):
 
 
 class ListenerScore(StrictMessage):
-    """Listener's score of an item."""
+    """Listener's score for one item, with one probability per candidate."""
 
     yes_probabilities: list[Annotated[float, Field(ge=0, le=1)]]
     yes_logprobs: list[Annotated[float, Field(le=0)]]
-    """Logarithms of yes_probabilities, which also represent probabilities that underflow."""
+    """Logarithms of yes_probabilities, which are finite even if a probability underflows to 0."""
     predicted_index: Annotated[int, Field(ge=0)]
     reward_score: Annotated[float, Field(ge=0, le=1)]
     top_indices: list[Annotated[int, Field(ge=0)]]
@@ -106,21 +110,24 @@ class BatchScoreResponse(StrictMessage):
 
     results: list[ListenerScore]
     took: float
-    """Seconds since the request arrived."""
+    """Seconds from the arrival of the request to the response."""
     version: str
-    """Version of the listener; the same question has the same result under the same version."""
+    """Version of the listener. The result of a question does not change while the version is the
+    same.
+    """
 
 
 def make_listener_score(yes_logprobs: Sequence[float], *, topk: int = 1) -> ListenerScore:
-    """Return the score for log p(yes) of each candidate.
+    """Return the score of an item, given log p(yes) of each candidate.
 
-    The pick is the most likely candidate (the first of equals). The reward is its share of the sum
-    of all p(yes), halved if no candidate has MIN_YES_PROBABILITY. Example: p(yes) of 0.6 and 0.2
-    gives pick 0 and reward 0.75; 0.2 and 0.2 gives pick 0 and reward 0.25.
+    The pick is the first candidate with the highest p(yes). The reward is p(yes) of the pick
+    divided by the sum of p(yes) over all candidates. If p(yes) of the pick is less than
+    MIN_YES_PROBABILITY, the reward is halved. Examples: p(yes) of 0.6 and 0.2 results in pick 0 and
+    reward 0.75; p(yes) of 0.2 and 0.2 results in pick 0 and reward 0.25.
     """
     order = sorted(range(len(yes_logprobs)), key=lambda index: -yes_logprobs[index])
     most = yes_logprobs[order[0]]
-    share = 1 / sum(math.exp(each - most) for each in yes_logprobs)  # relative to the largest: all p(yes) may underflow to 0
+    share = 1 / sum(math.exp(each - most) for each in yes_logprobs)  # scaled by the largest, as all p(yes) may underflow to 0
     return ListenerScore(
         yes_probabilities=[math.exp(each) for each in yes_logprobs],
         yes_logprobs=list(yes_logprobs),

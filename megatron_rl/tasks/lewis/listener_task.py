@@ -1,7 +1,7 @@
-"""The listener of the Lewis game in training.
+"""Task that trains the listener of the Lewis game.
 
-It answers if two images show the same object, which candidate shows the same as the query, or if a
-description fits an image.
+The listener answers one of three questions: whether two images show the same object, which
+candidate shows the same object as the query, or whether a description fits an image.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from megatron_rl.types import Demonstration, Example
 
 
 class LewisListenerTask(Task):
-    """Task of the listener; task.options.reward selects its question."""
+    """Listener task. task.options.reward selects the question and the reward."""
 
     Options = LewisListenerOptions
 
@@ -48,22 +48,22 @@ class LewisListenerTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
-        """Open the prediction log and connect to the speaker, if there is one."""
+        """Open the prediction log and, if a speaker is configured, connect to it."""
         self.log.start()
         if self.speaker is not None:
             await self.speaker.start()
 
     async def close(self) -> None:
-        """Close the connection to the speaker and the prediction log."""
+        """Close the prediction log and, if a speaker is configured, the connection to it."""
         if self.speaker is not None:
             await self.speaker.close()
         self.log.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Return the examples of a split. The first call checks every row.
+        """Return the examples of a split. The first call validates every row.
 
         Raises:
-            ValueError: A row cannot be used; the message names the first one.
+            ValueError: A row is invalid; the message names the first invalid row.
         """
         if split not in self._splits:
             heard = self._uses_descriptions
@@ -79,7 +79,10 @@ class LewisListenerTask(Task):
         return SingleImageEnv(example, self._make_question) if self._uses_descriptions else VqaEnv(example, prompt="{question}", system="")
 
     async def _make_question(self, example: Example) -> str:
-        """Return the question about an example's described image.
+        """Return the listener's question with a description of the round's image.
+
+        The description is the speaker's reply. If no speaker is configured, the description names
+        the colors of the object.
 
         Raises:
             PermanentInfraError: The speaker's reply contains no description.
@@ -94,16 +97,17 @@ class LewisListenerTask(Task):
         return question
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
-        """Return demonstrations from speaker rounds of split train (demonstrations.py).
+        """Return generated demonstrations or the user's transcripts.
 
-        For other split names, the user's transcripts are returned.
+        For the splits in DEMONSTRATION_SPLITS, demonstrations are generated from the speaker rounds
+        of split train. For other split names, the user's transcripts are returned.
         """
         if split in DEMONSTRATION_SPLITS:
             return make_demonstrations(load_examples(self.settings.data, "train", make_speaker_payload), split, num=num, seed=seed)
         return super().demonstrations(split, num=num, seed=seed)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Return replies that earn the full reward."""
+        """Return a list with the one reply that earns the full reward."""
         if self._uses_descriptions:
             return [str(example.payload["answer"])]
         return [f"```json\n{json.dumps({'Reasoning': 'seen', 'Answer': example.payload['answer']})}\n```"]

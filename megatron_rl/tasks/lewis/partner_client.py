@@ -1,7 +1,4 @@
-"""Common parts of the Lewis clients: token, connection, health check and HTTP status.
-
-Used by listener_client.py and speaker_client.py.
-"""
+"""Functions that the listener and speaker clients share: token, connection and health check."""
 
 import asyncio
 from collections.abc import Iterable
@@ -17,7 +14,7 @@ from sandbox.bounded_http import DENIED_STATUSES
 from sandbox.token import bearer_header, read_token
 
 REJECTED_STATUSES = (400, 413, 422)
-"""HTTP statuses of a healthy server for an invalid request."""
+"""HTTP statuses with which a healthy server rejects an invalid request."""
 
 
 class _PartnerHealth(BaseModel):
@@ -25,7 +22,7 @@ class _PartnerHealth(BaseModel):
 
 
 def read_partner_token(file: str, *, config_key: str) -> str:
-    """Return the token in a file, or an empty string if no file is given.
+    """Return the token from a file, or an empty string if no file is given.
 
     Raises:
         ValueError: The file cannot be read; the message names `config_key`.
@@ -37,20 +34,21 @@ def read_partner_token(file: str, *, config_key: str) -> str:
 
 
 def open_http_client(token: str, *, proxied: Iterable[str] = ()) -> httpx2.AsyncClient:
-    """Return an HTTP client without a timeout of its own and with a limit on the size of responses.
+    """Return an HTTP client with a limit on the size of responses but without a timeout.
 
-    The environment's proxies are used only for the URLs in `proxied`.
+    Proxies from environment variables are used only for the URLs in `proxied`.
     """
     headers = {**BOUNDED_CLIENT_OPTIONS["headers"], **bearer_header(token)}
     return httpx2.AsyncClient(**{**BOUNDED_CLIENT_OPTIONS, "headers": headers}, **proxy_options(proxied), timeout=None)
 
 
 def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
-    """Raise an error for a response with another status than 200.
+    """Raise an error if the status of a response is not 200.
 
     Raises:
-        RequestRejected: The request is at fault.
-        KeyRefused: The server rejects the token in the file that the setting `config_key` names.
+        RequestRejected: The request is invalid.
+        KeyRefused: The server requires a token or rejects the token. The message names
+            `config_key`, the setting of the token file.
         EndpointError: The server failed.
     """
     if reply.status_code in DENIED_STATUSES:
@@ -68,9 +66,9 @@ async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, 
     Args:
         http: HTTP client.
         url: URL of the server.
-        config_key: Setting of the token file.
-        token: Token, which is removed from error messages.
-        proxy: Text to append to errors (clients/proxies.py).
+        config_key: Config key of the token file, for error messages.
+        token: Access token, which is removed from error messages.
+        proxy: Note about the proxy that is appended to error messages (clients/proxies.py).
     """
     try:
         async with asyncio.timeout(HEALTH_TIMEOUT_S):

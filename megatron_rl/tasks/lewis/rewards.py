@@ -1,26 +1,32 @@
 """Rewards of the Lewis game.
 
-The game's README and its code (Deepayan137/Lewis_Game 621d687) differ; `variant` selects one.
+The README and the code of the original game (Deepayan137/Lewis_Game 621d687) use different rewards.
+`variant` selects one of them: readme or code.
 
-Speaker, summed:
+The reward of the speaker is the sum of the configured terms:
 
-- accuracy: binary (readme) is 1 if the listener picks the target. soft_gated (code) is its
-  reward_score if it picks the target, else 0. soft_always (code, not the default) is its
-  reward_score.
-- format: readme: 1 if all three pairs of tags are present. code: 0.34, 0.33 and 0.33 for the pairs
-  of thinking, coarse and detailed.
-- length: readme: 0.1 for one detailed sentence. code: -0.2 for more than one sentence or fewer than
-  20 words, and -0.1 for a coarse phrase of fewer than 6 or more than 8 words.
-- overlap: code only: minus the largest ROUGE-2 of a detailed sentence with the state and location,
-  which the prompt then asks for.
+- accuracy: There are three modes. binary is 1 if the listener picks the target, else 0. soft_gated
+  is the listener's reward_score if it picks the target, else 0. soft_always is the listener's
+  reward_score. Variant readme supports only binary. The default of variant code is soft_gated.
+- format: In variant readme, 1 if all three pairs of tags are present. In variant code, the sum of
+  0.34, 0.33 and 0.33 for the pairs thinking, coarse and detailed that are present.
+- length: In variant readme, 0.1 if the detailed part is one sentence. In variant code, -0.2 if the
+  detailed part has more than one sentence or fewer than 20 words, and a further -0.1 if the coarse
+  part has fewer than 6 or more than 8 words.
+- overlap: Only in variant code. Minus the largest ROUGE-2 score between a sentence of the detailed
+  part and the state and location, which the prompt then also asks for.
 
-Listener that compares images, summed:
+The reward of the listener is one of the following terms:
 
-- consistency: 1 if its yes or no is right. weighted: the same, and -1 for a wrong yes (readme:
-  -0.7) and -0.3 for a wrong no.
-- selection: 1 for the letter of the right candidate.
-- heard: 1 for the right one of yes and no, and nothing else in the reply.
-- format: 1 for one fenced JSON object with Reasoning and Answer.
+- consistency: 1 if the answer yes or no is right.
+- weighted: Like consistency, but a wrong yes has reward -1 (variant readme: -0.7), and a wrong no
+  has reward -0.3.
+- selection: 1 if the answer is the letter of the right candidate.
+- heard: 1 if the reply is only the right answer, yes or no.
+
+Except for heard, a further term is added:
+
+- format: 1 if the reply is one fenced JSON object with the keys Reasoning and Answer.
 """
 
 import re
@@ -39,7 +45,7 @@ FALSE_YES_REWARD, FALSE_NO_REWARD = {"readme": -0.7, "code": -1.0}, -0.3
 _FENCED = re.compile(r"\s*```(?:json)?\s*(\{.*\})\s*```\s*", re.DOTALL)
 
 ListenerFn = Callable[[RewardInput], Awaitable[ListenerScore | None]]
-"""Function that returns the listener's score of a reply, or None if the reply has no description.
+"""Function that returns the listener's score for a reply, or None if the reply has no description.
 """
 LogPredictionFn = Callable[[float, RewardInput], None]
 """Function that logs a prediction with its reward."""
@@ -47,7 +53,12 @@ RecordScoreFn = Callable[[RewardInput, ListenerScore | None], None]
 
 
 def make_listener_fn(listener: ListenerClient, read_candidates: Callable[[RewardInput], Awaitable[Sequence[ImageFile]]]) -> ListenerFn:
-    """Return a function that sends a reply's description and the candidates to a listener."""
+    """Return a function that lets a listener score the description in a reply.
+
+    Args:
+        listener: Client of the listener.
+        read_candidates: Function that returns the candidate images of a round.
+    """
 
     async def hear(outcome: RewardInput) -> ListenerScore | None:
         question = parse_description(outcome.replies[-1], category=str(outcome.payload["category"])).question
@@ -63,17 +74,18 @@ def speaker_rubric(
 ) -> Rubric:  # fmt: skip
     """Return the rubric of the speaker.
 
-    An episode is solved if the listener picks the target (term `picked`). The terms `picked` and
-    `words` (number of words of the description) have weight 0.
+    The term `picked` is 1 if the listener picks the target, which solves the episode. The term
+    `words` is the number of words in the description. Both terms have weight 0.
 
     Args:
-        listener_fn: Returns the listener's score of a reply.
-        term_names: Reward terms to sum.
-        accuracy_mode: Reward of term accuracy.
-        variant: readme or code.
-        log_prediction: Logs each reply with its accuracy reward.
-        held_out_listeners: Listeners that score held-out games only, each as a term of weight 0.
-        record_score: Receives the listener's score of each reply.
+        listener_fn: Function that returns the listener's score for a reply.
+        term_names: Names of the terms that are summed to the reward.
+        accuracy_mode: Mode of the term `accuracy`: binary, soft_gated or soft_always.
+        variant: Variant of the rewards: readme or code.
+        log_prediction: Function that logs each reply with its accuracy reward.
+        held_out_listeners: Functions that return the scores of held-out listeners, by name. Each
+            adds a term of weight 0, which is computed only on held-out games.
+        record_score: Function that is called with the listener's score for each reply.
     """
 
     async def picked(outcome: RewardInput) -> float:
@@ -107,7 +119,7 @@ def speaker_rubric(
 
 
 def is_held_out(example_id: str) -> bool:
-    """Return True for an evaluation example (tasks/lewis/games.py names them eval/...)."""
+    """Return True if the example belongs to split eval, i.e. if its id begins with eval/."""
     return example_id.startswith("eval/")
 
 
@@ -116,15 +128,15 @@ def _picks_target(listener_score: ListenerScore | None, target: object) -> float
 
 
 def count_words(text: str, category: str) -> float:
-    """Return the number of words of the coarse and the detailed description."""
+    """Return the total number of words in the coarse and detailed parts of the description."""
     said = parse_description(text, category=category)
     return float(len(said.coarse.split()) + len(said.detailed.split()))
 
 
 def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accuracy_mode: str) -> float:
-    """Return the accuracy reward of a listener's score.
+    """Return the accuracy reward for a listener's score.
 
-    A reply without a description (no score) earns 0.
+    The reward is 0 if `listener_score` is None, because the reply has no description.
     """
     if listener_score is None:
         return 0.0
@@ -135,7 +147,7 @@ def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accura
 
 
 def format_reward(text: str, *, variant: str) -> float:
-    """Return the reward for the pairs of tags."""
+    """Return the reward for the pairs of tags in a reply."""
     pairs = check_tag_pairs(text)
     return float(all(pairs)) if variant == "readme" else sum(worth for worth, there in zip(TAG_PAIR_REWARDS, pairs, strict=True) if there)
 
@@ -151,7 +163,7 @@ def length_reward(text: str, *, category: str, variant: str) -> float:
 
 
 def overlap_reward(text: str, *, category: str) -> float:
-    """Return the penalty for repeating state and location in the detailed description."""
+    """Return the penalty (at most 0) for repeating state and location in the detailed part."""
     said = parse_description(text, category=category)
     return -max((rouge_2_f1(sentence, f"{said.state} {said.location}") for sentence in split_sentences(said.detailed)), default=0.0)
 
@@ -164,7 +176,7 @@ def _make_text_reward(function: Callable[[str, str], float]) -> RewardFn:
 
 
 class ComparisonReply(BaseModel):
-    """Reply of a listener that compares images."""
+    """JSON object in the reply of a listener that compares images."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     Reasoning: str
@@ -172,7 +184,7 @@ class ComparisonReply(BaseModel):
 
 
 def parse_comparison(text: str) -> ComparisonReply | None:
-    """Return the contents of a reply that is one fenced JSON object, or None."""
+    """Parse a reply that is one fenced JSON object. Return None for other replies."""
     fenced = _FENCED.fullmatch(text)
     try:
         return ComparisonReply.model_validate_json(fenced[1]) if fenced else None
@@ -181,10 +193,17 @@ def parse_comparison(text: str) -> ComparisonReply | None:
 
 
 def comparison_reward(text: str, *, answer: str, reward: str, variant: str) -> float:
-    """Return the reward of a listener that compares images.
+    """Return the reward for the reply of a listener that compares images.
 
-    `answer` is yes, no, or a letter. A malformed reply earns 0, and so does any other text as the
-    answer.
+    Args:
+        text: Reply of the listener.
+        answer: Right answer: yes, no, or the letter of a candidate.
+        reward: Name of the reward. Only weighted has penalties for a wrong yes or no.
+        variant: Variant of the rewards: readme or code.
+
+    Returns:
+        1 for the right answer, the penalty if one applies, and 0 otherwise, including for a
+        malformed reply.
     """
     said = parse_comparison(text)
     given = said.Answer.strip().casefold() if said else ""

@@ -1,8 +1,9 @@
-"""Contact sheets of evaluations.
+"""Draws contact sheets of evaluations.
 
-Each row is a game: its image, the description, and the candidates with the listener's p(yes). A
-green frame marks the target, a red one a wrong pick. FOLDER/evaluation_0003.png is the fourth
-sheet. The leader of each engine draws the games that it generated.
+Each row shows one game: the image, the description, and the candidates with the listener's p(yes).
+A green frame marks the target, and a red frame marks a wrong pick. Sheets are numbered from 0:
+FOLDER/evaluation_0003.png is the fourth sheet. The leader of each engine draws the games that the
+engine generated.
 """
 
 import os
@@ -21,9 +22,11 @@ from megatron_rl.tasks.lewis.rewards import is_held_out
 from megatron_rl.types import Example, Rollout
 
 MAX_GAMES, MAX_CANDIDATES_SHOWN = 12, 6
-"""Maximum number of games of a sheet, and of candidates of a game."""
+"""Maximum number of games on a sheet, and maximum number of candidates that are drawn per game."""
 IMAGE_SIDE, MARGIN, LINE_HEIGHT, LINE_CHARS = 112, 8, 15, 44
-"""Sizes in pixels of images, margins and text lines, and the number of characters of a line."""
+"""Layout of a sheet: side of an image, margin and height of a text line, all in pixels, and maximum
+number of characters in a text line.
+"""
 GREEN, RED, PLAIN = "#2e8b3d", "#c02a2a", "#bbbbbb"
 
 
@@ -36,16 +39,16 @@ class ContactSheets:
         self._is_greedy = True
 
     def record(self, reward_input: RewardInput, listener_score: ListenerScore | None) -> None:
-        """Keep the score of a held-out game until the sheet is drawn."""
+        """Store the listener's score if the game is held out, until the next sheet is drawn."""
         rollout = reward_input.rollout
         if is_held_out(rollout.example_id):
             self._listener_scores[rollout.example_id, rollout.sample_index, reward_input.replies[-1]] = listener_score
 
     def draw_sheet(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> None:
-        """Draw the sheet of the greedy episodes.
+        """Draw the sheet of an evaluation from its greedily decoded episodes.
 
-        An evaluation (evaluation/in_run.py) generates greedy episodes first and then episodes at
-        temperature 1; every second call, for the latter, draws nothing.
+        An evaluation (evaluation/in_run.py) calls this method twice: first with greedily decoded
+        episodes, then with episodes at temperature 1. The second call draws nothing.
         """
         if self._is_greedy:
             known = [(each, (each.example_id, each.sample_index, each.turns[-1].text)) for each in rollouts if each.turns]
@@ -71,7 +74,7 @@ class ContactSheets:
 
 
 def draw_contact_sheet(games: Sequence[tuple[Example, str, ListenerScore | None]]) -> Picture:
-    """Return the sheet of games, with one row per game."""
+    """Return the contact sheet for (example, reply, listener's score) triples, one row each."""
     shown = min(max(len(example.payload["candidates"]) for example, _, _ in games), MAX_CANDIDATES_SHOWN)
     height, words = IMAGE_SIDE + LINE_HEIGHT + 2 * MARGIN, 7 * LINE_CHARS
     sheet = Image.new("RGB", ((shown + 1) * (IMAGE_SIDE + MARGIN) + words + 2 * MARGIN, height * len(games)), "white")
@@ -94,7 +97,10 @@ def draw_contact_sheet(games: Sequence[tuple[Example, str, ListenerScore | None]
 
 
 def _choose_candidates(payload: Mapping[str, Any], listener_score: ListenerScore | None, max_shown: int) -> list[int]:
-    """Return at most `max_shown` candidates in their order, including the target and the pick."""
+    """Return at most `max_shown` candidate indices in ascending order.
+
+    The target and the listener's pick are always included.
+    """
     first = [payload["target"], *([listener_score.predicted_index] if listener_score else [])]
     return sorted(list(dict.fromkeys([*first, *range(len(payload["candidates"]))]))[:max_shown])
 
@@ -108,5 +114,5 @@ def _make_thumbnail(picture: Picture) -> Picture:
 
 
 def _to_latin1(text: str) -> str:
-    """Replace characters that Pillow's default font does not have."""
+    """Replace characters that Pillow's default font cannot display by `?`."""
     return text.encode("latin-1", "replace").decode("latin-1")

@@ -1,6 +1,6 @@
-"""Client of the Lewis speakers (tasks/lewis/server/speaker_app.py); every failure is an InfraError.
+"""Client of the Lewis speakers (tasks/lewis/server/speaker_app.py). Failures raise InfraError.
 
-Replies are not cached, because a speaker that another run trains changes. Concurrent identical
+Replies are not cached, because another run may be training the speaker. Concurrent identical
 requests are merged.
 """
 
@@ -26,7 +26,7 @@ class _DescribeReply(BaseModel):
 
 
 class SpeakerClient:
-    """Client of a group of speakers. Counters of its requests are in `endpoints`."""
+    """Client of a group of speaker servers. `endpoints` contains the request counters."""
 
     def __init__(self, settings: SpeakerSettings) -> None:
         """Create the client.
@@ -44,7 +44,7 @@ class SpeakerClient:
         self._pending: dict[tuple[str, str], asyncio.Task[str]] = {}
 
     async def start(self) -> None:
-        """Connect in the running event loop.
+        """Connect to the speakers in the running event loop.
 
         Raises:
             InfraError: No speaker responds, or a speaker rejects the token.
@@ -64,10 +64,10 @@ class SpeakerClient:
         await self._http.aclose()
 
     async def describe_image(self, image_bytes: bytes, *, category: str) -> str:
-        """Return the full reply about an image file.
+        """Return the speaker's full reply for an image file.
 
         Raises:
-            PermanentInfraError: The image is at fault.
+            PermanentInfraError: The speaker rejects the image or the category.
             InfraError: All attempts failed; the message names the server and the reason.
         """
         key = hashlib.sha256(image_bytes).hexdigest(), category

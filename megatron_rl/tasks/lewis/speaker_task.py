@@ -1,6 +1,6 @@
-"""The speaker of the Lewis game: one reply that describes one image.
+"""Task that trains the speaker of the Lewis game, which describes one image in one reply.
 
-The reward depends on the listener, which must identify the image among the candidates.
+The main reward depends on the listener, which must identify the image among the candidates.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from megatron_rl.types import Demonstration, Example, Rollout
 
 
 async def read_candidates(reward_input: RewardInput) -> Sequence[ImageFile]:
-    """Return the image files of a round's candidates."""
+    """Return the image files of the candidates in a round."""
     return await asyncio.to_thread(lambda: [read_image_file(image) for image in reward_input.payload["candidates"]])
 
 
@@ -38,7 +38,7 @@ async def get_question(example: Example) -> str:
 
 
 class LewisSpeakerTask(Task):
-    """Task of the speaker."""
+    """Speaker task: single-turn descriptions of images, scored with a listener."""
 
     Options = LewisSpeakerOptions
 
@@ -63,9 +63,9 @@ class LewisSpeakerTask(Task):
     def _make_held_out_listener(self, name: str, options: LewisSpeakerOptions) -> ListenerClient:
         """Return the client of a held-out listener.
 
-        It has the listener's settings except for its URL and its token. It does not get the
-        listener's token, because its operator could then send requests to the listener in the run's
-        name.
+        The client uses the settings of task.listener with a different URL and token, and without a
+        cache file. It never sends the token of task.listener, because the operator of the held-out
+        listener could use that token to access the listener.
         """
         keys = ListenerConfigKeys(f"witness {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}")
         token_file = options.held_out_token_files.get(name, "")
@@ -81,16 +81,16 @@ class LewisSpeakerTask(Task):
             await client.start()
 
     async def close(self) -> None:
-        """Close the connections and the prediction log."""
+        """Close the connections to all listeners and the prediction log."""
         for client in (self.listener, *self.held_out_listeners.values()):
             await client.close()
         self.log.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Return the rounds of a split. The first call checks every row.
+        """Return the examples of a split, one per round. The first call validates every row.
 
         Raises:
-            ValueError: A row cannot be used; the message names the first one.
+            ValueError: A row is invalid; the message names the first invalid row.
         """
         if split not in self._splits:
             self._splits[split] = load_examples(self.settings.data, split, self._make_payload)
@@ -101,19 +101,20 @@ class LewisSpeakerTask(Task):
         return SingleImageEnv(example, get_question)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
-        """Return demonstrations from rounds of split train (demonstrations.py).
+        """Return generated demonstrations or the user's transcripts.
 
-        For other split names, the user's transcripts are returned.
+        For the splits in DEMONSTRATION_SPLITS, demonstrations are generated from the rounds of
+        split train. For other split names, the user's transcripts are returned.
         """
         if split in DEMONSTRATION_SPLITS:
             return make_demonstrations(self.examples("train"), split, num=num, seed=seed)
         return super().demonstrations(split, num=num, seed=seed)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the drift, if a held-out listener is named frozen, and draw the contact sheet.
+        """Draw the contact sheet, if configured, and return the metric `drift`.
 
-        The drift is the fraction of rounds in which the partner picks the target, minus that of
-        `frozen`.
+        The drift is the accuracy of the listener minus the accuracy of the held-out listener named
+        frozen. Without a held-out listener of this name, there is no metric.
         """
         if self.contact_sheets is not None:
             self.contact_sheets.draw_sheet(examples, rollouts)

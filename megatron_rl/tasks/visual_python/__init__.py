@@ -1,1 +1,1 @@
-"""Agents that inspect images with tools: tool protocols, image tools, one environment, one task."""
+"""Agents that inspect images with tools: tool protocols, image tools, environment and task."""

@@ -1,28 +1,33 @@
-"""Videos in the sandbox, with the interface of decord's VideoReader (decord 0.6).
+"""Video reader for code in the sandbox, with the interface of decord's VideoReader (decord 0.6).
 
-The text of this file runs in the sandbox, which has OpenCV.
+The source of this module is executed inside the sandbox, where OpenCV is installed.
 """
 
 import cv2
 import numpy as np
 
 MAX_SEQUENTIAL_FRAMES = 64
-"""Maximum number of frames to decode forward instead of seeking."""
+"""Number of frames after the current position that are reached by decoding forward. All other
+frames are reached by seeking.
+"""
 
 
 class Frames:
-    """One frame [height, width, RGB] or several [frames, height, width, RGB]; use `asnumpy()`."""
+    """Decoded RGB frames: one frame [height, width, 3] or several [frames, height, width, 3].
+
+    `asnumpy()` returns the pixels as an array.
+    """
 
     def __init__(self, pixels: np.ndarray) -> None:
         self.shape, self._pixels = pixels.shape, pixels
 
     def asnumpy(self) -> np.ndarray:
-        """Return the pixels as an array."""
+        """Return the pixels as a uint8 array."""
         return self._pixels
 
 
 class Clip:
-    """Video with frames indexed by number and decoded on access."""
+    """Video file with frames that are indexed from 0 and decoded on access."""
 
     def __init__(self, path: str) -> None:
         """Open a video file.
@@ -47,7 +52,7 @@ class Clip:
         return float(self._video.get(cv2.CAP_PROP_FPS))
 
     def __getitem__(self, index: int) -> Frames:
-        """Decode one frame.
+        """Decode the frame at `index`.
 
         Raises:
             IndexError: The frame does not exist or cannot be decoded.
@@ -55,7 +60,7 @@ class Clip:
         return Frames(self._frame(range(len(self))[int(index)]))
 
     def get_batch(self, indices: list[int]) -> Frames:
-        """Decode several frames."""
+        """Decode the frames at `indices`."""
         return Frames(np.stack([self[index].asnumpy() for index in indices]))
 
     def _frame(self, number: int) -> np.ndarray:

@@ -4,10 +4,12 @@ r"""CodeV's protocol: Python in <code>, images as named files, results in <sandb
                   <answer>...</answer>
     observation   <sandbox_output> text, images </sandbox_output> and a reminder of the protocol
 
-Differences from the original: there each call is a fresh process and only files persist; here
-variables persist too, which matters only to code that relies on their absence. An image is also a
-variable named after its file's stem. A reply with neither code nor answer gets an error message;
-the original returns nothing.
+Differences from the original implementation:
+
+- The original runs each call in a new process, so only files persist between calls. Here variables
+  persist too. This affects only code that relies on a variable being undefined.
+- Each image is also available as a variable that is named after the stem of its file name.
+- A reply with neither code nor answer receives an error message. The original returns nothing.
 """
 
 from collections.abc import Sequence
@@ -45,14 +47,17 @@ class CodeVProtocol:
     """Tool protocol of CodeV."""
 
     file_names: tuple[str, ...] = ()
-    """File names of the images, in order, from the data set. Images beyond them are named
-    image_0.png, image_1.png, ...
+    """File names of the images from the data set, in the order of the images. An image without an
+    entry is named by its index: image_0.png, image_1.png, ...
     """
     name = "codev"
     stop = ("</code>",)
 
     def write_prompt(self, question: str, images: Sequence[Picture]) -> list[Message]:
-        """Return the rules and the question with its images and file names."""
+        """Return a system message with the rules and a user message with the question.
+
+        The user message also contains the images and their file names.
+        """
         names = list(self.name_images(images))
         files = f"\nImage files: {', '.join(names)}. {describe_sizes(names, images)}" if names else ""
         return [
@@ -70,7 +75,10 @@ class CodeVProtocol:
         return join_code_blocks(found.bodies) if found.tag else make_no_action_error("code")
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
-        """Return the result in <sandbox_output> tags, with a reminder of the protocol."""
+        """Return a user message with the result in <sandbox_output> tags.
+
+        The message ends with a reminder of the protocol.
+        """
         return [make_message("user", f"<sandbox_output>\n{call.text}\n", *pictures, f"\n</sandbox_output>\n{CODEV_REMINDER}")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
@@ -80,7 +88,7 @@ class CodeVProtocol:
         return dict(zip([*given, *(next(others) for _ in pictures[len(given) :])], pictures, strict=True))
 
     def write_code(self, source: str) -> str:
-        """Return a reply that runs Python source."""
+        """Return a reply that runs the given Python source."""
         return write_code_block(source)
 
     def write_answer(self, text: str) -> str:

@@ -1,4 +1,4 @@
-"""DeepEyes' protocol: JSON tool calls, zoom and rotate, on the original image.
+"""DeepEyes' protocol: JSON tool calls that zoom into or rotate the original image.
 
     reply         <tool_call>
                   {"name": "image_zoom_in_tool",
@@ -8,10 +8,12 @@
                   <answer>...</answer>
     observation   <tool_response> image </tool_response> and a reminder
 
-If a reply has several calls, only the last one is run. Boxes are in pixels of the ORIGINAL image
-(the first one of the question), whatever size the policy saw it at. Difference from the original: a
-reply with neither call nor answer ended the episode there; here it is an error that the policy can
-correct (with task.stop_on_tool_error it ends the episode here too).
+If a reply has several calls, only the last call is run. Boxes are in pixels of the ORIGINAL image
+(the first image of the question), regardless of the resolution at which the policy sees that image.
+
+Difference from the original implementation: there, a reply with neither call nor answer ends the
+episode. Here, such a reply receives an error message that the policy can react to, unless
+task.stop_on_tool_error ends the episode.
 """
 
 import json
@@ -37,8 +39,8 @@ DEEPEYES_REMINDER = "Think about what this shows. Then call a tool again, or giv
 def write_tools_prompt(schemas: Sequence[Mapping[str, object]]) -> str:
     """Return a system message that lists functions in the format of Qwen2.5's chat template.
 
-    The wording is that of the template in Qwen2.5's tokenizer_config.json, which the model was
-    trained on.
+    The wording is copied from the template in Qwen2.5's tokenizer_config.json, because the model
+    was trained on it.
     """
     listed = "\n".join(json.dumps({"type": "function", "function": schema}) for schema in schemas)
     return (
@@ -72,7 +74,10 @@ class DeepEyesProtocol:
     stop = ()
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        """Return the tool descriptions and the question with its images."""
+        """Return a system message with the tools and a user message with the question.
+
+        The user message also contains the images and the size of the first image.
+        """
         tools = write_tools_prompt([make_tool_schema(name, tool) for name, tool in TOOL_NAMES.items()])
         size = ["\n", describe_sizes(["The original image"], pictures[:1])] if pictures else []
         return [
@@ -90,19 +95,22 @@ class DeepEyesProtocol:
         return ToolAction(TOOL_NAMES[call.name], call.arguments)
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
-        """Return the result in <tool_response> tags, with a reminder of the protocol."""
+        """Return a user message with the result in <tool_response> tags.
+
+        The message ends with a reminder of the protocol.
+        """
         return [make_message("user", f"<tool_response>\n{call.text}", *pictures, f"\n</tool_response>\n{DEEPEYES_REMINDER}")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Return an empty mapping: this protocol runs no code."""
+        """Return an empty mapping, because this protocol runs no code."""
         return {}
 
     def write_code(self, source: str) -> str:
-        """Raise ValueError: this protocol runs no code."""
+        """Raise ValueError, because this protocol runs no code."""
         raise ValueError(f"task.tool_format=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """Return a reply that calls an image tool, by its name in IMAGE_TOOLS."""
+        """Return a reply that calls the image tool with the given name in IMAGE_TOOLS."""
         return write_tool_call(next(own for own, tool in TOOL_NAMES.items() if tool == name), arguments)
 
     def write_answer(self, text: str) -> str:

@@ -1,9 +1,10 @@
-"""One episode of an agent with tools.
+"""Environment for one episode of an agent with tools.
 
-The protocol parses replies, code runs in a sandbox of the episode's own, and observations return
-text and images. Every text that the policy generates leads to an observation, never to an
-exception. InfraError is raised only for causes outside of the policy's control: an image of the
-data set cannot be read, a sandbox cannot be opened, or a sandbox or its server died.
+The protocol parses replies, each episode runs code in its own sandbox, and observations contain
+text and images. Text from the policy never causes an exception: invalid replies and errors in code
+are reported in the observation. InfraError is raised only for causes outside of the policy's
+control: an image of the data set cannot be read, a sandbox cannot be opened, or a sandbox or its
+server died.
 """
 
 import asyncio
@@ -32,11 +33,11 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 """
-"""Code that runs before the policy's first code. Its names are available next to those of the
-images.
+"""Code that runs in the sandbox before the policy's first code. The policy's code can use the
+imported names as well as the names of the images.
 """
 CLIP_SOURCE = (Path(__file__).parent / "clip.py").read_text()
-"""Source that defines `Clip`, added to the preload if the question has videos."""
+"""Source code of the class `Clip`. It is added to PRELOAD if the question has videos."""
 STATE_LOST_TEXT = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
 NO_OUTPUT_TEXT = "The code ran and gave nothing back: print values, or show a picture."
 
@@ -44,33 +45,36 @@ NO_OUTPUT_TEXT = "The code ran and gave nothing back: print values, or show a pi
 class AgentEnv(Env):
     """Environment of one question.
 
-    The sandbox opens with the first code to run. Limits on turns, tokens and images are enforced
-    outside of the environment.
+    The sandbox is opened when the policy runs code for the first time. Limits on turns, tokens and
+    images are enforced outside of this class.
     """
 
     def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.SandboxPool | SandboxClient) -> None:
         """Create the environment of one example.
 
         Args:
-            example: Its payload needs `question`, a string, and `images`, a tuple of objects with
-                an `open()` that returns a PIL image. `videos` is optional.
+            example: Example with a payload that contains `question`, a string, and `images`, a
+                tuple of objects with a method `open()` that returns a PIL image. `videos`, a tuple
+                of `StoredVideo`, is optional.
             protocol: Format of replies and observations.
-            pool: Source of sandboxes.
+            pool: Pool or client that opens the sandbox.
         """
         self.example = example
         self.protocol = protocol
         self.pool = pool
         self._input_names: list[str] = []
-        """Names that code uses for the question's images and videos."""
+        """Names by which code refers to the question's images and videos."""
         self.num_images = 0
         """Number of images in the sequence so far."""
         self._box: sandbox.Box | RemoteBox | None = None
 
     async def reset(self, seed: int) -> list[Message]:
-        """Return the prompt. The seed is not used, because the environment is deterministic.
+        """Return the messages of the prompt.
+
+        The seed is not used, because the environment is deterministic.
 
         Raises:
-            PermanentInfraError: An image or the question cannot be used.
+            PermanentInfraError: An image or the question is invalid.
             InfraError: An image cannot be read.
         """
         stored, question = self.example.payload["images"], self.example.payload["question"]
@@ -85,7 +89,7 @@ class AgentEnv(Env):
         return messages
 
     async def step(self, text: str) -> Step:
-        """Run the action in a reply and return its observation; an answer ends the episode."""
+        """Run the action in a reply and return its result. A final answer ends the episode."""
         match self.protocol.parse_reply(text):
             case FinalAnswer():
                 return Step(messages=[], reward=0.0, done=True, reason="answer")
@@ -129,11 +133,11 @@ class AgentEnv(Env):
         preload = PRELOAD + (CLIP_SOURCE + "".join(f"{Path(name).stem} = Clip({name!r})\n" for name in clips) if clips else "")
         try:
             return await self.pool.open(images=encoded, files=clips, preload=preload)
-        except ValueError as error:  # an invalid name or image, which comes from the data set
+        except ValueError as error:  # the data set has an invalid image or image name
             raise PermanentInfraError(f"{self.example}: sandbox: {error}") from error
 
     def _read_clips(self) -> dict[str, bytes]:
-        """Return the question's videos by their file names in the sandbox.
+        """Return the contents of the question's videos, keyed by file name in the sandbox.
 
         Raises:
             InfraError: A video cannot be read.
@@ -153,10 +157,10 @@ class AgentEnv(Env):
         return clips
 
     def _open_image(self, number: int) -> Picture:
-        """Open one of the question's images.
+        """Open the question's image at index `number`.
 
-        Images are opened on each use instead of kept: the stored images of a step's episodes take
-        more memory than the resized ones that the policy sees.
+        Images are reopened on each use instead of being kept in memory, because the original images
+        of all episodes of a step need more memory than the resized images that the policy receives.
 
         Raises:
             InfraError: The image cannot be opened.
@@ -179,14 +183,16 @@ class AgentEnv(Env):
 
 
 def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -> tuple[str, str]:
-    """Return the observation text of a code call and its error message.
+    """Return the observation text and the error message of a code call.
 
     Args:
         result: Result of the call.
-        image_names: Names of the images; added to the text after a NameError or FileNotFoundError.
+        image_names: Names of the images. The text lists them after a NameError or
+            FileNotFoundError.
 
     Returns:
-        The text, and the error alone (empty if there is none).
+        The observation text, which includes the error, and the error message alone. The error
+        message is empty if the code raised no error.
     """
     error = ""
     lines = [STATE_LOST_TEXT] if result.state_lost else []
@@ -209,7 +215,8 @@ def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -
 def _to_valid_unicode(text: str) -> str:
     """Replace lone surrogates by `?`.
 
-    Exception messages can contain them, but tokenizers and files cannot encode them.
+    Exception messages can contain lone surrogates, but tokenizers and text files cannot encode
+    them.
     """
     return text.encode("utf-8", "replace").decode("utf-8")
 

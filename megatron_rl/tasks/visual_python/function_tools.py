@@ -1,11 +1,13 @@
-r"""OpenAI-style function calls in the format of Qwen2.5's chat template: python, zoom and rotate.
+r"""Protocol with OpenAI-style function calls, in the format of Qwen2.5's chat template.
+
+The functions are python, zoom and rotate.
 
     reply         <tool_call>\n{"name": "python", "arguments": {"code": "..."}}\n</tool_call>
                   <answer>...</answer>
     observation   <tool_response> text, images </tool_response>
 
-The observation is a user message, which is how the template renders role `tool`. A reply has one
-call and ends at its closing tag.
+The observation is a user message, because the template renders messages of role `tool` as user
+messages. A reply may contain only one call, and generation stops at the closing tag of the call.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,13 +35,16 @@ Call one function at a time. Look closer before you answer where details matter.
 
 @dataclass(slots=True, frozen=True)
 class FunctionsProtocol:
-    """Tool protocol with function calls."""
+    """Tool protocol with OpenAI-style function calls."""
 
     name = "functions"
     stop = ("</tool_call>",)
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        """Return the function signatures and the question with its images."""
+        """Return a system message with the functions and a user message with the question.
+
+        The user message also contains the images and their sizes.
+        """
         tools = write_tools_prompt([PYTHON_SCHEMA, *(make_tool_schema(tool, tool) for tool in IMAGE_TOOLS)])
         names = list(self.name_images(pictures))
         size = ["\n", describe_sizes(names, pictures)] if names else []
@@ -59,19 +64,19 @@ class FunctionsProtocol:
         return join_code_blocks((code,)) if isinstance(code, str) else MalformedReply("python needs the argument code, a text")
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
-        """Return the result in <tool_response> tags."""
+        """Return a user message with the result in <tool_response> tags."""
         return [make_message("user", f"<tool_response>\n{call.text}\n", *pictures, "\n</tool_response>")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map the variables image_0, image_1, ... to the images."""
+        """Map the variable names image_0, image_1, ... to the images."""
         return {f"image_{index}": picture for index, picture in enumerate(pictures)}
 
     def write_code(self, source: str) -> str:
-        """Return a reply that runs Python source."""
+        """Return a reply that runs the given Python source."""
         return write_tool_call("python", {"code": source})
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """Return a reply that calls a function."""
+        """Return a reply that calls the function `name`."""
         return write_tool_call(name, arguments)
 
     def write_answer(self, text: str) -> str:

@@ -1,10 +1,15 @@
-"""Zoom and rotate, the image tools of DeepEyes (arXiv 2505.14362), for untrusted arguments.
+"""Image tools of DeepEyes (arXiv 2505.14362), zoom and rotate, which accept untrusted arguments.
 
-Both work on the first original image. The rules for boxes are those of DeepEyes: a box is clamped
-to the image, its sides must be longer than 30 pixels, the longer side of the crop is at most 100
-times the shorter one, and sides under 28 pixels (one image token) are grown around the center.
-DeepEyes checks the 30 pixels after clamping, so it never grows a box. Here they are checked before
-clamping, and the clamped box is grown if needed.
+Both tools work on the question's first image at its original resolution. Zoom has DeepEyes' rules
+for boxes:
+
+- A box is clamped to the image.
+- Each side of a box must be longer than 30 pixels.
+- The longer side of the crop must be at most 100 times as long as the shorter side.
+- A side of less than 28 pixels (one image token) is grown to 28 pixels around the box's center.
+
+DeepEyes checks the minimum of 30 pixels after clamping, so the last rule never applies in DeepEyes.
+Here the minimum is checked before clamping, so a clamped box may be small enough to be grown.
 """
 
 import math
@@ -26,19 +31,19 @@ class ToolError(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class ImageTool:
-    """Image tool with its description for the prompt."""
+    """Image tool, with the description and JSON schema that the prompt contains."""
 
     description: str
     parameters: Mapping[str, object]
     """JSON schema of the arguments."""
     apply: Callable[[Picture, Mapping[str, object]], Picture]
-    """Function that applies the tool to an image. Raises ToolError on invalid arguments."""
+    """Function that applies the tool to an image. It raises ToolError for invalid arguments."""
 
 
 def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
     """Crop the image to `bbox_2d`.
 
-    The box is [x1, y1, x2, y2] in pixels of this image, from its upper left corner.
+    The box is [x1, y1, x2, y2] in pixels, measured from the upper left corner of the image.
 
     Raises:
         ToolError: The box is malformed, too small, too elongated or outside of the image.
@@ -64,7 +69,9 @@ def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
 
 
 def rotate_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
-    """Rotate the image counterclockwise by `angle` degrees, on a black canvas that holds all of it.
+    """Rotate the image counterclockwise by `angle` degrees.
+
+    The canvas is enlarged to contain the whole rotated image. Uncovered areas are black.
 
     Raises:
         ToolError: The angle is not a number, or the result is too elongated.
@@ -113,12 +120,15 @@ IMAGE_TOOLS: Mapping[str, ImageTool] = {
 
 
 def _is_number(value: object) -> bool:
-    """Return True for a finite number of at most 1e9 in absolute value; booleans do not count."""
+    """Return True if `value` is a number of at most 1e9 in absolute value, and not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _grow_to_min_side(start: int, end: int, *, limit: int) -> tuple[int, int]:
-    """Grow an interval to MIN_CROP_SIDE around its center, within 0 and `limit` (the image)."""
+    """Grow an interval around its center to MIN_CROP_SIDE, but not beyond 0 or `limit`.
+
+    `limit` is the length of the image's side.
+    """
     missing = MIN_CROP_SIDE - (end - start)
     if missing <= 0:
         return start, end

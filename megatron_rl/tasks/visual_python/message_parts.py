@@ -1,6 +1,7 @@
-"""Chat messages from texts and images.
+"""Builds chat messages from texts and images.
 
-Texts are data: the renderer keeps names of special tokens in them from becoming tokens.
+Texts are treated as data: if a text contains the name of a special token, the renderer does not
+turn the name into that token.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ MessagePart = str | Picture
 def make_message(role: str, *parts: MessagePart) -> Message:
     """Return a message with the given texts and images.
 
-    Consecutive texts are merged into one part, because the renderer checks each part by itself.
+    Consecutive texts are merged into one part, because the renderer checks each part separately.
     """
     content: list[dict[str, object]] = []
     text = ""
@@ -32,14 +33,15 @@ def make_message(role: str, *parts: MessagePart) -> Message:
 
 
 def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callable[[int, Picture], list[MessagePart]]) -> list[MessagePart]:
-    """Return the question as parts, with each image in place of its `<image>` placeholder.
+    """Return the question as message parts, with each image in place of its `<image>` placeholder.
 
-    Without placeholders the images come first.
+    If the question has no placeholders, the images precede the text.
 
     Args:
         question: Text of the question.
         pictures: Images, in the order of the placeholders.
-        wrap_image: Returns the parts that represent image `index`.
+        wrap_image: Function of an image's index and the image. It returns the parts that represent
+            the image.
 
     Raises:
         ValueError: The question has placeholders, but not one for each image.
@@ -54,7 +56,7 @@ def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callab
 
 
 def describe_sizes(names: Sequence[str], pictures: Sequence[Picture]) -> str:
-    """Return the image sizes as text.
+    """Return a text that states the size of each image.
 
     Example: `image_clue_0 has 640 x 480 pixels (width x height).`
     """

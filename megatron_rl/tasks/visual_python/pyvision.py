@@ -1,17 +1,22 @@
-r"""PyVision-RL's protocol: fenced Python in <code>, a boxed answer, images numbered as image clues.
+r"""PyVision-RL's protocol: fenced Python in <code>, a boxed answer, and numbered image tags.
 
     reply         <code>\n```python\n...\n```\n</code>            the reply ends at </code>
                   <answer>\n\boxed{...}\n</answer>
     observation   <tool_response> <interpreter> Text Result: ...
                   Image Result: <image_clue_2> image </image_clue_2> ...
 
-`shows_images` selects between two of PyVision-RL's environments: `pyvision_gym_w_image_hint` puts
-the images into the prompt, and code has them as image_clue_i; `pyvision_gym_wo_image_hint` gives
-them to code only, as image_hint_i. With `pyvision_gym_wo_video_hint` code has videos as
-video_clue_i. They are not in the prompt, so the policy's code must show the frames that it needs.
+Images and videos are available as in three of PyVision-RL's environments:
 
-Difference from the original: code and answer in one reply, and an answer without box, are errors
-that the policy can correct; in the original each of them ends the episode.
+- `pyvision_gym_w_image_hint` (shows_images=True): the prompt contains the images, and code can
+  access them as image_clue_i.
+- `pyvision_gym_wo_image_hint` (shows_images=False): the prompt contains no images, but code can
+  access them as image_hint_i.
+- `pyvision_gym_wo_video_hint`: the prompt contains no frames, but code can access the videos as
+  video_clue_i. The policy's code must display the frames that the policy needs.
+
+Difference from the original implementation: a reply with both code and an answer, or with an answer
+outside of \boxed{}, receives an error message that the policy can react to. In the original, such a
+reply ends the episode.
 """
 
 from collections.abc import Sequence
@@ -54,7 +59,7 @@ VIDEOS_TEXT = """Video i, counted from 0, is the global variable video_clue_i al
 frames it has, video_clue_0.get_avg_fps() how many of them are a second, video_clue_0[n].asnumpy() is frame n as an array (height, width,
 RGB), and video_clue_0.get_batch([n, ...]).asnumpy() is several. Show the frames that you need, and no more."""
 VIDEO_PLACEHOLDER = "<video>"
-"""Placeholder of a video in a question."""
+"""Placeholder for a video in a question."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -62,16 +67,19 @@ class PyVisionProtocol:
     """Tool protocol of PyVision-RL."""
 
     shows_images: bool = True
-    """True puts the question's images into the prompt; False gives them to code only."""
+    """If True, the prompt contains the question's images. If False, only code can access them."""
     num_videos: int = 0
-    """Number of videos, which only code can access."""
+    """Number of the question's videos, which only code can access."""
     rules: str = PYVISION_RULES
-    """System message. IMAGES in it is replaced by an explanation of the image or video names."""
+    """System message. The word IMAGES is replaced by an explanation of the image or video names."""
     name = "pyvision"
     stop = ("</code>",)
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        """Return the rules and the question with its images and their sizes."""
+        """Return a system message with the rules and a user message with the question.
+
+        The user message also contains the images, if the policy may see them, and their sizes.
+        """
         names = list(self.name_images(pictures))
         parts = insert_images(self._insert_video_names(question), pictures, self._wrap_image)
         rules = self.rules.replace(
@@ -82,8 +90,8 @@ class PyVisionProtocol:
     def parse_reply(self, reply: str) -> ParsedReply:
         """Parse a reply into code, a boxed answer or an error.
 
-        If there are several code blocks, the last one counts. A reply without tags may also have
-        its code in a bare python fence.
+        If there are several code blocks, only the last block is used. In a reply without tags, the
+        code may also be in a Markdown fence that starts with ```python.
         """
         found = parse_blocks(reply, action="code", reserved=("tool_response", "interpreter"))
         if isinstance(found, MalformedReply):
@@ -96,7 +104,7 @@ class PyVisionProtocol:
         return make_no_action_error("code") if bare is None else join_code_blocks((bare,))
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
-        """Return the result in <tool_response> tags, its images numbered as image clues."""
+        """Return a user message with the result in <tool_response> tags and numbered images."""
         parts: list[MessagePart] = [f"<tool_response>\n<interpreter>\nText Result:\n{call.text}\n"]
         if pictures:
             parts.append("Image Result:\n")
@@ -105,14 +113,15 @@ class PyVisionProtocol:
         return [make_message("user", *parts, "</interpreter>\n</tool_response>")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map the variables image_clue_i (or image_hint_i) to the images."""
+        """Map the variable names image_clue_i (or image_hint_i) to the images."""
         name = "image_clue" if self.shows_images else "image_hint"
         return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
 
     def _insert_video_names(self, question: str) -> str:
         """Return the question with the names of its videos.
 
-        They replace the placeholders if there is one for each video; otherwise they come first.
+        If the question has one placeholder for each video, the names replace the placeholders.
+        Otherwise the placeholders are removed, and the names precede the question.
         """
         names = [f"[{CLIP_NAME.format(number)}]" for number in range(self.num_videos)]
         if question.count(VIDEO_PLACEHOLDER) == len(names):
@@ -122,7 +131,7 @@ class PyVisionProtocol:
         return "\n".join([*names, question.replace(VIDEO_PLACEHOLDER, "")])
 
     def write_code(self, source: str) -> str:
-        """Return a reply that runs Python source."""
+        """Return a reply that runs the given Python source."""
         return write_code_block(source)
 
     def write_answer(self, text: str) -> str:

@@ -1,6 +1,7 @@
-"""Building blocks of reply parsers.
+"""Functions from which tool protocols build their reply parsers.
 
-They accept any untrusted text and take time linear in its length.
+The functions accept any text, because replies are untrusted, and run in time linear in the length
+of the text.
 """
 
 import json
@@ -14,23 +15,26 @@ from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswe
 
 @dataclass(slots=True, frozen=True)
 class ReplyBlocks:
-    """Contents of a reply's tags: all with the same tag, or none (`tag` is empty)."""
+    """Contents of the tagged blocks of a reply.
+
+    All blocks have the same tag. If the reply has no blocks, `tag` is empty.
+    """
 
     tag: str = ""
     bodies: tuple[str, ...] = ()
 
 
 def parse_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> ReplyBlocks | MalformedReply:
-    """Return the `<action>...</action>` blocks of a reply, or its one `<answer>...</answer>`.
+    """Return the `<action>...</action>` blocks of a reply, or its `<answer>...</answer>` block.
 
-    The body of an action is opaque up to its closing tag, because code may contain any text. An
-    answer must not contain tags.
+    Tags inside an action are ignored up to the closing tag of the action, because code may contain
+    any text. An answer must not contain any of the tags.
 
     Args:
         reply: Text that the policy generated.
-        action: Tag of actions.
-        reserved: Tags that only the environment writes. A reply with one of them outside of an
-            action has made up its own observation and is malformed.
+        action: Name of the tag around an action, e.g. `code`.
+        reserved: Names of tags that only the environment may write. A reply with such a tag outside
+            of an action imitates an observation and is malformed.
     """
     bodies: list[str] = []
     tags: set[str] = set()
@@ -64,15 +68,15 @@ def make_no_action_error(action: str) -> MalformedReply:
 
 
 def parse_answer(body: str) -> FinalAnswer | MalformedReply:
-    """Return the answer, stripped; an empty one is malformed."""
+    """Return the answer without surrounding whitespace. An empty answer is malformed."""
     text = body.strip()
     return FinalAnswer(text) if text else MalformedReply("the answer is empty")
 
 
 def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
-    r"""Return the contents of `\boxed{...}`, which must be all that the body contains.
+    r"""Return the answer inside `\boxed{...}`. A body with text outside of the box is malformed.
 
-    Braces must be balanced; an escaped brace (`\{`) does not count.
+    The braces must be balanced. Escaped braces (`\{`) are not counted.
     """
     text = body.strip()
     inside = strip_box(text)
@@ -82,13 +86,13 @@ def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
 
 
 def join_code_blocks(bodies: tuple[str, ...]) -> CodeAction | MalformedReply:
-    """Join code blocks into one source, each without the fence around it."""
+    """Remove the fence around each code block and join the blocks into one source."""
     source = "\n".join(_strip_fence(body) for body in bodies)
     return CodeAction(source) if source.strip() else MalformedReply("there is no code in the block")
 
 
 def find_last_fence(reply: str) -> str | None:
-    """Return the contents of the last closed python fence, or None.
+    """Return the contents of the last closed python fence, or None if there is none.
 
     The opening and the closing fence must each be on a line of its own.
     """
@@ -105,11 +109,11 @@ def find_last_fence(reply: str) -> str | None:
 def parse_tool_call(body: str) -> ToolAction | MalformedReply:
     """Parse one JSON object `{"name": string, "arguments": object}`.
 
-    Arguments are null, numbers, valid Unicode strings, or lists of these.
+    Each argument must be null, a number, a valid Unicode string, or a list of such values.
     """
     try:
         read = json.loads(body)
-    except (ValueError, RecursionError):  # malformed, or an integer beyond Python's digit limit; nested too deep
+    except (ValueError, RecursionError):  # invalid JSON or an integer beyond Python's digit limit; too deep nesting
         return MalformedReply("the tool call is no JSON")
     if not isinstance(read, dict) or not isinstance(read.get("name"), str) or not isinstance(read.get("arguments"), dict):
         return MalformedReply('a tool call is one JSON object {"name": <name>, "arguments": <object>}')
@@ -122,8 +126,8 @@ def parse_tool_call(body: str) -> ToolAction | MalformedReply:
 def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAction | MalformedReply:
     """Parse a reply in the tool-call format of Qwen's chat template.
 
-    Returns the answer, or the call. If there are several calls, the last one is returned if
-    `allow_several`; otherwise the reply is malformed.
+    Returns the answer or the tool call. If the reply has several calls, the last call is returned
+    with `allow_several`, and the reply is malformed without it.
     """
     found = parse_blocks(reply, action="tool_call", reserved=("tool_response",))
     if isinstance(found, MalformedReply):
@@ -150,9 +154,9 @@ def _is_flat(value: object) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return False for text with lone surrogates.
+    """Return False if the text contains lone surrogates.
 
-    JSON can encode them, but tokenizers and files cannot.
+    JSON can encode lone surrogates, but tokenizers and text files cannot.
     """
     try:
         text.encode()

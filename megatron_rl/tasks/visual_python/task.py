@@ -1,4 +1,4 @@
-"""Questions about images, answered with tools, from user data."""
+"""Task with questions about images from user data, which the policy answers with tools."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -24,28 +24,28 @@ from sandbox.sandbox_client import SandboxClient
 from sandbox.token import read_token
 
 MAX_INPUT_BYTES = 512 << 20
-"""Maximum total size of an episode's images as PNG: two noise images of the largest size that
-data/images.py accepts.
+"""Maximum total size of an episode's images in PNG format, in bytes. It is enough for two images of
+random noise at the largest size that data/images.py accepts.
 """
 Payload = Mapping[str, object]
 MAX_OUTPUT_CHARS = 8192
-"""Maximum number of characters kept of each of a call's two output streams: the first half and the
-last. About 3,000 tokens.
+"""Maximum number of characters kept from each output stream (stdout and stderr) of a call, about
+3,000 tokens. A longer stream keeps its first and last MAX_OUTPUT_CHARS / 2 characters.
 """
 
 
 def make_pyvision(payload: Payload) -> PyVisionProtocol:
-    """Return PyVision's protocol with the image and video settings of an example."""
+    """Return PyVision's protocol, configured for the images and videos of an example."""
     videos = payload["videos"]
     assert isinstance(videos, tuple), f"{payload}"
     return PyVisionProtocol(shows_images=payload["env_name"] != HIDDEN_IMAGE_ENV, num_videos=len(videos))
 
 
 def make_codev(payload: Payload) -> CodeVProtocol:
-    """Return CodeV's protocol with the file names of an example's images.
+    """Return CodeV's protocol, configured with the file names of an example's images.
 
-    The names come from extra_info.image_file_name: one name or a list of them. A name without
-    suffix gets .png, the format of the files in the sandbox.
+    The names come from extra_info.image_file_name, which is one name or a list of names. A name
+    without a suffix gets the suffix .png, the format of the files in the sandbox.
     """
     extra = payload["extra"]
     assert isinstance(extra, Mapping), f"{payload}"
@@ -60,13 +60,16 @@ TOOL_PROTOCOLS: Mapping[str, Callable[[Payload], ToolProtocol]] = {
     "deepeyes": lambda _: DeepEyesProtocol(),
     "functions": lambda _: FunctionsProtocol(),
 }
-"""Maps task.tool_format to a function that makes the protocol for an example's payload."""
+"""Maps each value of task.tool_format to a function that creates the protocol for an example's
+payload.
+"""
 
 
 class VisualPythonTask(Task):
-    """Task with image tools and Python.
+    """Task with questions about images, image tools and Python.
 
-    PyVision-RL, CodeV and DeepEyes are settings of it: task.tool_format, task.reward and the data.
+    PyVision-RL, CodeV and DeepEyes correspond to different settings of task.tool_format,
+    task.reward and task.data.
     """
 
     reward_names = rubrics.REWARD_NAMES
@@ -84,22 +87,22 @@ class VisualPythonTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
-        """Start the sandbox pool and the judge, if there is one."""
+        """Start the sandbox pool and, if one is configured, the judge."""
         await start_sandbox(self._pool, self.settings.sandbox)
         if self.judge is not None:
             await self.judge.start()
 
     async def close(self) -> None:
-        """Close the judge and the sandbox pool."""
+        """Close the sandbox pool and, if one is configured, the judge."""
         if self.judge is not None:
             await self.judge.close()
         await self._pool.close()
 
     def examples(self, split: str) -> Sequence[Example]:
-        """Return the questions of a split. The first call checks every row.
+        """Return the questions of a split. The first call validates every row.
 
         Raises:
-            ValueError: A row cannot be used; the message names the first one.
+            ValueError: A row is invalid; the message names the first invalid row.
         """
         if split not in self._splits:
             self._splits[split] = load_benchmark_questions(self.settings.data, split, videos=self.settings.tool_format == "pyvision")
@@ -110,14 +113,15 @@ class VisualPythonTask(Task):
         return AgentEnv(example, protocol=TOOL_PROTOCOLS[self.settings.tool_format](example.payload), pool=self._pool)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the metrics that `task.data.benchmark` reports."""
+        """Return the metrics of the benchmark in `task.data.benchmark`, if one is configured."""
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.
 
-        The last one gives the answer. If task.reward also rewards tools, it follows a reply that
-        shows the first image, or the first frame of the first video, if the question has one.
+        The last reply gives the answer. If the question has images or videos and task.reward is not
+        accuracy, an additional first reply displays the first image or, if there are videos, the
+        first frame of the first video.
         """
         protocol = TOOL_PROTOCOLS[self.settings.tool_format](example.payload)
         images, answer = example.payload["images"], example.payload["answer"]
@@ -129,7 +133,7 @@ class VisualPythonTask(Task):
 
 
 def write_look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
-    """Return a reply that shows the whole first image of a question."""
+    """Return a reply that uses a tool to display the whole first image of a question."""
     if isinstance(protocol, DeepEyesProtocol):
         return protocol.write_call("zoom", {"bbox_2d": [0, 0, picture.width, picture.height]})
     (name,) = protocol.name_images([picture])
@@ -141,7 +145,7 @@ async def start_sandbox(pool: sandbox.SandboxPool | SandboxClient, settings: San
 
     Raises:
         AccessDenied: The sandbox server rejects the token.
-        InfraError: The pool cannot start; the message names the setting that selected it.
+        InfraError: The pool cannot start; the message names the setting that selects the pool.
     """
     try:
         await pool.start()
@@ -156,7 +160,7 @@ async def start_sandbox(pool: sandbox.SandboxPool | SandboxClient, settings: San
 def make_sandbox(settings: SandboxSettings) -> sandbox.SandboxPool | SandboxClient:
     """Return a client of the sandbox server at `settings.url`, or a local pool if there is no URL.
 
-    A server uses its own limits.
+    A sandbox server enforces its own limits instead of the limits in `settings`.
     """
     if settings.url:
         return make_sandbox_client(settings)

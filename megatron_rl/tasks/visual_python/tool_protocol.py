@@ -1,4 +1,4 @@
-"""Records of parsed replies and the interface of tool protocols."""
+"""Interface of tool protocols, and the types of parsed replies."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_rl.types import Message, ToolCall
 class CodeAction:
     """Python source to run.
 
-    The source is arbitrary text; errors in it are reported by the sandbox.
+    The source is arbitrary text. The sandbox reports errors in the source.
     """
 
     source: str
@@ -21,9 +21,9 @@ class CodeAction:
 
 @dataclass(slots=True, frozen=True)
 class ToolAction:
-    """Call of an image tool by name (`zoom` or `rotate`).
+    """Call of the image tool `name`, which is `zoom` or `rotate`.
 
-    The arguments are numbers, strings or lists of those. The tool validates their values.
+    Arguments are null, numbers, strings, or lists of such values. The tool validates the arguments.
     """
 
     name: str
@@ -32,14 +32,17 @@ class ToolAction:
 
 @dataclass(slots=True, frozen=True)
 class FinalAnswer:
-    """Final answer, without the tags and the box that the protocol wraps it in."""
+    """Final answer, without the tags and the box that the protocol puts around it."""
 
     text: str
 
 
 @dataclass(slots=True, frozen=True)
 class MalformedReply:
-    """Reply that is neither code, tool call nor answer; `reason` is a message to the policy."""
+    """Reply without valid code, tool call or answer.
+
+    `reason` is the error message that the policy receives.
+    """
 
     reason: str
 
@@ -51,16 +54,17 @@ class ToolProtocol(Protocol):
     """Text format of tool calls, observations and answers.
 
     `parse_reply(write_answer(text))` returns `FinalAnswer(text)` for every text that contains no
-    tags and no surrounding whitespace. `write_code` round-trips to `CodeAction` in the same way.
+    tags and no surrounding whitespace. If the protocol runs code, `parse_reply(write_code(source))`
+    returns `CodeAction(source)`.
     """
 
     name: str
-    """Name of the protocol, a value of task.tool_format."""
+    """Name of the protocol in task.tool_format."""
     stop: tuple[str, ...]
-    """Strings that end generation; the reply includes the one that ended it."""
+    """Stop strings of generation, which are kept at the end of the reply."""
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
-        """Return the first messages of an episode.
+        """Return the messages of the prompt at the start of an episode.
 
         Raises:
             ValueError: The number of `<image>` placeholders in the question is neither 0 nor the
@@ -69,7 +73,7 @@ class ToolProtocol(Protocol):
         ...
 
     def parse_reply(self, reply: str) -> ParsedReply:
-        """Parse a reply. Never raises; takes time linear in the length of the text."""
+        """Parse a reply without raising exceptions, in time linear in the reply's length."""
         ...
 
     def write_observation(self, call: ToolCall, pictures: Sequence[Picture], *, num_previous_images: int) -> list[Message]:
@@ -78,16 +82,19 @@ class ToolProtocol(Protocol):
         Args:
             call: Call with its output text or error.
             pictures: Images that the call returned.
-            num_previous_images: Number of images that the sequence contains already.
+            num_previous_images: Number of images that are already in the sequence.
         """
         ...
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map names to images. Code uses these names: variables, or file names with a suffix."""
+        """Map the names that code uses for the images to the images.
+
+        A name is a variable name, or a file name with a suffix.
+        """
         ...
 
     def write_code(self, source: str) -> str:
-        """Return a reply that runs Python source."""
+        """Return a reply that runs the given Python source."""
         ...
 
     def write_answer(self, text: str) -> str:

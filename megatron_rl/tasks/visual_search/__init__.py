@@ -1,1 +1,1 @@
-"""Visual search: read a label that is legible only in a crop of the image."""
+"""Visual search task: read a label that is legible only in a crop of the image."""

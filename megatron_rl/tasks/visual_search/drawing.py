@@ -1,9 +1,9 @@
 """Canvases for visual search: small objects with labels that are legible only in a crop.
 
-A canvas is a grid of cells. Each object lies inside one cell, with its label on a white plate in
+A canvas is a grid of cells. Each object lies inside one cell and has a white plate with a label in
 its center. The background is tinted: red fades from left to right and blue from top to bottom, so
 that the colors of a patch encode its position. A small vision tower without absolute position
-embeddings needs that.
+embeddings needs this information to locate objects.
 """
 
 import random
@@ -27,23 +27,25 @@ COLORS = {
 }  # fmt: skip
 SHAPES = ("disc", "square", "diamond", "triangle")
 MAX_TINT = 120
-"""Reduction of red at the right edge, and of blue at the bottom edge, on a scale of 0 to 255."""
+"""Reduction of the red channel at the right edge and of the blue channel at the bottom edge, on a
+scale of 0 to 255.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SearchLevel:
-    """Difficulty of a canvas."""
+    """Difficulty level of visual search: layout and sizes of a canvas."""
 
     grid_side: int
     """Number of cells per side of the grid."""
     cell_px: int
     """Side length of a cell in pixels."""
     num_objects: int
-    """Number of objects on a canvas, including the target."""
+    """Number of objects on the canvas, including the target."""
     object_scale: float
     """Side length of an object, as a fraction of the cell's side."""
     plate_scale: float
-    """Diameter of a label's plate, as a fraction of the object's side."""
+    """Diameter of the plate behind a label, as a fraction of the object's side."""
     label_scale: float
     """Font size of a label, as a fraction of the cell's side."""
     jitter: float = 0.0
@@ -92,7 +94,7 @@ Sprites = Mapping[str, Picture]
 
 @dataclass(slots=True, frozen=True)
 class SceneObject:
-    """Object on a canvas."""
+    """Object on a canvas, with its cell, its center in pixels and its label."""
 
     name: str
     cell: Box
@@ -102,7 +104,7 @@ class SceneObject:
 
 @dataclass(slots=True, frozen=True)
 class SearchScene:
-    """Contents of a canvas. The first object is the target; names are unique."""
+    """Objects on a canvas, with unique names. The first object is the target."""
 
     level: SearchLevel
     objects: tuple[SceneObject, ...]
@@ -126,10 +128,10 @@ class SearchScene:
 
 
 def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: str = LABELS) -> SearchScene:
-    """Return the scene of a seed.
+    """Return the random scene for a seed.
 
-    The level's number of objects get different names and different cells; every character of a
-    label is drawn independently.
+    The scene has `level.num_objects` objects with distinct names in distinct cells. Each character
+    of a label is sampled independently.
 
     Raises:
         ValueError: There are fewer names than objects.
@@ -154,9 +156,9 @@ def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: s
 
 @cache
 def draw_shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLORS)) -> Sprites:
-    """Draw every kind of shape in every color, 256 x 256 pixels each.
+    """Draw a sprite of 256 x 256 pixels for each combination of shape and color.
 
-    Names are color and shape, e.g. `red disc`.
+    A sprite's name is its color and shape, e.g. `red disc`.
     """
     outlines = {
         "square": ((0, 0), (255, 0), (255, 255), (0, 255)),
@@ -177,7 +179,7 @@ def draw_shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLOR
 
 
 def _paste_object(canvas: Picture, thing: SceneObject, sprite: Picture, level: SearchLevel) -> None:
-    """Draw an object around its center, with its label in black on a white plate."""
+    """Draw an object at its position, with its label in black on a white plate."""
     side, (x, y) = round(level.object_scale * level.cell_px), thing.center
     resized = sprite.resize((side, side), Image.Resampling.LANCZOS)
     canvas.paste(resized, (x - side // 2, y - side // 2), resized)
@@ -189,7 +191,10 @@ def _paste_object(canvas: Picture, thing: SceneObject, sprite: Picture, level: S
 
 @cache
 def draw_background(side_px: int) -> Picture:
-    """Return the empty canvas. It is cached and shared: copy it before drawing."""
+    """Return the tinted background of a canvas.
+
+    The image is cached and shared: copy it before drawing on it.
+    """
     pixels = np.full((side_px, side_px, 3), 255, np.uint8)
     fall = np.linspace(0, MAX_TINT, side_px).round().astype(np.uint8)
     pixels[:, :, 0] -= fall[None, :]

@@ -1,9 +1,10 @@
-"""Visual search for a nano model: labels are legible only in a crop that Python makes.
+"""Visual search for a nano model, which must crop the image with Python to read a label.
 
-The policy sees the canvas too small to read its labels. The episodes are those of visual_python
-with PyVision's protocol, including the sandbox and the reply format. Two things differ: the
-canvases are drawn here instead of read from files, and the rules in the prompt are one line,
-because a model of a million parameters imitates demonstrations and follows no instructions.
+The policy receives the canvas at a resolution at which the labels are illegible. Episodes use the
+environment and the sandbox of visual_python and PyVision's protocol. There are two differences: the
+canvases are drawn by this package instead of read from files, and the rules in the prompt are one
+line, because a model with a million parameters imitates demonstrations but does not follow
+instructions.
 """
 
 import random
@@ -25,27 +26,30 @@ from megatron_rl.types import Demonstration, Example, Message, ToolCall
 DISC_SPRITES = draw_shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 SEARCH_RULES = "Look, then answer."
 NANO_LEVEL = SearchLevel(grid_side=5, cell_px=100, num_objects=3, object_scale=0.8, plate_scale=0.55, label_scale=0.13)
-"""At 140 x 140 pixels a cell is one image token and a label is under 3 pixels high. A crop of the
-middle of its cell shows it ten times as large.
+"""Level for nano models. If the canvas is resized to 140 x 140 pixels, a cell is one image token
+and a label is less than 3 pixels high. In a crop of the middle of a cell, the label is ten times as
+large as on the resized canvas.
 """
 CENTER_START, CENTER_END = NANO_LEVEL.cell_px // 4, NANO_LEVEL.cell_px * 3 // 4
-"""Start and end of the middle of a cell, where its label is, in pixels from the cell's edge."""
+"""Start and end of the middle of a cell, in pixels from the left or top edge of the cell. The
+middle contains the label.
+"""
 NUM_TRAIN, NUM_EVAL = 4096, 128
 GUESS_PROBABILITY = 0.65
-"""Fraction of the transcripts of split "biased" in which the demonstrator answers at once, with a
-random label.
+"""Probability that the demonstrator of split "biased" answers with a random label without cropping
+the image.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class SearchCanvas:
-    """Scene that is identified by its seed and drawn on access."""
+    """Canvas that is identified by a seed and drawn when it is opened."""
 
     seed: str
 
     @property
     def scene(self) -> SearchScene:
-        """Scene of the seed."""
+        """Scene that the seed determines."""
         return make_scene(NANO_LEVEL, list(DISC_SPRITES), seed=self.seed)
 
     def open(self) -> Picture:
@@ -54,15 +58,15 @@ class SearchCanvas:
 
 
 def crop_box(cell: Box) -> Box:
-    """Return the box of the middle of a cell, which contains its label."""
+    """Return the box of the middle of a cell, which contains the label."""
     left, top, _, _ = cell
     return left + CENTER_START, top + CENTER_START, left + CENTER_END, top + CENTER_END
 
 
 def write_crop_code(cell: Box) -> str:
-    """Return code that shows the middle of a cell.
+    """Return Python code that displays the middle of a cell.
 
-    The cell is encoded in two tokens: its column and its row.
+    Only two tokens of the code depend on the cell: the numbers of its column and its row.
     """
     side = NANO_LEVEL.cell_px
     column, row = cell[0] // side, cell[1] // side
@@ -71,9 +75,9 @@ def write_crop_code(cell: Box) -> str:
 
 
 def make_example(name: str) -> Example:
-    """Return the example of a canvas; its name is the canvas's seed.
+    """Return the example for the canvas with seed `name`.
 
-    The payload has the same keys as one that data.questions reads from a file.
+    The keys of the payload are a subset of those that data/questions.py reads from a file.
     """
     canvas = SearchCanvas(name)
     target = canvas.scene.target
@@ -85,10 +89,10 @@ def make_example(name: str) -> Example:
 
 
 def write_transcript(protocol: PyVisionProtocol, canvas: SearchCanvas, *, guess: str | None) -> list[Message]:
-    """Return a demonstration.
+    """Return the messages of a demonstration.
 
-    The demonstrator crops the target's cell and reads the label, or answers `guess` at once if it
-    is given.
+    If `guess` is None, the demonstrator crops the target's cell and answers with the correct label.
+    Otherwise the demonstrator answers `guess` without cropping.
     """
     picture, target = canvas.open(), canvas.scene.target
     messages = protocol.write_prompt(canvas.scene.question, [picture])
@@ -108,11 +112,11 @@ def write_transcript(protocol: PyVisionProtocol, canvas: SearchCanvas, *, guess:
 
 @dataclass(slots=True, frozen=True)
 class SearchTranscripts(Sequence[Demonstration]):
-    """Demonstrations that are drawn on access, because a canvas and its crop take 2 MB."""
+    """Demonstrations with images drawn on access, to save 2 MB of memory per demonstration."""
 
     protocol: PyVisionProtocol
     plans: list[tuple[SearchCanvas, str | None]]
-    """Each canvas, with the guess if the demonstrator does not look."""
+    """Canvas and guess of each demonstration. The guess is None if the demonstrator crops."""
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -123,9 +127,9 @@ class SearchTranscripts(Sequence[Demonstration]):
 
 
 class VisualSearchTask(Task):
-    """Task that is solved by a correct answer.
+    """Visual search task. An episode is solved if its answer is correct.
 
-    An example is a canvas by number; splits "train" and "eval" have different seeds.
+    An example is a numbered canvas. Splits "train" and "eval" have different seeds.
     """
 
     reward_names = ("accuracy", "pyvision", "deepeyes")
@@ -152,7 +156,7 @@ class VisualSearchTask(Task):
         await self._pool.close()
 
     def examples(self, split: str) -> list[Example]:
-        """Return the canvases of a split."""
+        """Return the examples of a split, one for each canvas."""
         require_choice("split", split, ("train", "eval"))
         num = NUM_TRAIN if split == "train" else self.num_eval
         return [make_example(f"{split} {index}") for index in range(num)]
@@ -162,12 +166,13 @@ class VisualSearchTask(Task):
         return AgentEnv(example, protocol=self.protocol, pool=self._pool)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> SearchTranscripts:
-        """Return transcripts on canvases that no other split has.
+        """Return demonstrations on canvases that are in neither split train nor split eval.
 
-        The first transcripts do not depend on `num`. In split "correct" the demonstrator crops and
-        reads; in "biased" it mostly guesses at once. A policy trained on "biased" crops and reads
-        as well as one trained on "correct" but decides wrongly when to do so: its accuracy is 41%
-        at temperature 1, and 10% with greedy decoding.
+        A larger `num` only appends demonstrations. In split "correct", the demonstrator crops the
+        image and reads the label. In split "biased", the demonstrator guesses without cropping with
+        probability GUESS_PROBABILITY. A policy trained on "biased" crops and reads as well as a
+        policy trained on "correct", but guesses too often: its accuracy is 41% at temperature 1 and
+        10% with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)

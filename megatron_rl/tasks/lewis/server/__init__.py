@@ -1,1 +1,1 @@
-"""HTTP services of the Lewis game: listener and speaker."""
+"""HTTP servers of the Lewis game: listener and speaker."""

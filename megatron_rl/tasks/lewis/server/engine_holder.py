@@ -1,4 +1,4 @@
-"""A vLLM engine in a thread of its own, so that the server's event loop keeps responding."""
+"""Runs a vLLM engine in a separate thread, so that the server's event loop stays responsive."""
 
 import asyncio
 import threading
@@ -20,17 +20,24 @@ from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 RENDERER_CACHE_BYTES, ENGINE_CACHE_PATCHES = 1 << 28, 1 << 15
-"""Sizes of the image caches of renderer and engine: 0.4 GB together, instead of 6 GB in a run."""
+"""Sizes of the renderer's image cache, in bytes, and of the engine's image cache, in patches. Both
+caches take 0.4 GB together; the caches of a training run take 6 GB.
+"""
 
 
 class EngineHolder:
-    """Engine of the process. It cannot be used after `close`."""
+    """Engine of a server process, with its weights and their version.
+
+    The engine cannot be used after `close`.
+    """
 
     def __init__(self, model: ModelSettings, settings: EngineSettings) -> None:
-        """Load the model. The weights are read twice: once for their hash.
+        """Load the model.
+
+        The weight files are read twice: once to compute their hash, and once to load them.
 
         Raises:
-            ValueError: There is no such model, or the settings do not fit it.
+            ValueError: The model does not exist, or the settings are not valid for the model.
         """
         self.renderer, self.settings = Renderer(model, cache_bytes=RENDERER_CACHE_BYTES), settings
         self._version_fields = (model.min_pixels, model.max_pixels, settings.dtype)
@@ -61,7 +68,7 @@ class EngineHolder:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of work of the engine so far."""
+        """Total number of seconds in which the engine has been busy."""
         return self._engine.busy_s
 
     async def run_in_renderer(self, function: Callable[[], T]) -> T:
@@ -69,7 +76,7 @@ class EngineHolder:
         return await self.renderer.run_in_thread(function)
 
     async def generate(self, context: TokenSequence, sampling: SamplingSettings) -> Completion:
-        """Generate a completion. Cancellation stops the computation.
+        """Generate a completion. Cancelling this coroutine also stops the engine's computation.
 
         Raises:
             ValueError: The prompt does not fit into the engine's sequence length.
@@ -85,20 +92,23 @@ class EngineHolder:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that `load_weights` takes, by the newer spelling of their names."""
+        """Maps names to shapes of the tensors that `load_weights` requires.
+
+        The names have the newer spelling of Hugging Face checkpoints.
+        """
         return self._engine.shapes
 
     @asynccontextmanager
     async def hold_weights(self) -> AsyncIterator[str]:
-        """Keep the weights unchanged inside the block; yields their version."""
+        """Prevent weight updates inside the block, and yield the version of the weights."""
         async with self._weights_lock.read_lock():
             yield self.version
 
     async def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace all weights of the model, after requests in progress have ended.
+        """Wait for requests in progress to finish, then replace all weights of the model.
 
         Raises:
-            InfraError: Loading failed. The engine is unhealthy until other weights are loaded.
+            InfraError: Loading failed. The engine is unhealthy until a later call succeeds.
         """
         version = await asyncio.to_thread(compute_tensors_version, tensors, *self._version_fields)
         async with self._weights_lock.write_lock():

@@ -1,7 +1,7 @@
-"""Images that a request names.
+"""Reads and caches the images that requests refer to.
 
-An image is a file below one of the server's roots, a file in the request, or the SHA-256 of a file
-that was sent before.
+A request refers to an image by a path below one of the server's roots, by the base64 of an image
+file, or by the SHA-256 of a file that was sent before.
 """
 
 import base64
@@ -23,26 +23,27 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
 
 MAX_IMAGE_PIXELS = 1 << 25
-"""Maximum number of pixels of a stored image: 100 MB once decoded."""
+"""Maximum number of pixels of an image, which take 100 MB when decoded."""
 MAX_IMAGE_BYTES = 16 << 20
-"""Maximum size of an image file."""
+"""Maximum size of an image file, in bytes."""
 CACHE_BYTES = 1 << 30
-"""Maximum total size of the stored files; the least recently used one is evicted first."""
+"""Maximum total size of the cached files, in bytes. The least recently used file is evicted first.
+"""
 
 
 INFRA_ERRNOS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of the disk or of this process, independent of the request."""
+"""OS errors that are caused by the disk or by this process, and not by the request."""
 
 
 class UnknownImage(KeyError):
-    """No file with this hash is stored: it was never sent, or was evicted.
+    """Raised if no file with a given hash is cached.
 
-    The client must send it.
+    The file was never sent or has been evicted. The client must send the file.
     """
 
 
 class ImageCache:
-    """Cache of image files. Threads may read concurrently."""
+    """Cache of image files, which several threads may use concurrently."""
 
     def __init__(self, roots: Sequence[str], *, cache_bytes: int = CACHE_BYTES) -> None:
         """Create the cache.
@@ -58,12 +59,13 @@ class ImageCache:
         self._lock = Lock()
 
     def store_candidate(self, candidate: CandidateImage, *, where: str) -> CandidateImage:
-        """Store an image that is sent as base64 and return it by its hash.
+        """Store an image that was sent as base64 and return a candidate with its hash.
 
-        Other candidates are returned unchanged; a hash is marked as recently used.
+        A candidate with a path or a hash is returned unchanged. The file of a hash is marked as
+        recently used.
 
         Raises:
-            ValueError: The text is not valid base64, or the file is too large.
+            ValueError: The base64 is invalid, or the file is too large.
         """
         if not candidate.base64:
             with self._lock:
@@ -78,12 +80,12 @@ class ImageCache:
         return CandidateImage(sha256=self._store(content))
 
     def read_image(self, candidate: CandidateImage, *, where: str) -> tuple[str, Picture]:
-        """Return the file's SHA-256 and the image.
+        """Return the SHA-256 of the image file and the decoded image.
 
         Raises:
-            UnknownImage: No file with this hash is stored.
-            ValueError: The file is not an image, too large, or not below the server's roots.
-            InfraError: The server's disk or process failed (INFRA_ERRNOS).
+            UnknownImage: No file with this hash is cached.
+            ValueError: The file is not an image, is too large, or is not below the server's roots.
+            InfraError: Reading failed because of the server's disk or process (INFRA_ERRNOS).
         """
         content = self._read_file(candidate.path, where) if candidate.path else self._find_stored(candidate.sha256)
         stored = StoredImage(content, where)
@@ -126,7 +128,7 @@ class ImageCache:
             fault = InfraError if error.errno in INFRA_ERRNOS else ValueError
             raise fault(f"{where}: {error.strerror}") from error
         with open(opened, "rb") as file:
-            self._require_below_root(os.readlink(f"/proc/self/fd/{opened}"), where)  # a symlink may have replaced it after the first check
+            self._require_below_root(os.readlink(f"/proc/self/fd/{opened}"), where)  # the path may have become a symlink after the check
             if not stat.S_ISREG(os.fstat(opened).st_mode):
                 raise ValueError(f"{where}: is no file")
             _check_size(os.fstat(opened).st_size, where)

@@ -1,4 +1,4 @@
-r"""The listener of the Lewis game over HTTP: identifies the candidate that a description means.
+r"""HTTP server of the Lewis listener, which identifies the candidate that a description refers to.
 
     python -m megatron_rl.tasks.lewis.server.listener_app --model runs/listener/final \
         --root data/lewis --port 9000
@@ -9,13 +9,16 @@ r"""The listener of the Lewis game over HTTP: identifies the candidate that a de
     POST /weights                 with --trained, from the run that trains the listener
                                   (weight_updates.py)
 
-The messages are in tasks/lewis/listener_protocol.py.
+The messages are defined in tasks/lewis/listener_protocol.py.
 
-p(yes) of an image comes from one forward pass over the chat template with the image followed by the
-question. It is the probability of all next tokens that mean yes (yes, Yes, YES, also with a leading
-blank), relative to that of all tokens that mean yes or no. Every failure is an HTTP status and
-never a score. Prompts of all requests are batched together. Prompts with the same image wait for
-the first of them, so that they find its prefix in the engine's cache.
+p(yes) of an image is computed in one forward pass over the chat template, with the image followed
+by the question. p(yes) is the total probability of the next tokens that mean yes (yes, Yes, YES,
+also with a leading blank), divided by the total probability of the tokens that mean yes or no. A
+failure results in an HTTP error status and never in a score.
+
+Prompts of all requests are batched together. If several prompts contain the same image, the first
+prompt is computed before the others, so that the others find the image in the engine's prefix
+cache.
 """
 
 import asyncio
@@ -56,34 +59,34 @@ if TYPE_CHECKING:  # these import torch
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 MAX_LOGPROB_TOKENS = 128
-"""Maximum number of tokens with logprobs per request in vLLM 0.32 (sampling_params.py,
-MAX_LOGPROB_TOKEN_IDS).
+"""Maximum number of tokens for which vLLM 0.32 returns logprobs per request (MAX_LOGPROB_TOKEN_IDS
+in sampling_params.py).
 """
 MAX_RENDERED_PER_REQUEST, MAX_RENDERED = MAX_CANDIDATES, 2 * MAX_CANDIDATES
-"""Maximum number of rendered images at a time, per request and in total. One takes 14 MB at 401,408
-pixels.
+"""Maximum number of rendered images in memory at a time, per request and in total. A rendered image
+of 401,408 pixels takes 14 MB.
 """
 
 
 def find_word_tokens(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
-    """Return all tokens that are this word, in any case and with any surrounding whitespace."""
+    """Return the ids of all tokens that decode to `word`, ignoring case and outer whitespace."""
     return [number for number in range(len(tokenizer)) if tokenizer.decode([number]).strip().casefold() == word]
 
 
 def logsumexp(logprobs: Sequence[float]) -> float:
-    """Return the logarithm of the sum of exponentials; NaN if an input is NaN."""
+    """Return the logarithm of the sum of exponentials. The result is NaN if an input is NaN."""
     most = max(logprobs)
     return most + math.log(sum(math.exp(each - most) for each in logprobs))
 
 
 def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
-    """Split items into groups of neighbors with at most MAX_RENDERED_PER_REQUEST images each.
+    """Split items into consecutive groups with at most MAX_RENDERED_PER_REQUEST images each.
 
     Args:
         counts: Number of images of each item.
 
     Returns:
-        The indices of the items of each group.
+        For each group, the indices of its items.
     """
     found: list[list[int]] = []
     room = 0
@@ -97,14 +100,14 @@ def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
 
 
 class YesScorer:
-    """Computes log p(yes) of images with an engine."""
+    """Computes log p(yes) for prompts with an engine."""
 
     def __init__(self, engine: "EngineHolder") -> None:
-        """Find the tokens for yes and no.
+        """Find the tokens that mean yes or no.
 
         Raises:
-            ValueError: The model has no token for yes or for no, or more of them than the engine
-                reports.
+            ValueError: The tokenizer has no token for yes or no token for no, or it has more than
+                MAX_LOGPROB_TOKENS tokens for yes and no together.
         """
         self.engine = engine
         self.yes_ids, self.no_ids = (find_word_tokens(engine.renderer.tokenizer, word) for word in ("yes", "no"))
@@ -118,10 +121,12 @@ class YesScorer:
             f"tokens say yes or no, and the engine tells of {MAX_LOGPROB_TOKENS}; choose another model",
         )
         self._prefix_events: dict[str, asyncio.Event] = {}
-        """Completion events of prefix computations in progress, by image key."""
+        """Maps the key of an image to an event that is set when the first prompt with this image is
+        done.
+        """
 
     async def compute_yes_logprob(self, context: TokenSequence) -> float:
-        """Return log p(yes) of a prompt.
+        """Return log p(yes) for a prompt with one image.
 
         Raises:
             ValueError: The prompt does not fit into the engine's sequence length.
@@ -152,7 +157,7 @@ class YesScorer:
 
 
 class ListenerService:
-    """Handlers of the routes."""
+    """Request handlers of the listener server."""
 
     def __init__(
         self, engine: "EngineHolder", image_cache: ImageCache, *, limits: RequestLimits, name: str, log: Path | None = None
@@ -160,31 +165,31 @@ class ListenerService:
         """Create the service.
 
         Args:
-            engine: Engine of the model.
-            image_cache: Images of requests.
+            engine: Engine that runs the model.
+            image_cache: Cache that reads the images of requests.
             limits: Limits on requests.
-            name: Name in /health.
-            log: JSON-lines file for every answer, if any.
+            name: Name of the server in the response to /health.
+            log: JSON-lines file to which every answer is written; None disables the log.
         """
         self.scorer, self.image_cache, self.name = YesScorer(engine), image_cache, name
         self._render_slots = RenderSlots(MAX_RENDERED)
         self.limiter = RequestLimiter("listener", limits, busy_s=lambda: engine.busy_s, log=log)
 
     async def score(self, request: Request) -> ScoreResponse:
-        """Score one item."""
+        """Score one item, for POST /score."""
         began = time.perf_counter()
         item = await read_body(request, ScoreItem)
         (result,), version = await run_while_connected(request, self._score_items([item]))
         return ScoreResponse(**result.model_dump(), took=time.perf_counter() - began, version=version)
 
     async def batch_score(self, request: Request) -> BatchScoreResponse:
-        """Score several items."""
+        """Score several items, for POST /batch_score."""
         began = time.perf_counter()
         results, version = await run_while_connected(request, self._score_items((await read_body(request, ScoreBatch)).batch))
         return BatchScoreResponse(results=results, took=time.perf_counter() - began, version=version)
 
     async def _score_items(self, items: Sequence[ScoreItem]) -> tuple[list[ListenerScore], str]:
-        """Return the scores, and the version of the weights that computed them."""
+        """Return the scores of the items, and the version of the weights."""
         async with self.limiter.admit(), self.scorer.engine.hold_weights() as version:
             shown = await store_candidates(self.scorer.engine, self.image_cache, [item.images for item in items])
             logprobs: list[float] = []
@@ -199,16 +204,19 @@ class ListenerService:
         return results, version
 
     async def _score_part(self, part: Mapping[int, tuple[Sequence[CandidateImage], str]]) -> list[float]:
-        """Return log p(yes) of all images of these items.
+        """Return log p(yes) of all images of a group of items.
 
-        The items are given by their index in the request. The rendered images are freed on return.
+        The function frees the rendered images when it returns.
+
+        Args:
+            part: Maps the index of an item in the request to its candidates and its question.
         """
         asked = [self._render_prompts(shown, question, where=f"item {number}") for number, (shown, question) in part.items()]
         contexts = [context for of_item in await asyncio.gather(*asked) for context in of_item]
         return await asyncio.gather(*map(self.scorer.compute_yes_logprob, contexts))
 
     async def _render_prompts(self, candidates: Sequence[CandidateImage], question: str, *, where: str) -> list[TokenSequence]:
-        """Return the prompts of an item.
+        """Return the prompts of an item, one for each candidate.
 
         Raises:
             ValueError: Two candidates are the same image, or an image is invalid.
@@ -221,7 +229,7 @@ class ListenerService:
         return [context for _, context in found]
 
     async def health(self) -> dict[str, Any]:
-        """Return status, name, version, tokens and limits."""
+        """Return status, name, version, tokens and limits, for GET /health."""
         room = self.scorer.engine
         if not room.is_healthy:
             raise make_retry_error(503, "the engine has failed; start the server anew")
@@ -230,7 +238,7 @@ class ListenerService:
 
 
 def create_app(service: ListenerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:
-    """Return the application with the listener's routes."""
+    """Return the FastAPI application with the routes of the listener."""
     bodies, limits = ("score", "batch_score"), service.limiter.limits
     app = make_application("listener", limits=limits, large_body_routes=bodies, token=token, receiver=receiver, host=host)
     app.post("/score", openapi_extra=openapi_body(ScoreItem))(service.score)

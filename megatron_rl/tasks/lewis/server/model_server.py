@@ -1,8 +1,8 @@
-"""Common parts of the model servers: command line, limits, application and shutdown.
+"""Code that the listener and speaker servers share: command line, application and shutdown.
 
-Only here, the command line takes environment variables of the Lewis game's services as its
-defaults: INFERENCE_CONCURRENCY, INFERENCE_ACQUIRE_TIMEOUT, LISTENER_BATCH_SIZE, and LOG_PATH if
-DEBUG_MODE is true.
+Some defaults of the command line come from environment variables, with the names that the original
+services of the Lewis game use: INFERENCE_CONCURRENCY, INFERENCE_ACQUIRE_TIMEOUT,
+LISTENER_BATCH_SIZE, and LOG_PATH if DEBUG_MODE is true. No other module reads these variables.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from sandbox.request_gate import MIN_BODY_BYTES, RequestGuardMiddleware
 from sandbox.token import read_token
 
 EXTRA_DESCRIPTORS = 128
-"""Number of file descriptors reserved for the engine, the renderer's threads and the log."""
+"""Number of file descriptors that are reserved for the engine, the renderer's threads and the log.
+"""
 MAX_JSON_DELIMITERS = MIN_BODY_BYTES + 64 * MAX_ITEMS * MAX_CANDIDATES
 TRUE_VALUES = ("1", "true", "yes", "on")
 
@@ -43,15 +44,17 @@ TRUE_VALUES = ("1", "true", "yes", "on")
 def make_application(
     title: str, *, limits: RequestLimits, large_body_routes: Sequence[str], token: str, receiver: WeightUpdateHandler | None, host: str = ""
 ) -> FastAPI:  # fmt: skip
-    """Return an application without routes of its own.
+    """Return a FastAPI application with limits, access control and, if enabled, route /weights.
+
+    The caller adds all other routes.
 
     Args:
         title: Title of the application.
         limits: Limits on requests.
-        large_body_routes: Routes that accept large requests.
-        token: Access token; empty for none (sandbox/request_gate.py).
-        receiver: Handler of /weights; None disables weight updates.
-        host: Additional host name of the server (sandbox/request_gate.py).
+        large_body_routes: Names of routes that accept bodies of up to `limits.body_bytes`.
+        token: Access token. An empty string disables authentication (sandbox/request_gate.py).
+        receiver: Handler of the route /weights. None disables weight updates.
+        host: Additional host name that requests may use (sandbox/request_gate.py).
     """
     app = FastAPI(title=title, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(
@@ -69,7 +72,7 @@ def make_application(
 
 
 def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Return the command-line parser; `variables` are the environment variables."""
+    """Return the command-line parser. `variables` are the environment variables for defaults."""
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--model", required=True, help="a Hugging Face folder")
@@ -106,13 +109,14 @@ def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str,
 
     Args:
         name: Name of the server in error messages.
-        make_app: Called with (engine, image cache, limits=, name=, log=, token=, receiver=, host=).
-        description: Description in --help.
+        make_app: Function that returns the application. It is called with (engine, image cache,
+            limits=, name=, log=, token=, receiver=, host=).
+        description: Description in the output of --help.
         port: Default port.
-        arguments: Command-line arguments; None for those of the process.
+        arguments: Command-line arguments. None reads the arguments of the process.
 
     Returns:
-        0 after a requested shutdown, 1 for an invalid argument or an error of the operating system.
+        The exit status: 0 after a requested shutdown, 1 after an invalid argument or an OS error.
     """
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder  # imports torch and vLLM
 

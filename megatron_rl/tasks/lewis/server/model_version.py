@@ -1,4 +1,4 @@
-"""Version string of a served model, which clients use as a cache key of its answers."""
+"""Computes the version of a served model, which clients use as part of their cache keys."""
 
 import hashlib
 from collections.abc import Mapping
@@ -12,7 +12,8 @@ if TYPE_CHECKING:  # slow to import
 def compute_folder_version(folder: Path, *words: object) -> str:
     """Return a hash of everything that a model's answers depend on.
 
-    It covers the files in `folder`, and `words`: settings such as image size limits and dtype.
+    The hash covers the files in `folder` and the settings in `words`, such as image size limits and
+    dtype.
     """
     digest = hashlib.sha256(repr(words).encode())
     for path in sorted(folder.iterdir()):
@@ -23,7 +24,7 @@ def compute_folder_version(folder: Path, *words: object) -> str:
 
 
 def compute_tensors_version(tensors: "Mapping[str, torch.Tensor]", *words: object) -> str:
-    """Return a hash of tensors and settings, like `compute_folder_version` for a folder."""
+    """Return a hash of tensors and settings, for weights that are not stored in files."""
     import torch
 
     digest = hashlib.sha256(repr(words).encode())

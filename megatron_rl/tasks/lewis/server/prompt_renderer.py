@@ -1,7 +1,7 @@
-"""Prompts for the images of a request.
+"""Renders one prompt for each image of a request.
 
-Images that are sent are stored, those named by hash are looked up, and each one is rendered with a
-text.
+Image files in the request are stored in the image cache. Images that are given by hash are looked
+up in the cache. Then each image is rendered together with a text.
 """
 
 import asyncio
@@ -21,7 +21,10 @@ if TYPE_CHECKING:  # imports torch
 
 
 class RenderSlots:
-    """Limit on rendered images over all requests, which get slots in order of arrival."""
+    """Limits the number of images that all requests together keep rendered at a time.
+
+    Requests get slots in the order of their arrival.
+    """
 
     def __init__(self, num: int) -> None:
         self._semaphore, self._lock = asyncio.Semaphore(num), asyncio.Lock()
@@ -47,12 +50,12 @@ class RenderSlots:
 async def store_candidates(
     engine: "EngineHolder", image_cache: ImageCache, candidates: Sequence[Sequence[CandidateImage]]
 ) -> list[list[CandidateImage]]:
-    """Store the images of all items and return the items with hashes in place of files.
+    """Store the images of all items in the cache and return the items with hashes instead of files.
 
-    All files are stored before any hash is looked up.
+    This happens before any hash is looked up, so a hash may refer to a file of the same request.
 
     Raises:
-        ValueError: An image is not valid base64 or too large.
+        ValueError: The base64 of an image is invalid, or an image is too large.
     """
 
     def take() -> list[list[CandidateImage]]:
@@ -67,12 +70,15 @@ async def store_candidates(
 async def render_prompts(
     engine: "EngineHolder", image_cache: ImageCache, candidates: Sequence[CandidateImage], question: str, *, where: str
 ) -> list[tuple[str, TokenSequence]]:
-    """Return the SHA-256 of each image, and its prompt: the image followed by the question.
+    """Return the SHA-256 and the prompt of each image.
+
+    A prompt is the image followed by the question.
 
     Raises:
-        HTTPException: With status 404 if files were not sent before; its body names them.
+        HTTPException: Status 404 if files are not in the cache. The body lists the hashes of the
+            missing files.
         ValueError: An image is invalid.
-        InfraError: The server's disk or process failed.
+        InfraError: Reading failed because of the server's disk or process.
     """
 
     def prompt(index: int) -> tuple[str, TokenSequence] | UnknownImage:

@@ -6,9 +6,9 @@ from contextlib import asynccontextmanager
 
 
 class ReadWriteLock:
-    """Lock for weights that many requests read and one update changes.
+    """Lock that many readers (requests) or one writer (a weight update) can hold.
 
-    A writer waits for all current readers and blocks new ones.
+    A writer waits until all current readers have released the lock, and blocks new readers.
     """
 
     def __init__(self) -> None:
@@ -18,7 +18,7 @@ class ReadWriteLock:
 
     @asynccontextmanager
     async def read_lock(self) -> AsyncIterator[None]:
-        """Hold the lock for reading."""
+        """Hold the lock for reading inside the block."""
         await self._can_read.wait()
         self._num_readers += 1
         try:
@@ -30,7 +30,7 @@ class ReadWriteLock:
 
     @asynccontextmanager
     async def write_lock(self) -> AsyncIterator[None]:
-        """Hold the lock for writing."""
+        """Hold the lock for writing inside the block."""
         async with self._write_mutex:
             self._can_read.clear()
             try:

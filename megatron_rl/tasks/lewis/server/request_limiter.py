@@ -1,4 +1,4 @@
-"""Request limits of a model server, its metrics in Prometheus' text format, and its answer log."""
+"""Request limits, Prometheus metrics and answer log of a model server."""
 
 import asyncio
 import time
@@ -19,19 +19,19 @@ from sandbox.http import make_retry_error
 
 LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 MAX_WAITING = 4096
-"""Maximum number of waiting requests; further ones are rejected at once."""
+"""Maximum number of waiting requests. Further requests are rejected immediately."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of one request and of all requests together."""
+    """Limits per request, and limits on all requests together."""
 
     concurrency: int = 8
     """Maximum number of requests in progress."""
     acquire_s: float = 300.0
-    """Maximum number of seconds that a request waits for its turn."""
+    """Maximum number of seconds that a request waits for a slot."""
     timeout_s: float = 120.0
-    """Maximum number of seconds of a request's work."""
+    """Maximum processing time of a request in seconds, not counting the wait for a slot."""
     body_bytes: int = 64 << 20
     """Maximum size of a request's body in bytes."""
 
@@ -40,13 +40,13 @@ class RequestLimits:
             require(value > 0, f"--{key.replace('_', '-')}", value, "must be positive")
 
     def to_json(self) -> dict[str, float]:
-        """Return all limits, including those of images and questions."""
+        """Return all limits, including the limits on images and questions."""
         shown = {"picture_bytes": MAX_IMAGE_BYTES, "picture_pixels": MAX_IMAGE_PIXELS, "question": MAX_QUESTION_CHARS}
         return {**asdict(self), **shown, "candidates": MAX_CANDIDATES, "items": MAX_ITEMS}
 
 
 class RequestLimiter:
-    """Limits, metrics and log of a server."""
+    """Enforces the request limits of a server, counts its metrics and writes its answer log."""
 
     def __init__(self, name: str, limits: RequestLimits, *, busy_s: Callable[[], float], log: Path | None) -> None:
         """Create the limiter.
@@ -54,8 +54,8 @@ class RequestLimiter:
         Args:
             name: Prefix of the metric names.
             limits: Limits on requests.
-            busy_s: Returns the seconds of work of the engine.
-            log: File for the answers, if any.
+            busy_s: Function that returns the total busy time of the engine in seconds.
+            log: JSON-lines file for the answers; None disables the log.
         """
         self.limits = limits
         self._log = log.open("a", buffering=1) if log else None
@@ -72,12 +72,12 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it inside the block, with a time limit.
+        """Wait for a slot and hold it inside the block, which has a time limit.
 
         Raises:
-            HTTPException: With status 503 if too many requests wait, no slot was free in time, the
-                time limit was exceeded or an InfraError was raised; with status 422 if a ValueError
-                was raised.
+            HTTPException: Status 503 if too many requests are waiting, no slot became free in time,
+                or the block exceeded its time limit or raised InfraError. Status 422 if the block
+                raised ValueError.
         """
         await self._acquire_slot()
         began = time.perf_counter()
@@ -112,16 +112,16 @@ class RequestLimiter:
             self._waiting -= 1
 
     def count_answered(self, *, items: int, pictures: int) -> None:
-        """Add to the counts of answered items and their images."""
+        """Add to the metrics that count answered items and their images."""
         self.items.inc(items)
         self.pictures.inc(pictures)
 
     def log_answers(self, answers: Iterable[Mapping[str, object]], *, version: str) -> None:
-        """Write answers to the log, each with the time and the version that computed it."""
+        """Write answers to the log, each with the time and the version of the weights."""
         if self._log is not None:
             now = time.time()
             self._log.write("".join(f"{to_json_line({'time': now, 'version': version, **answer})}\n" for answer in answers))
 
     async def metrics(self) -> Response:
-        """Return the metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format, for GET /metrics."""
         return Response(generate_latest(self.registry), media_type="text/plain; version=0.0.4")

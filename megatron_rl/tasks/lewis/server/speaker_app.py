@@ -1,4 +1,4 @@
-r"""The speaker of the Lewis game over HTTP: describes an image so that a listener can identify it.
+r"""HTTP server of the Lewis speaker, which describes an image so that a listener can identify it.
 
     python -m megatron_rl.tasks.lewis.server.speaker_app --model runs/speaker/final \
         --root data/lewis --port 9001
@@ -11,10 +11,10 @@ r"""The speaker of the Lewis game over HTTP: describes an image so that a listen
     POST /weights           with --trained, from the run that trains the speaker (weight_updates.py)
     GET  /health /metrics
 
-An image is a path below the server's roots, the base64 of an image file, or the SHA-256 of one that
-was sent before. Replies are greedy and parsed as in tasks/lewis/description.py; parts that a reply
-does not have are empty. "situation" also asks for state and location. The HTTP statuses are those
-of the listener.
+An image is a path below the server's roots, the base64 of an image file, or the SHA-256 of a file
+that was sent before. If "situation" is true, the prompt also asks for state and location. Replies
+are decoded greedily and parsed as in tasks/lewis/description.py; missing parts are empty strings.
+The HTTP statuses have the same meaning as for the listener (listener_app.py).
 """
 
 import asyncio
@@ -42,17 +42,17 @@ if TYPE_CHECKING:  # imports torch
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 MAX_REPLY_TOKENS = 512
-"""Maximum number of tokens of a reply."""
+"""Maximum number of tokens in a reply."""
 
 
 class DescribeItem(StrictMessage):
-    """Image to describe, and the category of its object."""
+    """Request to describe one image, with the category of the object in the image."""
 
     image: CandidateImage | None = None
     image_path: Annotated[str, StringConstraints(max_length=4096)] = ""
     category: Annotated[str, StringConstraints(min_length=1, max_length=200)] = "object"
     situation: bool = False
-    """True also asks for state and location, with the game's longer prompt."""
+    """If True, the game's longer prompt is used, which also asks for state and location."""
 
     @model_validator(mode="after")
     def _check_single_source(self) -> Self:
@@ -62,18 +62,18 @@ class DescribeItem(StrictMessage):
 
     @property
     def candidate(self) -> CandidateImage:
-        """Image of the item."""
+        """Image to describe."""
         return self.image or CandidateImage(path=self.image_path)
 
     @property
     def prompt(self) -> str:
-        """Text of the prompt."""
+        """Text of the prompt after the image."""
         words = PROMPT.format(category=self.category)
         return f"{words} {SITUATION_PROMPT}" if self.situation else words
 
     @property
     def stop_text(self) -> str:
-        """String that ends the reply."""
+        """Stop string of the reply."""
         return "</location>" if self.situation else "</detailed>"
 
 
@@ -84,7 +84,7 @@ class DescribeBatch(StrictMessage):
 
 
 class DescriptionResult(StrictMessage):
-    """Parsed reply."""
+    """Parts of a parsed reply, and its full text."""
 
     thinking: str
     coarse: str
@@ -111,32 +111,32 @@ class DescribeBatchResponse(StrictMessage):
 
 
 class SpeakerService:
-    """Handlers of the routes."""
+    """Request handlers of the speaker server."""
 
     def __init__(
         self, engine: "EngineHolder", image_cache: ImageCache, *, limits: RequestLimits, name: str, log: Path | None = None
     ) -> None:
         self.engine, self.image_cache, self.name = engine, image_cache, name
         self._render_slots = RenderSlots(engine.settings.max_num_seqs)
-        """Limit on images that are rendered or being described, over all requests: the engine's
-        batch size. A rendered image takes up to 14 MB.
+        """Slots for images that are being rendered or described, over all requests. Their number is
+        the engine's batch size. A rendered image takes up to 14 MB.
         """
         self.limiter = RequestLimiter("speaker", limits, busy_s=lambda: engine.busy_s, log=log)
 
     async def describe(self, request: Request) -> DescribeResponse:
-        """Describe one image."""
+        """Describe one image, for POST /describe."""
         began = time.perf_counter()
         (said,), version = await run_while_connected(request, self._describe_items([await read_body(request, DescribeItem)]))
         return DescribeResponse(**said.model_dump(), took=time.perf_counter() - began, version=version)
 
     async def batch_describe(self, request: Request) -> DescribeBatchResponse:
-        """Describe several images."""
+        """Describe several images, for POST /batch_describe."""
         began = time.perf_counter()
         results, version = await run_while_connected(request, self._describe_items((await read_body(request, DescribeBatch)).batch))
         return DescribeBatchResponse(results=results, took=time.perf_counter() - began, version=version)
 
     async def _describe_items(self, items: Sequence[DescribeItem]) -> tuple[list[DescriptionResult], str]:
-        """Return the descriptions, and the version of the weights that generated them."""
+        """Return the descriptions of the items, and the version of the weights."""
         async with self.limiter.admit(), self.engine.hold_weights() as version:
             shown = await store_candidates(self.engine, self.image_cache, [[item.candidate] for item in items])
             tasks = [
@@ -163,7 +163,7 @@ class SpeakerService:
         return self.engine.renderer.decode_response(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:
-        """Return status, name, version and limits."""
+        """Return status, name, version and limits, for GET /health."""
         if not self.engine.is_healthy:
             raise make_retry_error(503, "the engine has failed; start the server anew")
         return {"status": "ok", "name": self.name, "version": self.engine.version, "limits": self.limiter.limits.to_json()}
@@ -177,7 +177,7 @@ def _parse_reply(reply: str, *, category: str) -> DescriptionResult:
 
 
 def create_app(service: SpeakerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:
-    """Return the application with the speaker's routes."""
+    """Return the FastAPI application with the routes of the speaker."""
     bodies, limits = ("describe", "batch_describe"), service.limiter.limits
     app = make_application("speaker", limits=limits, large_body_routes=bodies, token=token, receiver=receiver, host=host)
     app.post("/describe", openapi_extra=openapi_body(DescribeItem))(service.describe)

@@ -1,12 +1,13 @@
-"""Weight updates of a served model from the run that trains it (--trained).
+"""Receives weight updates for a served model from the run that trains the model (--trained).
 
     POST /weights   {"update": name, "part": 0, "parts": 2, "safetensors": base64}
     -> {"held": 1, "version": v}
 
-An update is applied completely or not at all. Its parts come in order, and only one update is
-received at a time: the first part of another one replaces it. Until the last part has arrived, the
-service answers with its current weights. Then it waits for requests in progress, loads the weights,
-and continues under another version. No shared disk is needed.
+An update is applied completely or not at all. The parts of an update must arrive in order. Only one
+update is received at a time: the first part of a new update discards an incomplete update. Until
+the last part has arrived, the server keeps using its current weights. After the last part, the
+server waits for requests in progress to finish, loads the weights, and continues with a new
+version. No shared disk is needed.
 """
 
 import asyncio
@@ -38,8 +39,8 @@ class WeightPart(StrictMessage):
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
     parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     safetensors: str
-    """Base64 of a safetensors file with some of the tensors, under their Hugging Face checkpoint
-    names.
+    """Base64 of a safetensors file that contains some of the model's tensors. The names of tensors
+    are those of the Hugging Face checkpoint.
     """
 
 
@@ -47,31 +48,35 @@ class WeightPartReply(StrictMessage):
     """Response to /weights."""
 
     held: int
-    """Number of parts of the update that were received."""
+    """Number of parts of the update that have been received."""
     version: str
-    """Version of the weights that answer requests now."""
+    """Version of the weights that currently answer requests."""
 
 
 class PublishedWeightReceiver:
-    """Collects the parts of one update."""
+    """Collects the parts of one weight update."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Create the receiver.
 
         Args:
-            shapes: Shape of every tensor of an update, by name. Other tensors are rejected, which
-                bounds the memory of an update.
+            shapes: Maps the name of each tensor in an update to its shape. Other tensors are
+                rejected, so that the memory for an update is bounded.
         """
         self._shapes = shapes
         self._update, self._parts, self._num_received = "", 0, 0
         self._tensors: dict[str, torch.Tensor] = {}
 
     def add_part(self, part: WeightPart) -> "tuple[int, dict[str, torch.Tensor] | None]":
-        """Add a part; return the number of received parts, and all tensors with the last one.
+        """Add a part of an update.
+
+        Returns:
+            The number of received parts, and all tensors of the update if this is the last part,
+            else None.
 
         Raises:
-            ValueError: The part does not fit this model, or is out of order. The update must start
-                over.
+            ValueError: The part is out of order or invalid for this model. The client must send the
+                update again from its first part.
         """
         if part.part == 0:
             self._update, self._parts, self._num_received, self._tensors = part.update, part.parts, 0, {}
@@ -106,10 +111,12 @@ class PublishedWeightReceiver:
 
 
 def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
-    """Decode a safetensors file; tensors get the newer spelling of their names.
+    """Decode a base64-encoded safetensors file.
+
+    Tensor names are converted to the newer spelling of Hugging Face checkpoints.
 
     Raises:
-        ValueError: The text is not such a file.
+        ValueError: The text is not the base64 of a safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -127,10 +134,10 @@ class WeightUpdateHandler:
         self.engine, self._weight_receiver, self._lock = engine, PublishedWeightReceiver(engine.tensor_shapes), asyncio.Lock()
 
     async def handle_weight_part(self, request: Request) -> WeightPartReply:
-        """Receive a part, and load the update after the last one.
+        """Receive one part of an update, and load the update after its last part.
 
-        Responds with 422 if the part is not valid for this model, and with 503 if the engine failed
-        to load.
+        The response has status 422 if the part is invalid for this model, and status 503 if the
+        engine fails to load the weights.
         """
         given = await read_body(request, WeightPart)
         async with self._lock:
