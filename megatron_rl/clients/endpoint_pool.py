@@ -1,10 +1,10 @@
-"""Load balancing over equivalent endpoints: each request goes to the least busy healthy one.
+"""Balances requests over equivalent endpoints, and prefers the least busy healthy endpoint.
 
-A failed request is retried on another endpoint. A failed endpoint backs off, twice as long with
-each consecutive failure or as long as it requests itself, and the other endpoints are used
-meanwhile. `outage_timeout_s` limits how long a request waits for an endpoint, independently of how
-long a reply may take. The caller defines the call itself, as a coroutine function of an endpoint.
-Its exception determines what happens next:
+A failed request is retried on another endpoint. A failed endpoint is not used during a backoff,
+which doubles with each consecutive failure; the endpoint may also request a longer backoff.
+`outage_timeout_s` limits how long a request waits for an available endpoint, independently of how
+long a reply may take. The caller passes a coroutine function that takes an endpoint and sends the
+request. An exception of this function determines what happens next:
 
     EndpointError, TimeoutError   the endpoint has failed: it backs off, and the call is retried
     KeyRefused                    the endpoint works but rejects the key or token: the run ends
@@ -24,12 +24,14 @@ from typing import TypeVar
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 
 MAX_BACKOFF_S = 30.0
-"""Maximum backoff in seconds; the outage timeout of a pool if that is shorter."""
+"""Maximum backoff in seconds. If a pool's outage timeout is shorter, the outage timeout is the
+maximum.
+"""
 T = TypeVar("T")
 
 
 class EndpointError(Exception):
-    """An endpoint has failed; it requests a backoff of at least `retry_after_s` seconds."""
+    """An endpoint has failed. `retry_after_s` is the minimum backoff that the endpoint requests."""
 
     def __init__(self, reason: str, *, retry_after_s: float = 0.0) -> None:
         super().__init__(reason)
@@ -37,7 +39,7 @@ class EndpointError(Exception):
 
 
 class KeyRefused(EndpointError):
-    """An endpoint rejects the key or token. This is no outage, and a retry would not help."""
+    """An endpoint rejects the key or token, so that a retry would not help."""
 
 
 class InvalidReply(ValueError):
@@ -50,10 +52,10 @@ class RequestRejected(Exception):
 
 @dataclass(slots=True)
 class Endpoint:
-    """Health of one endpoint.
+    """State of one endpoint: requests in flight, failures and backoff.
 
-    Its backoff doubles with each consecutive failure. It is multiplied by a random factor between
-    0.5 and 1, so that clients do not return at the same time.
+    The backoff doubles with each consecutive failure. It is multiplied by a random factor between
+    0.5 and 1, so that clients do not retry at the same time.
     """
 
     url: str
@@ -73,9 +75,9 @@ class Endpoint:
         """Start a backoff after a failed request.
 
         Args:
-            sent_at: Time at which the request was sent. Of several requests that were in flight
-                together, only the first failure counts.
-            retry_after_s: Minimum backoff that the endpoint itself requests.
+            sent_at: Time at which the request was sent. If several requests that were in flight at
+                the same time fail, only the first failure counts.
+            retry_after_s: Minimum backoff in seconds that the endpoint itself requests.
         """
         now = time.monotonic()
         if sent_at >= self.backoff_until:
@@ -110,7 +112,7 @@ class EndpointPool:
 
         Args:
             urls: Addresses of the endpoints.
-            name: Beginning of every error message.
+            name: Name of the pool, which is the prefix of every error message.
             max_attempts: Maximum number of attempts per request.
             timeout_s: Timeout of one attempt in seconds.
             outage_timeout_s: Maximum wait in seconds while all endpoints back off.
@@ -128,12 +130,14 @@ class EndpointPool:
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def request(self, send: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """Return the result of `send` from any endpoint.
+        """Call `send` with an available endpoint, retry on failure, and return its result.
 
         Raises:
-            InfraError: All attempts failed, at least one of them because an endpoint did, or all
-                endpoints backed off for too long. The message names endpoint and reason.
-            PermanentInfraError: All attempts failed because of the request or of unusable replies.
+            InfraError: All attempts failed, at least one of them because of an endpoint failure, or
+                all endpoints were backing off for too long. The message names the endpoint and the
+                reason.
+            PermanentInfraError: All attempts failed because the request was rejected or the replies
+                were unusable.
             AccessDenied: An endpoint rejects the key.
         """
         reasons: list[str] = []
@@ -171,10 +175,10 @@ class EndpointPool:
             raise EndpointError(describe_error(error)) from error
 
     async def _acquire_endpoint(self) -> Endpoint:
-        """Return the least busy endpoint that does not back off, with a concurrency slot acquired.
+        """Acquire a concurrency slot; return the least busy endpoint that is not backing off.
 
-        Waits for backoffs up to outage_timeout_s in total. The time in the queue for a slot does
-        not count.
+        Waits for the end of backoffs for up to outage_timeout_s seconds in total. The time spent
+        waiting for a slot does not count.
         """
         waited = 0.0
         while True:
@@ -196,13 +200,13 @@ class EndpointPool:
 
 
 def describe_error(error: Exception, *, secret: str = "") -> str:
-    """Return an error as one short line, without `secret`, which a server may have echoed."""
+    """Return an error as one short line; mask `secret`, which a server may have echoed."""
     text = str(error)
     return f"{type(error).__name__}: {to_one_line(text.replace(secret, '***') if secret else text)}"
 
 
 def to_one_line(text: str) -> str:
-    """Return text from elsewhere as one short printable line.
+    """Return untrusted text as one short printable line.
 
     Characters that move a terminal's cursor or reverse the text are replaced by "?".
     """
@@ -210,9 +214,10 @@ def to_one_line(text: str) -> str:
 
 
 def parse_retry_after(header: str) -> float:
-    """Return the seconds of a Retry-After header, which has a number or a date.
+    """Return the number of seconds to wait according to a Retry-After header.
 
-    See RFC 9110, 10.2.3. Returns 0 for anything else.
+    The header contains a number of seconds or a date (RFC 9110, 10.2.3). Returns 0 for any other
+    content.
     """
     text = header.strip()
     if text.isascii() and text.isdigit() and len(text) < 9:

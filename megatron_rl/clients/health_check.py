@@ -1,6 +1,7 @@
-"""Health check of a judge's endpoints: lists the models that each of them serves.
+"""Health check of a judge's endpoints, which lists the models of each endpoint.
 
-A run does it when it starts, and the doctor before that. Written against openai 3.52.0.
+A run checks the endpoints at startup; the doctor command checks them before a run. Written against
+openai 3.52.0.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ class HealthCheck:
     """Result of an endpoint's health check."""
 
     models: Sequence[str] = ()
-    """Names of the served models. Empty for an endpoint that is busy or has no such list, which is
-    no error.
+    """Names of the served models. Empty if the endpoint is busy or does not list its models, which
+    is not an error.
     """
     error: str = ""
     """Reason why the endpoint cannot judge; empty if it can."""
@@ -44,20 +45,21 @@ class HealthCheck:
 async def list_models(client: openai.AsyncOpenAI) -> list[str]:
     """Return the names of the models that an endpoint serves.
 
-    Raises the errors of openai, and those of pydantic for a body that is no list of models.
+    Raises errors of the openai package, or pydantic's ValidationError if the body is not a list of
+    models.
     """
     raw = await client.models.with_raw_response.list()
     return [model.id for model in _Models.model_validate_json(raw.content).data]
 
 
 async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str, token_file: str) -> dict[str, HealthCheck]:
-    """Check all endpoints at the same time and return the results by address.
+    """Check all endpoints concurrently and return the results by address.
 
     Args:
         clients: Client of each endpoint, by address.
-        model: Model that each endpoint must serve; empty if any will do.
-        secret: Key of the endpoints, from `api_key`.
-        token_file: File of that key, for error messages.
+        model: Model that each endpoint must serve; empty if any model is accepted.
+        secret: API key of the endpoints, from `api_key`.
+        token_file: File that contains the key, for error messages.
     """
     greetings = await asyncio.gather(
         *(_check_endpoint(client, model=model, secret=secret, token_file=token_file) for client in clients.values())
@@ -83,15 +85,16 @@ async def _check_endpoint(client: openai.AsyncOpenAI, *, model: str, secret: str
 
 
 def health_warning(checks: Mapping[str, HealthCheck], *, role: str = "judge", key: str = "") -> str:
-    """Return a warning about failed endpoints if others work; empty if all work.
+    """Return a warning about the failed endpoints; empty if all endpoints work.
 
     Args:
         checks: Results by address.
-        role: Name of the service in the messages, which is also its section of the task's settings.
-        key: Setting with the addresses, if it is not task.ROLE.urls.
+        role: Name of the service in messages, which is also the name of its section in the task's
+            settings.
+        key: Setting that contains the addresses, if it is not task.ROLE.urls.
 
     Raises:
-        InfraError: No endpoint works, or one of them rejects the key.
+        InfraError: No endpoint works, or an endpoint rejects the key.
     """
     troubles = [f"{url}: {greeting.error}" for url, greeting in checks.items() if greeting.error]
     if not troubles:

@@ -1,8 +1,9 @@
-"""Clients of OpenAI-compatible servers with bounded replies, which never print a server's key.
+"""Clients of OpenAI-compatible servers, with bounded replies and masked keys.
 
-The limit applies to everything that a server may send: replies, lists of models, and pages of
-errors and redirections. Compressed bodies are not requested and are rejected, because a few
-kilobytes may expand to gigabytes. Written against openai 3.52.0, httpx2 2.16.
+The size limit applies to every body that a server may send: replies, model lists, error pages and
+redirect pages. Compressed bodies are not requested, and are rejected, because a few kilobytes may
+expand to gigabytes. Error messages never contain a server's key. Written against openai 3.52.0,
+httpx2 2.16.
 """
 
 import os
@@ -28,7 +29,8 @@ MAX_BODY_BYTES = 1 << 20
 class UnreadBody(openai.OpenAIError):
     """A body is too long or compressed and is not read to its end.
 
-    The openai package passes on its own kind of error unchanged (_base_client.py, request).
+    The class derives from OpenAIError, because the openai package re-raises errors of its own kind
+    unchanged (_base_client.py, request).
     """
 
 
@@ -50,9 +52,9 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 async def _bound_response(response: httpx2.Response) -> None:
-    """Bound a response, and raise UnreadBody if its headers show that it will not be read.
+    """Limit the size of a response; raise UnreadBody if its headers already violate the limits.
 
-    Called before a byte of the body is read (httpx2/_client.py, _send_handling_redirects).
+    Called before any byte of the body is read (httpx2/_client.py, _send_handling_redirects).
     """
     length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
     if encoding.strip().casefold() not in ("", "identity"):
@@ -63,15 +65,15 @@ async def _bound_response(response: httpx2.Response) -> None:
 
 
 BOUNDED_CLIENT_OPTIONS: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound_response]}}
-"""Arguments of an httpx2 client with bounded replies: reading a longer one raises UnreadBody."""
+"""Arguments of an httpx2 client with bounded replies: reading a longer reply raises UnreadBody."""
 
 
 def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
-    """Return a client without timeouts and retries of its own; `secret` is the servers' key.
+    """Return an OpenAI client without timeouts and retries; `secret` is the servers' key.
 
     Raises:
-        InfraError: The address, or that of its proxy, is invalid. The message names the setting
-            `key`.
+        InfraError: The address of the server or of its proxy is invalid. The message names the
+            setting `key`.
     """
     try:
         _ = urlsplit(url).port
@@ -84,7 +86,7 @@ def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> 
 def proxy_options(urls: Iterable[str]) -> dict[str, Any]:
     """Return httpx2 client arguments for the proxies of these addresses and for certificates.
 
-    The environment names the proxies (clients/proxies.py).
+    The proxies come from environment variables (clients/proxies.py).
 
     Raises:
         InfraError: The address of a proxy is unusable. The message names the variable.
@@ -103,9 +105,10 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
 
 
 def api_key(token_file: str = "") -> str:
-    """Return the servers' key, from the file or else from OPENAI_API_KEY.
+    """Return the servers' key from `token_file` or, without a file, from OPENAI_API_KEY.
 
-    Servers that do not know the key repeat it in their errors, so errors must be masked.
+    If a server does not know the key, it may repeat the key in its error. The key must therefore be
+    masked in error messages.
 
     Raises:
         InfraError: The file of task.judge.token_file cannot be read.
@@ -117,7 +120,7 @@ def api_key(token_file: str = "") -> str:
 
 
 def describe_key_error(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
-    """Return an error line about a server that rejects the key, with its answer and the remedy."""
+    """Return an error line about a rejected key, with the server's answer and the fix."""
     remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
     return f"{describe_error(error, secret=secret)}: {remedy}{proxy_hint(str(error.request.url))}"
 
@@ -128,8 +131,8 @@ class ChatMessage(BaseModel):
     content: str
     reasoning: object = None
     reasoning_content: object = None
-    """Thoughts of the model: vLLM's name is `reasoning`, that of other servers `reasoning_content`.
-    A value that is no text is ignored and does not invalidate the reply.
+    """Thoughts of the model, as sent by servers other than vLLM; vLLM sends `reasoning` instead. A
+    value that is not text is ignored and does not invalidate the reply.
     """
 
     @property
@@ -147,7 +150,7 @@ class Choice(BaseModel):
 class ChatCompletion(BaseModel):
     """Required part of a chat completion.
 
-    A page of HTML, an empty body or an error in JSON does not validate.
+    An HTML page, an empty body or a JSON error fails validation.
     """
 
     choices: list[Choice] = Field(min_length=1)
@@ -155,9 +158,10 @@ class ChatCompletion(BaseModel):
 
 @contextmanager
 def translate_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
-    """Translate errors of openai and invalid bodies into those of clients/endpoint_pool.py.
+    """Translate openai errors and invalid bodies into the exceptions of endpoint_pool.py.
 
-    The messages do not contain the servers' key `secret`. `token_file` is that of `api_key`.
+    The messages do not contain the servers' key `secret`. `token_file` is the same file as in
+    `api_key`.
     """
     try:
         yield

@@ -1,10 +1,10 @@
-"""Selects the proxy that the environment names for an address, and describes it in errors.
+"""Selects the proxy for an address from the environment, and describes the proxy in errors.
 
-The variables are HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY. A request to this machine uses no
-proxy, nor does one to a host that NO_PROXY lists: names with their subdomains, addresses, networks
-(10.0.0.0/8), `*`. Judges and endpoints of evaluations follow this rule, and listeners with
-task.listener.proxy=true. All other clients of a run (of engines, services, sandboxes) connect
-directly, wherever their servers are.
+The variables are HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY. Requests to this machine, and to
+hosts listed in NO_PROXY, use no proxy. NO_PROXY may list names (including their subdomains),
+addresses, networks (10.0.0.0/8) and `*`. Clients of judges, of evaluation endpoints, and of
+listeners with task.listener.proxy=true use these proxies. All other clients of a run (of engines,
+services and sandboxes) connect directly, wherever their servers are.
 """
 
 import os
@@ -21,10 +21,10 @@ import psutil
 
 @dataclass(slots=True, frozen=True)
 class Proxy:
-    """Proxy of an address."""
+    """Proxy for an address."""
 
     variable: str
-    """The environment variable that names the proxy."""
+    """Environment variable that defines the proxy."""
     address: str
     """Address of the proxy."""
     host: str
@@ -32,7 +32,7 @@ class Proxy:
 
     @property
     def error_hint(self) -> str:
-        """Text that is appended to an error.
+        """Text that is appended to an error message about a failed request.
 
         Example: ` (asked through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`
         """
@@ -55,7 +55,7 @@ def find_proxy(url: str) -> Proxy | None:
 
 
 def proxy_hint(url: str) -> str:
-    """Return the text that an error about this address adds for its proxy; empty without one."""
+    """Return the error text about the proxy for this address; empty if there is no proxy."""
     proxy = find_proxy(url)
     return proxy.error_hint if proxy else ""
 

@@ -1,8 +1,9 @@
-"""Readers of untrusted files: regular files only, and no more bytes than a limit.
+"""Readers for untrusted files, which accept only regular files up to a size limit.
 
-A FIFO or a device is refused instead of waited for. Every ValueError is worded to follow the file's
-name. An OSError means that the file cannot be read. Parsing takes at most some 30 times a file's
-bytes: YAML is read without aliases, which stand for any number of copies.
+A FIFO or a device is rejected, because reading it could block. The message of every ValueError is
+worded to follow the file's name. An OSError means that the file cannot be read. Parsing takes
+memory of up to about 30 times the file size. YAML aliases are rejected, because they could expand a
+small file to any size.
 """
 
 import os
@@ -13,25 +14,27 @@ from typing import BinaryIO
 import yaml
 
 MAX_YAML_BYTES = 512 << 10
-"""Maximum size of a YAML file in bytes. A run's settings have 10 KB; the parser takes some 6 s for
-the worst file of this size.
+"""Maximum size of a YAML file in bytes. A run's settings have about 10 KB; parsing the worst file
+of the maximum size takes about 6 s.
 """
 MAX_NUMBER_CHARACTERS = 100
-"""Maximum length of a number in YAML. 1:59:59 is a number to the base of 60, which takes minutes
-for 500 KB, and a hexadecimal number may have more digits than can be printed.
+"""Maximum length in characters of a number in YAML. Parsing a base-60 number (such as 1:59:59) of
+500 KB takes minutes, and a longer hexadecimal number may have more digits than Python can print.
 """
 TAIL_BYTES = 64 << 10
-"""Number of bytes that are read of a log for its last lines."""
+"""Number of bytes that are read from the end of a log."""
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _YAML_ERRORS = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""Exceptions of PyYAML 6: `!!int ""` raises an IndexError, `!!timestamp x` an AttributeError."""
+"""Exceptions that PyYAML 6 raises for invalid input: for example, IndexError for `!!int ""`, and
+AttributeError for `!!timestamp x`.
+"""
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
     """Open a regular file for reading, without waiting for the writer of a FIFO.
 
     Raises:
-        ValueError: It is no regular file.
+        ValueError: `path` is not a regular file.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
     descriptor = os.open(path, flags)
@@ -42,7 +45,7 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
 
 
 def is_regular(path: Path, *, follow_link: bool = True) -> bool:
-    """Return True if a regular file exists; False for a name that no file can have."""
+    """Return True if `path` is an existing regular file; return False for an invalid name."""
     try:
         return stat.S_ISREG(os.stat(path, follow_symlinks=follow_link).st_mode)
     except (OSError, ValueError):
@@ -53,7 +56,7 @@ def read_bytes(path: Path, *, at_most: int, follow_link: bool = True) -> bytes:
     """Return the content of a file.
 
     Raises:
-        ValueError: It has more than `at_most` bytes.
+        ValueError: `path` is not a regular file, or has more than `at_most` bytes.
     """
     with open_regular(path, follow_link=follow_link) as file:
         size = os.fstat(file.fileno()).st_size
@@ -64,16 +67,19 @@ def read_bytes(path: Path, *, at_most: int, follow_link: bool = True) -> bytes:
 
 
 def read_text(path: Path, *, at_most: int) -> str:
-    """Return the text of a file in UTF-8.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        ValueError: It is no UTF-8, or has more than `at_most` bytes.
+        ValueError: The file is not valid UTF-8, or has more than `at_most` bytes.
     """
     return read_bytes(path, at_most=at_most).decode()
 
 
 def read_tail(path: Path, *, num_bytes: int = TAIL_BYTES, start: int = 0) -> str:
-    """Return the last `num_bytes` bytes of a log as text, from byte `start` on at the earliest."""
+    """Return up to `num_bytes` bytes from the end of a log as text.
+
+    No byte before the offset `start` is returned.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(start, size - num_bytes))
@@ -84,16 +90,16 @@ def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = Fals
     """Return the content of a YAML file.
 
     Raises:
-        ValueError: It is too large, or `parse_yaml` rejects it.
+        ValueError: The file is too large, or `parse_yaml` rejects its text.
     """
     return parse_yaml(read_text(path, at_most=at_most), as_text=as_text)
 
 
 def parse_yaml(text: str, *, as_text: bool = False) -> object:
-    """Return the plain values of a YAML text; `as_text` keeps every scalar as typed.
+    """Return the plain values of a YAML text; with `as_text`, every scalar remains a string.
 
     Raises:
-        ValueError: It is no YAML, or has an alias.
+        ValueError: The text is not valid YAML, or contains an alias.
     """
     try:
         return yaml.load(text, Loader=_TextLoader if as_text else _PlainLoader)
@@ -107,7 +113,7 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
 def to_printable(text: str) -> str:
     """Return the text on one line, with "?" in place of unprintable characters.
 
-    Errors contain text from files, which must not move a terminal's cursor.
+    Error messages quote text from files, which must not contain terminal control characters.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 

@@ -1,6 +1,7 @@
-"""Strict JSON lines with one record per line, and untrusted JSON files.
+"""Reads and writes strict JSON lines, one record per line, and reads untrusted JSON files.
 
-Numbers that JSON lacks are written as the strings "NaN", "Infinity" and "-Infinity".
+NaN and infinite numbers, which JSON does not support, are written as the strings "NaN", "Infinity"
+and "-Infinity".
 """
 
 import errno
@@ -13,16 +14,18 @@ from pathlib import Path
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_LINE_BYTES = 64 << 20
-"""Maximum size of a line in bytes; a rollout of a million tokens has 40 MB."""
+"""Maximum size of a line in bytes; a rollout of a million tokens takes 40 MB."""
 MAX_LINES_BYTES = 1 << 30
-"""Maximum size in bytes of a file of lines that is read whole."""
+"""Maximum size in bytes of a file of JSON lines."""
 MAX_DEPTH = 64
-"""Maximum nesting depth of objects and lists in a file of settings or names."""
+"""Maximum nesting depth of objects and lists in a file that `read_json` reads."""
 NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Maps the strings of numbers that JSON lacks to their values."""
+"""Maps the strings that stand for NaN and infinite numbers to the numbers."""
 
 BROKEN_DISK = "the disk has an error (dmesg says which): check it and mount it anew, or choose another folder"
-"""Remedy for a write that fails, and for one that the kernel refuses because others have failed."""
+"""Fix that is suggested if a write fails with an I/O error, or because the kernel has made the file
+system read-only after earlier errors.
+"""
 
 
 def to_json_line(record: object) -> str:
@@ -34,12 +37,12 @@ def to_json_line(record: object) -> str:
 
 
 def parse_number(value: float | str) -> float:
-    """Return a number as it was before `to_json_line`.
+    """Return the number that `to_json_line` has written as `value`.
 
-    "NaN", "Infinity" and "-Infinity" become floats again.
+    The strings "NaN", "Infinity" and "-Infinity" become floats again.
 
     Raises:
-        ValueError: It is no number.
+        ValueError: `value` is not a number, or is an integer that does not fit into 64 bits.
     """
     number = NON_FINITE_NUMBERS.get(value) if isinstance(value, str) else value
     if not isinstance(number, int | float) or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
@@ -50,11 +53,12 @@ def parse_number(value: float | str) -> float:
 def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: int = MAX_LINES_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield each complete line with its number, from 1.
 
-    A last line without a newline was cut off when its writer was killed, or is being written: it is
-    left out.
+    A last line without a newline is left out, because it is still being written, or was cut off
+    when its writer was killed.
 
     Raises:
-        ValueError: A line, or the whole file, has too many bytes. The message names file and line.
+        ValueError: A line or the whole file has too many bytes, or `path` is not a regular file.
+            The message names the file and the line.
     """
     left = at_most
     try:
@@ -73,11 +77,11 @@ def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: 
 
 
 def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict]:
-    """Return the records of `iterate_lines`.
+    """Return the parsed records of a file of JSON lines (`iterate_lines`).
 
     Raises:
-        ValueError: A line is not JSON or too long, or it is no regular file. The message names file
-            and line.
+        ValueError: A line is not valid JSON or is too long, or `path` is not a regular file. The
+            message names the file and the line.
     """
     records = []
     for number, line in iterate_lines(path, max_line_bytes=max_line_bytes):
@@ -93,9 +97,9 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: It has more than `at_most` bytes, is no JSON, or is nested deeper than
-            MAX_DEPTH, which recursive code can process. The message is worded to follow the file's
-            name.
+        ValueError: The file has more than `at_most` bytes, is not valid JSON, or is nested deeper
+            than MAX_DEPTH, a depth that recursive code can still process. The message is worded to
+            follow the file's name.
     """
     content = read_bytes(path, at_most=at_most)
     try:
@@ -111,17 +115,18 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
 
 
 def write_error_line(key: str, path: Path, error: OSError) -> str:
-    """Return the error line for a folder or file of a setting that could not be written."""
+    """Return the error line for a configured folder or file that could not be written."""
     is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
     remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
     return f"{key}={path}: could not be written ({error}); {remedy}"
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write a file so that it is the old or the new one whenever the program dies.
+    """Write a file atomically: after a crash, it has either its old or its new content.
 
     Raises:
-        OSError: The disk is full, for example. Only the old file is left.
+        OSError: The file could not be written, for example because the disk is full. The old file
+            is unchanged.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -136,7 +141,7 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def write_lines_atomically(path: Path, records: Iterable[object]) -> None:
-    """Write a whole file of records with `write_bytes_atomically`."""
+    """Write records as a file of JSON lines, with `write_bytes_atomically`."""
     write_bytes_atomically(path, "".join(to_json_line(record) + "\n" for record in records).encode("ascii"))
 
 

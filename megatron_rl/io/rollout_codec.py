@@ -1,10 +1,11 @@
-"""Codec of rollouts: `to_record` returns plain JSON values, and `from_record` the same rollout.
+"""Converts rollouts to plain JSON values (`to_record`) and back (`from_record`).
 
-The conversion is exact, bit for bit. The fields are those of types.py: every field of Rollout,
-TokenSequence, Turn, ToolCall and JudgeResult under its own name. A field that is added there is
-thus recorded too (and VERSION goes up). Images are saved and loaded by name, with two functions of
-the caller. Their patches are not recorded; Renderer.patches makes them again. jsonl.to_json_line
-writes a record; NaN and infinities are strings in the line.
+The conversion is exact, bit for bit. A record contains every field of the classes Rollout,
+TokenSequence, Turn, ToolCall and JudgeResult (types.py) under its own name. Fields that are added
+to these classes are recorded automatically; increase VERSION when you add one. Images are saved and
+loaded by name, with functions that the caller passes. Image patches are not recorded;
+Renderer.patches recomputes them. jsonl.to_json_line writes a record as one line, in which NaN and
+infinite numbers are strings.
 
     {"version": 7, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}},
      "task": "number_line", ...,
@@ -28,21 +29,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 VERSION = 7
-"""Version of the fields and their meaning. A record of another version is rejected."""
+"""Version of the record format. Records of other versions are rejected."""
 IMAGE_KEY_PATTERN = re.compile(r"[0-9A-Za-z]{1,64}")
-"""Pattern of a valid image key, which names a file."""
+"""Pattern of a valid image key, which is used as a file name."""
 MAX_PATCHES = 1 << 24
-"""Maximum number of patches of an image, three gigapixels: a damaged grid must not make a reader
-allocate too much memory.
+"""Maximum number of patches of an image, which is about three gigapixels. A damaged grid with more
+patches could make a reader allocate too much memory.
 """
 RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
 """Names and annotations of the fields of each recorded class."""
 
 
 def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:
-    """Return a rollout as JSON values and floats that JSON lacks.
+    """Return a rollout as JSON values, in which floats may be NaN or infinite.
 
-    `save_image` saves an image and returns its name. It is called once for each distinct image.
+    `save_image` saves an image and returns the image's name. This function is called once for each
+    distinct image.
     """
     images: dict[str, Image] = {}
     fields = _encode(Rollout, rollout, images)
@@ -53,11 +55,11 @@ def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str,
 def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
     """Return the rollout that was passed to `to_record`, with Image.patch_PC set to None.
 
-    `load_image` returns the image of a name, or None for a reader that needs none. The record is
-    not trusted.
+    `load_image` takes the name of an image and returns the image, or None if the reader needs no
+    images. The record is untrusted input.
 
     Raises:
-        ValueError: The record is damaged or of another version. The message is one line.
+        ValueError: The record is damaged or has another version. The message is one line.
     """
     _require(isinstance(record, dict), "record", record, "not an object")
     _require(record.get("version") == VERSION, "version", record.get("version"), f"this program reads {VERSION}")
@@ -208,7 +210,7 @@ def _refuse(where: str, value: object, why: str) -> NoReturn:
 
 
 _ENCODERS: Mapping[Any, Callable[[Any], Any]] = {int: index, float: float, str: str, bool: bool}
-"""Convert values of a user's own environment or reward, such as a number of numpy's, to the
-annotated type.
+"""Functions that convert values from user-defined environments and rewards, such as NumPy scalars,
+to the annotated type.
 """
 _DECODERS: Mapping[Any, Callable[[Any, str], Any]] = {int: _integer, float: _number, str: _text, bool: _boolean}

@@ -1,18 +1,18 @@
-"""Digests of large files from a sample of their blocks."""
+"""Computes digests of large files from a sample of their blocks."""
 
 import hashlib
 from pathlib import Path
 
 BLOCKS, BLOCK_BYTES = 4096, 4096
-"""Number and size of the blocks that are read of a file, at most 16 MiB. A file of 4 GB has one
-block in each MB, so that no layer of a model is left out.
+"""Number of blocks that are read from a file, and size of a block in bytes (16 MiB in total). In a
+file of 4 GB, one block per MB is read, so that no layer of a model is left out.
 """
 
 
 def compute_sampled_digest(path: Path) -> str:
     """Return the SHA-256 of a file's size and of blocks spread evenly over it.
 
-    The blocks of a small file are the whole file.
+    Files of up to 16 MiB are read completely.
     """
     size = path.stat().st_size
     total = hashlib.sha256(f"{size}\n".encode())

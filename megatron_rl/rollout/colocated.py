@@ -1,12 +1,12 @@
-"""Rollout engine in this process: vLLM behind `await generate(...)`, on one rank or several.
+"""Rollout engine that runs vLLM in the trainer's processes, on one or more ranks.
 
-`run(main)` drives an asyncio loop. Episodes await `generate`. A pump task adds their requests,
-steps vLLM once for all of them (continuous batching), wakes the episodes with finished turns, and
-yields to the loop, so that a slow tool delays only its own episode.
+`run(main)` runs an asyncio event loop, in which episodes await `generate`. A pump task adds their
+requests to vLLM, runs one vLLM step for all requests (continuous batching), wakes the episodes with
+finished turns, and yields to the loop. A slow tool therefore delays only its own episode.
 
-An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a scheduler on
-each of them. Only the leader, rank 0 of the engine's group, runs `main`. Before each step it
-broadcasts new and aborted requests, and then every rank steps.
+An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a vLLM scheduler
+on each rank. Only the leader, rank 0 of the engine's group, runs `main`. Before each step, the
+leader broadcasts new and aborted requests; every rank then runs the step.
 """
 
 import asyncio
@@ -31,15 +31,16 @@ from megatron_rl.types import Image
 
 T = TypeVar("T")
 _LOOP_ITERATIONS = 3
-"""Number of event-loop iterations between two steps. The result of a rendering thread takes two
-iterations to reach its episode, and one more to reach the others of its group.
+"""Number of event-loop iterations between two vLLM steps. A result of a rendering thread takes two
+iterations to reach its episode, and one more to reach the other episodes of the group.
 """
 HEARTBEAT_S = 20.0
-"""Maximum seconds between an idle leader's messages, well within any collective's timeout."""
+"""Maximum seconds between two messages of an idle leader, well below the timeout of any collective.
+"""
 
 
 def _common_name(group: dist.ProcessGroup | None) -> str:
-    """Return a name that no other engine has, the same on all ranks of this one."""
+    """Return a unique name for this engine, the same on all of the engine's ranks."""
     names = [uuid.uuid4().hex]
     if group is not None:
         dist.broadcast_object_list(names, group_src=0, group=group)
@@ -48,7 +49,7 @@ def _common_name(group: dist.ProcessGroup | None) -> str:
 
 @dataclass(slots=True)
 class _StepMessage:
-    """Message of the leader to the followers before a step."""
+    """Message that the leader broadcasts to the followers before a step."""
 
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -60,12 +61,12 @@ class _StepMessage:
 
 
 class ColocatedEngine:
-    """One vLLM engine that spans the ranks of `group` (None: this process alone).
+    """vLLM engine that spans the ranks of `group`, or only this process if `group` is None.
 
-    Every rank of the default process group constructs its engine at the same time, because vLLM
-    creates its groups over all of them. `banned_ids` have no probability and are never sampled.
-    Only `stop_ids` and a request's stop strings end a turn; the model folder's generation config is
-    ignored.
+    All ranks of the default process group must construct their engines at the same time, because
+    vLLM creates its process groups over all of these ranks. `banned_ids` get probability 0 and are
+    never sampled. Only `stop_ids` and a request's stop strings end a turn; the generation config in
+    the model folder is ignored.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class ColocatedEngine:
     ) -> None:
         """Build the engine.
 
-        Without `reads_weights` the engine starts faster and generates only after the first
-        `load_weights`. `pixels` are the minimum and maximum number of pixels of an image; None
-        takes the limits of the folder's processor. `timeout_s` is the timeout of vLLM's process
-        groups, which all ranks create together. `cached_patches` is the number of image patches
-        kept between requests.
+        If `reads_weights` is False, the engine starts faster, but can generate only after the first
+        `load_weights`. `pixels` are the minimum and maximum number of pixels per image; None uses
+        the limits of the model folder's processor. `timeout_s` is the timeout in seconds of vLLM's
+        process groups, which all ranks create together. `cached_patches` is the maximum number of
+        image patches kept between requests.
         """
         assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
         self._settings = settings
@@ -103,31 +104,32 @@ class ColocatedEngine:
         self._has_weights = reads_weights
         self.weight_version = weight_version
         self.busy_s = 0.0
-        """Seconds spent preparing requests and in vLLM's steps since construction."""
+        """Seconds spent on adding requests and on vLLM's steps since construction."""
         self._ids = itertools.count()
         self._pending_message = _StepMessage()
         self._delayed: list[Request] = []
-        """Requests with the same prompt as another request of this step. They start one step later,
-        when vLLM's prefix cache has the prompt, which is then computed only once.
+        """Requests with the same prompt as another request of this step. Such requests start one
+        step later, when vLLM's prefix cache contains the prompt, so that the prompt is computed
+        only once.
         """
         self._wake_event = asyncio.Event()
         self._waiting: dict[str, asyncio.Future[Completion]] = {}
         self._error: BaseException | None = None
         self._loop = asyncio.Runner(loop_factory=PausableEventLoop)
-        """Event loop of the engine, kept from one `run` to the next: shared sandboxes and judges,
-        and unfinished episodes, depend on it.
+        """Event loop of the engine. All calls of `run` use the same loop, because shared sandboxes,
+        judges and unfinished episodes are bound to it.
         """
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        """Sample one turn after `token_ids`.
+        """Sample one response that continues `token_ids`.
 
-        `token_ids` has one image_token_id for each vision token. A sequence at max_model_len
-        returns an empty completion that is not stopped. Cancelling the coroutine aborts the
-        request.
+        `token_ids` contains one image_token_id for each vision token. For a sequence that has
+        already reached max_model_len, `generate` returns an empty completion with is_stopped=False.
+        Cancelling the coroutine aborts the request.
 
         Raises:
             RuntimeError: The placeholders do not match the images.
-            ValueError: vLLM rejects the request, for example a temperature above 2.
+            ValueError: vLLM rejects the request, for example because its temperature is above 2.
             PermanentInfraError: The engine has failed.
         """
         if self._error is not None:
@@ -157,10 +159,11 @@ class ColocatedEngine:
             raise
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main` on the leader and return its result; followers step with it and return None.
+        """Run `main` on the leader and return its result; followers return None.
 
-        An exception of `main` is raised here, and the followers raise RuntimeError. A failing step
-        fails every waiting `generate`. Tasks that `main` leaves behind continue in the next run
+        Followers run the same vLLM steps as the leader. If `main` raises, the leader re-raises the
+        exception and the followers raise RuntimeError. If a vLLM step fails, all pending `generate`
+        calls fail. Tasks that `main` leaves running continue in the next `run`
         (engine.RolloutEngine).
         """
         if self._group is not None and self._group.rank() != 0:
@@ -172,7 +175,7 @@ class ColocatedEngine:
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main`, which must not use the engine, on the leader without its followers.
 
-        The followers return None at once.
+        The followers return None immediately.
         """
         if self._group is not None and self._group.rank() != 0:
             main.close()
@@ -228,7 +231,7 @@ class ColocatedEngine:
                 return
 
     def _run_step(self) -> _StepMessage:
-        """Run one step, on every rank: exchange the message, add and abort requests, compute."""
+        """Run one step on every rank: broadcast the message, add and abort requests, step vLLM."""
         news = self._broadcast_message()
         started = time.perf_counter()
         self._add_requests(news)
@@ -241,9 +244,10 @@ class ColocatedEngine:
         return news
 
     def _broadcast_message(self) -> _StepMessage:
-        """Return the message of this step.
+        """Return the message for this step.
 
-        The leader of several ranks broadcasts its pending message; a follower receives it.
+        If the engine has several ranks, the leader broadcasts its pending message and the followers
+        receive the message.
         """
         news, self._pending_message = self._pending_message, _StepMessage()
         if self._group is None:
@@ -290,10 +294,10 @@ class ColocatedEngine:
                 future.set_exception(error)
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights in place and discard everything that the old ones computed.
+        """Replace the weights in place and clear the caches computed with the old weights.
 
-        It is verified that every tensor arrives exactly once (vllm/weight_receiver.py). On a
-        sleeping CUDA engine this restores the memory of the weights, not yet that of the cache.
+        vllm/weight_receiver.py verifies that every tensor arrives exactly once. On a sleeping CUDA
+        engine, this method restores the memory of the weights, but not the memory of the KV cache.
         Turns in progress continue with the new weights.
         """
         self._core.load_weights(tensors, version=version)
@@ -301,22 +305,22 @@ class ColocatedEngine:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that `load_weights` takes, by name.
+        """Shapes of the tensors that `load_weights` requires, by name.
 
-        The names are in the newer spelling of Hugging Face checkpoints.
+        The names follow the naming scheme of newer Hugging Face checkpoints.
         """
         return self._core.weights.shapes
 
     def sleep(self) -> None:
         """Free memory for the trainer.
 
-        On CUDA (not tested on hardware yet) the weights are discarded too, since every step sends
-        all of them.
+        On CUDA (not tested on hardware yet), the weights are discarded too, since every step sends
+        all weights again.
         """
         self._core.sleep()
 
     def wake(self) -> None:
-        """Restore the cache's memory; after `sleep` on CUDA, call `load_weights` first."""
+        """Restore the KV cache's memory; after `sleep` on CUDA, call `load_weights` first."""
         self._core.wake()
 
     def metrics(self) -> dict[str, float]:
@@ -326,7 +330,7 @@ class ColocatedEngine:
     def close(self) -> None:
         """Shut vLLM down.
 
-        vLLM also destroys the default process group, so this must be the last call of a process.
+        vLLM also destroys the default process group, so this must be the last call in a process.
         """
         self._loop.close()
         self._core.close()

@@ -1,8 +1,9 @@
-"""Conversation of an episode with the policy, recorded as sequences and turns.
+"""Conversation between an environment and the policy, recorded as sequences and turns.
 
-An episode exchanges messages and text with it. The limits of a sequence (tokens, images, pixels)
-are enforced only here. They are checked between turns: a response is always kept whole, and an
-observation that does not fit is not added. Large images are rendered outside the event loop.
+An episode adds messages to its conversation and receives the policy's responses as text. The limits
+of a sequence (tokens, images, pixels) are enforced only in this module. The limits are checked
+between turns: a response is never truncated afterwards, and an observation that does not fit is not
+added. Large images are rendered in a thread, outside the event loop.
 """
 
 import asyncio
@@ -24,16 +25,16 @@ class SequenceLimits:
     """Limits of one sequence."""
 
     max_sequence_tokens: int
-    """Maximum number of tokens of a sequence, including sampled ones."""
+    """Maximum number of tokens in a sequence, including sampled tokens."""
     max_images: int
-    """Maximum number of images of a sequence."""
+    """Maximum number of images in a sequence."""
     max_pixels: int = 0
-    """Maximum number of pixels of all images of a sequence at final size; 0 sets no limit."""
+    """Maximum total number of pixels of a sequence's images after the resize; 0 sets no limit."""
 
     def exceeds(self, context: TokenSequence, added: TokenSequence) -> StopReason | None:
-        """Return the limit that `context` would exceed with `added` appended, or None.
+        """Return the stop reason of the limit that appending `added` to `context` exceeds, or None.
 
-        A sequence always keeps space for one sampled token.
+        One token of the sequence's limit is reserved for the next response.
         """
         if len(context.images) + len(added.images) > self.max_images:
             return StopReason.MAX_IMAGES
@@ -45,7 +46,7 @@ class SequenceLimits:
 
 
 class Conversation(Protocol):
-    """Conversation of one episode, used once.
+    """Conversation of one episode, for a single use.
 
     `sequences` and `turns` grow during the episode and are shared with its rollout.
     """
@@ -54,22 +55,21 @@ class Conversation(Protocol):
     turns: list[Turn]
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Add the prompt and return the limit that it exceeds by itself, or None.
+        """Add the prompt; return the stop reason of the limit that the prompt exceeds, or None.
 
-        A prompt that exceeds a limit is recorded all the same, so that an error can report its
-        size.
+        A prompt that exceeds a limit is added too, so that the error message can report its size.
         """
         ...
 
     async def generate(self, sampling: SamplingSettings) -> str:
-        """Generate a response and return its text. The response becomes the last of `turns`.
+        """Generate a response, append it to `turns`, and return its text.
 
-        The number of sampled tokens is limited to the space in the sequence.
+        The response is limited to the tokens that remain in the sequence.
         """
         ...
 
     def char_to_token(self, char: int) -> int | None:
-        """Return the index of the token that has character `char` of the last response.
+        """Return the index of the token that contains character `char` of the last response.
 
         The index counts from the start of the sequence. Returns None for a conversation without
         tokens.
@@ -77,19 +77,20 @@ class Conversation(Protocol):
         ...
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Add the observation that follows a response, or return the limit that it would exceed.
+        """Add the observation that follows a response; return a stop reason if it does not fit.
 
-        `is_new_prompt`: `messages` are a complete new prompt.
+        If `is_new_prompt` is True, `messages` are a complete prompt and start a new sequence.
         """
         ...
 
 
 class SharedPrompt:
-    """Prompt of a group, rendered once.
+    """Prompt of a group, which is rendered only once.
 
-    All episodes of a group start with the same messages. The first episode renders the prompt and
-    the others receive a copy. An episode with different messages renders its own. Nothing is kept
-    once all of them have started.
+    The episodes of a group normally start with the same messages. The first episode renders the
+    prompt, and the other episodes receive a copy. An episode with different messages renders its
+    own prompt. The messages and the prompt are released once all episodes of the group have
+    started.
     """
 
     def __init__(self, renderer: Renderer, group_size: int) -> None:
@@ -132,15 +133,15 @@ class SharedPrompt:
 
 
 class TokenConversation:
-    """Conversation that is trained on.
+    """Conversation that records token ids, as training requires.
 
-    Sampled tokens are kept as they are; only the messages of the environment are tokenized.
+    Sampled token ids are kept as sampled; only the environment's messages are tokenized.
     """
 
     def __init__(
         self, engine: InferenceEngine, renderer: Renderer, limits: SequenceLimits, shared_prompt: SharedPrompt | None = None
     ) -> None:
-        """Create a conversation; one prompt is rendered for all with the same `shared_prompt`."""
+        """Create a conversation; conversations that share `shared_prompt` render it only once."""
         self._engine, self._renderer, self._limits = engine, renderer, limits
         self._shared_prompt = shared_prompt or SharedPrompt(renderer, 1)
         self.sequences: list[TokenSequence] = []
@@ -149,20 +150,21 @@ class TokenConversation:
 
     @property
     def first_token_version(self) -> int | None:
-        """Weight version that sampled the first token, or that was requested to; None before that.
+        """Weight version of the first sampled token; None before the first request.
 
-        Later tokens have this version or a newer one.
+        Until a token is sampled, this is the engine's version at the first request. Later tokens
+        have this version or a newer version.
         """
         first = (turn for turn in self.turns if turn.token_span[0] < turn.token_span[1])
         return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._requested_version)
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Render the prompt as the first sequence; return the limit that it exceeds, or None."""
+        """Render the prompt as the first sequence; return a stop reason if it exceeds a limit."""
         self.sequences.append(await self._shared_prompt.get_prompt(messages))
         return self._limits.exceeds(TokenSequence(), self.sequences[0])
 
     async def generate(self, sampling: SamplingSettings) -> str:
-        """Sample a turn with the engine, append it to the last sequence, and return its text."""
+        """Sample a response, append it to the last sequence, and return its text."""
         context = self.sequences[-1]
         start = len(context.token_ids)
         room = self._limits.max_sequence_tokens - start
@@ -175,12 +177,15 @@ class TokenConversation:
         return text
 
     def char_to_token(self, char: int) -> int:
-        """Return the index of the last response's token with character `char`, in its sequence."""
+        """Return the index of the last response's token that contains character `char`.
+
+        The index counts from the start of the sequence, and `char` from the start of the response.
+        """
         start, stop = self.turns[-1].token_span
         return start + self._renderer.char_to_token(self.sequences[-1].token_ids[start:stop], char)
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Render an observation and append it, or return the limit that it would exceed."""
+        """Render an observation and append it; return a stop reason if it exceeds a limit."""
         context = TokenSequence() if is_new_prompt else self.sequences[-1]
         render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
         more = await render_off_loop(self._renderer, render, messages)
@@ -196,9 +201,10 @@ class TokenConversation:
 
 
 async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messages: Sequence[Message]) -> T:
-    """Return the result of `render_fn`, which renders `messages`.
+    """Return the result of `render_fn`, run in a thread if the images in `messages` are large.
 
-    It runs in a thread unless the images are small (fewer pixels than Renderer.max_inline_pixels).
+    `render_fn` renders `messages`. It runs in the event loop itself if all images together have
+    fewer than Renderer.max_inline_pixels pixels.
     """
     pixels = sum(picture.width * picture.height for picture in extract_images(messages))
     return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)

@@ -1,8 +1,9 @@
 """Defines the rollout engine interface: token ids and images in, token ids and logprobs out.
 
-The input of a request is final: image placeholders are expanded, and the patches are those that the
-trainer uses. Sampled tokens are returned as ids. Episodes depend on nothing else of an engine.
-colocated.py is the engine in this process; vllm/engine_core.py passes its requests to vLLM.
+Requests contain fully processed inputs: image placeholders are expanded, and the image patches are
+the same as in training. The engine returns sampled tokens as ids. Episodes use no other part of an
+engine. colocated.py implements the interface in the trainer's processes and passes requests to vLLM
+through vllm/engine_core.py; server_engine.py implements it with vLLM servers.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ class SamplingSettings:
 
     max_tokens: int
     temperature: float
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 decodes greedily."""
     seed: int
     stop: tuple[str, ...] = ()
-    """Stop strings that end the turn. The string and the token that completes it stay in it."""
+    """Strings that end the turn. The response includes the stop string, up to the end of the token
+    that completes it.
+    """
     logprob_token_ids: tuple[int, ...] = ()
-    """Token ids with logprobs requested at every sampled token; vLLM supports at most 128."""
+    """Token ids for which logprobs are returned at every sampled position; vLLM allows up to 128.
+    """
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,22 +45,24 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Logprobs of the sampled tokens under the policy: the model at the sampling temperature with
-    the banned ids removed.
+    """Logprobs of the sampled tokens under the policy: the model's distribution at the sampling
+    temperature, with the banned ids removed.
     """
     is_stopped: bool
-    """True if the last token is a stop id or completes a stop string; False if max_tokens or the
-    sequence's limit was reached.
+    """True if the last token is a stop id or completes a stop string; False if max_tokens or
+    max_model_len was reached.
     """
     weight_versions: list[int]
-    """Version of the weights that sampled each token; never decreases."""
+    """Weight version that sampled each token; versions never decrease within a turn."""
     requested_logprobs: list[list[float]] = field(default_factory=list)
-    """Logprobs of SamplingSettings.logprob_token_ids at each sampled token; empty without any."""
+    """Logprobs of SamplingSettings.logprob_token_ids at each sampled token; empty if there are no
+    such ids.
+    """
 
 
 @dataclass(slots=True, frozen=True)
 class ImageInput:
-    """Image of a request: its patches, and the position and number of its placeholders.
+    """Image in a request, with its patches and the position and number of its placeholders.
 
     `patch_PC` is None if the receiver has the patches already.
     """
@@ -71,7 +77,7 @@ class ImageInput:
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """Request for one turn in the form that is sent to the model."""
+    """Request for one turn, ready to be passed to the model."""
 
     id: str
     token_ids: list[int]
@@ -83,10 +89,10 @@ class InferenceEngine(Protocol):
     """Engine interface that episodes use."""
 
     weight_version: int
-    """Version of the weights that are served now."""
+    """Version of the current weights."""
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        """Sample one turn after `token_ids`.
+        """Sample one response that continues `token_ids`.
 
         Raises:
             PermanentInfraError: The engine has failed.
@@ -97,40 +103,42 @@ class InferenceEngine(Protocol):
 class RolloutEngine(InferenceEngine, Protocol):
     """Engine that samples from the policy in training and receives its weights from the trainer.
 
-    An engine in the trainer's processes (colocated.py) alternates with the trainer on its devices.
-    An engine in other processes (server_engine.py) continues while the trainer works.
+    An engine in the trainer's processes (colocated.py) and the trainer use their devices
+    alternately. An engine in other processes (server_engine.py) keeps generating while the trainer
+    computes.
     """
 
     busy_s: float
-    """Seconds of work since construction. With servers: seconds with a request in flight, averaged
-    over the servers.
+    """Seconds of work since construction. For server engines: seconds with at least one request in
+    flight, averaged over the servers.
     """
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main`, which may await `generate`, until it ends.
 
-        Returns its result on the engine's leader and None on the engine's other ranks.
+        Returns the result of `main` on the engine's leader, and None on the engine's other ranks.
 
-        Tasks that `main` leaves behind are paused until the next run of an engine in this process,
-        and so is their clock (the event loop's). Their requests are kept: tokens sampled so far
-        stay, and the weights served by then sample the rest, after they have recomputed the whole
-        sequence. If `main` raises, all requests are aborted.
+        In a colocated engine, tasks that `main` leaves running are paused until the next `run`, and
+        so is the event loop's clock. The requests of these tasks keep the tokens sampled so far,
+        and the next `run` samples the rest with the weights that are current by then. After
+        `load_weights` or `sleep`, the engine first recomputes the whole sequence. If `main` raises,
+        all requests are aborted.
         """
         ...
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main`, which must not use the engine, without the engine's other ranks.
 
-        The other ranks may be gone.
+        The other ranks may have exited.
         """
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights, given by their Hugging Face names.
+        """Replace the engine's weights with `tensors`, pairs of Hugging Face name and tensor.
 
         Raises:
-            RuntimeError: A tensor did not arrive as it was sent. A server engine marks the server
-                unhealthy instead.
+            RuntimeError: A received tensor differs from the tensor sent. A server engine does not
+                raise, but marks the server unhealthy.
         """
         ...
 
@@ -139,11 +147,11 @@ class RolloutEngine(InferenceEngine, Protocol):
         ...
 
     def wake(self) -> None:
-        """Take the device back, after `load_weights`."""
+        """Restore the engine on its device; call `load_weights` first."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last `load_weights` by name."""
+        """Return the metrics of the last `load_weights` call, by name."""
         ...
 
     def close(self) -> None:
@@ -152,12 +160,13 @@ class RolloutEngine(InferenceEngine, Protocol):
 
 
 def placeholder_offsets(token_ids: list[int], images: list[Image], *, image_token_id: int) -> list[int]:
-    """Return the index of each image's first placeholder.
+    """Return the index in `token_ids` of each image's first placeholder.
 
-    Example (image_token_id 9, images of 2 and 1 tokens): [5, 9, 9, 6, 9, 7] gives [1, 4].
+    Example (image_token_id 9, images of 2 and 1 tokens): [5, 9, 9, 6, 9, 7] returns [1, 4].
 
     Raises:
-        RuntimeError: The runs of `image_token_id` do not have the lengths of `images`, in order.
+        RuntimeError: The runs of `image_token_id` in `token_ids` do not match the token counts of
+            `images`, in order.
     """
     offsets: list[int] = []
     expanded: list[int] = []

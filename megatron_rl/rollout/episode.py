@@ -1,7 +1,7 @@
 """Runs one episode as a coroutine (prompt, response, observation, and so on) and scores it.
 
-This module has the limits of an episode (turns, seconds, errors) and its timing. The limits of a
-sequence are in conversation.py.
+This module enforces the limits of an episode (turns, wall time, tool errors) and measures
+durations. conversation.py enforces the limits of a sequence.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from megatron_rl.types import Example, Rollout, Status, StopReason
 
 T = TypeVar("T")
 TimerFn = Callable[[str], AbstractContextManager[list[str]]]
-"""Returns a context manager that encloses one part of an episode, given the part's name. The part
-may append texts to the list.
+"""Takes the name of an episode phase and returns a context manager that encloses the phase. Code in
+the phase may append labels, such as a tool's name, to the list that the context manager yields.
 """
 
 
@@ -33,7 +33,7 @@ def no_timer(name: str) -> AbstractContextManager[list[str]]:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EpisodeSettings(SequenceLimits):
-    """Settings of one episode, with the limits of its sequences."""
+    """Settings of one episode, including the limits of its sequences."""
 
     temperature: float
     max_turns: int
@@ -43,11 +43,13 @@ class EpisodeSettings(SequenceLimits):
     sets no limit.
     """
     env_timeout_s: float = 0.0
-    """Timeout in seconds of each call of the environment (reset, step, close); 0 sets no limit."""
+    """Timeout in seconds for each environment call (reset, step, close); 0 sets no limit."""
     stop_on_tool_error: bool = False
     """True to end the episode when a tool call fails."""
     seed: int
-    """Base seed; a request's seed is derived from it, group, sample index and turn."""
+    """Base seed. The seed of each request is derived from the base seed, group, sample index and
+    turn.
+    """
 
     def at_step(self, step: int) -> Self:
         """Return the settings with a seed derived from the run's seed (`self.seed`) and `step`.
@@ -58,7 +60,7 @@ class EpisodeSettings(SequenceLimits):
 
 
 def derive_seed(*parts: int) -> int:
-    """Return a 31-bit seed that depends on every part and on their order."""
+    """Return a 31-bit seed that depends on all `parts` and on their order."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
 
@@ -69,7 +71,7 @@ async def run_episode(
 ) -> Rollout:  # fmt: skip
     """Run one episode, score it and return its rollout.
 
-    An InfraError marks the rollout as failed; it never becomes a reward.
+    If an InfraError occurs, the rollout gets Status.FAILED and no reward.
     """
     rollout = Rollout(
         task=task.name, example_id=example.id, source=example.source, group=group, sample_index=sample_index,
@@ -80,7 +82,7 @@ async def run_episode(
     clock = asyncio.get_running_loop().time  # stops while a colocated engine is paused
     started = clock()
     try:
-        # The rollouts of a group share the environment's seed, so it excludes the sample index.
+        # All rollouts of a group use the same environment seed, so it excludes the sample index.
         with timer("prompt"):
             reset = env.reset(derive_seed(settings.seed, group))
             end = await conversation.start(await _with_timeout(reset, settings.env_timeout_s, task=task.name))
@@ -162,9 +164,10 @@ async def _run_turns(
 
 
 async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
-    """Await `work` and raise PermanentInfraError after `limit_s` seconds.
+    """Await `work`; raise PermanentInfraError if it takes more than `limit_s` seconds.
 
-    The timeout cancels `work`. The error is permanent because a retry would wait just as long.
+    The timeout cancels `work`. The error is permanent because a retry would probably take just as
+    long.
     """
     try:
         async with asyncio.timeout(limit_s or None) as limit:
@@ -176,7 +179,7 @@ async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
 
 
 async def _close_env(env: Env, limit_s: float) -> None:
-    """Close the environment, but stop waiting after `limit_s` seconds: the episode is over."""
+    """Close the environment; stop waiting, without an error, after `limit_s` seconds."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
             await env.close()
@@ -186,10 +189,9 @@ async def _close_env(env: Env, limit_s: float) -> None:
 
 
 def _prompt_too_large(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
-    """Return the error of a prompt that exceeds a limit.
+    """Return the error for a prompt that exceeds a limit.
 
-    Such a prompt is a matter of settings and no failure of the policy. A run reports these examples
-    when it starts.
+    The cause is a setting, not a failure of the policy. A run reports such examples at startup.
     """
     (prompt,) = rollout.sequences
     raised = {

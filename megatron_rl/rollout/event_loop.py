@@ -1,30 +1,30 @@
 """Event loop with a clock that stops while the loop is paused.
 
-Timeouts do not count the time in which the trainer uses the device.
+Timeouts therefore exclude the time during which the trainer uses the device.
 """
 
 import asyncio
 
 
 class PausableEventLoop(asyncio.SelectorEventLoop):
-    """Selector event loop that excludes pauses between two runs from its clock.
+    """Selector event loop with a clock that excludes the pauses between two runs.
 
-    Results that arrive during a pause, such as a tool's, are available when the loop resumes, and
-    no timeout expires because of the pause.
+    Results that arrive during a pause, such as tool results, are available when the loop resumes,
+    and no timeout expires because of the pause.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._paused_s = 0.0
         self._paused_at: float | None = None
-        """Time at which the loop was last paused, by its own clock."""
+        """Time at which the loop was last paused, on the loop's own clock."""
 
     def time(self) -> float:
         """Return the loop's time in seconds, without pauses."""
         return super().time() - self._paused_s
 
     def run_forever(self) -> None:
-        """Run the loop; the pause since its last run does not count."""
+        """Run the loop; its clock excludes the pause since the last run."""
         if self._paused_at is not None:
             self._paused_s += self.time() - self._paused_at
         try:

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from megatron_rl.io.jsonl import to_json_line
 
 MAX_CHARACTERS = 4000
-"""Maximum number of characters of a text in `extra`; longer texts are cut and marked as cut."""
+"""Maximum length in characters of a text in `extra`; a longer text is truncated, and its full
+length is appended.
+"""
 MAX_DEPTH = 16
 """Maximum nesting depth of `extra`; deeper lists and mappings are replaced by '...'."""
 
@@ -16,11 +18,11 @@ MAX_DEPTH = 16
 def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
     """Return `question`, `answer` and `extra` of an example's payload as texts.
 
-    Each is empty if the payload lacks it. `extra` has the JSON values of the payload's mapping of
-    that name, without bytes, images and other objects.
+    A field that the payload lacks becomes an empty string. `extra` is the JSON text of the
+    payload's `extra` mapping, without bytes, images and other objects.
 
-    Example: {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG..."}} gives
-    {"question": "How many?", "answer": "4", "extra": '{"index": 7}'}.
+    Example: {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG..."}}
+    returns {"question": "How many?", "answer": "4", "extra": '{"index": 7}'}.
     """
     extra = payload.get("extra")
     kept = _json_fields(extra, depth=0) if isinstance(extra, Mapping) else {}

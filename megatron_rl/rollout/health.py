@@ -1,10 +1,10 @@
 """Monitors the health of the inference servers, with one task per server.
 
-The tasks run in the event loop of the episodes and check every second. A server is unhealthy if it
-does not report its weight version (it has crashed, or its engine hangs), if it has other weights
-than those that are served, or if it reports to be healthy but generates no tokens. It becomes
-healthy after reporting the expected version and generating a token with it. A server that comes
-back with other weights first receives all current weights.
+The tasks run in the event loop of the episodes and check each server every second. A server is
+unhealthy if it does not report its weight version (because it has crashed or its engine hangs), if
+its weights are not the current weights, or if it reports its version but generates no tokens. A
+server becomes healthy after reporting the expected version and generating a token with this
+version. If a server comes back with different weights, it first receives all current weights.
 """
 
 import asyncio
@@ -22,21 +22,21 @@ from sandbox.bounded_http import BoundedClient
 POLL_S = 1.0
 """Seconds between two checks of a server."""
 MISSED_UPDATE = "was not there when the weights changed"
-"""Reason for a server that was left out of a weight update. It does not replace a failure that was
-recorded before.
+"""Failure reason of a server that was left out of a weight update. This reason does not replace an
+earlier failure reason.
 """
 MAX_FAILED_POLLS = 3
-"""Number of consecutive failed checks, over at least engine.health_timeout_s, after which a running
-server is treated as unresponsive.
+"""Number of consecutive failed checks after which a running server is treated as unresponsive, if
+the failures span at least engine.health_timeout_s seconds.
 """
 PROBE_REQUEST = GenerateRequest([0], [], SamplingSettings(max_tokens=1, temperature=1.0, seed=0))
-"""Request for one token, which tests that a server generates."""
+"""Request for one token, which tests whether a server generates tokens."""
 
 
 class ServerSupervisor(Protocol):
-    """Supervisor of the servers that the run started (services/engine_servers.py).
+    """Supervisor of the servers that the run itself has started (services/engine_servers.py).
 
-    Its calls may block.
+    Its methods may block.
     """
 
     def report_alive(self, url: str) -> None:
@@ -50,8 +50,8 @@ class ServerSupervisor(Protocol):
     def restart(self, url: str, *, is_unresponsive: bool) -> None:
         """Restart a server that does not respond, if it has exited or is unresponsive.
 
-        `is_unresponsive` counts only if the server has responded since it was started. Nothing
-        happens while a restart is not allowed.
+        `is_unresponsive` is ignored until the server has responded for the first time since its
+        start. The call does nothing during a backoff, or after too many restarts.
         """
         ...
 
@@ -68,16 +68,17 @@ class HealthMonitor:
 
         Args:
             servers: Servers to monitor.
-            http: Connections in the episodes' event loop.
-            client: Client of probe requests, with `health_timeout_s` as its timeout.
-            health_timeout_s: Timeout of a check.
-            expected_label: Returns the label of the weights that are served; empty during an
-                update.
+            http: HTTP client of the episodes' event loop.
+            client: Client for probe requests, with `health_timeout_s` as its timeout.
+            health_timeout_s: Timeout in seconds of a health check.
+            expected_label: Returns the label of the current weights, or '' during a weight update.
             cache_salt: Returns the salt of the servers' prefix caches.
-            sender: Sends weights to servers that come back; None if another process does.
-            supervisor: Restarts servers; None if the run did not start them.
+            sender: Sends weights to servers that come back; None if another process sends the
+                weights.
+            supervisor: Restarts servers; None if the run did not start the servers.
             log: Prints one line.
-            outage_timeout_s: Maximum wait of requests while no server is healthy, for the log.
+            outage_timeout_s: Maximum seconds that requests wait while no server is healthy; used
+                only in a log line.
         """
         self._servers, self._http, self._client, self._health_timeout_s, self._expected_label, self._cache_salt = (
             servers,
@@ -89,11 +90,11 @@ class HealthMonitor:
         )
         self._sender, self._supervisor, self.log, self._outage_timeout_s = sender, supervisor, log, outage_timeout_s
         self.unhealthy_since: float | None = None
-        """Time since when no server is healthy, on time.monotonic's clock. None if one is, or if no
-        weights were served yet.
+        """Start of the current outage, in which no server is healthy, on time.monotonic's clock.
+        None while a server is healthy, and before the first weight update.
         """
         self.last_failure = ""
-        """Last failure of a server, with its address."""
+        """Address and failure reason of the server that failed last."""
 
     def start(self) -> None:
         """Start one monitoring task per server in the running event loop."""
@@ -135,9 +136,9 @@ class HealthMonitor:
                 await self._check_server(server, label, expected)
 
     async def _check_server(self, server: ServerBackend, label: str, expected: str) -> None:
-        """Update the health of a server that reports the weights `label`.
+        """Update the health of a server that has reported the weight label `label`.
 
-        A probe's result is ignored if the expected label has changed meanwhile.
+        The result of a probe is ignored if the expected label has changed during the probe.
         """
         if server.is_healthy and self._supervisor is not None:
             self._supervisor.report_healthy(server.url)
@@ -159,7 +160,8 @@ class HealthMonitor:
     async def _probe_generation(self, server: ServerBackend, label: str) -> bool | None:
         """Return True if the server generates a token, or makes progress on other requests.
 
-        Returns None if another rank has aborted all of the server's requests.
+        Returns None if the probe was aborted, because another rank has aborted all of the server's
+        requests.
         """
         before = await self._read_progress(server)
         try:
@@ -167,7 +169,7 @@ class HealthMonitor:
                 server, PROBE_REQUEST, Completion([], [], is_stopped=False, weight_versions=[]), label=label, salt=self._cache_salt()
             )
             return None if part.finish_reason == ABORTED else True
-        except (EndpointError, ValueError, RuntimeError):  # the latter two come from invalid replies
+        except (EndpointError, ValueError, RuntimeError):  # invalid replies raise ValueError or RuntimeError
             return before != await self._read_progress(server)
 
     async def _read_progress(self, server: ServerBackend) -> list[str]:
@@ -195,14 +197,14 @@ class HealthMonitor:
     async def check_version(self, server: ServerBackend) -> str:
         """Return the label of the server's weights.
 
-        The reply passes through the server's engine core, so that a hanging engine does not answer.
+        The request passes through the server's engine core, so it times out if the engine hangs.
         """
         return await server.read_weight_label(self._http, limit_s=self._health_timeout_s)
 
     def mark_unhealthy(self, server: ServerBackend, reason: str) -> None:
-        """Mark a server as unhealthy until its weights were checked.
+        """Mark a server as unhealthy until `readmit` is called for it.
 
-        Its requests are sent to other servers.
+        The server's requests in flight fail and are sent to other servers.
         """
         if reason != MISSED_UPDATE or not self.last_failure:
             self.last_failure = f"{server.url}: {reason}"
@@ -213,10 +215,10 @@ class HealthMonitor:
             self.update_outage()
 
     def update_outage(self) -> None:
-        """Record since when no server is healthy.
+        """Update `unhealthy_since`.
 
-        All waiting requests share this time, so that they give up together, however late they
-        started.
+        All waiting requests use this time to compute how long the outage has lasted, so they fail
+        together, no matter when each request started.
         """
         if any(server.is_healthy for server in self._servers):
             self.unhealthy_since = None

@@ -1,10 +1,10 @@
 """Assigns the groups of a generation batch to the engines.
 
-Every engine starts with groups chosen by their position in the batch. If an engine can hold its
-even share at once, that is all of its share, and the assignment does not depend on the engines'
-speed. The groups beyond that have no engine at first: an engine with free capacity takes them,
-using a counter that all engines share. A group is never split, because its members share a prompt
-that their engine has cached.
+Every engine starts with groups that are chosen by their position in the batch. If the engines have
+capacity for the whole batch, all groups are assigned in this way, and the assignment does not
+depend on the engines' speed. Otherwise some groups remain unassigned at first, and engines with
+free capacity take them later, using a counter that all engines share. All episodes of a group run
+on the same engine, which caches their common prompt.
 """
 
 import asyncio
@@ -16,16 +16,16 @@ from typing import Protocol
 from megatron_rl.types import Rollout
 
 StartGroupFn = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
-"""Returns the episodes of a group as coroutines."""
+"""Takes a group number and returns the group's episodes as coroutines."""
 
 
 class SharedCounter(Protocol):
     """Named counters that all engines share, such as torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to a counter, which starts at 0, and return the sum.
+        """Add `amount` to a counter, which starts at 0, and return the new value.
 
-        May wait for the network.
+        The call may block on the network.
         """
         ...
 
@@ -36,24 +36,26 @@ class SharedCounter(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineRank:
-    """Index and capacity of an engine among all engines."""
+    """Index of an engine among all engines, and capacity of each engine."""
 
     index: int = 0
     num_engines: int = 1
     max_episodes: int = 1
-    """Number of episodes that an engine computes at once."""
+    """Maximum number of episodes that an engine generates concurrently."""
     counter: SharedCounter | None = None
     """Counter shared by all engines; None for a single engine."""
 
     def assign(self, groups: Sequence[int], sizes: Mapping[int, int], *, assignment_id: int) -> "GroupAssignment":
-        """Return the groups that this engine runs of a generation batch.
+        """Return the groups of a generation batch that this engine runs.
 
-        An engine holds max_episodes episodes, and at least half of its even share, because some of
-        its episodes will wait for tools. A single engine holds all groups.
+        An engine starts with up to max_episodes episodes. It starts with at least half of its even
+        share, because some of its episodes will be waiting for tools. A single engine starts with
+        all groups.
 
         Args:
             groups: All groups of the batch.
-            sizes: Number of episodes of each group to start, which may be only some of `groups`.
+            sizes: Number of episodes to start in each group, by group number. Groups that are not
+                in `sizes` are not started.
             assignment_id: Unique number of this assignment.
         """
         share, size = math.ceil(len(groups) / self.num_engines), max(sizes.values(), default=1)
@@ -67,9 +69,10 @@ class EngineRank:
         )  # fmt: skip
 
     def assign_by_load(self, groups: Sequence[int], *, size: int, loads: Sequence[int]) -> "GroupAssignment":
-        """Return the groups that this engine runs; each group goes to the least-loaded engine.
+        """Return the groups that this engine runs if each group goes to the least loaded engine.
 
-        No group remains without an engine. A faster engine has a lower load at the next assignment.
+        All groups are assigned at once. A faster engine finishes more groups, so its load is lower
+        at the next assignment.
 
         Args:
             groups: Groups to assign.
@@ -91,25 +94,25 @@ class GroupAssignment:
     """Groups of a generation batch that one engine runs."""
 
     own_groups: list[int]
-    """Groups that this engine has from the beginning."""
+    """Groups that this engine starts with."""
     remaining: list[int]
-    """Groups that have no engine until one takes them."""
+    """Groups that are unassigned until an engine with free capacity takes them."""
     even_share: int
-    """Number of groups of the batch per engine, rounded up."""
+    """Number of groups in the batch divided by the number of engines, rounded up."""
     capacity: int
-    """Number of episodes that the engine runs at once."""
+    """Maximum number of episodes that the engine runs concurrently."""
     group_size: int
-    """Number of episodes of the largest group."""
+    """Number of episodes in the largest group."""
     counter_key: str
-    """Name of the shared counter that numbers the groups taken from `remaining`."""
+    """Name of the shared counter of groups taken from `remaining`."""
     engine_rank: EngineRank
 
     async def requested(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
-        """Wait until there is capacity for a group, and return how many further groups fit.
+        """Wait until there is capacity for a group; return the number of further groups that fit.
 
-        Once an episode has failed, the engine gets no more than its even share. Failures are quick,
-        so a broken engine would otherwise take groups that a healthy one could run. If all engines
-        are broken, every group still runs.
+        Once an episode has failed, the engine takes no more than its even share. Otherwise a broken
+        engine, on which episodes fail quickly, would take groups that a healthy engine could run.
+        If all engines are broken, every group still runs, since each engine takes its even share.
         """
         while len(playing := [episode for episode in episodes if not episode.done()]) + self.group_size > self.capacity:
             done, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)
@@ -120,11 +123,11 @@ class GroupAssignment:
         return min(num, self.even_share - num_groups) if has_failed else num
 
     async def take_groups(self, num: int) -> list[int]:
-        """Take at most `num` of the remaining groups; return an empty list if none is left."""
+        """Take at most `num` of the remaining groups; return an empty list if no group is left."""
         end = await asyncio.to_thread(self.engine_rank.counter.add, self.counter_key, num)
         return self.remaining[end - num : end]
 
     def clear(self) -> None:
-        """Delete the shared counter, after every engine has run its assignment."""
+        """Delete the shared counter. Call this after every engine has run its assignment."""
         if self.remaining and self.engine_rank.index == 0:
             self.engine_rank.counter.delete_key(self.counter_key)

@@ -1,7 +1,7 @@
 """Runs episodes on all engines and returns their rollouts to the training loop.
 
-Each group is assigned to one engine (load_balancer.py), so that its prefix and image caches serve
-the whole group.
+Each group is assigned to one engine (load_balancer.py), so that the whole group shares the engine's
+prefix cache and image cache.
 """
 
 import asyncio
@@ -26,43 +26,43 @@ from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 T = TypeVar("T")
 _MAX_ATTEMPTS = 3
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Shortest and longest pause in seconds before failed rollouts are run again; each pause is twice
-the previous one.
+"""Minimum and maximum pause in seconds before failed rollouts are run again; the pause doubles with
+each retry.
 """
 GatherRolloutsFn = Callable[[list[Rollout] | None], list[Rollout]]
-"""Returns the rollouts of all engines, in any order, on every rank. A rank passes its engine's
-rollouts, or None if it does not lead one.
+"""Gathers the rollouts of all engines, in any order, on every rank. The leader of an engine passes
+the engine's rollouts; all other ranks pass None.
 """
 AllGatherFn = Callable[[BufferState | None], list[BufferState | None]]
-"""Returns the buffer states of all ranks, in rank order, on every rank."""
+"""Gathers the buffer states of all ranks, in rank order, on every rank."""
 MakeCoroutine = Callable[[], Coroutine[object, object, T]]
 
 
 async def run_to_completion(run: MakeCoroutine[T]) -> T | None:
-    """Run the coroutine until it ends and return its result."""
+    """Await the coroutine that `run` creates, and return its result."""
     return await run()
 
 
 class Offloadable(Protocol):
-    """Trainer state that shares a device with an engine and can be moved off it."""
+    """Trainer state that shares a device with an engine and can be moved off the device."""
 
     def sleep(self) -> None:
         """Free the device for the engine."""
         ...
 
     def wake(self) -> None:
-        """Take the device back."""
+        """Move the state back to the device."""
         ...
 
 
 class RolloutManager:
     """Runs episodes on the rollout engines and updates the engines' weights.
 
-    Each process has an engine, a part of one, or a client of engine servers. Every rank calls every
-    method together with the other ranks.
+    Each process has a colocated engine, one rank of a colocated engine, or a client of the engine
+    servers. All ranks must call each method together.
 
-    The engine has a device that it shares with the trainer from the beginning, the trainer has it
-    from `offloaded` on, and the engine again from `update_weights` on.
+    A colocated engine and the trainer use their device alternately: the engine uses the device at
+    first, the trainer after `offloaded`, and the engine again after `update_weights`.
     """
 
     def __init__(
@@ -74,11 +74,12 @@ class RolloutManager:
     ) -> None:  # fmt: skip
         """Create a manager without episodes in progress.
 
-        `episode_settings` are those of training, with the run's seed. `engine_rank` is the index of
-        this process's engine among all engines. `run_with_grace` runs a coroutine and returns None
-        if it gave up. Infrastructure that is down is waited for up to `outage_timeout_s` seconds,
-        which `log` reports. `make_timer` returns an episode's timer, given its group and sample
-        index.
+        `episode_settings` are the settings of training episodes, with the run's seed. `engine_rank`
+        identifies this process's engine among all engines. `run_with_grace` runs a coroutine, and
+        returns None if it has cancelled the coroutine after a stop signal. During an infrastructure
+        outage, failed rollouts are retried for up to `outage_timeout_s` seconds; `log` prints a
+        line about each wait. `make_timer` takes a group number and a sample index and returns the
+        timer of this episode.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather_rollouts, self.all_gather, self.episode_settings, self.generation_settings = (
@@ -96,32 +97,34 @@ class RolloutManager:
         )
         self.scheduler = PromptScheduler(lambda: self._examples, settings=generation_settings, episode_settings=episode_settings)
         self.num_stale = 0
-        """Number of episodes dropped before the last step because they were too stale to be trained
-        on.
+        """Number of episodes dropped before the last step because they were too stale for training.
         """
         self.is_offloaded = False
         self._work_buffer = WorkBuffer()
         """Training episodes in progress on this engine."""
         self._buffer_states: list[BufferState] = []
-        """Buffer state of each engine when the last step had enough groups."""
+        """Buffer state of each engine, taken when the engines had finished enough groups for the
+        last step.
+        """
         self._num_assignments = 0
         """Number of assignments so far; the same on every rank."""
 
     @cached_property
     def _examples(self) -> Sequence[Example]:
-        """Training split of the task.
+        """Examples of the task's training split.
 
-        The first step loads it, because a run that only evaluates need not have one.
+        The first training step loads the examples, because a run that only evaluates may have no
+        training split.
         """
         return self.task.examples("train")
 
     def generate(self, step: int, *, is_enough: Callable[[list[Rollout]], bool]) -> list[Rollout]:
         """Return the rollouts of a training step.
 
-        Generates batches until `is_enough` returns True for all rollouts together, or
-        max_num_gen_batches batches were generated. Group numbers continue from batch to batch. With
-        generation_settings.max_staleness > 0, finished groups are used in the order in which they
-        started.
+        Generates batches until `is_enough` returns True for the rollouts of all batches so far, or
+        until max_num_gen_batches batches were generated. Group numbers continue from batch to
+        batch. With generation_settings.max_staleness > 0, finished groups are used in the order in
+        which they were scheduled, after the groups at the staleness limit.
         """
         rollouts: list[Rollout] = []
         stale = self.scheduler.drop_stale(step, self._oldest_versions())
@@ -136,9 +139,9 @@ class RolloutManager:
         return {group: oldest for each in self._buffer_states for group, oldest in each.oldest_versions.items()}
 
     def _generate_batch(self, step: int, stale: Sequence[int]) -> list[Rollout]:
-        """Generate until num_prompts groups have finished, and return their rollouts.
+        """Run the active groups until num_prompts of them have finished; return their rollouts.
 
-        All active groups run meanwhile; the others stay in progress.
+        Unfinished groups stay in progress.
         """
         assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
         num, samples = self.generation_settings.num_prompts, range(self.generation_settings.group_size)
@@ -157,11 +160,12 @@ class RolloutManager:
     def _run_groups(
         self, new: Mapping[int, ScheduledGroup], num: int, stale: Sequence[int], *, step: int
     ) -> tuple[dict[int, ScheduledGroup], list[Rollout]]:  # fmt: skip
-        """Run active groups until `num` have finished, including all due ones; return these groups.
+        """Run active groups until `num` groups have finished, including all due groups.
 
-        The engines exchange their states once, when all together have enough groups, so that all
-        choose the same groups. An engine that has finished all its groups waits there for the
-        others.
+        Returns the chosen groups and their rollouts. The engines exchange their buffer states once,
+        as soon as they have finished enough groups in total, so that all ranks choose the same
+        groups. An engine that has finished all of its groups waits in this exchange for the other
+        engines.
         """
         size, waiting = self.generation_settings.group_size, self.scheduler.active_groups
         self._num_assignments += 1
@@ -200,12 +204,12 @@ class RolloutManager:
     ) -> list[Rollout]:
         """Return `num_samples` rollouts of each example, sorted by group and sample index.
 
-        A group's number is `first_group` plus the index in `examples`. Training episodes in
-        progress continue meanwhile.
+        A group's number is `first_group` plus the index of the example in `examples`. Training
+        episodes in progress continue meanwhile.
 
         Raises:
-            GracefulStop: On every rank, if the grace period of one engine ended before its episodes
-                did.
+            GracefulStop: On every rank, if the grace period of an engine ended before the engine's
+                episodes did.
         """
         scheduled = {first_group + place: ScheduledGroup(example=example, settings=settings) for place, example in enumerate(examples)}
         assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
@@ -214,15 +218,16 @@ class RolloutManager:
         )
 
     def _retry_failed(self, scheduled: Mapping[int, ScheduledGroup], rollouts: list[Rollout]) -> list[Rollout]:
-        """Run rollouts that failed on infrastructure again, and return all rollouts, sorted.
+        """Rerun the rollouts that failed because of infrastructure; return all rollouts, sorted.
 
-        Rollouts with StopReason.INFRA_ERROR are run again with their own seeds until none is left
-        or outage_timeout_s has passed. The time is computed from the rollouts, which are the same
-        on all ranks, so that all ranks give up together. Rollouts with INFRA_TIMEOUT have waited
-        already: they run once more, in case the service is back, without a further wait.
+        Rollouts with StopReason.INFRA_ERROR are rerun with unchanged seeds until none of them fails
+        in this way or outage_timeout_s has passed. The elapsed time is computed from the rollouts'
+        wall times, which are the same on all ranks, so that all ranks stop retrying together.
+        Rollouts with INFRA_TIMEOUT have already waited for a service; they are rerun once, without
+        a pause, in case the service has recovered.
 
         Raises:
-            RunDenied: A server rejects this run's key. This is never retried.
+            RunDenied: A server rejects this run's key. A rejected key is never retried.
         """
         require_access(rollouts)
         if waited_for := [rollout for rollout in rollouts if rollout.stop_reason is StopReason.INFRA_TIMEOUT]:
@@ -254,9 +259,9 @@ class RolloutManager:
         self, scheduled: Mapping[int, ScheduledGroup], samples: Mapping[int, Sequence[int]], *,
         work_buffer: WorkBuffer, started: Collection[int] = (), stale: Sequence[int] = (), pause: float = 0.0,
     ) -> list[Rollout]:  # fmt: skip
-        """Run these samples of the groups to their end, after a pause, and return their rollouts.
+        """Run the given samples of each group to completion, after a pause; return their rollouts.
 
-        `started` are groups whose episodes are in the work buffer already.
+        The episodes of the groups in `started` are already in the work buffer.
         """
         self._num_assignments += 1
         sizes = {group: len(of_group) for group, of_group in samples.items()}
@@ -291,7 +296,7 @@ class RolloutManager:
     async def _run_episode_with_retries(
         self, scheduled: ScheduledGroup, work_buffer: WorkBuffer, *, shared_prompt: SharedPrompt, group: int, sample_index: int
     ) -> Rollout:
-        """Run one episode, up to _MAX_ATTEMPTS times while it fails with INFRA_ERROR."""
+        """Run one episode, with up to _MAX_ATTEMPTS attempts if it fails with INFRA_ERROR."""
         failed_s, settings = 0.0, scheduled.settings
         for _ in range(_MAX_ATTEMPTS):
             conversation = work_buffer.conversations[group, sample_index] = TokenConversation(
@@ -325,9 +330,10 @@ class RolloutManager:
         return self.engine.run(opened())
 
     def update_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the engines' weights, verify their arrival, and give the device to the engine.
+        """Send new weights to the engines, verify them, and move the trainer off the device.
 
-        `tensors` may be views of the trainer's weights: the trainer is awake while they are read.
+        `tensors` may be views of the trainer's weights, because the trainer is offloaded only after
+        all tensors are read.
         """
         with self.offloaded():
             self.engine.load_weights(tensors, version=version)
@@ -337,9 +343,9 @@ class RolloutManager:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """Give the device to the trainer, inside the block and after it until `update_weights`.
+        """Offload the engine, so that the trainer can use the device until `update_weights`.
 
-        The device stays with the trainer because a sleeping engine has no weights.
+        The engine stays offloaded after the block, because a sleeping engine has no weights.
         """
         if not self.is_offloaded:
             self.engine.sleep()
@@ -348,11 +354,11 @@ class RolloutManager:
         yield
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last `update_weights`."""
+        """Return the metrics of the last `update_weights` call."""
         return self.engine.metrics()
 
     def busy_s(self) -> float:
-        """Return the seconds that this process's engine has worked."""
+        """Return the seconds for which this process's engine has worked since its construction."""
         return self.engine.busy_s
 
     def start(self) -> None:
@@ -362,12 +368,12 @@ class RolloutManager:
     def close(self, *, all_ranks: bool = True) -> None:
         """Cancel all episodes, close the task and then the engine.
 
-        This must be the last call of a process: ColocatedEngine.close also destroys the process
-        group.
+        This must be the last call in a process, because ColocatedEngine.close also destroys the
+        process group.
 
         Args:
-            all_ranks: True if all ranks take part. Pass False after a failure, when other ranks may
-                be busy or gone; nothing waits for them then.
+            all_ranks: True if all ranks call `close`. Pass False after a failure, when other ranks
+                may be busy or may have exited; the call then does not wait for other ranks.
         """
 
         async def ending() -> None:
@@ -386,8 +392,8 @@ class RolloutManager:
 async def render_prompt(task: Task, example: Example, renderer: Renderer, *, seed: int) -> TokenSequence | None:
     """Render the prompt of an example without an engine.
 
-    Returns None after an InfraError; the example's episodes then fail with the same error and
-    report it.
+    Returns None if the environment raises InfraError. The example's episodes will fail with the
+    same error and report it.
     """
     env = task.env(example)
     try:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint's processor and chat template, and rejects those unusable for training."""
+"""Loads and validates a checkpoint's processor and chat template."""
 
 import json
 import subprocess
@@ -18,33 +18,35 @@ from megatron_rl.rollout import template_probe
 from megatron_rl.types import Message
 
 SIZE_FORMS = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
-"""Accepted sets of keys in an image processor's `size`; both are in pixels of the whole image."""
+"""Accepted key sets for an image processor's `size`. All values are pixel counts of a whole image
+(height x width).
+"""
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
-"""Exceptions that a faulty chat template raises."""
+"""Exceptions that rendering a faulty chat template may raise."""
 TEMPLATE_CPU_S, TEMPLATE_MEMORY_BYTES = 10, 1 << 30
-"""Limits of CPU time (seconds) and memory (bytes) for trying a chat template."""
+"""Limits on CPU time (seconds) and memory (bytes) for the test rendering of a chat template."""
 _PROBE_S = 300
-"""Wall-time limit in seconds of the test process. The kernel's CPU limit ends the process long
-before, however busy the machine is.
+"""Wall-time limit in seconds for the process that test-renders a chat template. The CPU-time limit
+normally ends the process long before this limit, even on a busy machine.
 """
 _SYSTEM, _QUESTION, _REPLY, _NEXT = "Probe\n\n  system", 'Probe:\n\n  is 1 < 2 & "x"?', "probe reply", "probe observation"
-"""Probe texts with everything that a template may change: capitals, spaces, empty lines, and
+"""Test texts with everything that a chat template might alter: capitals, spaces, empty lines, and
 characters that HTML and JSON escape.
 """
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random": "a random choice"}
-"""Names that make the output of a chat template change between renderings, in transformers'
-environment and Jinja's own.
+"""Maps each function or filter with nondeterministic output, in transformers' and Jinja's template
+environments, to a description of its output.
 """
 _REMEDY = "copy chat_template.jinja from where the model came from"
 
 
 def load_processor(path: str) -> ProcessorMixin:
-    """Return the processor of a Hugging Face folder with its chat template in place.
+    """Load the processor of a Hugging Face model folder and set its chat template.
 
     Raises:
-        ValueError: Files are damaged, missing or belong to another kind of model. The message names
-            model.path and the file.
+        ValueError: A file is damaged or missing, or belongs to an unsupported kind of model. The
+            message names model.path and the file.
     """
     folder = Path(path)
     there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
@@ -64,7 +66,7 @@ def load_processor(path: str) -> ProcessorMixin:
 def _image_file(folder: Path) -> str:
     """Return the name of the file from which transformers reads the image processor, or ''.
 
-    The first one is used if both exist.
+    If both processor_config.json and preprocessor_config.json exist, processor_config.json is used.
     """
     return next((name for name in ("processor_config.json", "preprocessor_config.json") if (folder / name).is_file()), "")
 
@@ -81,14 +83,14 @@ def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
 
 
 def find_template(processor: ProcessorMixin, path: str) -> str:
-    """Return the chat template, from any of the places where transformers stores one.
+    """Return the chat template of a loaded processor.
 
-    These are chat_template.jinja, additional_chat_templates/, chat_template.json,
-    processor_config.json and tokenizer_config.json. If there are several named templates, `default`
-    is used.
+    transformers reads chat templates from chat_template.jinja, additional_chat_templates/,
+    chat_template.json, processor_config.json and tokenizer_config.json. If there are several named
+    templates, the template named `default` is used.
 
     Raises:
-        ValueError: There is no template.
+        ValueError: There is no template, or there are several and none is named `default`.
     """
     for found in (processor.chat_template, processor.tokenizer.chat_template):
         if isinstance(found, str) and found.strip():
@@ -106,8 +108,8 @@ def find_template(processor: ProcessorMixin, path: str) -> str:
 def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> None:
     """Raise ValueError if the processor does not match the model.
 
-    It must cut images into patches as the model's vision tower does, use the same token ids, and
-    resize with the same method as the renderer.
+    The processor must have the same patch sizes and special token ids as the model, and the same
+    resampling filter as the renderer.
     """
     images, numbers = processor.image_processor, processor.tokenizer.get_added_vocab()
     for what, found, field, stated in (
@@ -126,9 +128,9 @@ def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> No
 
 
 def check_determinism(template: str, path: str) -> None:
-    """Raise ValueError if a chat template uses a name from `_VARYING`.
+    """Raise ValueError if a chat template is nondeterministic.
 
-    Such a name changes the template's output from one rendering to the next.
+    A template is nondeterministic if it uses a name from `_VARYING`, such as the current time.
     """
     names = {value for _, kind, value in Environment().lex(template) if kind == "name"}
     for name, what in _VARYING.items():
@@ -140,7 +142,7 @@ def check_determinism(template: str, path: str) -> None:
 def require_bounded_template(template: str, path: str) -> None:
     """Raise ValueError if a chat template takes too much time or memory.
 
-    It is tried on a short conversation, in a separate process.
+    The template is rendered for a short conversation in a separate process.
     """
     parts = [{"type": "image"}, {"type": "text", "text": _QUESTION}]
     begun = [
@@ -157,13 +159,13 @@ def require_bounded_template(template: str, path: str) -> None:
 
 
 def check_template(render: Callable[[Sequence[Message], bool], str], path: str) -> None:
-    """Raise ValueError unless the chat template preserves a system message and a question.
+    """Raise ValueError unless the chat template preserves all parts of a test prompt.
 
-    The question has text and two images. The template must also begin the response.
+    The test prompt has a system message, and a user message with text and two images. With
+    add_generation_prompt=True, the template must also begin the response.
 
     Args:
-        render: Returns the text of messages; its second argument requests the beginning of the next
-            response.
+        render: Renders messages as text; its second argument is `add_generation_prompt`.
         path: Value of model.path, for the error message.
     """
     parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": _QUESTION}]
@@ -182,11 +184,11 @@ def check_template(render: Callable[[Sequence[Message], bool], str], path: str) 
 
 
 def find_continuation_problem(render: Callable[[Sequence[Message], bool], str], path: str) -> str:
-    """Return why text cannot be appended after a response, or '' if it can.
+    """Return the reason why messages cannot be appended after a response; '' if they can.
 
-    Episodes of several turns, and transcripts, append the text that the template writes after an
-    earlier response. With a template that rewrites or drops earlier messages, or thoughts in them,
-    the policy would be trained on a sequence that never occurs in use.
+    Multi-turn episodes and transcripts append newly rendered messages to the existing sequence. If
+    the template rewrites or drops earlier messages, or thoughts in earlier messages, the policy
+    would be trained on sequences that never occur at inference.
     """
     for reply, what in ((_REPLY, "earlier messages"), (f"<think>\n{_SYSTEM}\n</think>\n\n{_REPLY}", "thoughts of earlier turns")):
         begun = [_make_message("user", _QUESTION), _make_message("assistant", reply)]
@@ -217,6 +219,6 @@ def _render_checked(
 def find_banned_ids(vocab: dict[str, int], spec: ModelSpec, *, never_sampled: Sequence[str]) -> list[int]:
     """Return the token ids that no engine may sample.
 
-    These are image and video markers, and vocabulary rows without a token.
+    These are the image and video markers, and the ids of the model's vocabulary without a token.
     """
     return sorted({*(vocab[token] for token in never_sampled), *(set(range(spec.vocab_size)) - set(vocab.values()))})

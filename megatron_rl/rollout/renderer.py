@@ -1,8 +1,8 @@
-"""Renders messages as tokens: chat template, image processing, and observations as deltas.
+"""Renders messages as tokens with the chat template and the image processor.
 
-Tokens that the policy sampled are never tokenized again. An image is resized once, to its final
-grid; neither the engine nor the trainer resizes it again. Several threads may render at the same
-time.
+An observation is rendered as a continuation of the sequence, so tokens that the policy sampled are
+never re-tokenized. An image is resized once, to its final grid; neither the engine nor the trainer
+resizes the image again. Several threads may render at the same time.
 """
 
 import asyncio
@@ -41,30 +41,33 @@ from megatron_rl.types import Image, Message, TokenSequence
 
 T = TypeVar("T")
 MAX_INLINE_PIXELS = 1 << 17
-"""Images with fewer pixels take less than 8 ms, less than a decode step of a large model."""
+"""Default of `Renderer.max_inline_pixels`. Rendering an image with fewer pixels takes less than 8
+ms, which is less than a decode step of a large model.
+"""
 _THREADS = 4
-"""Number of rendering threads. An image of 2,000,000 pixels takes a thread about 100 ms and,
-meanwhile, 100 MB.
+"""Number of rendering threads. Rendering an image of 2,000,000 pixels takes about 100 ms and
+temporarily 100 MB of memory.
 """
 _CACHED_BYTES = 1 << 30
-"""Maximum bytes of cached images with their patches. An image of 2,000,000 pixels takes 8 MB, and
-its patches 48 MB.
+"""Maximum bytes of cached images, including their patches. An image of 2,000,000 pixels takes 8 MB,
+and its patches take 48 MB.
 """
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-"""Maps each character in the tokens of byte-level tokenizers to its byte."""
+"""Maps each character in the vocabulary of a byte-level tokenizer to the byte that it represents.
+"""
 _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
-"""Markers of images and videos, which the policy must not sample."""
+"""Image and video markers, which the policy must not sample."""
 
 GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
-"""Tokens of Qwen2-VL's grounding data, which control nothing."""
+"""Special tokens of Qwen2-VL's grounding data, which have no control function."""
 
 
 def max_inline_pixels(engine: EngineSettings) -> int:
-    """Return the number of pixels from which on images are rendered in a thread.
+    """Return the minimum number of pixels for which images are rendered in a thread.
 
-    For an engine in this process smaller images are rendered in the event loop itself: its requests
-    then come in the same order every time, so that a run on a CPU repeats bit for bit. Requests to
-    servers have no fixed order, and every image is rendered in a thread.
+    For a colocated engine, smaller images are rendered in the event loop itself. The order of
+    requests is then always the same, so that a run on a CPU is reproducible bit for bit. Requests
+    to servers have no fixed order, so all images are rendered in threads.
     """
     return 1 if engine.mode == "server" else MAX_INLINE_PIXELS
 
@@ -72,7 +75,7 @@ def max_inline_pixels(engine: EngineSettings) -> int:
 class Renderer:
     """Renders messages for one checkpoint.
 
-    `banned_ids` and `stop_ids` are the same for engine and trainer.
+    The engine and the trainer use the same `banned_ids` and `stop_ids`.
     """
 
     def __init__(
@@ -83,8 +86,8 @@ class Renderer:
 
         Args:
             model: Checkpoint and limits of image sizes.
-            max_inline_pixels: Described in the function `max_inline_pixels`.
-            allow_grounding_tokens: Described in DataSettings.
+            max_inline_pixels: See the function `max_inline_pixels`.
+            allow_grounding_tokens: See DataSettings.
             cache_bytes: Maximum bytes of cached images.
         """
         self.max_inline_pixels, self._cache_bytes = max_inline_pixels, cache_bytes
@@ -114,30 +117,30 @@ class Renderer:
         """Maps the key of a cached final image to the digests of its source images."""
         self._num_bytes = 0
         self._lock = Lock()
-        """Held while the cache changes."""
+        """Lock that is held while the cache changes."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
         require_bounded_template(self.processor.chat_template, model.path)
         check_template(self._apply_template, model.path)
         self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
-        """Reason why no text can be appended after a response; empty if it can."""
+        """Reason why messages cannot be appended after a response; empty if they can."""
         check_determinism(self.processor.chat_template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._render_messages(dummy).removesuffix("\n")
 
     def require_continuation(self) -> None:
-        """Raise ValueError unless the chat template allows appending after a response."""
+        """Raise ValueError unless the chat template allows messages after a response."""
         remedy = f"{self.continuation_problem}; give a chat_template.jinja that keeps every message as it is"
         require(not self.continuation_problem, "model.path", self._path, remedy)
 
     async def run_in_thread(self, fn: Callable[[], T]) -> T:
         """Run `fn` in a rendering thread and return its result.
 
-        The event loop, in which an engine steps, continues meanwhile.
+        The event loop, which also runs the steps of a colocated engine, is not blocked.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
 
     def image(self, picture: Picture) -> Image:
-        """Return `picture` at its final size with its patches, cached by its digest."""
+        """Return `picture` at its final size with its patches; results are cached by digest."""
         digest, size = image_key(picture), self.final_size(picture.width, picture.height)
         known = self._find_cached(self._final_key_by_source.get(digest))
         if known is not None:
@@ -153,9 +156,10 @@ class Renderer:
         return image
 
     def _process_resized(self, resized: Picture, *, key: str) -> Image:
-        """Return the image with the patches of `resized`, which has its final size.
+        """Return the image and patches for `resized`, which already has its final size.
 
-        It must not be resized again: smart_resize of its own result may differ.
+        `resized` must not be resized again, because smart_resize may change the size of its own
+        result.
         """
         known = self._find_cached(key)
         if known is not None:
@@ -171,7 +175,7 @@ class Renderer:
             return self._images.get(key)
 
     def _cache_image(self, image: Image) -> Image:
-        """Cache the image; return the cached one if another thread was first."""
+        """Cache and return the image; if another thread has cached it already, return that copy."""
         with self._lock:
             if image.key not in self._images:
                 self._images[image.key], self._sources_by_final_key[image.key] = image, set()
@@ -184,9 +188,9 @@ class Renderer:
             return self._images.get(image.key, image)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return width and height of an image of this size after the resize.
+        """Return the width and height to which an image of this size is resized.
 
-        Both are multiples of `vision_token_side`, the side of a vision token in pixels.
+        Width and height are multiples of `vision_token_side`, the side of a vision token in pixels.
         """
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         rows, columns = smart_resize(height, width, factor=self.vision_token_side, **limits)
@@ -196,11 +200,12 @@ class Renderer:
     def final_pixels(self) -> tuple[int, int]:
         """Minimum and maximum number of pixels of an image after the resize.
 
-        A final image stays unchanged in a resize within these limits. smart_resize rounds images
-        that are too small up and images that are too large down, and so exceeds its own limits if
-        they are close to each other. The maximum is the largest of max_pixels, (a + side)(b + side)
-        for an image that is enlarged to ab = min_pixels, and one token times the longer side of an
-        image that is reduced; a : b is at most 200 (smart_resize of transformers 5.19).
+        A resize within these limits does not change an image that already has its final size. The
+        limits are wider than [min_pixels, max_pixels], because smart_resize rounds the sides of too
+        small images up and of too large images down. The maximum is the largest of three values:
+        max_pixels; (a + side)(b + side) for an image that is enlarged to a * b = min_pixels; and
+        `side` times the longer side of a reduced image that is one vision token high. The aspect
+        ratio a : b is at most 200 (smart_resize of transformers 5.19).
         """
         side, longest = self.vision_token_side, 200**0.5
         enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
@@ -211,7 +216,7 @@ class Renderer:
         return len(self._tokenize(text))
 
     def describe_sequence(self, context: TokenSequence) -> str:
-        """Return the sequence as readable text, with the size of each image in its place."""
+        """Return the decoded sequence, with the size of each image in place of its tokens."""
         pixels = ([side * self.vision_token_side // image.merge for side in image.grid[:0:-1]] for image in context.images)
         sizes = iter(f"[{width}x{height}]" for width, height in pixels)
         words = self.tokenizer.decode(context.token_ids)
@@ -233,8 +238,9 @@ class Renderer:
     def observation(self, context: TokenSequence, messages: Sequence[Message]) -> TokenSequence:
         """Render the messages that follow a response as the continuation of `context`.
 
-        Only these messages are tokenized. A turn that ran out of tokens is closed first; the
-        closing token was not sampled and is masked.
+        Only these messages are tokenized. If the response was cut off by its token limit, an
+        end-of-turn token is inserted first. The policy did not sample this token, so the loss mask
+        excludes it.
         """
         whole = self._render_messages([*self._dummy, *messages], add_generation_prompt=True)
         assert whole.startswith(self._dummy_text), self.continuation_problem
@@ -246,11 +252,11 @@ class Renderer:
     def transcript(self, messages: Sequence[Message]) -> TokenSequence:
         """Render a whole conversation for supervised learning.
 
-        The loss mask is 1 on each assistant message and the token that ends it, except for messages
-        with "loss": False.
+        The loss mask is 1 on the tokens of each assistant message and on its end-of-turn token,
+        except for messages with "loss": False.
 
         Raises:
-            ValueError: `split_transcript` rejects the messages, or a reply has tokens that are
+            ValueError: `split_transcript` rejects the messages, or a reply contains tokens that are
                 never sampled.
         """
         context = TokenSequence()
@@ -265,9 +271,9 @@ class Renderer:
         return context
 
     def transcript_length(self, messages: Sequence[Message], sizes: Sequence[tuple[int, int]]) -> int:
-        """Return the number of tokens of `transcript` without loading its images.
+        """Return the number of tokens that `transcript` would produce, without loading images.
 
-        `sizes` has the width and height of each image.
+        `sizes` contains the width and height of each image.
         """
         num_text = sum(
             len(self._tokenize(text))
@@ -278,14 +284,14 @@ class Renderer:
         return num_text - len(sizes) + sum(each // self.vision_token_side**2 for each in pixels)
 
     def decode_response(self, token_ids: list[int]) -> str:
-        """Return the text of a response without the token that ended it."""
+        """Return the text of a response without its stop token."""
         return self.tokenizer.decode(token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids)
 
     def char_to_token(self, token_ids: Sequence[int], char: int) -> int:
-        """Return the index of the token with character `char` of the decoded `token_ids`.
+        """Return the index of the token that contains character `char` of the decoded `token_ids`.
 
-        Tokens are runs of bytes. A character that is split between two tokens belongs to the later
-        one, which completes it.
+        A token is a sequence of bytes. If a character is split between two tokens, the index of the
+        later token is returned.
         """
         decoder, length = codecs.getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(self.tokenizer.convert_ids_to_tokens(token_ids)):
@@ -305,10 +311,10 @@ class Renderer:
         return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _escape_message(self, message: Message) -> Message:
-        """Return the message with names of special tokens in its text escaped.
+        """Return the message with the names of special tokens escaped in its text.
 
-        A data set, a user or a tool wrote them as text, so they must not be tokenized as special
-        tokens. Messages of the assistant stay unchanged.
+        Text from a dataset, a user or a tool must not be tokenized as special tokens. Messages of
+        the assistant stay unchanged.
         """
         content = message["content"]
         if message["role"] == "assistant":
@@ -319,9 +325,9 @@ class Renderer:
         return {**message, "content": parts}
 
     def find_special_token(self, text: str) -> str:
-        """Return the first name of a special token in a text of the data, or ''.
+        """Return the first special-token name in a text from the dataset, or ''.
 
-        Prompts contain the name with a space inserted.
+        In prompts, such a name is escaped with an inserted space.
         """
         found = self._special_token_pattern.search(text)
         return found[0] if found else ""
@@ -346,7 +352,7 @@ class Renderer:
 
 
 def _image_bytes(image: Image) -> int:
-    """Return the bytes of an image and its patches; Pillow stores a pixel in a word of 32 bits."""
+    """Return the bytes of an image and its patches; Pillow uses 4 bytes per pixel."""
     return image.patch_PC.nbytes + 4 * image.pil.width * image.pil.height
 
 

@@ -1,7 +1,7 @@
-"""Replaces the rollout manager to train again on the recorded steps of a run (rollouts.save=all).
+"""Replays the recorded steps of a run (rollouts.save=all) in place of the rollout manager.
 
-With the settings and weights of that run, every loss, gradient and weight is the same as in that
-run, whatever the parallel layout of the trainer.
+With the settings and initial weights of the recorded run, training reproduces every loss, gradient
+and weight of that run, for any parallel layout of the trainer.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from megatron_rl.types import Rollout
 class RolloutReplay:
     """Recorded rollouts behind the interface of RolloutManager (rollout/manager.py).
 
-    Every rank calls every method together with the other ranks, and reads its share of a step's
+    All ranks must call each method together. Each rank reads its share of a step's rollouts and
     images.
     """
 
@@ -75,7 +75,7 @@ class RolloutReplay:
 
 
 def require_recorded_steps(settings: Settings) -> None:
-    """Raise ValueError if a step of the run was not recorded."""
+    """Raise ValueError if the recording lacks a step that this run needs."""
     for step in range(settings.run.steps):
         path = step_path(Path(settings.rollouts.replay_from), step)
         remedy = f"step {step} is not there; give RUN/rollouts of a run with rollouts.save=all, or fewer run.steps"

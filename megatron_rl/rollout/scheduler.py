@@ -1,10 +1,10 @@
-"""Schedules prompts: how many are active in a step, in which order, and which are run again.
+"""Schedules prompts: how many run in each step, in which order, and which ones run again.
 
-The schedule is the same on every rank. A generation batch has num_prompts prompts. A step begins
-with max_staleness + 1 generation batches in progress: the capacity of AReaL (arXiv 2505.24298, eq.
-3), in whole groups. It ends when num_prompts groups have finished, including all groups that would
-be too stale for the next step; the other groups continue with the next weights. With max_staleness
-0 every step runs its own generation batch and nothing else.
+The schedule is the same on every rank. A generation batch consists of num_prompts prompts. When a
+step begins, max_staleness + 1 generation batches are in progress; this is the capacity limit of
+AReaL (arXiv 2505.24298, eq. 3), in whole groups. The step ends when num_prompts groups have
+finished, including all groups that would be too stale for the next step. The other groups continue
+with the next weights. With max_staleness=0, each step runs exactly one generation batch of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +18,10 @@ from megatron_rl.types import Example
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationSettings:
-    """Number of episodes that a training step generates."""
+    """Settings for the number of episodes that a training step generates."""
 
     num_prompts: int
-    """Number of prompts of one generation batch."""
+    """Number of prompts per generation batch."""
     group_size: int
     """Number of episodes per prompt."""
     max_num_gen_batches: int
@@ -29,20 +29,20 @@ class GenerationSettings:
     max_staleness: int = 0
     """Maximum staleness, in weight versions, of a rollout's oldest token when it is trained on."""
     num_steps: int | None = None
-    """Number of training steps of the run, which limits the prompts that are scheduled. None if
-    unknown.
+    """Total number of training steps of the run; prompts that the remaining steps do not need are
+    not scheduled. None if unknown.
     """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ScheduledGroup:
-    """Prompt with episodes that are scheduled, in progress, or finished and not yet trained on."""
+    """Group of episodes that is scheduled, in progress, or finished but not yet trained on."""
 
     example: Example
     settings: EpisodeSettings
     """Episode settings with the seed of the step that scheduled the group."""
     prompt_index: int = 0
-    """Index of the prompt in the order of all prompts of a run."""
+    """Zero-based index of the prompt in the run's prompt order."""
 
 
 class PromptScheduler:
@@ -58,21 +58,21 @@ class PromptScheduler:
         self._examples, self._settings, self._episode_settings = examples, settings, episode_settings
         self.num_generation_batches = 0
         """Number of generation batches drawn so far, which is the state of the prompt sampler. A
-        resumed run sets it.
+        resumed run sets this number to its recorded value.
         """
         self.pending_prompt_indices: list[int] = []
-        """Indices of prompts that were drawn but not finished, or not trained on. They are
-        scheduled before any other prompt.
+        """Indices of prompts that were drawn, have no active group, and were not trained on. These
+        prompts are scheduled before any new prompt.
         """
         self.active_groups: dict[int, ScheduledGroup] = {}
-        """Groups in progress, by group number."""
+        """Groups in progress, or finished but not yet trained on, by group number."""
         self._next = 0
 
     def due_groups(self, step: int, oldest_versions: Mapping[int, int | None]) -> set[int]:
-        """Return the groups for which `step` is the last step that may train on them.
+        """Return the groups that will be too stale for any step after `step`.
 
-        `oldest_versions` is described in `drop_stale`. There are at most num_prompts such groups,
-        because each step uses that number of groups and starts no more than that.
+        `oldest_versions` is described in `drop_stale`. At most num_prompts groups are due, because
+        each step uses num_prompts groups and starts at most num_prompts new groups.
         """
         limit = step - self._settings.max_staleness
         return {group for group in self.active_groups if oldest_versions.get(group) is not None and oldest_versions[group] <= limit}
@@ -80,13 +80,14 @@ class PromptScheduler:
     def drop_stale(self, step: int, oldest_versions: Mapping[int, int | None]) -> list[int]:
         """Drop the groups that are too stale for this step, and return their numbers.
 
-        Their prompts become pending again. A step waits for groups at the staleness limit
-        (`due_groups`). The groups dropped here came from servers that reported their weight version
-        too late.
+        The prompts of the dropped groups become pending again. Every step waits for the groups at
+        the staleness limit (`due_groups`). Therefore the groups dropped here come only from servers
+        that reported their weight version too late.
 
         Args:
-            step: Step that is about to begin.
-            oldest_versions: Oldest weight version of each group; None before the first request.
+            step: Index of the step that is about to begin.
+            oldest_versions: Oldest weight version used by each group, by group number; None before
+                the group's first request.
         """
         if not self.active_groups:
             self._next = 0
@@ -96,7 +97,7 @@ class PromptScheduler:
         return stale
 
     def schedule(self, step: int) -> dict[int, ScheduledGroup]:
-        """Start further groups and return them.
+        """Schedule new groups and return them by group number.
 
         Afterwards max_staleness + 1 generation batches are in progress, or as many as the remaining
         steps of the run need.
@@ -125,15 +126,15 @@ class PromptScheduler:
         return [prompts[place // size][place % size] for place in indices]
 
     def finish(self, groups: Sequence[int]) -> None:
-        """Remove these groups, which are trained on, from the active groups."""
+        """Remove these groups from the active groups, because they are used for training."""
         for group in groups:
             del self.active_groups[group]
 
     @property
     def unfinished_prompt_indices(self) -> list[int]:
-        """Indices of drawn prompts that were not trained on.
+        """Sorted indices of the prompts that were drawn but not trained on.
 
-        The run's next attempt schedules them first.
+        A resumed run schedules these prompts first.
         """
         return sorted([dealt.prompt_index for dealt in self.active_groups.values()] + self.pending_prompt_indices)
 
@@ -141,9 +142,9 @@ class PromptScheduler:
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_index: int) -> list[Example]:
     """Return the examples of one generation batch.
 
-    They depend on seed and batch index alone, so that a resumed run uses the same prompts as an
-    uninterrupted one. Examples with a `probability` are drawn with it; other examples are drawn
-    without repetition within an epoch.
+    The choice depends only on seed and batch index, so that a resumed run uses the same prompts as
+    an uninterrupted one. If the examples have a `probability`, they are drawn with replacement and
+    with these probabilities. Otherwise each epoch uses every example once, in random order.
     """
     if examples[0].probability is not None:
         generator = np.random.default_rng(derive_seed(seed, batch_index, 0))

@@ -1,7 +1,7 @@
-"""The protocol of an inference server, as the server engine and the health monitor use it.
+"""Interface of an inference server for the server engine and the health monitor.
 
-URL paths, JSON fields and flags of a server are known to its implementation alone;
-rollout/vllm/server_api.py implements it for vLLM.
+URL paths, JSON fields and command-line flags of a server belong to the implementations of this
+interface; rollout/vllm/server_api.py is the implementation for vLLM.
 """
 
 import asyncio
@@ -15,35 +15,39 @@ from sandbox.bounded_http import BoundedClient
 class ServerBackend(Protocol):
     """One inference server.
 
-    Its methods raise EndpointError if the server refuses, does not answer in time, or sends an
-    unexpected reply.
+    Its methods raise EndpointError if the server rejects a request, does not answer in time, or
+    sends an unexpected reply.
     """
 
     url: str
     token: str
-    """Token that every request carries; empty if the server needs none."""
+    """Token that is sent with every request; empty if the server requires no token."""
     endpoint: Endpoint
     is_healthy: bool
-    """True while the server is known to hold the weights that are served."""
+    """True while the server is known to have the current weights."""
     is_responding: bool
-    """True unless the last health check got no answer."""
+    """False if the server did not answer the last health check."""
     is_checksumming: bool
-    """True while the server reads all of its weights and answers nothing else."""
+    """True while the server computes checksums of all its weights and answers no other request."""
     busy_timer: BusyTimer
-    """Time during which this process had requests in flight, on the clock of time.perf_counter."""
+    """Timer for the periods in which this process has requests in flight to the server, on
+    time.perf_counter's clock.
+    """
     last_sampled_at: float
-    """Time of the last sampled token, on the clock of time.monotonic."""
+    """Time at which the server last returned sampled tokens, on time.monotonic's clock."""
     known_images: set[str]
     """Keys of the images that the server has received."""
     failure: asyncio.Future[str] | None
-    """Resolves to the reason as soon as the server is marked unhealthy."""
+    """Future that resolves to the failure reason when the server is marked unhealthy."""
     access_error: str
-    """Error message if the server has refused this run's key or token, which ends the run."""
+    """Error message if the server has rejected this run's key or token, else empty. A rejection
+    ends the run.
+    """
 
     async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
-        """Return the label of the weights that the server's engine samples with.
+        """Return the label of the weights that the server's engine uses.
 
-        An engine that hangs does not answer.
+        The engine itself answers this request, so the request times out if the engine hangs.
         """
         ...
 
@@ -52,5 +56,5 @@ class ServerBackend(Protocol):
         ...
 
     async def abort_requests(self, http: BoundedClient, *, limit_s: float) -> None:
-        """End all requests in flight; each returns the tokens that it has sampled."""
+        """Abort all requests in flight; each request returns its tokens sampled so far."""
         ...

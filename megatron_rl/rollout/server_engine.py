@@ -1,13 +1,13 @@
-"""Rollout engine in other processes, on any node: vLLM servers behind `await generate(...)`.
+"""Rollout engine that sends requests to vLLM servers in other processes, on any node.
 
-An episode stays with its server, which has cached its sequence; a new episode goes to the least
-busy server. A request that a server does not finish, because of a weight update or a failure, is
-sent again with the tokens sampled so far, to this server or another one. Sampling noise depends on
-seed and position alone (on CPUs, vllm/sampler.py), so this changes nothing else. Weights are
-identified by a label, the run's name and their version, which each server returns with all tokens
-that it samples.
+A new episode goes to the least busy server, and stays with this server, which has cached the
+episode's sequence. If a server does not finish a request because of a weight update or a failure,
+the request is sent again with the tokens sampled so far, to the same server or to another one. On
+CPUs, resending does not change the sampling noise, which depends only on seed and position
+(vllm/sampler.py). Weights are identified by a label, which consists of the run's name and the
+weight version. Each server returns the label of its weights with all sampled tokens.
 
-The event loop has its own thread, so that episodes continue while the trainer computes.
+The event loop runs in its own thread, so that episodes continue while the trainer computes.
 """
 
 import asyncio
@@ -39,13 +39,15 @@ MAX_ATTEMPTS = 5
 POLL_S, ABORT_RETRY_S = 0.1, 0.3
 """Seconds between two searches for a healthy server, and between two abort requests to a server."""
 KEEPALIVE_S = 2.0
-"""Seconds for which idle connections are kept; uvicorn closes its own after 5."""
+"""Seconds for which idle connections are kept open, less than the 5 seconds after which uvicorn
+closes an idle connection.
+"""
 
 
 class ServerEngine:
-    """All inference servers, as the episodes of one rank use them.
+    """Rollout engine that distributes the requests of one rank over all inference servers.
 
-    Every rank has one. `sender` is set on the rank that sends the weights.
+    Every rank has a ServerEngine. Only the rank that sends the weights has a `sender`.
     """
 
     def __init__(
@@ -59,15 +61,16 @@ class ServerEngine:
 
         Args:
             servers: All servers.
-            settings: Settings of the engine.
-            name: Unique name of the run, which begins the label of its weights.
+            settings: Engine settings.
+            name: Unique name of the run, which is the prefix of its weight labels.
             image_token_id: Id of the image placeholder.
             stop_ids: Ids that end a turn.
             decode_tokens: Returns the text of token ids.
             all_gather: Gathers the values of all ranks on every rank.
-            sender: Sends the weights; None on the other ranks.
-            supervisor: Restarts servers that the run started; set on the rank of `sender`.
-            first_server: Index of the preferred server among equally busy ones.
+            sender: Sends the weights; None on ranks that do not send weights.
+            supervisor: Restarts servers that the run itself has started. It is set only on the rank
+                of `sender`.
+            first_server: Index of the server that is preferred if several servers are equally busy.
             log: Prints one line.
         """
         self._servers, self._settings, self._name = list(servers), settings, name
@@ -104,7 +107,7 @@ class ServerEngine:
     def run(self, main: Coroutine[object, object, T]) -> T:
         """Run `main` in the event loop's thread and return its result.
 
-        Tasks that `main` leaves behind continue, also between two calls of `run`.
+        Tasks that `main` leaves running continue, even between two calls of `run`.
         """
         future = asyncio.run_coroutine_threadsafe(main, self._loop)
         try:
@@ -116,12 +119,12 @@ class ServerEngine:
 
     @property
     def weights_label(self) -> str:
-        """Label of the weights that are served now."""
+        """Label of the current weights."""
         return f"{self._name}.{self.weight_version}"
 
     @property
     def cache_salt(self) -> str:
-        """Salt of the servers' prefix caches; separates prefixes computed by different weights."""
+        """Salt for the servers' prefix caches; it separates prefixes of different weights."""
         return self.weights_label
 
     @property
@@ -132,19 +135,19 @@ class ServerEngine:
     def metrics(self) -> dict[str, float]:
         """Return the times of the last weight update in seconds.
 
-        weight_sync/pause_s is the time without requests; weight_sync/transfer_s is the part of it
-        spent on sending the weights, on the rank of `sender`.
+        weight_sync/pause_s is the time without requests. weight_sync/transfer_s, which only the
+        rank of `sender` returns, is the part of the pause that was spent on sending the weights.
         """
         return dict(self._metrics)
 
     @property
     def busy_s(self) -> float:
-        """Seconds with turns of this process in flight, averaged over the servers."""
+        """Seconds with requests of this process in flight, averaged over the servers."""
         now = time.perf_counter()
         return statistics.fmean(server.busy_timer.busy_seconds(now) for server in self._servers)
 
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        """Sample one turn after `token_ids`, with the conventions of ColocatedEngine.generate.
+        """Sample one response that continues `token_ids`, like ColocatedEngine.generate.
 
         Raises:
             InfraError: MAX_ATTEMPTS requests failed.
@@ -190,10 +193,10 @@ class ServerEngine:
         return end is not None or part.finish_reason == "stop"
 
     async def _select_server(self, failed_urls: Sequence[str]) -> ServerBackend:
-        """Return the episode's own server if it is healthy, else the least busy healthy one.
+        """Return the episode's current server if it is healthy, else the least busy healthy server.
 
-        A server that has just failed is avoided if possible. Raises InfraTimeout and AccessDenied
-        like `generate`.
+        The server that failed last is avoided if another server is available. Raises InfraTimeout
+        and AccessDenied like `generate`.
         """
         task, backing_off_since = asyncio.current_task(), None
         while True:
@@ -238,10 +241,10 @@ class ServerEngine:
             server.busy_timer.stop(time.perf_counter())
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Send weights to all servers. All ranks call it together.
+        """Send weights to all servers. All ranks must call this method together.
 
-        Turns in progress stop and continue with the new weights. A server that does not provably
-        receive them is marked unhealthy; this method never raises RuntimeError for it.
+        Turns in progress are interrupted and continue with the new weights. A server that cannot be
+        verified to have received all weights is marked unhealthy; no RuntimeError is raised.
         """
         began = time.perf_counter()
         self.run(self._pause_requests())
@@ -260,19 +263,18 @@ class ServerEngine:
             self._metrics["weight_sync/transfer_s"] = self._sender.transfer_s
 
     def _update_targets(self) -> list[str]:
-        """Return the servers that receive an update.
+        """Return the URLs of the servers that receive an update.
 
-        Servers that do not respond are left out. If none responds, or none was checked yet, all are
-        returned.
+        Servers that do not respond are left out, unless no server responds.
         """
         answering = [server.url for server in self._servers if server.is_healthy or server.is_responding]
         return answering or self.urls
 
     async def _pause_requests(self) -> None:
-        """Stop new requests and abort the ones in flight, which return the tokens sampled so far.
+        """Stop new requests and abort requests in flight, which return the tokens sampled so far.
 
-        Turns that waited for an image may still send a request after this started. The next
-        iteration aborts them.
+        A turn that was waiting for another turn to send an image may still send a request after the
+        pause has begun. The next iteration of the loop aborts this request.
         """
         self._is_serving.clear()
         began = time.monotonic()

@@ -32,12 +32,12 @@ class Step:
     tool_call: ToolCall | None = None
     """Tool call made by the response, or None."""
     action_char: int | None = None
-    """Index of the first character of the action in the response, after the thoughts
-    (algo.thought_logprob_scale). None if the response has no such parts.
+    """Character index in the response at which the action begins, after the thoughts (for
+    algo.thought_logprob_scale). None if the response is not divided into thoughts and action.
     """
     is_new_prompt: bool = False
-    """True if `messages` are a complete new prompt, which contains the state, instead of a
-    continuation.
+    """True if `messages` are a complete new prompt that includes the state; False if they continue
+    the sequence.
     """
 
 
@@ -50,10 +50,11 @@ class Env(ABC):
 
     @property
     def state(self) -> str:
-        """Name of the state that the next response answers; empty if unknown.
+        """Name of the current state, to which the next response reacts; empty if unknown.
 
-        Episodes of one example that reach the same state must have the same name for it, at
-        whatever turn. algo.turn_credit=gigpo compares a turn without a name with no other turn.
+        Equal states of the same example must have the same name in all episodes and at all turns.
+        algo.turn_credit=gigpo compares turns with the same state name; a turn with an empty name is
+        compared with no other turn.
         """
         return ""
 
@@ -78,30 +79,32 @@ class Task(ABC):
     Options: ClassVar[type | None] = None
     """Dataclass of settings specific to this task; `settings.options` is an instance of it."""
     reward_names: ClassVar[Sequence[str]] = ()
-    """Values of task.reward in addition to the names of user-defined reward functions. Empty: the
-    task has a single way of scoring.
+    """Accepted values of task.reward, in addition to the names of user-defined reward functions.
+    Empty if the task has only one reward.
     """
     rubric: Rubric = Rubric(turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)})
-    """Rubric that scores the episodes; the default sums the environment's rewards, undiscounted."""
+    """Rubric that scores the episodes; the default is the undiscounted sum of environment rewards.
+    """
     judge: "Judge | None" = None
     """Judge used by the rubric."""
     runs_code: ClassVar[bool] = False
     """True if episodes run code in the sandbox (task.sandbox)."""
     appends_to_sequence: ClassVar[bool] = True
-    """True if environments append messages after a response. False if an episode has a single
-    response, or every turn is a new prompt.
+    """True if observations are appended to the sequence after a response. False if every episode
+    has a single response, or if every turn starts from a new prompt.
     """
     stop: Sequence[str] = ()
-    """Stop strings. A response ends after one of them, which stays in it, or where the policy ends.
+    """Strings that end a response, in addition to the policy's own end token. The stop string is
+    part of the response.
     """
 
     def __init__(self, settings: TaskSettings) -> None:
         self.settings, self.name = settings, settings.name
 
     async def start(self) -> None:
-        """Acquire resources that episodes share (sandbox, judge), in the event loop that runs them.
+        """Acquire the resources that episodes share, such as a sandbox or a judge.
 
-        Called once, on the leader of each engine.
+        Called once on the leader of each engine, in the event loop that runs the episodes.
         """
         return
 
@@ -111,7 +114,7 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, split: str) -> Sequence[Example]:
-        """Return the examples of `split`, which is train or eval."""
+        """Return the examples of `split`, which is "train" or "eval"."""
 
     @abstractmethod
     def env(self, example: Example) -> Env:
@@ -120,8 +123,9 @@ class Task(ABC):
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Return demonstrations of a split for supervised training.
 
-        Each one is accessed when it is trained on, and may be created only then. The default
-        returns the transcripts of the user, which every task supports (sft.py).
+        The sequence may create each demonstration lazily, since a demonstration is accessed only
+        when it is trained on. The default returns the user's transcripts, which every task supports
+        (sft.py).
         """
         return load_demonstrations(self.settings.data, split, num=num, seed=seed)
 
@@ -130,16 +134,16 @@ class Task(ABC):
         return self.rubric.is_solved(rollout)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return further evaluation metrics of these scored rollouts, logged as eval/greedy_NAME.
+        """Return additional evaluation metrics of scored rollouts, logged as eval/greedy_NAME.
 
-        The names `success` and `return` replace the default means. Rollout.group is an index into
-        `examples`.
+        Metrics named `success` or `return` replace the default means. Rollout.group is an index
+        into `examples`.
         """
         return {}
 
 
 def require_task(name: str, task: object) -> None:
-    """Raise ValueError unless a task of the user is a complete subclass of `Task`."""
+    """Raise ValueError unless a user-defined task is a concrete subclass of `Task`."""
     key = f"tasks[{name!r}]"
     require(isinstance(task, type) and issubclass(task, Task), key, task, "must be a class below megatron_rl.rollout.task.Task")
     lacking = ", ".join(sorted(task.__abstractmethods__))

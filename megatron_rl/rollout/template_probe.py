@@ -1,9 +1,9 @@
-"""Standalone program that renders a chat template under resource limits of the kernel.
+"""Standalone program that renders a chat template under the kernel's resource limits.
 
-A template is a program, and its loops may never end. processor.require_bounded_template runs this
-program, which uses Jinja alone. It reads {"template", "seconds", "num_bytes", "conversations"} as
-JSON. It exits with 0 unless a limit was exceeded; processor.check_template reports other errors of
-the template.
+A chat template may contain endless loops. processor.require_bounded_template therefore runs this
+program, which imports only Jinja, in a separate process. The program reads {"template", "seconds",
+"num_bytes", "conversations"} as JSON from standard input. The exit code is 0 unless a limit was
+exceeded; processor.check_template reports all other errors of the template.
 """
 
 import json

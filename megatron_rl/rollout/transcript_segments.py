@@ -1,4 +1,4 @@
-"""Splits a demonstration into observations and replies, as the chat template writes them."""
+"""Splits a demonstration into observations and replies, as rendered by the chat template."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +8,15 @@ from PIL.Image import Image as Picture
 from megatron_rl.types import Message
 
 RenderFn = Callable[..., str]
-"""(messages, *, add_generation_prompt) -> text of the messages. With add_generation_prompt it ends
-where the assistant's reply begins. Raises ValueError if the template rejects the messages.
+"""Takes (messages, *, add_generation_prompt) and returns the rendered text. With
+add_generation_prompt=True, the text ends where the assistant's reply begins. Raises ValueError if
+the template rejects the messages.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class TranscriptSegment:
-    r"""A reply and the text before it, from the end of the previous reply on.
+    r"""A reply and its observation, which is the text since the end of the previous reply.
 
     Example: "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n" is a single
     segment. Its observation is everything before "Yes", and its reply is "Yes<|im_end|>".
@@ -24,17 +25,17 @@ class TranscriptSegment:
     observation: str
     reply: str
     messages: Sequence[Message]
-    """Messages that `observation` renders."""
+    """Messages that are rendered in `observation`."""
     is_trained: bool
-    """False for a reply with "loss": False."""
+    """False if the message of the reply has "loss": False."""
 
 
 def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[TranscriptSegment]:
-    """Return one segment for each message of the assistant.
+    """Split the messages into one segment per assistant message.
 
     Raises:
-        ValueError: The chat template rejects the messages or writes earlier ones differently when
-            later ones follow, or a message of the assistant has an image.
+        ValueError: The chat template rejects the messages, the template renders earlier messages
+            differently when later messages follow, or an assistant message contains an image.
     """
     pieces, done, answered = [], "", -1
     for index, message in enumerate(messages):

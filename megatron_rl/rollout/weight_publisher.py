@@ -1,8 +1,8 @@
-"""Publishes the policy's weights over HTTP to services that answer with the policy in training.
+"""Publishes the policy's weights over HTTP to services that generate with this policy.
 
-These services are partners in another run (tasks/lewis/server/weight_updates.py). A service that
-accepts an update serves it from then on. A service that does not is logged, continues with the
-weights that it has, and is sent the next update.
+These services are partner models in another run (tasks/lewis/server/weight_updates.py). A service
+that accepts an update uses the new weights from then on. If a service does not accept an update,
+the failure is logged; the service keeps its current weights and receives the next update.
 """
 
 import base64
@@ -35,11 +35,11 @@ class _SentWeights(BaseModel):
 class WeightPublisher:
     """Sends weight updates to all services of a run.
 
-    Every rank has a publisher; only the main rank's sends.
+    Every rank has a publisher, but only the main rank sends weights.
     """
 
     def __init__(self, settings: WeightPublishSettings, *, run: str, is_main: bool, log: Callable[[str], None] = print) -> None:
-        """Read the token of the services.
+        """Create a publisher and read the services' token.
 
         Raises:
             ValueError: The token file cannot be read.
@@ -48,7 +48,7 @@ class WeightPublisher:
         self._token = read_token(Path(settings.token_file)) if settings.token_file else ""
 
     def publish_initial(self, tensors: TensorsFn, *, step: int) -> None:
-        """Send the weights that an attempt of the run starts with. All ranks call it together.
+        """Send an attempt's initial weights. All ranks must call this method together.
 
         Raises:
             ValueError: On every rank, if a service did not accept the weights.
@@ -58,10 +58,10 @@ class WeightPublisher:
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
-        """Send the weights after `step` steps, if an update is due. All ranks call it together.
+        """Send the weights after `step` steps if an update is due. All ranks must call it together.
 
-        Returns the metric weight_publish/num_behind on the main rank: the number of services
-        without these weights.
+        On the main rank, returns the metric weight_publish/num_behind: the number of services that
+        have not accepted these weights.
         """
         return {} if step % self._settings.every else self._send_all(tensors, step=step)
 
@@ -85,7 +85,7 @@ class WeightPublisher:
         return {"weight_publish/num_behind": float(len(faults))}
 
     def _send_with_retries(self, url: str, parts: list[str], update: str) -> str:
-        """Send an update to one service; return why it failed, or '' if it succeeded.
+        """Send an update to one service; return the failure reason, or '' on success.
 
         Raises:
             ValueError: The service rejects the token, which is no outage.

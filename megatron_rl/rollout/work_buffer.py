@@ -1,8 +1,8 @@
-"""Buffer of the episodes in progress on an engine, from their start until they are collected.
+"""Buffer of an engine's episodes, from their start until their rollouts are collected.
 
-An episode is an asyncio task of the engine's event loop. While the loop is paused because the
-trainer has the device, the episode keeps its tokens, images, environment and sandbox. It continues
-when the loop does.
+An episode is an asyncio task in the engine's event loop. While the loop is paused because the
+trainer uses the device, the episode keeps its tokens, images, environment and sandbox. The episode
+continues when the loop resumes.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from megatron_rl.types import Rollout
 
 DUE = "due"
 POLL_S = 0.1
-"""Maximum seconds until an engine notices the groups that other engines have finished."""
+"""Maximum delay in seconds until an engine notices that other engines have finished groups."""
 
 
 @dataclass(slots=True, kw_only=True)
 class StepTarget:
-    """Number of groups that all engines together must finish for a step."""
+    """Target of a step: the number of groups that all engines together must finish."""
 
     num_groups: int
     name: str
@@ -29,14 +29,14 @@ class StepTarget:
     counter: SharedCounter | None
     """Counter shared by all engines; None for a single engine."""
     due: frozenset[int] = frozenset()
-    """Groups that must be among the finished ones."""
+    """Groups that must have finished for the target to be met."""
     has_reached: int = 0
-    """Number of groups that were finished at the last check."""
+    """Number of groups, over all engines, that were finished at the last check."""
     num_due_reached: int = 0
-    """Number of due groups that were finished at the last check."""
+    """Number of due groups, over all engines, that were finished at the last check."""
 
     async def is_met(self, completed: Collection[int]) -> bool:
-        """Add the groups newly `completed` by this engine; return True if enough are finished."""
+        """Count the groups newly `completed` by this engine; return True if the target is met."""
         num_due = len(self.due.intersection(completed))
         if self.counter is None:
             self.has_reached += len(completed)
@@ -50,24 +50,26 @@ class StepTarget:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class BufferState:
-    """Groups in progress on one engine."""
+    """State of the work buffer of one engine."""
 
     engine: int
     """Index of the engine."""
     finished: list[int]
-    """Groups with all episodes finished."""
+    """Groups in which all episodes have finished."""
     running: list[int]
-    """Groups with unfinished episodes."""
+    """Groups in which some episodes have not finished."""
     oldest_versions: dict[int, int | None]
-    """Oldest weight version used by the episodes of each group; None before the first request."""
+    """Oldest weight version used by each group, by group number; None before the group's first
+    request.
+    """
 
 
 @dataclass(slots=True)
 class WorkBuffer:
-    """Groups of episodes in progress on one engine."""
+    """Groups of episodes that run or have finished on one engine and are not collected yet."""
 
     conversations: dict[tuple[int, int], TokenConversation] = field(default_factory=dict)
-    """Conversation of each unfinished or finished episode, by group and sample index."""
+    """Conversation of each episode in the buffer, by group and sample index."""
     _groups: dict[int, list[asyncio.Task[Rollout]]] = field(default_factory=dict)
     _counted: set[int] = field(default_factory=set)
     """Finished groups that were already counted for a target."""
@@ -75,8 +77,8 @@ class WorkBuffer:
     async def run(self, assignment: GroupAssignment, start_episode: StartGroupFn, *, target: StepTarget | None = None) -> None:
         """Start the assigned groups and run until all groups in the buffer end or `target` is met.
 
-        Remaining groups of the assignment start as soon as there is capacity. An exception of an
-        episode is raised here, after all other episodes were cancelled.
+        The assignment's `remaining` groups start as soon as the engine has capacity. If an episode
+        raises an exception, all other episodes are cancelled and the exception is re-raised.
         """
         async with AsyncExitStack() as failing:
             failing.push_async_callback(self.cancel_all)
@@ -119,10 +121,10 @@ class WorkBuffer:
         return [group for group, episodes in self._groups.items() if all(episode.done() for episode in episodes)]
 
     def state(self, *, engine: int) -> BufferState:
-        """Return the groups in the buffer.
+        """Return the state of the buffer.
 
-        Their finished groups are marked as counted, since the next target excludes groups finished
-        by now.
+        All finished groups are marked as counted, because the target of the next step excludes
+        groups that have already finished.
         """
         played = self._finished_groups()
         self._counted.update(played)
@@ -137,7 +139,7 @@ class WorkBuffer:
     def collect_rollouts(self, groups: Iterable[int]) -> list[Rollout]:
         """Remove the given groups from the buffer and return their rollouts.
 
-        The groups have finished. Groups of other engines are ignored.
+        The groups must have finished. Groups of other engines are ignored.
         """
         mine = [group for group in groups if group in self._groups]
         rollouts = [episode.result() for group in mine for episode in self._groups[group]]
@@ -147,7 +149,8 @@ class WorkBuffer:
     async def cancel_groups(self, groups: Collection[int]) -> None:
         """Cancel the episodes of the given groups and remove them from the buffer.
 
-        Waits until their environments are closed. Groups of other engines are ignored.
+        Waits until the episodes have closed their environments. Groups of other engines are
+        ignored.
         """
         mine = [group for group in groups if group in self._groups]
         episodes = [episode for group in mine for episode in self._groups[group]]

@@ -1,9 +1,9 @@
-"""Address of a service: a file in the run directory, and a nonce that the service reports itself.
+"""Publishes service addresses as files in the run directory, and verifies them with nonces.
 
     RUN/services/judge.json      {"url": "http://10.0.0.1:40123/v1", "nonce": "5c1f..."}
 
-A dead server leaves its file behind, and another server may have its port by now. An address is
-therefore used only if the server that answers there reports the nonce.
+If a server dies, its file remains, and another server may take its port. An address is therefore
+used only if the server at this address reports the nonce in the file.
 """
 
 import hmac
@@ -28,7 +28,7 @@ from sandbox.token import read_token
 
 SERVICES_FOLDER = "services"
 HEALTH_TIMEOUT_S, MAX_HEALTH_BYTES = 2.0, 64 << 10
-"""Limits of a server's reply to a health check, in seconds and bytes."""
+"""Timeout in seconds of a health check, and maximum size in bytes of its reply."""
 MAX_ADDRESS_BYTES = 16 << 10
 """Maximum size of an address file in bytes."""
 
@@ -56,19 +56,19 @@ class ServiceKind:
 
     command: list[str]
     make_options: Callable[[ServiceSettings, str, str, Path], list[str]]
-    """Returns the arguments of the command, except --host and --port, from (settings, name, nonce,
-    token file).
+    """Takes (settings, name, nonce, token file) and returns the arguments of the command, except
+    --host and --port.
     """
     url_path: str
-    """Path of the address that clients use."""
+    """Path that is appended to http://HOST:PORT for the address that clients use."""
     health_path: str
-    """Path of the health check, after the address."""
+    """Path of the health check, which is appended to the address."""
     read_names: Callable[[bytes], list[str]]
-    """Returns the names that a health check's body reports. Raises ValidationError for the body of
-    another server.
+    """Takes the body of a health check's reply and returns the names in it, which include the
+    nonce. Raises ValidationError if the body comes from another kind of server.
     """
     key_remedy: str = "another server has its port, or it was started with another token; start it anew"
-    """Remedy in the error about a server that rejects the token."""
+    """Fix that is suggested in the error about a server that rejects the token."""
 
 
 def _vllm_options(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:
@@ -105,9 +105,9 @@ def address_file(run: Path, name: str) -> Path:
 
 
 def token_file(run: Path, name: str) -> Path:
-    """Return the path of the token file that the run makes for a server.
+    """Return the path of the token file that the run creates for a server.
 
-    Only the run's user can read it.
+    Only the user of the run can read the file.
     """
     return run / SERVICES_FOLDER / f"{name}.token"
 
@@ -118,10 +118,11 @@ def publish_address(run: Path, name: str, *, url: str, nonce: str) -> None:
 
 
 def can_prove_token(settings: ServiceSettings) -> bool:
-    """Return True if the service proves that it knows its token before it is sent.
+    """Return True if the service can prove that it knows its token.
 
-    The proof is described in sandbox/access.py. A vLLM server with a command of its own
-    (services.X.command) may have another environment. It has no gate, and cannot prove it.
+    The service proves this before it receives the token; sandbox/access.py describes the proof. A
+    vLLM server with a custom command (services.X.command) cannot prove this, because its
+    environment may lack the middleware rollout/vllm/http_gate.py.
     """
     return settings.kind != "vllm" or not settings.command
 
@@ -129,7 +130,7 @@ def can_prove_token(settings: ServiceSettings) -> bool:
 def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> str:
     """Return the published address if its service is running, else ''.
 
-    `is_gated` and KeyRefused are described in `is_service_running`.
+    See `is_service_running` for the meaning of `is_gated` and of the exception KeyRefused.
     """
     try:
         published = _PublishedAddress.model_validate_json(read_bytes(address_file(run, name), at_most=MAX_ADDRESS_BYTES))
@@ -142,12 +143,13 @@ def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> s
 def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated: bool = True) -> bool:
     """Return True if the service with this nonce answers at the address.
 
-    The request carries the service's own token and no key of the user. Everyone who can list
-    processes knows the port and the nonce. Without a proof of the token (`is_gated`, see
-    `has_proven_token`) a foreign server that takes the port first is mistaken for the service.
+    The request contains the service's own token, but none of the user's keys. Port and nonce are
+    visible to every user who can list processes. If `is_gated` is True, the server must therefore
+    first prove that it knows the token (see `has_proven_token`). Without this proof, a foreign
+    server that has taken the port is mistaken for the service.
 
     Raises:
-        KeyRefused: A server answers that rejects the token.
+        KeyRefused: The server at the address rejects the token.
     """
     try:
         own = read_token(token)

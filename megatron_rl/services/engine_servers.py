@@ -1,10 +1,11 @@
-"""Engine servers that a run starts itself (engine.num_local_servers), on devices of rank 0's node.
+"""Starts and restarts a run's own engine servers (engine.num_local_servers) on rank 0's node.
 
-They are vLLM servers on GPUs or CPU cores that no rank uses; with too few cores they share those of
-the ranks. Rank 0 starts them before anything is built and waits until they respond. A server that
-exits or hangs later is restarted, after backoffs that grow, until it has failed too often in a row.
-rollout/health.py decides which servers receive weights and requests. The output of a server is in
-RUN/services/engine_N.log. However the run ends, the server's supervisor (supervisor.py) ends it.
+The servers are vLLM servers on GPUs or CPU cores that no rank uses; if there are too few cores,
+servers and ranks share the cores. Rank 0 starts the servers before anything else is built, and
+waits until they respond. A server that exits or hangs later is restarted with increasing backoffs,
+until it has failed too many times in a row. rollout/health.py decides which servers receive weights
+and requests. The output of server N is in RUN/services/engine_N.log. However the run ends, the
+server's supervisor (supervisor.py) ends the server.
 """
 
 import os
@@ -30,16 +31,18 @@ from megatron_rl.services.supervised_process import SupervisedProcess, find_free
 from sandbox.token import write_token
 
 ENGINES_TOKEN_NAME = "engines"
-"""Name of the servers' token file: RUN/services/engines.token."""
+"""Name of the servers' token file without its suffix; its path is RUN/services/engines.token."""
 MAX_RESTARTS = 5
-"""Maximum number of consecutive restarts of a server; after the next failure it stays down."""
+"""Maximum number of consecutive restarts of a server; after one more failure, the server stays
+down.
+"""
 STABLE_S = 60.0
-"""Seconds after a server's first healthy report since its start, from which on a further report
-clears its earlier failures.
+"""Seconds that a server must stay healthy after a start before its earlier failures are forgotten.
 """
 MIN_BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0
-"""Shortest and longest backoff in seconds. The first restart in a row is immediate; the backoff of
-the second is the shortest, and doubles with each further one.
+"""Minimum and maximum backoff in seconds before a restart. The first of several consecutive
+restarts is immediate, the second one waits for the minimum backoff, and the backoff doubles with
+each further restart.
 """
 
 SHARED_CORES_TEXT = "cores that they share with the ranks"
@@ -56,14 +59,14 @@ class EngineServer:
     token: str
     log: Path
     process: SupervisedProcess | None = None
-    """Process of the server; None once it is known to have ended."""
+    """Process of the server; None before the start, and once the process is known to have ended."""
     started_at: float = 0.0
     """Time of the last start on time.monotonic's clock."""
     is_ready: bool = False
     """True if the server has responded since its last start."""
     healthy_since: float | None = None
     """Time of the first healthy report since the last start, on time.monotonic's clock; None before
-    it.
+    this report.
     """
     consecutive_exits: int = 0
     """Number of consecutive failures (exits and hangs)."""
@@ -74,7 +77,7 @@ class EngineServer:
     def start(self) -> None:
         """Start the process with a new random seed.
 
-        vLLM's own sampling noise then differs from that of other servers and of earlier starts.
+        The seed makes vLLM's own sampling noise differ between servers and between starts.
         """
         self.started_at, self.is_ready, self.healthy_since = time.monotonic(), False, None
         command = [*self.command, "--seed", str(secrets.randbelow(2**31))]
@@ -83,22 +86,24 @@ class EngineServer:
     def probe_ready(self) -> bool:
         """Return True if the server accepts requests.
 
-        Another server at its port does not know the token.
+        The server must prove that it knows the token, because another server may have taken the
+        port.
         """
         return has_proven_token(self.url, token=self.token)
 
 
 class EngineServers:
-    """All engine servers of a run; only rank 0 has them."""
+    """All engine servers of a run; only rank 0 has an instance."""
 
     def __init__(self, settings: Settings, *, host: str, num_ranks: int, cores: Sequence[Sequence[int]]) -> None:
-        """Create the servers, which are not started yet.
+        """Prepare the servers without starting them.
 
         Args:
             settings: Settings of the run.
             host: Host at which the servers listen.
-            num_ranks: Number of ranks on this node, which use its first devices.
-            cores: CPU cores of each server; empty if there are not enough, or on GPUs.
+            num_ranks: Number of ranks on this node; they use the node's first devices.
+            cores: CPU cores for each server; empty if there are too few cores, or if the servers
+                use GPUs.
         """
         self._startup_timeout_s, self._is_stopped, self._reported_at = settings.engine.startup_timeout_s, False, time.monotonic()
         self._engines: dict[str, EngineServer] = {}
@@ -131,7 +136,7 @@ class EngineServers:
         """Return True if all servers have responded.
 
         Raises:
-            ValueError: A server has exited, or exceeds engine.startup_timeout_s.
+            ValueError: A server has exited, or has not responded within engine.startup_timeout_s.
         """
         for engine in self._engines.values():
             if engine.is_ready:
@@ -177,7 +182,7 @@ class EngineServers:
                 engine.start()
 
     def _stop_if_failed(self, engine: EngineServer, now: float, *, is_unresponsive: bool) -> None:
-        """End the remaining processes of a server that has exited or hangs."""
+        """If a server has exited or hangs, kill its remaining processes and set its backoff."""
         code = engine.process.exit_code()
         if code is not None:
             why = f"has ended with exit code {code}"
@@ -214,10 +219,10 @@ class EngineServers:
 
 
 def split_cores(cores: Sequence[int], settings: EngineSettings, *, num_ranks: int) -> tuple[list[int], list[list[int]]]:
-    """Return the CPU cores of the ranks, and those of each server.
+    """Return the CPU cores for the ranks, and the CPU cores for each server.
 
-    Both are empty if there are fewer cores than processes that compute. Example: 2 cores, a rank
-    and a server -> [0], [[1]].
+    Both lists are empty if there are fewer cores than compute processes. Example: 2 cores, 1 rank
+    and 1 server -> [0], [[1]].
     """
     size = len(cores) // (num_ranks + settings.num_local_servers * settings.tp)
     if size == 0:
@@ -228,7 +233,7 @@ def split_cores(cores: Sequence[int], settings: EngineSettings, *, num_ranks: in
 
 
 def describe_placement(settings: EngineSettings, *, num_ranks: int) -> str:
-    """Return a text with the devices that the servers would use on this node."""
+    """Return a description of the devices that the servers would use on this node."""
     if is_on_gpu(settings):
         return ", ".join(f"GPU {'-'.join(map(str, place))}" for place in settings.places(num_ranks=num_ranks))
     _, own = split_cores(sorted(os.sched_getaffinity(0)), settings, num_ranks=num_ranks)
@@ -239,7 +244,8 @@ def check_started(settings: Settings, *, num_ranks: int) -> None:
     """Check that this node has devices for the engines and services that the run starts.
 
     Raises:
-        ValueError: One of them has no device besides those of `num_ranks` ranks.
+        ValueError: The node has too few devices for the ranks and engines, or `check_service`
+            rejects a service.
     """
     num_gpus = torch.cuda.device_count()
     check_engines(settings.engine, num_ranks=num_ranks, num_gpus=num_gpus)
@@ -248,15 +254,15 @@ def check_started(settings: Settings, *, num_ranks: int) -> None:
 
 
 def num_used_gpus(settings: EngineSettings, *, num_ranks: int) -> int:
-    """Return the number of GPUs that the run computes on, on rank 0's node.
+    """Return the number of GPUs on rank 0's node that ranks and engines use.
 
-    They are the node's first ones.
+    These are the first GPUs of the node.
     """
     return num_ranks + settings.num_local_servers * settings.tp
 
 
 def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) -> None:
-    """Raise ValueError if this node has fewer GPUs than its ranks and the servers need."""
+    """Raise ValueError if this node has fewer GPUs than its ranks and the engine servers need."""
     most, host = max(0, num_gpus - num_ranks) // settings.tp, socket.gethostname()
     needed = num_used_gpus(settings, num_ranks=num_ranks)
     remedy = (
@@ -275,15 +281,17 @@ def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) ->
 def run_engine_servers(
     settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]
 ) -> Iterator[tuple[list[str], EngineServers | None]]:
-    """Run the servers inside the block. All ranks call it together.
+    """Run the engine servers inside the block. All ranks must enter the block together.
 
-    Yields their addresses, and on the main rank the servers. On a CPU the ranks of rank 0's node
-    are bound to cores of their own meanwhile.
+    Yields the servers' addresses, and the EngineServers object (None on ranks other than rank 0).
+    On CPUs, the ranks of rank 0's node are bound to separate cores inside the block, if there are
+    enough cores.
 
     Args:
         settings: Settings of the run.
         world: Ranks of the run.
-        raise_if_stopped: May end the wait for the servers by raising.
+        raise_if_stopped: Called while waiting for the servers; may raise an exception to end the
+            wait.
     """
     own: list[EngineServers] = []
     with ExitStack() as running:
@@ -310,7 +318,7 @@ def run_engine_servers(
 
 
 def bind_threads(core_ids: Sequence[int]) -> None:
-    """Bind all threads of this process, and those that they will start, to these cores."""
+    """Bind all threads of this process, and all threads that they will start, to these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), core_ids)

@@ -1,4 +1,4 @@
-"""Runs a run's services as a job of their own (launch/serve.py), on any node."""
+"""Runs a run's external services in a separate job (launch/serve.py), on any node."""
 
 import socket
 import time
@@ -17,9 +17,9 @@ from megatron_rl.services.service_launcher import POLL_S, LaunchedService, check
 def serve_external_services(settings: Settings, *, is_run_finished: Callable[[], bool]) -> bool:
     """Run the services that are marked `external` until the run ends.
 
-    Starts them and publishes their addresses. Returns True if the run ended, and False if this job
-    was requested to stop. A run that had ended before this job started is expected to be continued,
-    so the job waits for it.
+    Starts the services and publishes their addresses. Returns True if the run has ended, and False
+    if this job was requested to stop. If the run had already ended before this job started, the job
+    assumes that the run will be continued, and waits for this.
 
     Raises:
         ValueError: A service has exited.

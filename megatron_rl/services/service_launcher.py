@@ -1,8 +1,8 @@
-"""Services that a run starts itself.
+"""Starts the services of a run, and stops them when the run ends.
 
-Rank 0 starts them, waits until they respond, and ends them with the run. Each has a supervisor
-(supervisor.py), so that none survives however the run dies, a log RUN/services/NAME.log, and next
-to it a file with its address (address.py).
+Rank 0 starts the services and waits until they respond. Each service has a supervisor
+(supervisor.py), which ends the service however the run dies. The log of a service is
+RUN/services/NAME.log. The same folder contains a file with the address of the service (address.py).
 """
 
 import os
@@ -52,7 +52,7 @@ POLL_S, REPORT_INTERVAL_S = 0.5, 10.0
 class LaunchedService:
     """One service of a run.
 
-    Call `poll` until it has an address, and `stop` in any case.
+    Call `poll` until the service has an address, and call `stop` in any case.
     """
 
     def __init__(self, name: str, settings: ServiceSettings, *, run: Path, host: str) -> None:
@@ -62,15 +62,15 @@ class LaunchedService:
             name: Name of the service.
             settings: Settings of the service.
             run: Run directory.
-            host: Host at which it listens, unless its settings name one.
+            host: Host at which the service listens, unless its settings specify a host.
 
         Raises:
-            ValueError: The host is no address of this node.
+            ValueError: The host is not an address of this node.
         """
         self.name, self._settings, self._run, self._kind = name, settings, run, SERVICE_KINDS[settings.kind]
         self._nonce, self._started_at, self._reported_at = secrets.token_hex(8), time.monotonic(), time.monotonic()
         self.url = ""
-        """Address of the service; empty until it is up."""
+        """Address of the service; empty until the service responds."""
         self.log = run / SERVICES_FOLDER / f"{name}.log"
         self._process: SupervisedProcess | None = None
         if not settings.external:
@@ -86,7 +86,7 @@ class LaunchedService:
         command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
         address_file(self._run, self.name).unlink(missing_ok=True)
         file = token_file(self._run, self.name)
-        own = {"VLLM_API_KEY": write_token(file), TOKEN_FILE: str(file.absolute())}  # variables of vLLM and of our gate
+        own = {"VLLM_API_KEY": write_token(file), TOKEN_FILE: str(file.absolute())}  # variables of vLLM and of http_gate.py
         own = own if self._settings.kind == "vllm" else {}
         self._process = SupervisedProcess(command, log=self.log, environment=make_environment(os.environ, self._settings.gpus) | own)
 
@@ -94,7 +94,8 @@ class LaunchedService:
         """Check the service, and publish its address once it responds.
 
         Raises:
-            ValueError: It has exited, or exceeds its startup_timeout_s.
+            ValueError: The service has exited, it rejects its token, or it has not responded within
+                startup_timeout_s.
         """
         if self.url and not self._settings.external:
             self._require_alive()
@@ -141,7 +142,7 @@ class LaunchedService:
         return self._process.log_tail()
 
     def stop(self) -> None:
-        """Remove the address and end the server, if this run has started it."""
+        """Remove the address and token files and stop the service, if this process started it."""
         if self._process is None:
             return
         for file in (address_file(self._run, self.name), token_file(self._run, self.name)):
@@ -159,7 +160,8 @@ def enabled_services(services: ServicesSettings) -> dict[str, ServiceSettings]:
 def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]) -> Iterator[dict[str, str]]:
     """Run the services inside the block and yield their addresses by name.
 
-    All ranks call it together. `raise_if_stopped` may end the wait for the services by raising.
+    All ranks must enter the block together. `raise_if_stopped` is called while waiting for the
+    services, and may raise an exception to end the wait.
     """
     own: list[LaunchedService] = []
     with ExitStack() as running:
@@ -184,7 +186,7 @@ def are_ready(services: Sequence[LaunchedService]) -> bool:
 
 
 def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
-    """Return the task's settings with addresses in place of the names of services.
+    """Return the task's settings with the names of services replaced by their addresses.
 
     The token files of these services are set, too.
     """
@@ -208,7 +210,9 @@ def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, n
     The run's ranks and engines use the first `num_used_gpus` of the node's `num_gpus` GPUs.
 
     Raises:
-        ValueError: Its command does not exist, its port is taken, or it has no share of the GPUs.
+        ValueError: The service's command does not exist, its port is in use, its GPUs do not exist,
+            or the run uses its GPUs and the service has no configured share of their memory (except
+            for sandboxes).
     """
     key, host = f"services.{name}", socket.gethostname()
     if settings.external:
@@ -226,5 +230,5 @@ def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, n
 
 
 def rank_zero_host(world: World) -> str:
-    """Return the host at which all ranks reach servers on rank 0's node."""
+    """Return the host at which all ranks can reach servers on rank 0's node."""
     return os.environ["MASTER_ADDR"] if world.num_nodes > 1 else "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Command that runs under a supervisor, with a log of its output.
+"""Runs a command under a supervisor, and logs its output.
 
 The supervisor (supervisor.py) ends the command however the run dies.
 """
@@ -18,20 +18,22 @@ from megatron_rl.services import supervisor
 from sandbox.token import USER_KEY_VARIABLES
 
 STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
-"""Seconds that a supervisor may take to end its server (once TERM_GRACE_S) and the server's
-remaining descendants (once more).
+"""Timeout in seconds for a supervisor to end its server (up to TERM_GRACE_S) and then the server's
+remaining descendants (up to TERM_GRACE_S again).
 """
 MAX_LOG_TAIL_CHARS = 300
-"""Maximum number of characters of a log's last line in an error."""
+"""Maximum number of characters of a log's last line that an error message quotes."""
 TORCHRUN_PREFIXES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
     "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
 )  # fmt: skip
-"""Prefixes of the variables with which torchrun describes a rank; a server is no rank."""
+"""Prefixes of the environment variables that torchrun sets for a rank. A server does not inherit
+these variables, because it is not a rank.
+"""
 
 
 class SupervisedProcess:
-    """One process with all its descendants."""
+    """Process that is run and ended together with all its descendants."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
         """Start `command` with this environment; its output is appended to `log`."""
@@ -78,10 +80,10 @@ def kill_process_tree(root: psutil.Process) -> None:
 
 
 def make_environment(base: Mapping[str, str], gpus: Sequence[int]) -> dict[str, str]:
-    """Return the environment of a server, derived from the run's.
+    """Return the environment of a server, derived from the run's environment `base`.
 
-    It lacks torchrun's variables and the user's keys. CUDA_VISIBLE_DEVICES has the server's share
-    of the GPUs that the run sees.
+    torchrun's variables and the user's keys are removed. CUDA_VISIBLE_DEVICES is set to the
+    server's GPUs; `gpus` are indices into the GPUs that are visible to the run.
     """
     kept = {name: value for name, value in base.items() if not name.startswith(TORCHRUN_PREFIXES) and name not in USER_KEY_VARIABLES}
     if gpus:
@@ -91,7 +93,7 @@ def make_environment(base: Mapping[str, str], gpus: Sequence[int]) -> dict[str, 
 
 
 def is_port_free(port: int) -> bool:
-    """Return True if no other process has the port."""
+    """Return True if no other process uses the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -102,7 +104,7 @@ def is_port_free(port: int) -> bool:
 
 
 def find_free_port(host: str) -> int:
-    """Return a port that is free at this host."""
+    """Return a port that is currently free at this host."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

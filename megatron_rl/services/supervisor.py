@@ -1,10 +1,11 @@
-"""Runs a command, and ends it with all its descendants when this process's standard input closes.
+"""Runs a command, and ends its whole process tree when this process's standard input closes.
 
 usage: supervisor.py COMMAND ...
 
-The parent holds the other end of the pipe. However it dies, the kernel closes the pipe. Descendants
-that the command leaves behind are adopted and ended, too (prctl(2), PR_SET_CHILD_SUBREAPER). The
-exit code is that of the command. The script imports nothing of this project.
+Standard input is a pipe from the parent process. However the parent dies, the kernel closes the
+pipe. The supervisor also adopts and kills descendants that the command leaves behind (prctl(2),
+PR_SET_CHILD_SUBREAPER). Its exit code is the command's exit code. This script imports nothing from
+this project.
 """
 
 import ctypes

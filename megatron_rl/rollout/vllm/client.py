@@ -1,8 +1,9 @@
 """Client that requests one turn from a vLLM server and validates the reply.
 
 `/inference/v1/generate` takes token ids and returns token ids, logprobs and weight versions. An
-image is sent once to each server; later requests refer to it by its key. A turn with a new image
-first requests a single token by itself, and other turns with the same image wait for that request.
+image is sent to each server only once; later requests refer to the image by its key. A turn with a
+new image first sends a separate request for a single token, and other turns with the same image
+wait for this request.
 
 Written against vLLM 0.32.0: entrypoints/scale_out/token_in_token_out/{protocol,serving}.py.
 """
@@ -28,11 +29,10 @@ from sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE_PATH = "/inference/v1/generate"
 MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 10, 1 << 20
-"""Maximum bytes of a reply: for each token, in the prompt or sampled, and for everything else."""
-ABORTED = "abort"
-"""Finish reason of a turn that the server was requested to abort; the reply has the tokens sampled
-so far.
+"""Maximum bytes of a reply: for each prompt token or sampled token, and for the rest of the reply.
 """
+ABORTED = "abort"
+"""Finish reason of an aborted request; the reply contains the tokens sampled so far."""
 
 
 class _Logprob(BaseModel):
@@ -62,12 +62,12 @@ class _Reply(BaseModel):
 
 
 class _ImageForgotten(EndpointError):
-    """The server has evicted an image from its cache."""
+    """The server has evicted an image that the request refers to."""
 
 
 @dataclass(slots=True, frozen=True)
 class GenerateRequest:
-    """Complete request for one turn."""
+    """Request for a complete turn."""
 
     token_ids: list[int]
     images: list[Image]
@@ -76,29 +76,29 @@ class GenerateRequest:
 
 @dataclass(slots=True, frozen=True)
 class PartialCompletion:
-    """Tokens of a turn that one call to a server has sampled."""
+    """Tokens of a turn that one call of `GenerateClient.generate` has sampled."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
-    """Reason why the server ended: stop, length or ABORTED."""
+    """Reason why generation ended: "stop", "length" or ABORTED."""
     num_from_first_request: int = 0
-    """Number of leading tokens that an earlier request sampled. The server cannot match a stop
-    string that begins in them.
+    """Number of leading tokens that came from a separate first request (the request with an image).
+    The server cannot match a stop string that begins in these tokens.
     """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerateClient:
-    """Sends requests for turns to vLLM servers."""
+    """Client that requests turns from vLLM servers."""
 
     http: BoundedClient
     image_token_id: int
     stop_ids: list[int]
     limit_s: float
-    """Timeout in seconds of one request with its whole reply."""
+    """Timeout in seconds of one request, including its complete reply."""
     connect_s: float
-    """Timeout in seconds of connecting to a server."""
+    """Timeout in seconds for connecting to a server."""
 
     async def generate(
         self, server: VllmServer, request: GenerateRequest, partial_completion: Completion, *, label: str, salt: str
@@ -107,16 +107,16 @@ class GenerateClient:
 
         Args:
             server: Server that receives the request.
-            request: The complete turn.
-            partial_completion: Tokens of the turn that were sampled before.
-            label: Label of the weights that must sample.
-            salt: Separates the prefixes of different weights in the server's cache.
+            request: Request for the complete turn.
+            partial_completion: Tokens of the turn that earlier calls have sampled.
+            label: Label of the weights that the server must use.
+            salt: Cache salt, which separates prefixes computed by different weights.
 
         Raises:
-            KeyRefused: The server rejects the token. It is an EndpointError.
-            EndpointError: There is no reply, or it is invalid.
+            KeyRefused: The server rejects the token. KeyRefused is a subclass of EndpointError.
+            EndpointError: There is no reply, or the reply is invalid.
             ValueError: vLLM rejects the request.
-            RuntimeError: The server read other prompt ids than it was sent.
+            RuntimeError: The prompt ids that the server reports differ from the ids that were sent.
         """
         call = partial(self._send_with_images, server, request, label=label, salt=salt)
         num_said, most = len(partial_completion.token_ids), request.sampling.max_tokens
@@ -135,7 +135,7 @@ class GenerateClient:
     async def _send_with_images(
         self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
-        """Request at most `most` tokens; send the turn's images again if the server lacks one."""
+        """Request up to `most` tokens; resend the turn's images if the server has evicted one."""
         try:
             return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
         except _ImageForgotten:
@@ -194,13 +194,13 @@ class GenerateClient:
     def _collapse_image_tokens(self, token_ids: list[int]) -> list[int]:
         """Return the ids with a single placeholder per image.
 
-        The server expands the placeholders itself.
+        The server itself expands the placeholders.
         """
         own, before = self.image_token_id, [None, *token_ids[:-1]]
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
     async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
-        """Return the image as a part of a request, without data if the server has it."""
+        """Return the image as part of a request; omit its data if the server has the image."""
         data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
@@ -209,7 +209,7 @@ class GenerateClient:
 async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIterator[bool]:
     """Yield True if this request must send images that the server lacks.
 
-    Images that other requests are sending are awaited first.
+    First waits for the images that other requests are sending.
 
     Raises:
         EndpointError: Another request failed to send such an image, and the server is backing off.
@@ -234,13 +234,13 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
     """Parse and check a reply.
 
     Raises:
-        EndpointError: It is no valid reply, or it was sampled by other weights than `label`.
-        RuntimeError: The server read other ids than those that are trained on.
+        EndpointError: The reply is invalid, or was sampled by weights other than `label`.
+        RuntimeError: The prompt ids that the server reports differ from `sent_ids`.
     """
     try:
         reply = _Reply.model_validate_json(body)
         (choice,) = reply.choices
-    except ValueError as error:  # pydantic's ValidationError is one
+    except ValueError as error:  # pydantic's ValidationError is a ValueError
         raise EndpointError(describe_error(error)) from error
     given = f"the engine read {len(reply.prompt_token_ids)} tokens, and was sent {len(sent_ids)}"
     if reply.prompt_token_ids != sent_ids:
@@ -256,11 +256,12 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
 
 
 def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Callable[[list[int]], str]) -> int | None:
-    """Return the number of tokens up to the end of a stop string that no server could match.
+    """Find a stop string that spans two requests; return the number of tokens up to its end.
 
-    Such a string begins in the first `before` tokens and ends after them. Returns None if there is
-    none. The search is limited to a window around `before`: a token has at least one byte, and a
-    character at most four.
+    The stop string begins in the first `before` tokens and ends after them, so no server could
+    match it. Returns None if there is no such string. The search is limited to a window around
+    `before`, with four tokens per character of the longest stop string, because a token has at
+    least one byte and a character has at most four bytes.
     """
     reach = 4 * max(map(len, stop))
     first, last = max(0, before - reach), min(len(token_ids), before + reach)
@@ -275,7 +276,7 @@ def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Ca
 
 
 def _data_url(image: Image) -> str:
-    """Return the image at its final size as a data URL, without loss."""
+    """Return the image at its final size as a data URL, losslessly encoded."""
     file = io.BytesIO()
     image.pil.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

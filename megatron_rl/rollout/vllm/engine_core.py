@@ -1,10 +1,9 @@
-"""vLLM in this process: adds requests and returns sampled tokens, one step at a time.
+"""Runs vLLM in this process: adds requests and returns sampled tokens, one step at a time.
 
-asyncio and ranks are left to rollout/colocated.py. Token ids and patches go to vLLM already
-expanded and processed. vLLM thus neither tokenizes, resizes nor hashes, and the engine uses the
-trainer's patches. Tokens are sampled from the model's distribution at the temperature, with the
-banned ids removed. There is no top-p and no top-k, and the model folder's generation config is
-ignored.
+rollout/colocated.py adds asyncio and multi-rank support. vLLM receives expanded token ids and the
+same image patches that the trainer uses, so vLLM does not tokenize, resize or hash anything. Tokens
+are sampled from the model's full distribution at the sampling temperature, with the banned ids
+removed. Top-p and top-k are not used, and the generation config in the model folder is ignored.
 
 Written against vLLM 0.32.0: inputs/engine.py, v1/engine/llm_engine.py,
 v1/sample/logits_processor/interface.py. CUDA has not been tested on hardware yet.
@@ -35,15 +34,16 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 CACHED_PATCHES = 1 << 20
-"""Maximum number of image patches kept between requests: 4.9 GB of Qwen2.5-VL's, 6.4 GB of
-Qwen3-VL's, in part shared with the `Image` that they came from.
+"""Maximum number of image patches kept between requests. These patches take 4.9 GB for Qwen2.5-VL
+and 6.4 GB for Qwen3-VL; part of this memory is shared with the `Image` objects.
 """
 
 
 def _prepare_environment(*, cuda: bool) -> None:
     """Set the environment variables that vLLM reads when it is imported.
 
-    vLLM is offline, quiet, within this process, and does not bind threads.
+    vLLM then works offline, logs little, runs within this process, and does not bind threads to
+    cores.
     """
     os.environ.update(
         HF_HUB_OFFLINE="1",
@@ -93,7 +93,7 @@ def _start_vllm(
                 raise ValueError(misfit) from error
             raise
     torch.set_num_threads = set_num_threads
-    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open by now; unlinked, it ends with them even after a crash
+    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has opened it; unlinked, it is freed when the ranks end, even by a crash
         segment.unlink(missing_ok=True)
     return llm
 
@@ -101,16 +101,16 @@ def _start_vllm(
 def engine_arguments(
     model_path: str, settings: EngineSettings, *, cuda: bool, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float
 ) -> dict[str, object]:
-    """Return the arguments of vLLM's EngineArgs.
+    """Return the arguments for vLLM's EngineArgs.
 
-    vLLM 0.32.0 measures its largest step, and sizes the image cache, by the largest image that its
-    own processor would make (model_executor/models/qwen2_vl.py, get_max_image_tokens). The released
-    processor makes up to 16,384 tokens from 12.8 megapixels; the images of a run are seldom that
-    large.
+    vLLM 0.32.0 profiles its largest step, and sizes the image cache, with the largest image that
+    its processor config allows (model_executor/models/qwen2_vl.py, get_max_image_tokens). With the
+    released processor config, an image yields up to 16,384 tokens (12.8 megapixels), but the images
+    of a run are seldom that large.
 
-    `pixels` are the minimum and maximum number of pixels of an image; None takes the folder's own
-    limits. `timeout_s` is the timeout of vLLM's groups; vLLM's defaults are half an hour on CPUs
-    and ten minutes on GPUs.
+    `pixels` are the minimum and maximum number of pixels per image; None uses the limits in the
+    model folder. `timeout_s` is the timeout in seconds of vLLM's process groups; vLLM's defaults
+    are half an hour on CPUs and ten minutes on GPUs.
     """
     sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
     return {
@@ -133,10 +133,10 @@ def engine_arguments(
 
 
 def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
-    """Return the arguments of LLM for its device and memory.
+    """Return the EngineArgs arguments for device and memory.
 
-    On CUDA an engine of one rank has the external launcher too, which reads LOCAL_RANK. The other
-    executor would place the engines of all of a node's ranks on cuda:0 (vLLM 0.32.0
+    On CUDA, an engine of one rank uses the external launcher too, which reads LOCAL_RANK. vLLM's
+    uniproc executor would place the engines of all ranks of a node on cuda:0 (vLLM 0.32.0
     v1/executor/uniproc_executor.py, _distributed_args).
     """
     launcher = {"tensor_parallel_size": settings.tp, "distributed_executor_backend": "external_launcher"}
@@ -147,11 +147,12 @@ def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, objec
 
 
 def set_shared_memory_name(name: str) -> None:
-    """Give the ranks of this engine a shared-memory segment of their own.
+    """Set a unique name for the shared-memory segment of this engine's ranks.
 
-    vLLM 0.32.0 names the segment by the port of its init method, and env:// has none. All engines
-    of several ranks on a machine would use the same segment, and none would start while another
-    runs or after one was killed (distributed/device_communicators/cpu_communicator.py).
+    vLLM 0.32.0 derives the segment's name from the port of the init method, and env:// has no port.
+    Without a unique name, all multi-rank engines on a machine would use the same segment, and an
+    engine could not start while another engine runs or after an engine was killed
+    (distributed/device_communicators/cpu_communicator.py).
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
@@ -162,9 +163,9 @@ def set_shared_memory_name(name: str) -> None:
 
 
 class VllmCore:
-    """vLLM's engine with this project's requests and weights.
+    """vLLM engine that takes this project's requests and weights.
 
-    Every rank of an engine makes the same calls in the same order.
+    All ranks of an engine must make the same calls in the same order.
     """
 
     def __init__(
@@ -172,9 +173,10 @@ class VllmCore:
         banned_ids: list[int], stop_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
         version: int, cached_patches: int = CACHED_PATCHES,
     ) -> None:  # fmt: skip
-        """Build the engine, with the folder's weights, or without any until `load_weights`.
+        """Build the engine.
 
-        `name` is unique to this engine and the same on all its ranks.
+        If `reads_weights` is False, the engine has no weights until `load_weights`. `name` is a
+        unique name for this engine, the same on all of its ranks.
         """
         self._llm = _start_vllm(
             model_path, settings, banned_ids=banned_ids, name=name, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s
@@ -191,14 +193,16 @@ class VllmCore:
         if not self._cuda:
             use_seeded_noise(runner)
         self.sleeping_tags: list[str] = []
-        """GPU memory that `sleep` has freed and nothing has restored yet: weights, kv_cache."""
+        """Tags of the GPU memory that `sleep` has freed and that is not restored yet: weights,
+        kv_cache.
+        """
 
     def is_busy(self) -> bool:
         """Return True if there are unfinished requests."""
         return self._engine.has_unfinished_requests()
 
     def known_images(self) -> set[str]:
-        """Return the keys of the images whose patches need not be sent again."""
+        """Return the keys of the cached images, for which requests need not contain patches."""
         return set(self._items)
 
     def add(self, request: Request) -> None:
@@ -217,10 +221,10 @@ class VllmCore:
             raise ValueError(str(error)) from error
 
     def trim_images(self) -> None:
-        """Remove the least recently used images from the cache.
+        """Remove the least recently used images from the cache until its limit is met.
 
-        Called once per step, so that all ranks have the same images when the leader checks which
-        ones to send.
+        All ranks must call this at the same point of a step, so that they have the same images when
+        the leader checks which images to send.
         """
         while self._num_patches > self._max_cached_patches:
             _, oldest = self._items.popitem(last=False)
@@ -231,7 +235,7 @@ class VllmCore:
         self._engine.abort_request(request_ids)
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Run one forward pass for all requests and return those that have ended.
+        """Run one step for all requests; return the id and completion of each ended request.
 
         Completion.is_stopped is True if a request ended by a stop id or stop string.
         """
@@ -240,7 +244,7 @@ class VllmCore:
             (sampled,) = output.outputs
             assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id} ended by {sampled.finish_reason}"
             token_ids, told = list(sampled.token_ids), list(sampled.logprobs.logprobs)
-            each = len(told) // len(token_ids)  # of a token: its own first, then the requested ids (v1/sample/sampler.py)
+            each = len(told) // len(token_ids)  # logprobs per token: its own first, then the requested ids' (v1/sample/sampler.py)
             logprobs, asked = told[::each], [told[at + 1 : at + each] for at in range(0, len(told), each)] if each > 1 else []
             versions = [int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)]
             assert len(versions) == len(token_ids), f"versions of {len(versions)} tokens, {len(token_ids)} were sampled"
@@ -259,9 +263,9 @@ class VllmCore:
         return mm_input(request.token_ids, MultiModalKwargsItems({"image": items}), {"image": keys}, {"image": ranges})
 
     def _item(self, image: ImageInput) -> "MultiModalKwargsItem":
-        """Return the image in the fields of vLLM's model.
+        """Return the cached image in vLLM's input format; cache the image if necessary.
 
-        They are those of model_executor/models/qwen2_vl.py::_create_qwen2vl_field_factory.
+        The fields match model_executor/models/qwen2_vl.py::_create_qwen2vl_field_factory.
         """
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
@@ -297,10 +301,10 @@ class VllmCore:
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights (EngineWeights.load) and discard what the old ones computed.
+        """Replace the weights (EngineWeights.load) and clear the caches of the old weights.
 
-        Restores the memory of the weights if it sleeps. Requests in progress keep their tokens,
-        with their versions, and continue with the new weights.
+        If `sleep` has freed the memory of the weights, this memory is restored first. Requests in
+        progress keep their sampled tokens and weight versions, and continue with the new weights.
         """
         if "weights" in self.sleeping_tags:
             self._engine.wake_up(["weights"])
@@ -310,12 +314,12 @@ class VllmCore:
         self._engine.set_weight_version(str(version))
 
     def _reset_caches(self) -> None:
-        """Clear the prefixes and image embeddings, which belong to the weights that computed them.
+        """Clear the cached prefixes and image embeddings, which depend on the weights.
 
-        Requests in progress lose theirs too: vLLM preempts them as if there were no memory, and
-        recomputes their prompts and sampled tokens (vLLM 0.32.0, v1/core/sched/scheduler.py,
-        reset_prefix_cache). On CPUs the noise depends on seed and position only, which are kept
-        (sampler.py).
+        The KV cache of requests in progress is cleared too: vLLM preempts these requests as if it
+        had run out of memory, and recomputes their prompts and sampled tokens (vLLM 0.32.0,
+        v1/core/sched/scheduler.py, reset_prefix_cache). On CPUs, preemption does not change the
+        sampling noise, which depends only on seed and position (sampler.py).
         """
         assert self._engine.reset_prefix_cache(reset_running_requests=True), "the prefix cache is in use"
         self._engine.reset_mm_cache()
@@ -324,12 +328,13 @@ class VllmCore:
     def sleep(self) -> None:
         """Free memory for the trainer.
 
-        On CUDA this discards weights and cache (vLLM's level 2: the next load_weights sends all
-        weights). On a CPU it empties the caches. The cached patches are dropped, because the
-        trainer makes its own; those of requests in progress stay.
+        On CUDA, this method discards the weights and the KV cache (sleep level 2 of vLLM), because
+        the next load_weights sends all weights. On a CPU, it clears the caches. The cached image
+        patches are released too, because the trainer prepares its own patches; requests in progress
+        keep their patches.
 
-        The worker keeps the patches of the requests that ended last until its next step. An idle
-        engine therefore makes one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,
+        vLLM's worker keeps the patches of the requests that ended last until its next step. An idle
+        engine therefore runs one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,
         EngineCoreProc.has_work).
         """
         if not self.is_busy():
@@ -342,7 +347,7 @@ class VllmCore:
             self.sleeping_tags = ["weights", "kv_cache"]
 
     def wake(self) -> None:
-        """Restore the memory of the cache; after `sleep` on CUDA, call `load_weights` first."""
+        """Restore the memory of the KV cache; after `sleep` on CUDA, call `load_weights` first."""
         assert "weights" not in self.sleeping_tags, "load_weights before wake: sleep discarded them"
         if self.sleeping_tags:
             self._engine.wake_up(self.sleeping_tags)

@@ -3,11 +3,11 @@ r"""Access control of the vLLM servers that a run starts or uses.
     MEGATRON_RL_TOKEN_FILE=FILE python -m vllm.entrypoints.openai.api_server ... \
         --middleware megatron_rl.rollout.vllm.http_gate.Gate
 
-The middleware applies the checks of sandbox/access.py to every route, and allows one worker method
-by RPC. vLLM's own key covers only /v1, /v2, /inference and /cohere (0.32.0,
-entrypoints/serve/middleware/authenticate.py). Without this gate, anyone who reaches the port could
-pause an engine, replace its weights and call any method of its worker, including one that writes
-files.
+The middleware applies the checks of sandbox/access.py to every route, and allows only one worker
+method to be called by RPC. vLLM's own API key protects only /v1, /v2, /inference and /cohere
+(0.32.0, entrypoints/serve/middleware/authenticate.py). Without this gate, any client that reaches
+the port could pause the engine, replace its weights and call any method of its worker, including a
+method that writes files.
 """
 
 import json
@@ -20,16 +20,16 @@ from sandbox.request_gate import MIN_BODY_BYTES, replay_body, send_rejection
 from sandbox.token import read_token
 
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
-"""Environment variable of the server with the path of its token file."""
+"""Environment variable that gives the server the path of its token file."""
 MIDDLEWARE = f"{__name__}.Gate"
 ALLOWED_RPC = {"method": "rl_fingerprint"}
-"""Only allowed body of /collective_rpc, which rollout/vllm/server_api.py sends."""
+"""Only request body that /collective_rpc accepts; rollout/vllm/server_api.py sends this body."""
 
 
 class Gate:
     """ASGI middleware that checks every request.
 
-    A server without a token does not start.
+    The server does not start without a token.
     """
 
     def __init__(self, app: ASGIApp) -> None:

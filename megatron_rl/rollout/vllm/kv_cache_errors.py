@@ -13,7 +13,7 @@ def kv_cache_error(message: str, settings: EngineSettings, *, cuda: bool) -> str
     """
     key, value = ("gpu_memory_utilization", settings.gpu_memory_utilization) if cuda else ("kv_cache_mib", settings.kv_cache_mib)
     needed = re.search(r"([\d.]+) GiB KV cache is needed", message)
-    if needed:  # vLLM rounds it to a hundredth of a GiB
+    if needed:  # vLLM rounds this size to a hundredth of a GiB
         least = math.ceil((float(needed[1]) + 0.005) * 1024)
         remedy = f"raise it until the cache has {least} MiB" if cuda else f"raise it to {least}"
         return f"engine.{key}={value}: too small for engine.max_model_len={settings.max_model_len}; {remedy}, or lower the latter"

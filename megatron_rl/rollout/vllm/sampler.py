@@ -1,15 +1,15 @@
-"""Sampling in vLLM with banned ids and with noise that depends only on seed and position.
+"""Sampling in vLLM with banned ids and, on CPUs, noise that depends only on seed and position.
 
-vLLM's own seeds are generators, one per request. On a CPU they fail when a prompt is computed in
-two parts (vllm 0.32.0, v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU Generator does not
-use offset"), and they cost a call per request and step. Noise that is a hash of (seed, position) is
-the same however requests are batched, split or preempted.
+vLLM implements seeds with one random generator per request. On a CPU, such generators fail when a
+prompt is computed in two parts (vllm 0.32.0, v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU
+Generator does not use offset"), and they cost a call per request and step. Instead, the noise here
+is a hash of (seed, position), so it is the same however requests are batched, split or preempted.
 
-On CUDA (not tested on hardware yet) one generator per request would cost a kernel per request and
-step (v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine therefore draw
-from one generator. A request that finds the engine idle seeds it with its own seed. Rollouts repeat
-only if requests start and end in the same order, which is not guaranteed for episodes with tools or
-judges.
+On CUDA (not tested on hardware yet), one generator per request would cost a kernel launch per
+request and step (v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine
+therefore share one generator. A request that arrives while the engine is idle seeds the generator
+with the request's seed. Rollouts are reproducible only if requests start and end in the same order,
+which is not guaranteed for episodes with tools or judges.
 """
 
 import math
@@ -25,17 +25,18 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SEED_KEY, NUM_SAMPLED_KEY = "megatron_rl_seed", "megatron_rl_first"
-"""Keys of SamplingParams.extra_args: the seed of a turn, and the number of its tokens that were
-sampled before (0 if it is missing).
+"""Keys of SamplingParams.extra_args: the seed of a turn, and the number of the turn's tokens that
+earlier requests have sampled (0 if missing).
 """
 BANNED_IDS_KEY = "megatron_rl_banned_ids"
 """Key of the banned ids in VllmConfig.additional_config."""
 
 
 def mix_seeds(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-    """Return 63 well-mixed bits for each (seed, position).
+    """Return a 63-bit hash of each (seed, position).
 
-    Uses SplitMix64's finalizer (Steele, Lea, Flood 2014). uint64 in, int64 out.
+    Uses the finalizer of SplitMix64 (Steele, Lea, Flood 2014). The inputs are uint64 [R], the
+    output is int64 [R].
     """
     x_R = _finalize(seed_R) + position_R * np.uint64(0x9E3779B97F4A7C15)
     return (_finalize(x_R) >> np.uint64(1)).astype(np.int64)
@@ -48,9 +49,10 @@ def _finalize(x_R: np.ndarray) -> np.ndarray:
 
 
 def make_logits_processor() -> "type[LogitsProcessor]":
-    """Return a class for LLM(logits_processors=...).
+    """Return a logits-processor class for LLM(logits_processors=...).
 
-    It bans ids exactly (logit_bias stops at -100) and knows the seed and position of each row.
+    The class sets the logits of banned ids to -inf (vLLM's logit_bias is limited to -100) and keeps
+    track of the seed and position of each row.
     """
     from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
 
@@ -63,8 +65,8 @@ def make_logits_processor() -> "type[LogitsProcessor]":
         def validate_params(cls, params: "SamplingParams") -> None:
             """Raise ValueError if a request has no seed.
 
-            A server accepts requests from any client, and without a seed the step would fail for
-            all requests.
+            A server accepts requests from any client, and a request without a seed would make the
+            step fail for all requests.
             """
             if SEED_KEY not in (params.extra_args or {}):
                 raise ValueError(f"extra_args: {SEED_KEY} is missing")
@@ -82,7 +84,7 @@ def make_logits_processor() -> "type[LogitsProcessor]":
             return logits.index_fill_(1, self._banned, -math.inf)
 
         def noise_seeds(self, count: int) -> torch.Tensor:
-            """Return the noise seeds of the rows that are sampled now, int64 [R]."""
+            """Return the noise seeds of the `count` rows that are sampled next, int64 [R]."""
             rows = [self._rows[i] for i in range(count)]
             seed_R = np.array([seed for seed, _, _ in rows], dtype=np.uint64)
             position_R = np.array([first + len(output_ids) for _, first, output_ids in rows], dtype=np.uint64)
@@ -92,7 +94,7 @@ def make_logits_processor() -> "type[LogitsProcessor]":
 
 
 class EngineNoise:
-    """Generator on the engine's device that all its requests share."""
+    """Random generator on the engine's device, shared by all requests of the engine."""
 
     def __init__(self, runner: "GPUModelRunner") -> None:
         self._generator = torch.Generator(device=runner.device)
@@ -103,10 +105,10 @@ class EngineNoise:
         self._generator.manual_seed(number % (1 << 63))
 
     def _forward(self, logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample a token for each row with probability softmax(logits); also return the logprobs.
+        """Sample a token from softmax(logits) for each row; also return the logprobs.
 
-        The sampled token has the smallest of exponential times, each divided by the token's
-        probability.
+        The sampled token minimizes E / p, with an exponential random number E and the probability p
+        of the token.
         """
         assert not generators and k is None and p is None, "sampling is from the whole distribution"
         logprob_RV = logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -115,7 +117,7 @@ class EngineNoise:
 
 
 def use_seeded_noise(runner: "GPUModelRunner") -> None:
-    """Let a CPU runner draw its Gumbel noise from BanAndSeed instead of generators.
+    """Make a CPU model runner derive its Gumbel noise from BanAndSeed instead of generators.
 
     Replaces v1/sample/ops/topk_topp_sampler.py::forward_cpu.
     """

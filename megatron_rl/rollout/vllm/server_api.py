@@ -1,4 +1,4 @@
-"""HTTP calls of a vLLM server, and the state of the server as its clients know it.
+"""HTTP client of a vLLM server, with the state of the server as known to the client.
 
 Every reply is validated. A failed call raises EndpointError with the server's message.
 """
@@ -19,12 +19,14 @@ from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse
 from sandbox.token import read_token
 
 REPLY_TIMEOUT_S, LOAD_TIMEOUT_S, CHECKSUM_TIMEOUT_S = 10.0, 120.0, 600.0
-"""Timeouts in seconds of a query, a call that changes the server, and a checksum of all weights."""
+"""Timeouts in seconds for a query, for a call that changes the server, and for checksums of all
+weights.
+"""
 MAX_REPLY_BYTES, MAX_CHECKSUM_BYTES = 1 << 20, 64 << 20
-"""Maximum bytes of a reply, and of the reply with all checksums of all workers."""
+"""Maximum bytes of a reply, and of the reply that contains the checksums of all workers."""
 MIN_BACKOFF_S = 0.5
 PROGRESS_METRICS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-"""Counters in /metrics that do not change while nothing is computed."""
+"""Counters in /metrics that change only when the server computes tokens."""
 MAX_METRICS_BYTES = 16 << 20
 """Maximum size of a /metrics response in bytes."""
 T = TypeVar("T", bound=BaseModel)
@@ -56,9 +58,9 @@ class _Fingerprints(BaseModel):
 
 
 class VllmServer:
-    """One vLLM server.
+    """Client of one vLLM server.
 
-    It belongs to the event loop's thread, except for `call` and the methods that use it.
+    Must be used in the event loop's thread, except for `call` and the methods that use `call`.
     """
 
     def __init__(self, url: str, *, token: str = "", is_own: bool = False, max_timeout_s: float = CHECKSUM_TIMEOUT_S) -> None:
@@ -68,43 +70,47 @@ class VllmServer:
             url: Address of the server.
             token: Token that is sent with every request.
             is_own: True if the run started the server.
-            max_timeout_s: Upper limit of the timeout of any `call`, with its whole reply.
+            max_timeout_s: Upper limit in seconds for the timeout of any `call`, including its
+                complete reply.
         """
         self.url, self.token, self._max_timeout_s = url.rstrip("/"), token, max_timeout_s
         self._key_remedy = OWN_SERVER_KEY_REMEDY if is_own else KEY_REMEDY
         self.endpoint = Endpoint(self.url, MIN_BACKOFF_S)
         self.is_healthy = False
-        """True if the server has the weights that are served now, as far as is known."""
+        """True if the server is known to have the current weights."""
         self.is_responding = True
         """True if the server reported its weight version at the last check, or was never checked.
         """
         self.is_checksumming = False
-        """True while the server computes checksums of all its weights and answers nothing else."""
+        """True while the server computes checksums of all its weights and answers no other request.
+        """
         self.busy_timer = BusyTimer()
-        """Timer of this process's turns, on time.perf_counter's clock."""
+        """Timer for the periods in which this process has requests in flight to the server, on
+        time.perf_counter's clock.
+        """
         self.last_sampled_at = 0.0
         """Time at which the server last sampled tokens, on time.monotonic's clock."""
         self.known_images: set[str] = set()
-        """Keys of the images that the server was sent."""
+        """Keys of the images that were sent to the server."""
         self.pending_images: dict[str, asyncio.Event] = {}
-        """Maps the key of an image that is being sent to an event, which is set when that ends,
-        with or without success.
+        """Events for the images that are being sent, by image key. An event is set when sending the
+        image ends, with or without success.
         """
         self.failure: asyncio.Future[str] | None = None
-        """Future that receives the reason when the healthy server is marked unhealthy."""
+        """Future that receives the failure reason when the server is marked unhealthy."""
         self.access_error = ""
-        """Error about the reply by which the server rejected this run's key or token. It ends the
-        run; it is no outage.
+        """Error message if the server has rejected this run's key or token, else empty. A rejection
+        ends the run and is not treated as an outage.
         """
 
     def call(
         self, path: str, body: object = None, *, timeout_s: float = REPLY_TIMEOUT_S, max_bytes: int = MAX_REPLY_BYTES, **query: str
     ) -> bytes:  # fmt: skip
-        """Send GET without a body, POST with one, and return the content of the reply.
+        """Send a GET request, or a POST request if `body` is given; return the reply's content.
 
         Raises:
             KeyRefused: The server rejects the token.
-            EndpointError: The reply has an error status, or there is none.
+            EndpointError: There is no reply, or the reply has an error status.
         """
         verb, limit_s = "GET" if body is None else "POST", min(timeout_s, self._max_timeout_s)
         try:
@@ -116,7 +122,7 @@ class VllmServer:
     async def call_in_loop(
         self, http: BoundedClient, path: str, body: object = None, *, limit_s: float, max_bytes: int = MAX_REPLY_BYTES
     ) -> bytes:  # fmt: skip
-        """Send a request as `call` does, over the connections of an event loop."""
+        """Send a request like `call`, but with the HTTP client of an event loop."""
         try:
             answer = await http.request("GET" if body is None else "POST", self.url + path, body, timeout_s=limit_s, max_bytes=max_bytes)
         except NoResponse as error:
@@ -144,7 +150,7 @@ class VllmServer:
         """Call a path and parse the reply as `reply_type`.
 
         Raises:
-            EndpointError: The reply has an error status or another body, or there is none.
+            EndpointError: There is no reply, or the reply has an error status or an invalid body.
         """
         answer = self.call(path, body, timeout_s=timeout_s, max_bytes=max_bytes)
         try:
@@ -161,7 +167,7 @@ class VllmServer:
             raise EndpointError(describe_error(error)) from error
 
     async def read_progress(self, http: BoundedClient, *, limit_s: float) -> list[str]:
-        """See ServerBackend. The counters are vLLM's numbers of prompt and generated tokens."""
+        """See ServerBackend. The counters are vLLM's counts of prompt and generated tokens."""
         answer = await self.call_in_loop(http, "/metrics", limit_s=limit_s, max_bytes=MAX_METRICS_BYTES)
         return [line for line in answer.decode(errors="replace").splitlines() if line.startswith(PROGRESS_METRICS)]
 
@@ -174,9 +180,9 @@ class VllmServer:
         return self.call_typed(_WorldSize, "/get_world_size").world_size
 
     def checksums(self) -> dict[str, str]:
-        """Return vLLM's own checksums (SHA-256) of all its weights, by worker and parameter.
+        """Return vLLM's SHA-256 checksums of all weights, by worker and parameter.
 
-        vLLM computes them in model_executor/model_loader/weight_checksum.py.
+        vLLM computes the checksums in model_executor/model_loader/weight_checksum.py.
         """
         self.is_checksumming = True
         try:
@@ -187,11 +193,11 @@ class VllmServer:
             self.is_checksumming = False
 
     def check(self, expected: Mapping[str, str]) -> None:
-        """Check that the server samples as this run requires.
+        """Check that the server has the vLLM version and settings that this run requires.
 
         Raises:
-            ValueError: Nothing answers at the address, it is no vLLM server of this version, or its
-                fingerprint differs from `expected`.
+            ValueError: There is no vLLM server of the required version at the address, the server
+                rejects the token, or its fingerprint differs from `expected`.
         """
         try:
             version = self.call_typed(_Version, "/version").version
@@ -220,7 +226,7 @@ def expected_label(settings: Settings, renderer: Renderer) -> dict[str, str]:
 
 
 def launch_command(settings: Settings) -> str:
-    """Return the shell command that starts an engine of this run, or one line per engine.urls."""
+    """Return the shell commands that start this run's servers, one line per engine.urls entry."""
     renderer = Renderer(settings.model)
     cuda = is_on_gpu(settings.engine)
     return launch_commands(settings.model.path, settings.engine, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels, cuda=cuda)
@@ -229,7 +235,7 @@ def launch_command(settings: Settings) -> str:
 def server_command_line(settings: Settings) -> list[str]:
     """Return the command of a server that the run starts itself.
 
-    It has no host, port and seed.
+    The command lacks the options --host, --port and --seed.
     """
     renderer = Renderer(settings.model)
     given = server_arguments(
@@ -240,7 +246,7 @@ def server_command_line(settings: Settings) -> list[str]:
 
 
 def read_engine_token(settings: EngineSettings) -> str:
-    """Return the token of the run's engines; empty without engine.token_file.
+    """Return the token of the run's engines; empty if engine.token_file is not set.
 
     Raises:
         ValueError: The file cannot be read.
@@ -257,7 +263,7 @@ def is_on_gpu(settings: EngineSettings) -> bool:
 
 
 def check_servers(settings: Settings) -> None:
-    """Raise ValueError if a server of engine.urls does not sample as this run requires."""
+    """Raise ValueError if a server of engine.urls does not match this run's requirements."""
     if not settings.engine.urls:
         return
     wanted = expected_label(settings, Renderer(settings.model))

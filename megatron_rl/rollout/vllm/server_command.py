@@ -1,4 +1,4 @@
-"""Command that starts a vLLM server as an engine of a run, and its expected fingerprint."""
+"""Builds the command that starts a vLLM server for a run, and the server's fingerprint."""
 
 import hashlib
 import json
@@ -22,19 +22,20 @@ VLLM_VERSION = "0.32.0"
 """Version of vLLM that this package was written against and tested with."""
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 NO_MEDIA_DOMAIN = "none.invalid"
-"""Only domain from which images may be fetched. It cannot exist (RFC 6761), so that a server takes
-images as `data:` only. vLLM itself refuses `file:`.
+"""Only domain from which a server may fetch images. The domain cannot exist (RFC 6761), so a server
+accepts images only as `data:` URLs. vLLM itself rejects `file:` URLs.
 """
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Keys of a config.json that do not affect the computation."""
+"""Keys of config.json that do not affect the computation."""
 
 
 def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
-    """Return the environment variables of a server, in addition to those that it inherits.
+    """Return the environment variables to set for a server, besides its inherited variables.
 
-    Without VLLM_SERVER_DEV_MODE vLLM has no calls for weights. On a CPU an engine of one worker
-    computes in the scheduler's process; with multiprocessing vLLM would give it another one
-    (0.32.0, platforms/cpu.py).
+    vLLM provides the HTTP calls for weight updates only with VLLM_SERVER_DEV_MODE. For an engine
+    with one worker, vLLM's multiprocessing is disabled, so that on a CPU the worker runs in the
+    scheduler's process; otherwise vLLM would start a separate worker process (0.32.0,
+    platforms/cpu.py).
     """
     return {
         TOKEN_FILE: str(Path(token_file).absolute()),
@@ -54,8 +55,8 @@ def server_arguments(
 ) -> list[str]:  # fmt: skip
     """Return the arguments of PROGRAM except --host and --port.
 
-    The server reads no weights, because the trainer sends them. Engines with the same seed sample
-    the same tokens on GPUs.
+    The server reads no weights from disk, because the trainer sends the weights. On GPUs, engines
+    with the same seed sample the same tokens.
     """
     given = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=False, timeout_s=timeout_s)
     given = {key: value for key, value in given.items() if key not in ("distributed_executor_backend", "enable_sleep_mode")}
@@ -79,9 +80,10 @@ def _format_option(name: str, value: object) -> list[str]:
 
 
 def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
-    """Return one shell command per engine.urls, or one for 127.0.0.1:8000 without any.
+    """Return one shell command per engine.urls entry; without entries, one for 127.0.0.1:8000.
 
-    Each starts a server on its node, in the environment in which this project is installed.
+    Each command must be run on the server's node, in the environment in which this project is
+    installed.
 
     Raises:
         ValueError: engine.token_file is not set.
@@ -102,7 +104,7 @@ def engine_fingerprint(
 ) -> dict[str, str]:  # fmt: skip
     """Return the properties that must be the same for server and run.
 
-    The keys are the names that errors use for a difference.
+    The keys are the property names that error messages about a mismatch use.
     """
     folder = Path(model_path)
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in IGNORED_CONFIG_KEYS}

@@ -1,16 +1,17 @@
-"""Loads weights with Hugging Face names into the running vLLM model in place, with verification.
+"""Loads Hugging Face weights into a running vLLM model in place, and verifies them.
 
-vLLM's own loader writes the weights. A map built here from the model's layers gives the location of
-each HF tensor (fused q/k/v and gate/up, and with engine.tp > 1 this rank's slice). Each tensor is
-checksummed when it is received and again in the engine's memory, so that the loader and the map
-check each other. Written against vLLM 0.32.0:
-model_executor/layers/{linear,vocab_parallel_embedding}.py.
+vLLM's own loader writes the weights. Independently of the loader, this module maps each HF tensor
+to its location in the engine's memory, including parts of fused q/k/v and gate/up parameters and,
+with engine.tp > 1, this rank's slice. Each tensor is checksummed when it is received and, after
+loading, at its mapped location. This detects errors in the loader and errors in the map. Written
+against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
 
-On a CPU vLLM would repack Linear weights into oneDNN handlers and leave empty tensors.
-`disable_weight_packing` prevents this: loading is then a plain copy, and the weights can be read
-back. It costs nothing: the nano model (1.1M parameters, float32, one AVX-512 core, 256 requests x
-28 tokens) takes 0.92 to 0.98 CPU seconds per batch of rollouts either way. vLLM's layerwise reload,
-the alternative, takes 20 to 30 ms per weight sync and leaves nothing to read back.
+On a CPU, vLLM would repack Linear weights into oneDNN handlers and leave empty tensors.
+`disable_weight_packing` prevents this, so that loading is a plain copy and the weights can be read
+back. Generation is equally fast without packing: the nano model (1.1M parameters, float32, one
+AVX-512 core, 256 requests x 28 tokens) takes 0.92 to 0.98 CPU seconds per batch of rollouts in both
+cases. The alternative, vLLM's layerwise reload, takes 20 to 30 ms per weight sync, and its weights
+cannot be read back.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,23 +24,23 @@ from torch import nn
 from megatron_rl.models.name_mapping import canonical_name, nested_name
 
 CHECKSUM_CHUNK = 1 << 14
-"""Number of 64-bit words that are summed with one set of factors."""
+"""Number of 64-bit words per chunk. All chunks use the same word factors."""
 WORD_FACTOR = 0x61C8864680B583EB
 CHUNK_FACTOR = 0x2545F4914F6CDD1D
 
 
 HF_PREFIXES = {"language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "visual.": "model.visual."}
-"""Maps vLLM's name prefixes to those of Hugging Face. vLLM's loader receives the latter, because
-its newer model families do not know the older ones (model., visual.).
+"""Maps vLLM's name prefixes to the newer Hugging Face prefixes. vLLM's loader receives names with
+the newer prefixes, because its newer model families do not accept the older prefixes (model.,
+visual.).
 """
 
 
 def disable_weight_packing() -> None:
-    """Make vLLM's CPU Linear layers compute on `layer.weight` itself.
+    """Make vLLM's CPU Linear layers use `layer.weight` itself instead of a packed copy.
 
-    Call it before the engine is built. Depends on vllm 0.32.0
-    `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`, which tries an AMX and a oneDNN
-    packing first.
+    Call this function before the engine is built. It disables the AMX and oneDNN packing that vLLM
+    0.32.0 tries first in `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -51,9 +52,10 @@ def disable_weight_packing() -> None:
 def checksum(tensor: torch.Tensor) -> int:
     """Return a position-dependent 64-bit sum over a tensor's bytes.
 
-    Two tensors that differ in one bit never have the same sum: it is sum_c b_c sum_i a_i w_ci
-    modulo 2^64 with odd a and b, and one flipped bit adds (odd * odd * 2^k), which is not 0 modulo
-    2^64. Costs 1.1 ms for 8 MB on one core. Runs on the tensor's device.
+    The sum is sum_c b_c sum_i a_i w_ci modulo 2^64 with odd a and b. Flipping one bit changes the
+    sum by odd * odd * 2^k, which is not 0 modulo 2^64, so two tensors that differ in one bit never
+    have the same sum. Computing the sum takes 1.1 ms for 8 MB on one core, and runs on the tensor's
+    device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = (nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data).view(torch.int64)
@@ -75,7 +77,7 @@ def _odd_factors(device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class WeightSlice:
-    """Slice of an HF tensor along `dim` that this rank has, with the engine's memory for it."""
+    """This rank's slice of an HF tensor along `dim`, with the engine memory that stores it."""
 
     memory: torch.Tensor
     dim: int
@@ -99,7 +101,7 @@ class EngineTensorLocation:
 
 
 def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> EngineTensorLocation:
-    """Return the location of a tensor that the ranks split equally along `dim`."""
+    """Return the location of a tensor that is split equally over the ranks along `dim`."""
     size = param.shape[dim]
     shape = list(param.shape)
     shape[dim] = size * tp
@@ -109,15 +111,15 @@ def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> Engin
 def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[EngineTensorLocation]:
     """Return the locations of several tensors stacked along dimension 0.
 
-    Each of them is split over the ranks.
+    Each of the stacked tensors is split over the ranks separately.
     """
     return [_cut_location(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
 
 
 def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
-    """Return the locations of the tensors in one parameter, by their unfused engine names.
+    """Return the locations of the HF tensors in one engine parameter, by unfused engine name.
 
-    The parameter is `kind` (weight or bias) of the module called `prefix`.
+    The parameter is the `kind` (weight or bias) of the module named `prefix`.
     """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -153,7 +155,7 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
 def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
     """Return the location of an HF tensor that is itself a stack (the vision tower's qkv).
 
-    Each third is split over the ranks by itself.
+    q, k and v are each split over the ranks separately.
     """
     pieces, offset = [], 0
     for place in places:
@@ -163,15 +165,15 @@ def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
 
 
 def to_hf_name(engine_name: str) -> str:
-    """Return the HF name of one of the engine's unfused names."""
+    """Return the HF name for an unfused engine name."""
     (name,) = (theirs + engine_name.removeprefix(ours) for ours, theirs in HF_PREFIXES.items() if engine_name.startswith(ours))
     return name
 
 
 def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Split tensors into lists of at least `num_bytes` bytes; the last one may have less.
+    """Split tensors into buckets of at least `num_bytes` bytes; the last bucket may be smaller.
 
-    Each other list has less than `num_bytes` without its last tensor.
+    A bucket ends with the tensor that makes it reach `num_bytes`.
     """
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
@@ -186,7 +188,7 @@ def split_into_buckets(tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: i
 
 
 class EngineWeights:
-    """Weights of an engine, which receive each HF tensor exactly once per update."""
+    """Weights of an engine. An update must contain each HF tensor exactly once."""
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
         self._model = model
@@ -200,13 +202,13 @@ class EngineWeights:
                 met.add(param)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load (HF name, full tensor) pairs with one bucket of `bucket_bytes` in memory.
+        """Load (HF name, full tensor) pairs, one bucket of `bucket_bytes` at a time.
 
         A yielded tensor must not change until its bucket is loaded.
 
         Raises:
-            RuntimeError: Tensors are unexpected, sent twice, misshapen, missing, or differ in the
-                engine from what was sent. The message names them.
+            RuntimeError: A tensor is unexpected, sent twice, missing or of the wrong shape, or its
+                values in the engine differ from the sent values. The message names the tensors.
         """
         arrival = WeightReceiver(self)
         for bucket in split_into_buckets(tensors, self._bucket_bytes):
@@ -214,7 +216,7 @@ class EngineWeights:
         arrival.finish()
 
     def location(self, engine_name: str) -> EngineTensorLocation | None:
-        """Return the location of a tensor; None if the engine does not have it."""
+        """Return the location of a tensor; None if the engine does not have the tensor."""
         return self._locations.get(engine_name)
 
     @property
@@ -267,10 +269,11 @@ class WeightReceiver:
         self._weights.load_bucket(fitting)
 
     def finish(self) -> None:
-        """Verify that all tensors were sent and that the engine has them.
+        """Verify that all tensors were sent, and that the engine has the sent values.
 
         Raises:
-            RuntimeError: Tensors were not sent, or the engine has other values.
+            RuntimeError: A tensor was not sent, or its values in the engine differ from the sent
+                values.
         """
         if missing := sorted(self._weights.names - self._sent.keys()):
             raise RuntimeError(f"weight sync: {len(missing)} tensors were not sent: {', '.join(map(to_hf_name, missing))}")

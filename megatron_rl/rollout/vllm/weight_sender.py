@@ -1,9 +1,9 @@
 """Sends weights from the trainer to the inference servers.
 
-One process sends; the other ranks only take part in producing the tensors. A server is paused,
-receives all buckets, and resumes only after the update is finished with its label. A server that
-fails during an update stays unhealthy, so half an update is never served. The last update is kept
-in main memory, so that a server that comes back can receive all of it at any time.
+One process sends; the other ranks only take part in producing the tensors. Each server is paused,
+receives all buckets, and resumes only after the update is finished and labeled. If a server fails
+during an update, it stays unhealthy, so it never serves a partial update. The last update is kept
+in host memory, so that a server that comes back can receive the whole update at any time.
 """
 
 import socket
@@ -23,14 +23,16 @@ from megatron_rl.rollout.vllm.weight_receiver import split_into_buckets
 from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendezvous, Transport, UpdateDigest, open_store, pack_bucket
 
 PAUSE_TIMEOUT_S = 30.0
-"""Seconds that a server may take to end the step that it computes."""
+"""Timeout in seconds for pausing a server, which first completes its current step."""
 ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-1)
-"""Invalid bucket. It makes a server end an update that was left open by a trainer that is gone."""
+"""Deliberately invalid bucket. Receiving it makes a server end an update that a dead trainer has
+left open.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """Connection to one server. Every call raises EndpointError if the server fails."""
+    """Connection to one server. Its methods raise EndpointError if the server fails."""
 
     server: VllmServer
     expected: Mapping[str, str]
@@ -39,10 +41,10 @@ class Connection:
     timeout_s: float
     transport: Transport | None = None
     lock: Lock = field(default_factory=Lock)
-    """Held while the server is sent weights."""
+    """Lock that is held while weights are sent to the server."""
 
     def connect(self) -> None:
-        """Check the server and create a process group with its workers, unless there is one.
+        """Check the server and create a process group with its workers, unless connected already.
 
         The server must have the fingerprint that this run requires.
         """
@@ -62,7 +64,7 @@ class Connection:
         )
 
     def start_update(self) -> None:
-        """Pause the server and start an update, after ending one that was left open."""
+        """Pause the server and start an update; an update that is still open is ended first."""
         self.connect()
         self.server.call("/pause", {}, timeout_s=PAUSE_TIMEOUT_S, mode="abort", clear_cache="false")
         try:
@@ -84,19 +86,20 @@ class Connection:
         self._on_both_ends(lambda: self.transport.broadcast(flat), "/update_weights", {"update_info": asdict(bucket)})
 
     def finish_update(self, label: str) -> None:
-        """Finish the update with its label and resume the server.
+        """Finish the update, set the weight label, and resume the server.
 
-        Image embeddings of the old weights are cleared before the server has the new label, with
-        which it counts as healthy. Prefixes are separated by their salt.
+        The image embeddings of the old weights are cleared before the new label is set, because a
+        server with the new label counts as healthy. Cached prefixes are not cleared, because the
+        cache salt separates the prefixes of different weights.
         """
         self.server.call("/reset_encoder_cache", {}, timeout_s=LOAD_TIMEOUT_S)
         self.server.call("/finish_weight_update", {"weight_version": label}, timeout_s=LOAD_TIMEOUT_S)
         self.server.call("/resume", {}, timeout_s=LOAD_TIMEOUT_S)
 
     def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
-        """Run `fn` here while the server processes the call, and return the result of `fn`.
+        """Run `fn` while the server processes the HTTP call; return the result of `fn`.
 
-        If one end fails, this does not wait for the other one.
+        If `fn` or the HTTP call fails, this method does not wait for the other one.
         """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
@@ -110,7 +113,7 @@ class Connection:
         return own.result()
 
     def abort(self) -> None:
-        """Close the process group, which cannot be used any more."""
+        """Close the process group, which can no longer be used."""
         wire, self.transport = self.transport, None
         if wire is not None:
             wire.close()
@@ -127,7 +130,8 @@ class Connection:
 def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
     """Run `act` in a daemon thread and return its future.
 
-    The process does not wait for the thread when it ends: the thread may hang on a dead server.
+    A daemon thread does not delay the end of the process, even if the thread hangs on a dead
+    server.
     """
     future: Future[object] = Future()
 
@@ -142,10 +146,11 @@ def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
 
 
 class WeightSender:
-    """Sends weight updates to all servers. May be called from any thread.
+    """Sends weight updates to all servers. Its methods may be called from any thread.
 
-    Updates wait for each other, but not for a server that has come back and is still receiving the
-    last update. Such a server is left out, and receives the next update when it has finished.
+    Only one update is sent at a time. An update does not wait for a server that has come back and
+    is still receiving the previous update; this server is left out, and receives the new update
+    later.
     """
 
     def __init__(
@@ -156,10 +161,11 @@ class WeightSender:
         Args:
             servers: Servers that receive the weights.
             expected: Fingerprint that the servers must have (server_command.expected_fingerprint).
-            owner: Name of the process that the servers belong to while it is alive.
+            owner: Name of the trainer process. The servers belong to this process while it is
+                alive.
             kind: Key of weight_transport.TRANSPORTS.
             bucket_bytes: Size of the buckets in bytes.
-            timeout_s: Timeout of the process groups and of each operation in them
+            timeout_s: Timeout in seconds of the process groups and of each of their operations
                 (parallel.timeout_s).
         """
         own = {"expected": expected, "owner": owner, "kind": kind, "timeout_s": timeout_s}
@@ -169,8 +175,8 @@ class WeightSender:
         self._last_update: list[tuple[Bucket, torch.Tensor]] = []
         self._label = ""
         self.pause_s = self.transfer_s = 0.0
-        """Seconds for which the servers were paused by the last update, and the part spent on
-        sending weights.
+        """Seconds for which the last update paused the servers, and the part of this time that was
+        spent on sending weights.
         """
 
     def lock_servers(self) -> None:
@@ -186,10 +192,10 @@ class WeightSender:
                 raise ValueError(f"engine.urls={url}: cannot be had ({fault}); end the run that has it, or start another one") from fault
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], label: str, *, urls: Collection[str]) -> tuple[list[str], dict[str, str]]:
-        """Send the update called `label` to these servers.
+        """Send an update, with the weight label `label`, to the servers at `urls`.
 
-        All tensors are read in any case. Returns the URLs of the servers that have the update, and
-        the failure reasons of the other servers by URL.
+        All tensors are consumed, even if no server receives them. Returns the URLs of the servers
+        that received the update, and the failure reasons of the other servers by URL.
         """
         with self._lock, ExitStack() as held_back:
             began = time.perf_counter()
@@ -203,7 +209,7 @@ class WeightSender:
             lines, more = self._for_each(lines, Connection.start_update)
             faults, sent = faults | more, time.perf_counter()
             is_first, self._label, self._last_update = not self._label, label, []
-            # One bucket is held back, because the last one is sent with the digest of the update.
+            # Hold one bucket back, because the last bucket is sent with the digest of the update.
             digest, held = UpdateDigest(), None
             for bucket in split_into_buckets(tensors, self._bucket_bytes):
                 digest.add(bucket)
@@ -227,9 +233,9 @@ class WeightSender:
         return left, faults | more
 
     def _check_same_label(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
-        """Return the connections to servers with the same checksums as the first one.
+        """Return the connections to servers with the same weight checksums as the first server.
 
-        Also returns the failure reasons of the other servers by URL. The checksums are vLLM's own.
+        Also returns the failure reasons of the other servers by URL. vLLM computes the checksums.
         """
         sums: dict[str, dict[str, str]] = {}
 
@@ -249,8 +255,8 @@ class WeightSender:
     def _for_each(self, lines: list[Connection], act: Callable[[Connection], None]) -> tuple[list[Connection], dict[str, str]]:
         """Run `act` on all connections in parallel.
 
-        Returns the connections for which it succeeded, and the failure reasons of the other servers
-        by URL. The connections that failed are aborted.
+        Returns the connections for which `act` succeeded, and the failure reasons of the other
+        servers by URL. Failed connections are aborted.
         """
 
         def done(line: Connection) -> str:
@@ -271,7 +277,7 @@ class WeightSender:
         """Send the last update to a server that has come back, in a new process group.
 
         Raises:
-            EndpointError: The server does not take it, or nothing was sent yet.
+            EndpointError: The server fails to receive the update, or no update was sent yet.
         """
         line = self._connections[url]
         with ExitStack() as held_back:
@@ -299,8 +305,8 @@ class WeightSender:
 def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, reference_url: str) -> None:
     """Raise EndpointError if the checksums of two servers differ.
 
-    Servers with different numbers of processes (engine.tp) split their weights differently, as the
-    names of the parts show (dp0:pp0:pcp0:tp0:...). These are not compared.
+    Servers with different numbers of processes (engine.tp) split their weights differently, so
+    their checksums have different names (dp0:pp0:pcp0:tp0:...). Such servers are not compared.
     """
     if mine.keys() != theirs.keys():
         return
@@ -309,9 +315,9 @@ def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, refe
 
 
 def local_address_towards(url: str) -> str:
-    """Return this node's address on the route to a server, at which the server can reach it.
+    """Return the address of this node at which a server can reach it.
 
-    Nothing is sent.
+    This is the local address on the route to the server. No packet is sent.
     """
     place = urlsplit(url)
     try:

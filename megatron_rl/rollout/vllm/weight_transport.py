@@ -1,9 +1,10 @@
 """Transports weights from the trainer to a vLLM server as buckets of bytes.
 
-Each bucket is one broadcast, by gloo on CPUs and by NCCL on GPUs. Each server has its own process
-group with the trainer (rank 0); its workers are the ranks from 1 on. A dead server thus breaks no
-other server's group. The layout of the bytes is sent by HTTP with vLLM's own calls
-(`/update_weights`). The last bucket has a digest of the whole update.
+Each bucket is sent in one broadcast, with gloo on CPUs and with NCCL on GPUs. The trainer has a
+separate process group with each server: the trainer is rank 0, and the server's workers are ranks 1
+and higher. A dead server therefore does not break the groups of other servers. The layout of each
+bucket is sent over HTTP, with vLLM's own `/update_weights` call. The layout of the last bucket
+contains a digest of the whole update.
 
 Written against vLLM 0.32.0: distributed/weight_transfer/{base,nccl_common}.py. NCCL has not been
 tested on hardware yet.
@@ -32,14 +33,14 @@ class Rendezvous:
     port: int
     size: int
     kind: str
-    """Key of TRANSPORTS."""
+    """Name of the transport, which is a key of TRANSPORTS."""
     timeout_s: float
 
 
 class Transport(Protocol):
     """Process group of the trainer and the workers of one server.
 
-    Raises RuntimeError if the connection is lost.
+    Its methods raise RuntimeError if the connection is lost.
     """
 
     store: dist.Store
@@ -49,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group even if an operation is in progress: another rank may be gone."""
+        """Leave the group even if an operation is in progress; another rank may have exited."""
         ...
 
 
@@ -68,9 +69,9 @@ class GlooTransport:
         self._group.broadcast([flat], options).wait()
 
     def close(self) -> None:
-        """Do nothing: an operation in progress ends by the group's own timeout.
+        """Do nothing: an operation in progress ends with the timeout of the group.
 
-        gloo's abort does not end it (torch 2.13).
+        gloo's abort does not end an operation in progress (torch 2.13).
         """
 
 
@@ -88,7 +89,7 @@ class NcclTransport:
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Broadcast from rank 0 to all others, in place."""
-        self._stream.wait_stream(torch.cuda.default_stream())  # the bucket was packed on it
+        self._stream.wait_stream(torch.cuda.default_stream())  # the bucket was packed on the default stream
         self._communicator.broadcast(flat, src=0, stream=self._stream)
         self._stream.synchronize()
 
@@ -101,7 +102,7 @@ TRANSPORTS: Mapping[str, Callable[..., Transport]] = {"gloo": GlooTransport, "nc
 
 
 def open_store(rendezvous: Rendezvous, *, rank: int) -> dist.TCPStore:
-    """Return the store of a group: rank 0 hosts it, the other ranks connect to it.
+    """Return the store of a group: rank 0 hosts the store, the other ranks connect to it.
 
     Rank 0 uses a free port if `rendezvous.port` is 0.
     """
@@ -111,18 +112,21 @@ def open_store(rendezvous: Rendezvous, *, rank: int) -> dist.TCPStore:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Bucket:
-    """Layout of the bytes of one broadcast: the `update_info` of vLLM's call."""
+    """Byte layout of one broadcast, sent as `update_info` in vLLM's /update_weights call."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     num_bytes: int
     digest: str = ""
-    """Digest of the whole update; empty except in its last bucket."""
+    """Digest of the whole update if this is its last bucket, else empty."""
 
 
 def pack_bucket(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tensor]:
-    """Return the layout of these tensors, and their bytes: uint8 [num_bytes] on their device."""
+    """Pack tensors into one buffer on their device; return the layout and the buffer.
+
+    The buffer is uint8 [num_bytes].
+    """
     sizes = [_align(tensor.nbytes) for _, tensor in tensors]
     flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=tensors[0][1].device)
     for part, (_, tensor) in zip(flat.split(sizes), tensors, strict=True):
@@ -151,7 +155,7 @@ def _align(num_bytes: int) -> int:
 
 
 class UpdateDigest:
-    """Digest of the names and bytes of an update, in the order in which they are sent."""
+    """Digest of an update's tensor names and tensor bytes, in sending order."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()

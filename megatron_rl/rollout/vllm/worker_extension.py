@@ -1,13 +1,14 @@
-"""vLLM plugin that makes a server an engine of a run.
+"""vLLM plugin that lets a server work as a rollout engine of a run.
 
     --logits-processors megatron_rl.rollout.vllm.worker_extension:BanAndSeed
     --worker-extension-cls megatron_rl.rollout.vllm.worker_extension.RlWorkerExtension
     --weight-transfer-config '{"backend": "megatron_rl"}'
 
-The server samples as the policy requires and receives its weights from the trainer.
-server_command.py makes the whole command. Weights arrive by vLLM's own four calls. They are
-verified as those of a colocated engine are (weight_receiver.py), and against the digest of what the
-trainer sent, before the update can be finished and has a version.
+With the plugin, the server samples like a colocated engine and receives its weights from the
+trainer. server_command.py builds the complete command. A weight update uses the four calls of
+vLLM's own weight-transfer interface. Before an update can be finished and get its version, the
+weights are verified as in a colocated engine (weight_receiver.py), and are compared with the
+trainer's digest of the update.
 
 Written against vLLM 0.32.0: v1/worker/{worker_base,gpu_worker}.py,
 distributed/weight_transfer/base.py.
@@ -30,7 +31,7 @@ BanAndSeed = make_logits_processor()
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Trainer from which the server receives its weights from now on."""
+    """Describes the trainer that will send weights to the server."""
 
     owner: str
     """Name of the trainer's process. Example: `runs/mine of 4711@node1`."""
@@ -43,7 +44,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """weight_transport.Bucket as it arrives by HTTP."""
+    """Layout of a bucket (weight_transport.Bucket), as received over HTTP."""
 
     names: list[str]
     dtypes: list[str]
@@ -53,7 +54,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Backend of vLLM's weight transfer that receives verified updates from the trainer."""
+    """vLLM weight-transfer backend that receives updates from the trainer and verifies them."""
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
@@ -70,7 +71,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Join the process group of a trainer.
 
         Raises:
-            RuntimeError: The engine belongs to another run that is alive.
+            RuntimeError: The engine belongs to another run that is still alive.
         """
         if self._transport is not None and self._owner != init_info.owner and _is_trainer_alive(self._transport):
             raise RuntimeError(f"this engine is that of {self._owner}")
@@ -86,18 +87,18 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Start an update.
 
         Raises:
-            RuntimeError: The engine belongs to no run.
+            RuntimeError: The engine does not belong to any run.
         """
         if self._transport is None:
             raise RuntimeError("no run has this engine")
         self._receiver, self._digest, self._is_proven = WeightReceiver(self._weights), UpdateDigest(), False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive a bucket; with the last one, verify the update.
+        """Receive a bucket; after the last bucket, verify the update.
 
         Raises:
-            RuntimeError: No update was started, or the engine does not have what was sent. vLLM
-                then regards the update as over.
+            RuntimeError: No update was started, or the engine's weights differ from the sent
+                weights. vLLM then treats the update as ended.
         """
         if self._receiver is None:
             raise RuntimeError("weight sync: no update was begun")
@@ -133,7 +134,7 @@ def _is_trainer_alive(transport: Transport) -> bool:
     """Return True if the trainer's store still responds."""
     try:
         transport.store.check(["alive"])
-    except RuntimeError:  # torch.distributed.DistError is one
+    except RuntimeError:  # torch.distributed.DistError is a RuntimeError
         return False
     return True
 
@@ -144,7 +145,8 @@ class RlWorkerExtension:
     def rl_fingerprint(self) -> dict[str, str]:
         """Return the properties that must match the run (server_command.engine_fingerprint).
 
-        The caller is about to use the engine, so a CPU engine draws the run's noise from now on.
+        The calling run is about to use the engine. On a CPU, this method therefore also makes the
+        engine use seeded noise from now on (sampler.use_seeded_noise).
         """
         config = self.vllm_config
         if current_platform.is_cpu():
