@@ -37,7 +37,7 @@ from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.task import Task
-from megatron_rl.rollout.vllm.server_api import VllmServer, expected_label, read_engine_token
+from megatron_rl.rollout.vllm.server_api import VllmServer, expected_engine_fingerprint, read_engine_token
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.run.checkpoint_state import CheckpointState, InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, find_checkpoint
@@ -192,7 +192,7 @@ def build_server_engine(
     servers, sender = [VllmServer(url, token=read_engine_token(given), is_own=is_own, max_timeout_s=longest_s) for url in given.urls], None
     if world.is_main:
         sender = WeightSender(
-            servers, expected=expected_label(settings, renderer), owner=make_owner_name(settings, name),
+            servers, expected=expected_engine_fingerprint(settings, renderer), owner=make_owner_name(settings, name),
             kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
             timeout_s=longest_s,
         )  # fmt: skip

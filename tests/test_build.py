@@ -91,7 +91,7 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
     need not be claimed: one that is down when the engines are opened is one that has fallen."""
     monkeypatch.setattr(build, "default_store", lambda: "store")
     monkeypatch.setattr(build, "run_on_rank_zero", lambda act: act() if rank == 0 else "0123abcd")
-    monkeypatch.setattr(build, "expected_label", lambda settings, renderer: "wanted")
+    monkeypatch.setattr(build, "expected_engine_fingerprint", lambda settings, renderer: "wanted")
     claims: list[bool] = []
     monkeypatch.setattr(
         build, "WeightSender", lambda servers, **given: SimpleNamespace(servers=servers, lock_servers=lambda: claims.append(True), **given)

@@ -74,7 +74,7 @@ class WorkBuffer:
     _counted: set[int] = field(default_factory=set)
     """Finished groups that were already counted for a target."""
 
-    async def run(self, assignment: GroupAssignment, start_episode: StartGroupFn, *, target: StepTarget | None = None) -> None:
+    async def run(self, assignment: GroupAssignment, start_group: StartGroupFn, *, target: StepTarget | None = None) -> None:
         """Start the assigned groups and run until all groups in the buffer end or `target` is met.
 
         The assignment's `remaining` groups start as soon as the engine has capacity. If an episode
@@ -82,19 +82,19 @@ class WorkBuffer:
         """
         async with AsyncExitStack() as failing:
             failing.push_async_callback(self.cancel_all)
-            await self._start_groups(assignment, start_episode)
+            await self._start_groups(assignment, start_group)
             if target is None:
                 await asyncio.gather(*self._episodes())
             else:
                 await self._run_until(target)
             failing.pop_all()
 
-    async def _start_groups(self, assignment: GroupAssignment, start_episode: StartGroupFn) -> None:
+    async def _start_groups(self, assignment: GroupAssignment, start_group: StartGroupFn) -> None:
         own: list[asyncio.Task[Rollout]] = []
         more, num_groups, has_left = assignment.own_groups, 0, bool(assignment.remaining)
         while True:
             for group in more:
-                self._groups[group] = [asyncio.create_task(episode) for episode in start_episode(group)]
+                self._groups[group] = [asyncio.create_task(episode) for episode in start_group(group)]
                 own += self._groups[group]
             num_groups += len(more)
             if not has_left:

@@ -220,7 +220,7 @@ class VllmServer:
             require(value == expected.get(name), "engine.urls", self.url, remedy)
 
 
-def expected_label(settings: Settings, renderer: Renderer) -> dict[str, str]:
+def expected_engine_fingerprint(settings: Settings, renderer: Renderer) -> dict[str, str]:
     """Return the fingerprint that an engine of this run must have."""
     return expected_fingerprint(settings.engine, settings.model.path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
 
@@ -266,6 +266,6 @@ def check_servers(settings: Settings) -> None:
     """Raise ValueError if a server of engine.urls does not match this run's requirements."""
     if not settings.engine.urls:
         return
-    wanted = expected_label(settings, Renderer(settings.model))
+    wanted = expected_engine_fingerprint(settings, Renderer(settings.model))
     for url in settings.engine.urls:
         VllmServer(url, token=read_engine_token(settings.engine), max_timeout_s=settings.parallel.timeout_s).check(wanted)

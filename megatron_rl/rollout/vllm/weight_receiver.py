@@ -125,7 +125,7 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     name = f"{prefix}.{kind}"
-    assert param.numel(), f"{name} was packed away: keep_weights_plain must run before the engine is built"
+    assert param.numel(), f"{name} was packed away: disable_weight_packing must run before the engine is built"
     if isinstance(module, QKVParallelLinear):
         assert module.num_kv_head_replicas == 1, f"{name}: key/value heads are never replicated"
         sizes = [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, module.num_kv_heads * module.head_size]

@@ -174,10 +174,8 @@ class WeightSender:
         self._lock = Lock()
         self._last_update: list[tuple[Bucket, torch.Tensor]] = []
         self._label = ""
-        self.pause_s = self.transfer_s = 0.0
-        """Seconds for which the last update paused the servers, and the part of this time that was
-        spent on sending weights.
-        """
+        self.transfer_s = 0.0
+        """Seconds that the last update spent on sending weights."""
 
     def lock_servers(self) -> None:
         """Connect to all servers, so that no other run can use them.
@@ -198,7 +196,6 @@ class WeightSender:
         that received the update, and the failure reasons of the other servers by URL.
         """
         with self._lock, ExitStack() as held_back:
-            began = time.perf_counter()
             lines, faults = [], {}
             for line in (self._connections[url] for url in urls):
                 if line.lock.acquire(blocking=False):
@@ -219,10 +216,9 @@ class WeightSender:
             lines, faults = self._send_buckets(lines, faults, (replace(held[0], digest=digest.hexdigest()), held[1]))
             self.transfer_s = time.perf_counter() - sent
             if is_first and len(lines) > 1:
-                lines, more = self._check_same_label(lines)
+                lines, more = self._check_same_checksums(lines)
                 faults |= more
             lines, more = self._for_each(lines, lambda line: line.finish_update(label))
-            self.pause_s = time.perf_counter() - began
             return [line.server.url for line in lines], faults | more
 
     def _send_buckets(
@@ -232,7 +228,7 @@ class WeightSender:
         left, more = self._for_each(lines, lambda line: line.send_bucket(*each))
         return left, faults | more
 
-    def _check_same_label(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
+    def _check_same_checksums(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
         """Return the connections to servers with the same weight checksums as the first server.
 
         Also returns the failure reasons of the other servers by URL. vLLM computes the checksums.
