@@ -56,7 +56,7 @@ class Layers:
     cgroup: bool = False
     """Control group (v1 or v2) that limits the memory, processes and cores of a whole box."""
     watchdog: bool = False
-    """Polling of each running interpreter by the pool, for hosts that delegate no control group.
+    """Polling of resource usage by the pool, for hosts that do not delegate a control group.
 
     The pool measures the memory and number of processes of a box, and kills the box if it exceeds
     its limits.

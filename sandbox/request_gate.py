@@ -22,7 +22,7 @@ MAX_NAMES_BYTES = 8 << 20
 MAX_JSON_BYTES_PER_CHAR = 12
 """Largest number of JSON bytes per character: two escaped surrogates of six bytes each."""
 MAX_LARGE_BODIES = 4
-"""Largest number of bodies of the largest size that are held in memory at the same time."""
+"""Maximum number of maximum-size request bodies held in memory at once."""
 
 
 def make_body_limits(limits: BoxLimits) -> dict[str, Any]:

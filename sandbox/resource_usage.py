@@ -21,8 +21,8 @@ from sandbox.records import BoxLimits
 SOCKET_BYTES = 256 << 10
 """Bytes that one end of a socket can hold in flight.
 
-They are net.core.wmem_default, which a process can exceed only by setsockopt(2), and one more
-buffer.
+The limit is net.core.wmem_default, which a process can exceed only with setsockopt(2), plus the
+size of one more buffer.
 """
 PIPE_BYTES = 64 << 10
 """Capacity of a pipe in bytes: 16 pages, which a process can raise only by fcntl(2)."""

@@ -175,7 +175,7 @@ RankShares = list[list[list[PackItem]]]
 
 
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
-    """Return the cost of each sequence, in an order that makes common prefixes adjacent.
+    """Return the cost of each sequence, with sequences that share a prefix next to each other.
 
     Without `share_prompts`, the order is the same, but the cost of each sequence is its full
     length.

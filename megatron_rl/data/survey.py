@@ -38,7 +38,7 @@ class QuestionSource(Protocol):
         ...
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return a question with findings about its row and the row's unread values."""
+        """Return a question with the findings about its row, including unread values."""
         ...
 
     def locate(self, index: int) -> str:

@@ -25,7 +25,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource, iterate_
 
 
 class LiveEngine:
-    """This process's engine, or its part of an engine, with the weights of a source.
+    """Rollout engine of this process, or its shard of one, with weights from a checkpoint.
 
     All ranks create the engine together.
     """

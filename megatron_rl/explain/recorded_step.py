@@ -210,7 +210,7 @@ def _decode_line(line: bytes, load: Callable) -> Rollout:
 
 
 def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
-    """Return the path of the weights with a version, which is the number of steps before them.
+    """Return the path of the weights after `version` completed steps.
 
     Raises:
         ValueError: the weights were not kept.

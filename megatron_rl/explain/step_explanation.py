@@ -57,8 +57,8 @@ class ExplainRequest:
     max_model_gb: float = 16.0
     """Maximum size in GB of one model's float32 weights in one process.
 
-    Up to this size, the weights of Hugging Face's model stay in memory. A larger model of the
-    trainer is replayed only at a parallel layout.
+    Up to this size, the weights of Hugging Face's model stay in memory. If the trainer's model is
+    larger, it is replayed only with a parallel layout.
     """
     parallel_sizes: tuple[tuple[str, int], ...] = ()
     """Sizes of the parallel layout by name; missing sizes are taken from the run."""

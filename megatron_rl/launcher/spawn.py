@@ -37,8 +37,10 @@ from megatron_rl.run.shutdown import (
 )
 
 IMMEDIATE_KILL_S = 5
-"""Time in seconds after which child processes are killed if a second SIGINT arrives, or any signal
-SECOND_SIGNAL_S or more after the first signal.
+"""Seconds from a second signal until child processes are killed.
+
+A second SIGINT always counts; any other signal counts if it arrives at least SECOND_SIGNAL_S
+seconds after the first.
 """
 
 

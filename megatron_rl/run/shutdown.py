@@ -83,7 +83,7 @@ class ForcedExit:
     """Deadline, message and exit code for ending a process that does not stop by itself."""
 
     deadline: float
-    """Time of the exit, on the clock of time.monotonic."""
+    """Exit time, as a value of time.monotonic()."""
     message: str
     exit_code: int
 

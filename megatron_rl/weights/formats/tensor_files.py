@@ -43,7 +43,7 @@ NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".ggu
 
 MAX_COMPANION_BYTES = 256 << 20
 """Maximum size in bytes of a companion file; larger files are treated as weights. The largest
-tokenizer files have about 40 MB.
+tokenizer files are about 40 MB.
 """
 
 
