@@ -26,7 +26,7 @@ exit with 2.
 IMAGE_SOURCES_HELP = "what it shows (image_0.rotate(90).show(), plt.show()), figures it leaves open, image files it saves"
 """Help text that lists how code returns images (implemented in sandbox/image_capture.py).
 
-An image that is only the value of the last expression is not returned.
+The value of the last expression is not returned, even if it is an image.
 """
 
 

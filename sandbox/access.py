@@ -1,17 +1,18 @@
-"""Checks of a request's headers before its body is read: Host, origin, token and content type.
+"""Checks a request's Host, origin, token and content type before its body is read.
 
-request_gate.py applies the checks in this project's servers, and
-megatron_rl/rollout/vllm/http_gate.py in the vLLM servers of a run. They also protect from web pages
-in a browser on this machine, which can reach loopback ports:
+request_gate.py applies the checks in this project's servers.
+megatron_rl/rollout/vllm/http_gate.py applies them in a run's vLLM servers. The checks also protect
+the servers from web pages in a browser on this machine, which can reach loopback ports:
 
 - The browser adds the page's Origin or Sec-Fetch-Site header, and the page does not know the token.
 - Without a CORS preflight, the page cannot send application/json.
-- After DNS rebinding, the page has the server's origin, but the Host header still names the page's
-  host.
+- After DNS rebinding, the browser treats the server as part of the page's origin, but the Host
+  header still names the page's host.
 
 Before a client sends its token, the server can prove that it knows the token: it responds to a
 challenge with a keyed digest (`compute_proof`). The digest covers the port. Therefore, a process
-that took over a port cannot obtain a valid proof from another server with the same token.
+that took over the server's port cannot obtain a valid proof from another server with the same
+token.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 
 @dataclass(frozen=True, slots=True)
 class RequestRejection:
-    """Status, reason and additional headers of the response to a rejected request."""
+    """HTTP status, reason and additional headers of the response to a rejected request."""
 
     status_code: int
     detail: str
@@ -40,13 +41,13 @@ class RequestRejection:
 
 
 class AccessRules:
-    """Accepts or rejects requests by their headers."""
+    """Accepts or rejects requests based on their headers."""
 
     def __init__(self, *, token: str, hosts: Iterable[str] = ()) -> None:
         """Create the rules.
 
-        If `token` is empty, requests need no token. `hosts` are names of the server in addition to
-        localhost and the name of this machine.
+        If `token` is empty, requests need no token. `hosts` are accepted names of the server in
+        addition to localhost and the name of this machine.
         """
         self._token, self._hosts = token, {name.casefold() for name in (*local_host_names(), *hosts)}
 

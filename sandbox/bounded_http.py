@@ -1,7 +1,7 @@
 """HTTP client that limits the total time and the size of each response.
 
-It is used for this project's servers and for vLLM servers. The client for judges, which may run
-anywhere, is in megatron_rl/clients/openai.py.
+This client is used for this project's servers and for vLLM servers. The client for judges, which
+may run anywhere, is in megatron_rl/clients/openai.py.
 
 The timeouts of httpx apply to single reads, so a server that sends one byte per second could block
 a request forever. In this client, one timeout covers the connection, the request and the whole
@@ -23,7 +23,7 @@ import httpx
 
 Transport = httpx.AsyncBaseTransport
 DENIED_STATUSES = (401, 403)
-"""HTTP statuses with which a healthy server rejects the key or token of a request."""
+"""HTTP statuses that a healthy server returns if it rejects the key or token of a request."""
 
 
 class NoResponse(Exception):
@@ -55,7 +55,7 @@ class BoundedResponse:
 
 
 class BoundedClient:
-    """HTTP client that reuses connections. Each instance is for one event loop."""
+    """HTTP client that reuses connections. An instance must be used on one event loop only."""
 
     def __init__(
         self, base_url: str = "", *, token: str = "", keepalive_s: float = 5.0, retries: int = 0, transport: Transport | None = None
@@ -95,9 +95,9 @@ class BoundedClient:
             method: HTTP method.
             url: Absolute URL, or path below the base URL.
             body: Request body, sent as JSON; None sends no body.
-            timeout_s: Timeout of the whole exchange in seconds.
-            max_bytes: Largest size of the response body.
-            connect_timeout_s: Timeout for opening a connection in seconds.
+            timeout_s: Timeout in seconds for the whole exchange.
+            max_bytes: Maximum size of the response body in bytes.
+            connect_timeout_s: Timeout in seconds for opening a connection.
             params: Query parameters.
             headers: Additional headers.
 
@@ -164,8 +164,9 @@ def send_request(
 
 @cache
 def _load_tls_context() -> SSLContext:
-    """Return a TLS context with the trusted certificates, from SSL_CERT_FILE if it is set.
+    """Return a TLS context with the trusted CA certificates.
 
-    The context is cached, because loading the certificates takes 30 ms.
+    The certificates are read from SSL_CERT_FILE if this variable is set. The context is cached,
+    because loading the certificates takes 30 ms.
     """
     return httpx.create_ssl_context()

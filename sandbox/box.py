@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Box:
-    """Python interpreter of one episode.
+    """Isolated Python interpreter for one episode.
 
     The box runs one call at a time, and concurrent calls wait. Leaving `async with` closes it.
     """
@@ -136,9 +136,9 @@ class Box:
             await self._ensure_interpreter()
 
     def reset_oom_counter(self) -> None:
-        """Restart the count of OOM kills in the box's control group. Called by the pool.
+        """Reset the OOM-kill counter of the box's control group. Called by the pool.
 
-        Kills that are counted afterwards are due to the current call.
+        OOM kills counted after the reset are attributed to the current call.
         """
         if self._group is not None:
             self._group.reset_oom_counter()
@@ -180,16 +180,16 @@ class Box:
     async def _handle_early_exit(self) -> None:
         """Diagnose an interpreter that ended between two calls.
 
-        Either a thread left running by the code or the host may have ended the interpreter.
+        The interpreter was ended either by a thread that the code left running or by the host.
         """
         if self.interpreter is not None and self.interpreter.exit_future.done():
             await self._end_and_diagnose(self.interpreter)
 
     async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
-        """End the interpreter; if the host is at fault, store that for the next call to report.
+        """End the interpreter, and record a host fault if the host is responsible.
 
-        The next call is not run, because it would lack the state of earlier calls, but its result
-        would be scored.
+        The next call returns the recorded host fault instead of running its code. If the code ran,
+        it would lack the state of earlier calls, but its result would be scored.
         """
         exit_ = await self._end_interpreter(interpreter)
         fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")

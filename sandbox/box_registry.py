@@ -1,6 +1,6 @@
 """Registry of the open boxes of a server.
 
-It finds boxes by id, and closes boxes that are idle.
+The registry finds boxes by id and closes idle boxes.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ class OpenBox:
 
 
 class BoxRegistry:
-    """Open boxes, keyed by id. Ids are unguessable, because the id is all a client needs."""
+    """Open boxes, keyed by id. Ids are unguessable, because a box can be used with its id alone."""
 
     def __init__(self, *, idle_timeout_s: float, metrics: SandboxMetrics) -> None:
         self.idle_timeout_s = idle_timeout_s

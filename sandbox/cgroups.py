@@ -87,7 +87,10 @@ class ControlGroup:
         return {name: int(number) for name, number in map(str.split, os.pread(self._events_fd, 4096, 0).decode().splitlines())}
 
     def _peak_files(self) -> list[Path]:
-        """Return the v1 file with the memory peak, including swap if counted; empty in v2."""
+        """Return the v1 file with the memory peak as a list, which is empty in v2.
+
+        If swap is counted, the peak includes swap.
+        """
         files = (self.paths[0] / name for name in ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes"))
         return [file for file in files if file.exists()][:1]
 
@@ -101,7 +104,7 @@ def _open_first(files: Iterable[Path]) -> int | None:
 class ControlGroups:
     """Control groups of all slots of a pool.
 
-    If this process may not create them, the constructor raises an OSError that names the file.
+    If this process may not create the groups, the constructor raises an OSError.
     """
 
     def __init__(self, *, size: int, limits: BoxLimits, parents: dict[str, Path] | None = None) -> None:
@@ -138,7 +141,7 @@ class ControlGroups:
     def close(self) -> None:
         """Remove the groups.
 
-        After the boxes have died, the kernel may need a moment until it allows the removal.
+        Removal is retried, because the kernel may refuse it for a moment after the boxes have died.
         """
         for group in self.slots:
             group.close()
@@ -197,7 +200,7 @@ class ControlGroups:
 
 
 def find_own_groups(proc: Path = Path("/proc/self")) -> dict[str, Path]:
-    """Map each controller to the directory of this process's group, if it is mounted here."""
+    """Map each mounted controller to the directory of this process's control group."""
     inside: dict[str, str] = {}
     for line in (proc / "cgroup").read_text().splitlines():
         _, names, path = line.split(":", 2)

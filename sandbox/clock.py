@@ -1,4 +1,4 @@
-"""Timer of a call that counts only the time during which the box was able to run.
+"""Timer for a call that counts only the time during which the box was able to run.
 
 A stall of the host must not be reported as a limit exceeded by the code. The timer therefore checks
 the box about CHECKS_PER_LIMIT times per time limit, by reading its process states and scheduling
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 CHECKS_PER_LIMIT = 20
 MIN_CHECK_INTERVAL_S = 0.2
-"""Smallest interval between two checks, in seconds.
+"""Minimum interval between two checks, in seconds.
 
-It is two CPU periods of a control group, because a box that has used up its CPU quota does not run
-for the rest of the period.
+The interval is two CPU periods of a control group, because a box that has used up its CPU
+quota does not run for the rest of the period.
 """
 CHECK_GRACE_S = 0.05
-"""Seconds by which a punctual check may be late, and shortest time to the next check.
+"""Maximum delay of a punctual check, and minimum time until the next check, in seconds.
 
 A call times out at the first punctual check after its time is used up. At a punctual check, the
 event loop has already read every reply that arrived before the check.
@@ -60,8 +60,8 @@ class ProcessSnapshot:
 def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
     """Take a snapshot of all processes of a box.
 
-    They are `pid` and all processes in `group`, or `pid` and its descendants if `group` is None.
-    Processes that have exited or cannot be read are left out.
+    The processes are `pid` and all processes in `group`, or `pid` and its descendants if `group` is
+    None. Processes that have exited or cannot be read are left out.
     """
     state, threads = "", {}
     with contextlib.suppress(OSError):
@@ -101,7 +101,7 @@ def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: 
 
 
 class BoxTimer:
-    """Async context manager that raises TimeoutError after `seconds` in which the box could run.
+    """Async context manager that raises TimeoutError once the box was able to run for `seconds`.
 
     After a timeout, `was_starved` is True if the host prevented the box from running.
     """

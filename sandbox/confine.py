@@ -1,4 +1,4 @@
-"""Entry into the isolation layers of the zygote and of each box.
+"""Enters the isolation layers of the zygote and of each box.
 
 Layers are entered in the following order, since later layers remove privileges that earlier layers
 need:
@@ -28,7 +28,7 @@ The worker needs them to encode images and to report that the code has used up i
 ADDRESS_SPACE_MARGIN_BYTES = 4 << 30
 """Bytes of address space beyond the memory limit, for thread stacks and allocator arenas.
 
-They apply only where the address space is limited in order to bound the size of page tables.
+The margin applies only if the address space is limited, which bounds the size of page tables.
 """
 HOST_NAME = "box"
 FIRST_UID = 1_000_000_000  # far above the ids of users, services and containers
@@ -45,9 +45,9 @@ class Confinement:
     uid: int
     """User id of the box if the layer `drop_uid` is on."""
     base_data_bytes: int
-    """Bytes of writable memory that the zygote has mapped when it forks the box."""
+    """Bytes of writable memory mapped by the zygote at the time it forks the box."""
     base_address_bytes: int
-    """Bytes of address space that the zygote has mapped when it forks the box."""
+    """Bytes of address space mapped by the zygote at the time it forks the box."""
     cores: frozenset[int]
     """Cores on which the box's processes may run if the layer `watchdog` is on."""
 
@@ -63,7 +63,7 @@ def box_uid(zygote: int, slot: int) -> int:
 
 
 def box_cores(slot: int, *, cpus: float) -> frozenset[int]:
-    """Select the cores of a slot among the cores that this process may use.
+    """Select the cores for a slot from the cores that this process may use.
 
     Slots with consecutive numbers get different cores if there are enough cores.
     """

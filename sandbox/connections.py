@@ -19,7 +19,7 @@ LOG_LINES_PER_MINUTE = 20
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionRegistry:
-    """Limits of a server's connections, and the connections that wait for their client."""
+    """Limits on a server's connections, and the connections that wait for their client."""
 
     max_connections: int = 1024
     header_timeout_s: float = 10.0
@@ -29,7 +29,7 @@ class ConnectionRegistry:
     response_timeout_s: float = 60.0
     """Seconds that a client may take to read a response."""
     max_unread_bytes: int = 512 << 20
-    """Largest total number of unread response bytes over all connections."""
+    """Maximum total number of unread response bytes over all connections."""
     awaiting_request: dict["LimitedConnection", None] = field(default_factory=dict)
     """Connections with an incomplete request, ordered by the start of their timers."""
     awaiting_reader: dict["LimitedConnection", None] = field(default_factory=dict)
@@ -65,9 +65,10 @@ class LimitedConnection(H11Protocol):
         self._restart_request_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to bytes that are not a valid request, and end the connection.
+        """Send a 400 response to an invalid request and close the connection.
 
-        If an earlier request on this connection is still being processed, its response is not sent.
+        If an earlier request on this connection is still being processed, the response to the
+        earlier request is not sent.
         """
         super().send_400_response(msg)
         if self.cycle is not None:
@@ -83,7 +84,8 @@ class LimitedConnection(H11Protocol):
         """Start the response timer when the kernel's send buffer is full.
 
         The rest of the response is buffered in this process until the client reads it. While the
-        total of unread bytes is above its limit, the longest-waiting connections are aborted.
+        total of unread bytes exceeds `max_unread_bytes`, the longest-waiting connections are
+        aborted.
         """
         super().pause_writing()
         self.registry.awaiting_reader[self] = None
@@ -102,7 +104,7 @@ class LimitedConnection(H11Protocol):
         self._restart_request_timer()
 
     def _restart_request_timer(self) -> None:
-        """Start the timer for the header or body that is due, unless it is already running."""
+        """Start the timer for the expected header or body, unless this timer is already running."""
         cycle, line = self.cycle, self.registry
         awaits_header = cycle is None or cycle.response_complete
         owed = line.header_timeout_s if awaits_header else line.body_timeout_s if cycle.more_body else None
@@ -136,7 +138,7 @@ def _abort_oldest(connections: dict[LimitedConnection, None]) -> None:
 
 
 class LogRateLimiter(logging.Filter):
-    """Limits log lines per minute, because a client could cause millions of log lines."""
+    """Limits the log lines per minute, because a client could cause millions of log lines."""
 
     def __init__(self, max_lines: int = LOG_LINES_PER_MINUTE) -> None:
         super().__init__()

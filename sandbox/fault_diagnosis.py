@@ -1,4 +1,4 @@
-"""Diagnosis of a box that died or timed out: party at fault and exceeded limit.
+"""Determines the party at fault and the exceeded limit for a box that died or timed out.
 
 The code is considered at fault only if there is evidence that it caused the failure.
 """
@@ -25,7 +25,7 @@ FaultDiagnosis = tuple[Fault, str | None, CallError]
 def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
     """Return the party at fault for a call that timed out.
 
-    `was_starved` is the attribute of the call's `BoxTimer`.
+    `was_starved` is the value of `BoxTimer.was_starved` for the call.
     """
     if was_starved:
         return _host_fault(f"{STARVED_MESSAGE}: the call did not end")

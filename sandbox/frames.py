@@ -15,9 +15,9 @@ from collections.abc import Sequence
 HEADER = struct.Struct("!II")
 MAX_JSON = 2 << 20
 MAX_INLINE_JSON = 64 << 10
-"""Largest JSON in bytes that is parsed on the event loop (in under 1 ms), not in a thread."""
+"""Maximum size in bytes of JSON parsed on the event loop (under 1 ms) instead of in a thread."""
 MAX_CONTROL_BYTES = 1 << 16
-"""Largest size of a JSON datagram between the pool and its zygote, in bytes."""
+"""Maximum size in bytes of a JSON datagram between the pool and its zygote."""
 Frame = tuple[dict[str, object], list[bytes]]
 
 
@@ -57,7 +57,11 @@ async def parse_json(text: bytes) -> dict[str, object]:
 
 
 def receive_frame(channel: socket.socket) -> Frame:
-    """Read one frame from a trusted peer on a blocking socket. Raises EOFError if it is closed."""
+    """Read one frame from a trusted peer on a blocking socket.
+
+    Raises:
+        EOFError: The peer closed the socket.
+    """
     num_text, num_blobs = HEADER.unpack(_receive_exactly(channel, HEADER.size))
     lengths = struct.unpack(f"!{num_blobs}Q", _receive_exactly(channel, 8 * num_blobs))
     message = _parse_json(_receive_exactly(channel, num_text))

@@ -1,7 +1,7 @@
 """SandboxFusion's `/run_code` endpoint for the sandbox server.
 
-It lets clients of SandboxFusion use the sandbox server. For the opposite direction, a client that
-uses a SandboxFusion server, see fusion_client.py. Names, defaults and statuses follow
+This endpoint lets clients of SandboxFusion use the sandbox server. The opposite direction is in
+fusion_client.py, which is a client for a SandboxFusion server. Names, defaults and statuses follow
 SandboxFusion's documented REST API:
 
 - If the program times out, the command status is `TimeLimitExceeded`, and there is no return code.

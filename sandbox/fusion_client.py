@@ -1,14 +1,15 @@
 """Client for a SandboxFusion server, with the same interface as `SandboxPool`.
 
-It is for clusters that already run SandboxFusion, and has fewer features than the sandbox server:
+The client is for clusters that already run SandboxFusion. It has fewer features than
+`SandboxClient`:
 
 - SandboxFusion runs every request in a new process, so `CallResult.state_lost` is True from the
-  second call of a box on. The inputs are sent with every request.
+  second call in a box onwards. The inputs are sent with every request.
 - `CallResult.files` is always empty.
 - The isolation of the code depends on the SandboxFusion server.
 
-Images are returned as files with fixed names, which a wrapper around the code writes. They are
-validated like the images of other boxes.
+Images are returned as files with fixed names, which a wrapper around the code writes. These files
+are validated like the images of other boxes.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from sandbox.records import BoxClosed, BoxLimits, CallError, CallResult, CallUsa
 from sandbox.sandbox_client import CLIENT_GRACE_S, CONNECT_RETRIES, CONNECT_TIMEOUT_S, encode_image_file
 
 MAX_STREAM_BYTES = 8 << 20
-"""Largest size of each output stream in a response, as JSON bytes.
+"""Maximum size of each output stream in a response, in bytes of JSON.
 
 SandboxFusion does not shorten output streams to `BoxLimits.text`.
 """
@@ -243,7 +244,7 @@ class FusionBox:
         return taken, dropped
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the requested inputs. Files written by the code are lost with its process."""
+        """Return the requested inputs. Files written by the code are lost when its process ends."""
         return {name: decode_base64(self.inputs[name]) for name in names if name in self.inputs}
 
     async def close(self) -> None:
@@ -267,7 +268,7 @@ def _decode_files(answered: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def _parse_error(written: bytes | None, *, return_code: int | None, stderr: str) -> CallError:
-    """Return the error that the wrapper recorded, or a SystemExit error if it is malformed.
+    """Return the error that the wrapper recorded, or a SystemExit error if the record is malformed.
 
     The executed code can write to the wrapper's directory, so the record is not trusted.
     """

@@ -1,7 +1,7 @@
 """Shared parts of this project's HTTP servers: requests, disconnects, errors, limits and shutdown.
 
-The sandbox server and the servers of megatron_rl/services use them. Each request first passes
-connections.py and request_gate.py.
+The sandbox server and the servers of megatron_rl/services use these parts. Each request first
+passes the checks in connections.py and request_gate.py.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ B = TypeVar("B", bound=BaseModel)
 NO_DOC_PAGES: Mapping[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
 """Arguments of FastAPI that disable its documentation pages, which load scripts from a CDN."""
 MAX_SHOWN_ERRORS, MAX_ERROR_CHARS = 20, 2000
-"""Largest number of errors reported for a request, and of characters in an error message."""
+"""Maximum number of errors reported per request, and maximum length of an error message."""
 LISTEN_BACKLOG = 64
-"""Largest number of connections that the kernel queues before they are accepted."""
+"""Maximum number of connections that the kernel queues before they are accepted."""
 ACCEPT_BATCH, ACCEPT_TICKS = 32, 4
 """Connections accepted per event-loop tick, and ticks until an aborted connection is closed.
 
@@ -44,7 +44,7 @@ its descriptor only ACCEPT_TICKS ticks later (Python 3.11, selector_events.py: a
 and close take one tick each). Meanwhile, ACCEPT_TICKS * ACCEPT_BATCH connections may be accepted.
 """
 MIN_CONNECTIONS = 16
-"""Smallest number of simultaneous connections that a server must support."""
+"""Minimum number of simultaneous connections that a server must support."""
 KEEPALIVE_S = 10.0
 """Seconds that the server keeps an idle connection open.
 
@@ -148,8 +148,7 @@ def open_listener(host: str, port: int, *, token: str, permits: str) -> Iterator
         host: Host name or IP address.
         port: Port, or 0.
         token: Bearer token that the server requires, or "".
-        permits: Verb phrase for the error message, such as "run code", that names what clients can
-            do.
+        permits: What clients can do, as a verb phrase for the error message, such as "run code".
 
     Raises:
         OSError: The address cannot be bound.
@@ -194,7 +193,7 @@ def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.C
 
 
 def reserve_connections(other_files: int, *, max_connections: int) -> int:
-    """Raise the soft limit on open files and return the number of connections that it allows.
+    """Raise the soft limit on open files and return how many connections the limit allows.
 
     The number is at most `max_connections`. `other_files` file descriptors are reserved for other
     uses. A server that runs out of descriptors serves no client and logs errors endlessly.

@@ -1,4 +1,4 @@
-"""Capture of images inside a box.
+"""Captures the images that code creates inside a box.
 
 A call returns images that it shows, saves, or leaves open as figures. It also returns existing
 image files if it prints their names. The hooks are installed before the first call.
@@ -155,7 +155,7 @@ class ImageCapture:
 
 
 def format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    """Format a warning without paths of this machine.
+    """Format a warning without local paths.
 
     File name and line number are included only for warnings raised in the executed code.
     """

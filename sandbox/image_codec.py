@@ -15,7 +15,7 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PIL_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PLAIN_MODES = ("L", "RGB", "RGBA")
 MAX_PNG_CHUNKS = 1000
-"""Largest number of chunks in a PNG.
+"""Maximum number of chunks in a PNG.
 
 Pillow writes one chunk per 64 KiB. Without this limit, a PNG within `BoxLimits.image_bytes` could
 have half a million empty chunks, which take long to parse.
@@ -38,8 +38,8 @@ def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | Non
 class ImageBudget:
     """Budget for the number, pixels and PNG bytes of returned images, per call and in total.
 
-    The pool enforces its own instance. Another instance in the box only avoids drawing and encoding
-    images that the pool would drop.
+    The pool enforces its own instance. The box has another instance, only to avoid drawing and
+    encoding images that the pool would drop.
     """
 
     def __init__(self, limits: BoxLimits) -> None:
@@ -74,8 +74,8 @@ class ImageBudget:
 def encode_png(picture: Image.Image) -> bytes:
     """Encode an image as a PNG that consists only of the header, pixel data and end chunks.
 
-    At this compression level, Z_RLE is faster than the default strategy, and its files are a sixth
-    smaller for photographs.
+    At this compression level, Z_RLE is faster than the default strategy, and PNGs of photographs
+    are one sixth smaller than with the default strategy.
     """
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain

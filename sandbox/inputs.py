@@ -41,7 +41,7 @@ def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[
     """Convert images and files to a list of inputs.
 
     Raises:
-        ValueError: An input is invalid. The message names it.
+        ValueError: An input is invalid. The message names the input.
     """
     found = [_make_image_input(name, picture) for name, picture in images.items()]
     found += [BoxInput(name=name, content=bytes(content)) for name, content in files.items()]

@@ -48,7 +48,7 @@ def syscall(number: int, *arguments: object, name: str) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Move this process into new namespaces, given by CLONE_NEW* flags."""
+    """Move this process into new namespaces, selected by CLONE_NEW* flags."""
     _check_result(_libc.unshare(flags), name=f"unshare({flags:#x})")
 
 
@@ -70,7 +70,7 @@ def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Unmount a file system. By default, it is detached at once even if it is in use."""
+    """Unmount a file system. By default, detach it at once even if it is in use."""
     _check_result(_libc.umount2(target.encode(), flags), name="umount", path=target)
 
 

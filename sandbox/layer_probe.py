@@ -1,6 +1,7 @@
 """Test of every isolation layer in a separate process: `python -m sandbox.layer_probe`.
 
-It prints a JSON object that maps each layer to null, or to the reason why the layer is missing.
+The command prints a JSON object that maps each layer to null, or to the reason why the layer is
+not available.
 """
 
 import json
@@ -14,7 +15,7 @@ from sandbox.records import BoxLimits
 
 
 def try_in_child(trial: Callable[[], None]) -> str | None:
-    """Run `trial` in a child process. Return None if it succeeds, else its error message."""
+    """Run `trial` in a child process. Return None if `trial` succeeds, else the error message."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -32,7 +33,7 @@ def try_in_child(trial: Callable[[], None]) -> str | None:
 
 
 def probe_layers() -> dict[str, str | None]:
-    """Try to enter each layer. Map its name to None, or to the reason why it failed."""
+    """Try to enter each layer. Map the layer's name to None, or to the reason for the failure."""
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     outer = Layers() if is_privileged() else Layers(user_ns=True)
 

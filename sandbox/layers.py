@@ -21,13 +21,13 @@ SOURCE_DIR = str(Path(__file__).resolve().parents[1])
 REQUIRED_LAYERS = ("mount_ns", "read_only_root", "private_tmp", "pid_ns", "net_ns", "rlimits", "capabilities")
 """Layers that isolation="auto" requires.
 
-It also requires `drop_uid` or `user_ns`, and `cgroup` or `watchdog`.
+isolation="auto" also requires `drop_uid` or `user_ns`, and `cgroup` or `watchdog`.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """Switches that enable each isolation layer.
+    """Set of isolation layers, with one switch per layer.
 
     All layers are off by default, so that tests and the attack suite name the layers they use.
     """
@@ -56,14 +56,14 @@ class Layers:
     cgroup: bool = False
     """Control group (v1 or v2) that limits the memory, processes and cores of a whole box."""
     watchdog: bool = False
-    """Polling of resource usage by the pool, for hosts that do not delegate a control group.
+    """Background task of the pool for hosts that do not delegate a control group.
 
-    The pool measures the memory and number of processes of a box, and kills the box if it exceeds
-    its limits.
+    The task regularly measures the memory and number of processes of each box, and kills a box that
+    exceeds its limits.
     """
     rlimits: bool = False
     drop_uid: bool = False
-    """Separate user id for each box, which nothing else on the host uses. Requires root."""
+    """Separate user id for each box, not used by anything else on the host. Requires root."""
     capabilities: bool = False
     """Empty capability sets, and no_new_privs."""
     landlock: bool = False
@@ -81,7 +81,7 @@ class Layers:
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """Protection from one kind of violation, and the sets of layers that enforce it.
+    """Protection against one kind of violation, and the sets of layers that enforce it.
 
     Each set is sufficient by itself. `violation` completes a sentence that starts with "code".
     """
@@ -116,7 +116,7 @@ PROTECTIONS = {
     "information": _make_protection("is told the host's name, memory and load, or who made its channel", "ipc_ns seccomp"),
     "kernel_calls": _make_protection("makes system calls that have been ways out of containers", "seccomp"),
 }
-"""Protections of a host with all layers, keyed by name.
+"""All protections, keyed by name. A host with all layers provides all of them.
 
 If the host lacks a protection, a pool starts only if `allow_missing` names the protection.
 """
@@ -131,7 +131,7 @@ LAYER_NAMES = [layer.name for layer in fields(Layers)]
 
 
 def detect_layers() -> dict[str, str | None]:
-    """Map the name of each layer to None if this host offers it, else to the reason why not.
+    """Map each layer's name to None if this host offers the layer, else to the reason it does not.
 
     Each layer is tested by entering it in a separate process. The test takes about 0.3 s.
     """

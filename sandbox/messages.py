@@ -15,11 +15,11 @@ from sandbox.inputs import MAX_INPUTS
 from sandbox.records import BoxLimits, CallResult, Fault
 
 TRUNCATION_MARGIN = 200
-"""Characters allowed beyond the limit of an output stream, for the note on omitted characters."""
+"""Characters allowed beyond an output stream's limit, for the note about omitted characters."""
 MAX_TEXT_CHARS = 8192
-"""Largest length of each text in a result other than its output streams (see replies.py)."""
+"""Maximum length of each text in a result, except the output streams (see replies.py)."""
 MAX_DROPPED = 110
-"""Largest number of entries in `CallResult.dropped`, in addition to `BoxLimits.images`."""
+"""Maximum number of entries in `CallResult.dropped`, in addition to `BoxLimits.images`."""
 MAX_NUMBER = 1 << 63
 
 
@@ -133,7 +133,7 @@ def _decode_image(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudg
 
 
 def max_response_bytes(limits: BoxLimits) -> int:
-    """Return the largest size in bytes of the response to a call.
+    """Return the maximum size in bytes of the response to a call.
 
     Images are counted as base64, and each character of text as six bytes (a JSON escape).
     """
@@ -141,7 +141,7 @@ def max_response_bytes(limits: BoxLimits) -> int:
 
 
 def max_response_chars(limits: BoxLimits) -> int:
-    """Return the largest total number of characters of all texts in the response to a call."""
+    """Return the maximum total number of characters in all texts of the response to a call."""
     return 2 * (limits.text + TRUNCATION_MARGIN) + MAX_TEXT_CHARS * (limits.files + 2 * limits.images + MAX_DROPPED + 3)
 
 

@@ -95,7 +95,7 @@ def mount_box_tmpfs(directory: str, *, num_bytes: int, num_inodes: int) -> None:
 def make_directories(directory: str, *, owner: int | None) -> str:
     """Create work/ and tmp/ in the box's directory and return the path of work/.
 
-    `owner` is the user id that owns them; None keeps the user of this process.
+    `owner` is the user id that owns the directories; None keeps the user of this process.
     """
     for name in ("work", "tmp"):
         path = f"{directory}/{name}"
@@ -108,7 +108,7 @@ def write_inputs(work: str, inputs: Mapping[str, bytes], *, owner: int | None, m
     """Write inputs as read-only files below `work`.
 
     If `mounted` is True, each file also becomes a read-only mount, so that it cannot be replaced,
-    renamed or deleted. `owner` is used as in `make_directories`.
+    renamed or deleted. `owner` has the same meaning as in `make_directories`.
     """
     for name, content in inputs.items():
         path = f"{work}/{name}"

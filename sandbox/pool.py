@@ -25,8 +25,8 @@ MAX_POOL_SIZE = 256
 DESCRIPTORS_PER_BOX = 5
 """Number of open file descriptors per box.
 
-They are the channel, two output streams, the control group's counter of OOM kills and, in cgroup
-v1, the control group's memory peak.
+The descriptors are the channel, two output streams, the control group's counter of OOM kills and,
+in cgroup v1, the control group's memory peak.
 """
 EXTRA_DESCRIPTORS = 32
 """Number of file descriptors reserved for the zygote's socket, opening boxes and other uses."""
@@ -262,7 +262,7 @@ class SandboxPool:
         return life
 
     def _prefork(self, slot: int) -> None:
-        """Fork a process for a free slot in advance, since forking dominates `open`."""
+        """Fork a process for a free slot in advance, because forking is the slow part of `open`."""
 
         async def spare() -> Interpreter | None:
             try:

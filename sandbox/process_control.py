@@ -1,4 +1,4 @@
-"""Functions that inspect and kill the processes of a box from outside, by /proc and signals."""
+"""Functions that inspect and kill the processes of a box from outside, with /proc and signals."""
 
 import contextlib
 import os
@@ -35,7 +35,7 @@ def list_threads(process: int) -> list[str]:
 def list_children(thread: str) -> list[int]:
     """Return the pids of the children of a thread, given its /proc directory.
 
-    They are read from the kernel's list of children. A walk over all of /proc would take
+    The pids are read from the kernel's list of children. A walk over all of /proc would take
     milliseconds, during which a process could fork and exit unnoticed.
 
     Raises:
@@ -57,9 +57,9 @@ def list_process_tree(pid: int) -> list[int]:
 def kill_process_tree(pid: int) -> None:
     """Stop `pid` and kill all its descendants, for boxes without a PID namespace.
 
-    `pid` itself is not killed here but by the zygote. As a subreaper, it adopts the orphans among
-    its descendants. Two kinds of processes survive: processes that fork faster than this function
-    finds them, and processes that remain after `pid` has exited by itself.
+    `pid` itself is not killed here; the zygote kills it. As a subreaper, `pid` adopts the orphans
+    among its descendants. Two kinds of processes survive: processes that fork faster than this
+    function finds them, and processes that remain after `pid` has exited by itself.
     """
     with contextlib.suppress(psutil.NoSuchProcess):  # the root is gone
         root = psutil.Process(pid)

@@ -42,54 +42,54 @@ class BoxLimits:
     open_timeout_s: float = 30.0
     """Time limit for opening a box, including loading its images and running its preload."""
     cpu_s: int = 300
-    """CPU time of each process of the box, in total."""
+    """Limit on the total CPU time of each process of the box."""
     cpus: float = 1.0
-    """CPU cores shared by all processes of the box (cgroup)."""
+    """Number of CPU cores shared by all processes of the box (cgroup)."""
     memory: int = 1 << 30
-    """Memory of all processes of the box together, without library pages shared by all boxes."""
+    """Total memory limit of a box's processes, excluding library pages shared by all boxes."""
     processes: int = 32
-    """Largest number of simultaneous processes and threads."""
+    """Maximum number of simultaneous processes and threads."""
     open_files: int = 256
     disk: int = 64 << 20
     """Size of the box's private in-memory file system: working directory, /tmp and /dev/shm."""
     inodes: int = 4096
     file: int = 32 << 20
-    """Largest size of a file, and of each output stream of a call."""
+    """Maximum size of each file, and of each output stream of a call."""
     code: int = 1 << 20
-    """Largest length of the source code of a call, in characters."""
+    """Maximum length of the source code of a call, in characters."""
     text: int = 20_000
     """Characters kept per output stream of a call, half from its start and half from its end."""
     images: int = 5
-    """Largest number of images returned per call."""
+    """Maximum number of images returned per call."""
     images_total: int = 100
     pixels: int = 12_000_000
-    """Largest total number of pixels of the images returned per call."""
+    """Maximum total number of pixels in the images returned per call."""
     pixels_total: int = 120_000_000
     png_bytes: int = 12 << 20
-    """Largest total size of the images returned per call, as PNG."""
+    """Maximum total PNG size of the images returned per call."""
     png_bytes_total: int = 120 << 20
     image_pixels: int = 4_000_000
     image_bytes: int = 4 << 20
     image_aspect: float = 100.0
-    """Largest allowed ratio of an image's longer side to its shorter side."""
+    """Maximum ratio of an image's longer side to its shorter side."""
     image_side: int = 28
-    """Smallest allowed length of an image's shorter side, in pixels.
+    """Minimum length of an image's shorter side, in pixels.
 
     The default is one patch of Qwen2.5-VL after its merger.
     """
     input_pixels: int = 64_000_000
-    """Largest number of pixels of an image passed to `open`.
+    """Maximum number of pixels of an image passed to `open`.
 
     A larger image is rejected as a decompression bomb before it is decoded.
     """
     input_bytes: int = 64 << 20
-    """Largest total size of all inputs passed to `open`. They do not count towards `disk`."""
+    """Maximum total size of all inputs passed to `open`. Inputs do not count towards `disk`."""
     files: int = 100
-    """Largest number of new or changed files listed in the result of a call."""
+    """Maximum number of new or changed files listed in the result of a call."""
 
     @property
     def max_fetch_bytes(self) -> int:
-        """Largest total size of the files from one `Box.fetch_files`: all that a box can hold."""
+        """Maximum total size of files per `Box.fetch_files` call: `disk` plus `input_bytes`."""
         return self.disk + self.input_bytes
 
 
@@ -104,7 +104,7 @@ class ReturnedImage:
     width: int
     height: int
     source: str
-    """Origin of the image: `figure` (Matplotlib), `show` (Image.show) or the name of its file."""
+    """Origin of the image: `figure` (Matplotlib), `show` (Image.show) or the image's file name."""
 
     def to_pil(self) -> Image.Image:
         """Return the decoded image."""
@@ -153,7 +153,7 @@ class CallUsage:
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """CPU seconds of the call, including child processes that were waited for."""
+    """CPU seconds used by the call, including child processes that it waited for."""
     memory: int = 0
     """Peak resident set size of the interpreter so far, in bytes, including shared libraries."""
 
@@ -203,7 +203,7 @@ class SandboxAccessDenied(SandboxError):
 
 
 class PoolFull(RuntimeError):
-    """No box became free within the caller's waiting time."""
+    """No box became free within the caller's `wait_s`."""
 
 
 class BoxClosed(RuntimeError):

@@ -16,7 +16,7 @@ MAX_NAME = 4096
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8192
 LIGHT_BYTES = LIGHT_PIXELS = 1 << 18
-"""Largest number of PNG bytes, and of pixels, in a reply that is checked on the event loop.
+"""Maximum PNG bytes and maximum pixels of a reply that is checked on the event loop.
 
 The check takes at most 2 ms. Larger replies are checked in a thread.
 """

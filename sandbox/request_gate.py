@@ -20,7 +20,7 @@ MIN_BODY_BYTES = 64 << 10
 """Body size in bytes that is always accepted, and the limit of routes that set no other limit."""
 MAX_NAMES_BYTES = 8 << 20
 MAX_JSON_BYTES_PER_CHAR = 12
-"""Largest number of JSON bytes per character: two escaped surrogates of six bytes each."""
+"""Maximum number of JSON bytes per character: two escaped surrogates of six bytes each."""
 MAX_LARGE_BODIES = 4
 """Maximum number of maximum-size request bodies held in memory at once."""
 
@@ -42,9 +42,9 @@ class RequestGuardMiddleware:
 
         Args:
             app: ASGI application.
-            max_body_bytes: Largest size of a body in bytes, keyed by the last part of the request's
+            max_body_bytes: Maximum size of a body in bytes, keyed by the last part of the request's
                 path.
-            max_delimiters: Largest number of JSON delimiters in a body (see
+            max_delimiters: Maximum number of JSON delimiters in a body (see
                 `messages.count_json_delimiters`).
             token: Required bearer token; empty for none.
             hosts: Additional names of this server, as for `AccessRules`.

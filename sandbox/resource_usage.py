@@ -7,8 +7,8 @@ charged to a box:
 - page tables
 - kernel memory: sockets and pipes, each with its full capacity, and mappings
 
-Pages of files and of a tmpfs are not charged. A fork does not map them, and other limits bound
-them.
+Pages of files and of a tmpfs are not charged, because a fork does not map these pages and other
+limits bound them.
 """
 
 import contextlib
@@ -21,33 +21,34 @@ from sandbox.records import BoxLimits
 SOCKET_BYTES = 256 << 10
 """Bytes that one end of a socket can hold in flight.
 
-The limit is net.core.wmem_default, which a process can exceed only with setsockopt(2), plus the
-size of one more buffer.
+The value is the limit net.core.wmem_default plus the size of one more buffer. A process can exceed
+net.core.wmem_default only with setsockopt(2).
 """
 PIPE_BYTES = 64 << 10
 """Capacity of a pipe in bytes: 16 pages, which a process can raise only by fcntl(2)."""
 MAPPING_BYTES = 1 << 10
 """Kernel memory per mapping, in bytes.
 
-It covers a struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree of mappings, and
-links to the mappings of a few ancestor processes (64 bytes each).
+The value covers a struct vm_area_struct (256 bytes in Linux 6.18), its node in the tree of
+mappings, and links to the mappings of a few ancestor processes (64 bytes each).
 """
 HIDDEN_BYTES = 64 << 20
-"""Bytes charged for a process if the kernel hides its descriptors, and again for its mappings.
+"""Bytes charged for a process if the kernel hides the list of its file descriptors.
 
-The kernel hides both if the process executes a file that it has no permission to read.
+The same number of bytes is charged if the kernel hides the list of the process's mappings. The
+kernel hides both lists if the process executes a file that it has no permission to read.
 """
 GROWTH_STEPS = 8
-"""Number of growth steps of the host's kernel memory that make up a box's memory limit.
+"""Number of steps into which a box's memory limit is divided.
 
-Mappings are counted only after the kernel memory has grown by more than one step, because counting
-takes milliseconds.
+Mappings are counted only after the host's kernel memory has grown by more than one step, because
+counting takes milliseconds.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class BoxUsage:
-    """Memory usage and number of tasks of a box."""
+    """Memory usage and task count of a box."""
 
     memory_bytes: int
     """Charged bytes. Anonymous memory that is shared with the zygote is not charged."""
@@ -82,7 +83,7 @@ def read_unreclaimable_bytes() -> int:
 def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str | None:
     """Return the limit that the process tree of `pid` exceeds, or None.
 
-    If the processes are gone or cannot be read at the moment, return None as well.
+    None is also returned if the processes are gone or cannot be read at the moment.
     """
     try:
         held = measure_usage(pid, shared_bytes=shared_bytes, count_mappings=count_mappings)
@@ -129,7 +130,10 @@ def _list_children(thread: str) -> list[str]:
 
 
 def _memory_bytes(thread: str, *, shared_bytes: int, count_mappings: bool) -> int:
-    """Return the charged memory of a process, read through one thread; 0 if it has ended."""
+    """Return the charged memory of a process, read through one of its threads.
+
+    The result is 0 if the thread has ended.
+    """
     status = _parse_numbers(Path(thread, "status"))
     own = max(0, status.get("RssAnon", 0) + status.get("VmSwap", 0) - shared_bytes) + status.get("VmPTE", 0)
     return own + _mapping_bytes(thread) if count_mappings else own
@@ -147,9 +151,9 @@ def _parse_numbers(file: Path) -> dict[str, int]:
 
 
 def _kernel_buffers(thread: str) -> dict[str, int]:
-    """Return the bytes of each open socket and pipe, keyed by the kernel's name for it.
+    """Map the kernel's name of each open socket and pipe to the bytes charged for it.
 
-    With this key, a socket or pipe that several processes share is counted only once.
+    With these keys, a socket or pipe that several processes share is counted only once.
     """
     found = {}
     try:

@@ -6,8 +6,8 @@ Example:
             result = await box.run("print(image_0.size)")
 
 If the host or the network fails, `open` raises `PoolFull` or `SandboxError`, and `run` returns a
-result with `Fault.HOST`. A call is never sent twice. After a lost connection, the client cannot
-know if the call ran, and the server has closed the box.
+result with `Fault.HOST`. A call is never sent twice, because after a lost connection the client
+cannot know if the call ran. The server closes a box when its client disconnects during a call.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from sandbox.records import (
 from sandbox.zygote_manager import ZYGOTE_START_TIMEOUT_S
 
 CLIENT_GRACE_S = 30.0
-"""Extra seconds that a client waits beyond the server's worst case under load.
+"""Seconds that a client waits in addition to the server's worst-case response time under load.
 
 sandbox/clock.py explains the worst case.
 """
@@ -67,7 +67,7 @@ DEFAULT_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 The default applies if the server sends no valid Retry-After header.
 """
 MIN_RESPONSE_BYTES = 64 << 10
-"""Number of bytes, and of JSON delimiters, that is accepted in every response."""
+"""Response size in bytes, and number of JSON delimiters, that are always accepted."""
 MAX_RESPONSE_BYTES, MAX_PIXELS, MAX_WAIT_S = 256 << 20, Image.MAX_IMAGE_PIXELS or 0, 86400.0
 """Upper bounds on a server's announced limits: bytes of a response, pixels, and seconds."""
 MAX_ERROR_CHARS = 2000
@@ -75,7 +75,7 @@ _LIMITS: TypeAdapter[BoxLimits] = TypeAdapter(BoxLimits)
 
 
 class SandboxClient:
-    """Client for one server.
+    """Client for one sandbox server.
 
     `start` fetches the server's limits. Responses that exceed these limits are rejected.
     """
@@ -128,10 +128,10 @@ class SandboxClient:
             method: HTTP method.
             path: Path below the base URL.
             body: Request body, sent as JSON.
-            wait_s: Seconds for sending the request, and again for receiving the response. The
-                timeout of the whole exchange is `CONNECT_TIMEOUT_S + 2 * wait_s`.
-            max_bytes: Largest size of the response body; at least MIN_RESPONSE_BYTES are accepted.
-            max_delimiters: Largest number of JSON delimiters in the response.
+            wait_s: Seconds allowed for sending the request, and the same time for receiving the
+                response. The timeout for the whole exchange is `CONNECT_TIMEOUT_S + 2 * wait_s`.
+            max_bytes: Maximum size of the response body; at least MIN_RESPONSE_BYTES are accepted.
+            max_delimiters: Maximum number of JSON delimiters in the response.
 
         Raises:
             ServerFull: Status 429.
@@ -178,8 +178,9 @@ class SandboxClient:
     ) -> "RemoteBox":
         """Open a box as `SandboxPool.open` does.
 
-        While the server is full, the request is repeated after the delay that the server asks for.
-        `PoolFull` is raised if no slot becomes free within `wait_s` seconds; None never gives up.
+        While the server is full, the client repeats the request after the delay in the server's
+        Retry-After header. `PoolFull` is raised if no slot becomes free within `wait_s` seconds;
+        None waits without limit.
         """
         pictures, files = {name: encode_image_file(image) for name, image in (images or {}).items()}, files or {}
         collect_inputs(images=pictures, files=files, limits=self.limits)  # validate before sending inputs that the server would refuse
@@ -306,7 +307,7 @@ class RemoteBox:
         return found
 
     async def close(self) -> None:
-        """Close the box. It is no error if the box is already closed, here or on the server."""
+        """Close the box. Has no effect if the box is already closed, here or on the server."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -321,9 +322,9 @@ class RemoteBox:
 
 
 def compute_timeout_s(limits: BoxLimits, *, work_s: float = 0.0, slot_wait_s: float = 0.0) -> float:
-    """Return the server's worst-case seconds for one request under load, plus CLIENT_GRACE_S.
+    """Return the worst-case duration in seconds of a request under load, plus CLIENT_GRACE_S.
 
-    The worst case covers waiting for a slot, starting a zygote, opening an interpreter (a killed
+    The worst case includes waiting for a slot, starting a zygote, opening an interpreter (a killed
     box gets a new one in its next call) and the work itself.
     """
     return slot_wait_s + ZYGOTE_START_TIMEOUT_S + MAX_WALL_FACTOR * (limits.open_timeout_s + work_s) + CLIENT_GRACE_S
@@ -332,7 +333,7 @@ def compute_timeout_s(limits: BoxLimits, *, work_s: float = 0.0, slot_wait_s: fl
 def _find_excessive_limit(limits: BoxLimits) -> str | None:
     """Return a description of a limit that is too large to accept, or None.
 
-    Such a limit comes from a configuration error or an attack.
+    Such a limit indicates a configuration error or an attack.
     """
     if not max_response_bytes(limits) <= MAX_RESPONSE_BYTES:
         return f"answers of {max_response_bytes(limits)} bytes"
@@ -344,7 +345,7 @@ def _find_excessive_limit(limits: BoxLimits) -> str | None:
 
 
 def _parse_retry_after(header: str) -> float:
-    """Parse a Retry-After header to a delay in seconds, at most MAX_RETRY_S."""
+    """Parse a Retry-After header into a delay of at most MAX_RETRY_S seconds."""
     try:
         after_s = float(header)
     except ValueError:

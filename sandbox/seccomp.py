@@ -1,8 +1,8 @@
 """Allow-list of system calls as a classic BPF program for seccomp(2), for x86-64 only.
 
-- A call that is on no list fails with EPERM, which libraries can handle.
+- A call that is not listed here fails with EPERM, which libraries can handle.
 - A call in KILLED_CALLS, which no benign program makes, kills the process, so that the result can
-  report it.
+  report the call.
 - clone3 fails with ENOSYS, because its flags are behind a pointer, which a filter cannot read.
   glibc then falls back to clone, and the filter checks the flags of clone.
 """
@@ -144,7 +144,7 @@ def _socketpair_rule() -> list[Instruction]:
 def _mmap_rule() -> list[Instruction]:
     """Refuse shared anonymous memory.
 
-    No process owns this memory, so that only a control group counts it.
+    No process owns this memory, so only a control group counts it.
     """
     body = [
         _load_argument(3),
@@ -173,12 +173,12 @@ def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_n
 
 
 def _forged_signal_rules() -> list[Instruction]:
-    """Prevent PID 1 of a PID namespace from killing or stopping itself as only the host can.
+    """Refuse forged kernel signals, with which PID 1 of a PID namespace could kill or stop itself.
 
     A process may send itself a signal with a siginfo that claims to be from the kernel (SI_KERNEL).
     The kernel accepts this claim and delivers even SIGKILL and SIGSTOP to PID 1 (kernel/signal.c,
     do_rt_sigqueueinfo and send_signal_locked). kill(2) and its variants stay allowed, because PID 1
-    is immune to them. The protected resource limits are refused here too.
+    is immune to them. Setting any of the PROTECTED_RLIMITS is refused here too.
     """
     code = _deny_if_among(SETRLIMIT, index=0, values=PROTECTED_RLIMITS) + _deny_if_among(
         PRLIMIT64, index=1, values=PROTECTED_RLIMITS, unless_null=2
@@ -191,11 +191,11 @@ def _forged_signal_rules() -> list[Instruction]:
 
 
 def _file_lock_rules() -> list[Instruction]:
-    """Refuse file locks, file watches, and queries for the peer of a socket.
+    """Refuse file locks, file watches, and queries that identify the peer of a socket.
 
-    With locks and watches on files that all of them read, boxes and the host could block or observe
-    each other. flock fails with ENOSYS, as on a file system without locks, which HDF5 and other
-    libraries can handle.
+    Boxes and the host read the same files. With locks and watches on these files, they could block
+    or observe each other. flock fails with ENOSYS, as on a file system without locks, which HDF5
+    and other libraries can handle.
     """
     return [
         (JUMP_EQUAL, 0, 1, FLOCK),

@@ -1,6 +1,6 @@
 """HTTP server of the sandbox.
 
-Boxes run in the pool of this process. A client addresses its box by an id that cannot be guessed.
+Boxes run in the pool of this process. A client addresses its box by an unguessable id.
 
     POST   /boxes                  open a box; 429 if no box becomes free in time, 503 if the host
                                    fails to open a box, both with a Retry-After header
@@ -50,7 +50,7 @@ from sandbox.request_gate import RequestGuardMiddleware, make_body_limits
 from sandbox.server_metrics import SandboxMetrics
 
 MAX_CALLS_PER_BOX = 100_000
-"""Largest number of calls per box. The ids of all calls are stored, so that no call runs twice."""
+"""Maximum number of calls per box. The ids of all calls are stored, so that no call runs twice."""
 MAX_REQUESTS_PER_BOX = 8
 
 

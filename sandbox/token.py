@@ -16,7 +16,7 @@ USER_KEY_VARIABLES = ("OPENAI_API_KEY", "VLLM_API_KEY")
 If VLLM_API_KEY were set for a vLLM server, the server would require that key from its clients.
 """
 MAX_TOKEN_BYTES = 1000
-"""Largest number of bytes read from a token file."""
+"""Maximum number of bytes read from a token file."""
 
 
 def read_token(path: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Process of a box, which reads its inputs, confines itself and executes calls.
+"""Process of a box, which reads the box's inputs, confines itself and executes calls.
 
 The process exits when its channel to the pool closes. It shares its interpreter with the code that
 it runs, so the code can forge its replies. Therefore, the pool validates every reply (replies.py),
@@ -70,7 +70,7 @@ def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: i
 
 
 def set_environment(directory: str) -> None:
-    """Remove the pool's paths from the environment variables and set the folders of the box."""
+    """Remove the pool's paths from the environment, and set HOME, TMPDIR and USER for the box."""
     del os.environ["PYTHONPATH"], os.environ["MPLCONFIGDIR"]
     os.environ.update(HOME=f"{directory}/tmp", TMPDIR=f"{directory}/tmp", USER="box")
 

@@ -1,7 +1,7 @@
-"""Manager of the zygote process, on the side of the pool.
+"""Manager of the zygote process, used by the pool.
 
-It starts the zygote, requests interpreters from it, receives notices of their exit, and kills the
-process trees of boxes.
+The manager starts the zygote, requests interpreters from the zygote, is notified when interpreters
+exit, and kills the process trees of boxes.
 """
 
 import array
@@ -31,7 +31,7 @@ ZYGOTE_STOP_TIMEOUT_S = 10.0
 ZYGOTE_REPLY_TIMEOUT_S = 30.0
 """Seconds without a reply after which a zygote is considered unresponsive and is killed.
 
-Its boxes fail with a host fault and restart on a new zygote.
+The boxes of a killed zygote fail with a host fault and restart on a new zygote.
 """
 EXIT_POLL_S = 2.0
 ZYGOTE_ENVIRONMENT = {"LANG": "C.UTF-8", "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -178,8 +178,8 @@ class ZygoteManager:
     async def wait_for_exit(self, interpreter: Interpreter) -> None:
         """Wait for the exit of an interpreter after its channel has closed.
 
-        If the process is not exiting after EXIT_POLL_S, the code has closed the channel, and the
-        wait ends.
+        If the process is not exiting after EXIT_POLL_S, the wait ends, because the code has closed
+        the channel while the process is still running.
         """
         for count in range(int(ZYGOTE_REPLY_TIMEOUT_S / EXIT_POLL_S)):
             if count and not is_dying(interpreter.pid):
@@ -303,7 +303,7 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
 
 
 def _make_directory(undo: contextlib.ExitStack) -> str:
-    """Create the directory of a box on the host. Raises OSError."""
+    """Create the host directory of a box. Raises OSError."""
     directory = tempfile.mkdtemp(prefix="sandbox-")
     undo.callback(_remove_directory, directory)
     os.chmod(directory, 0o755)

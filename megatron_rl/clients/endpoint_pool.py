@@ -4,7 +4,7 @@ A failed request is retried on another endpoint. A failed endpoint is not used d
 which doubles with each consecutive failure; the endpoint may also request a longer backoff.
 `outage_timeout_s` limits how long a request waits for an available endpoint, independently of how
 long a reply may take. The caller passes a coroutine function that takes an endpoint and sends the
-request. An exception of this function determines what happens next:
+request. An exception raised by this function determines what happens next:
 
     EndpointError, TimeoutError   the endpoint has failed: it backs off, and the call is retried
     KeyRefused                    the endpoint works but rejects the key or token: the run ends
@@ -68,7 +68,7 @@ class Endpoint:
     failures: int = 0
     """Number of consecutive failures."""
     backoff_until: float = 0.0
-    """End of the backoff on time.monotonic's clock."""
+    """End of the backoff, as a value of time.monotonic()."""
     last_failure: str = ""
 
     def record_failure(self, *, sent_at: float, retry_after_s: float = 0.0) -> None:
@@ -92,7 +92,7 @@ class Endpoint:
 
 
 class EndpointPool:
-    """Endpoints behind a single `request` method.
+    """Pool of equivalent endpoints with a single `request` method.
 
     Statistics are in `requests`, `failures` and `request_seconds`.
     """
@@ -126,7 +126,7 @@ class EndpointPool:
         self.request_seconds = 0.0
 
     def start(self) -> None:
-        """Bind the pool to the running event loop. Call it again in every later loop."""
+        """Bind the pool to the running event loop; call `start` again in each new event loop."""
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def request(self, send: Callable[[Endpoint], Awaitable[T]]) -> T:
@@ -178,7 +178,7 @@ class EndpointPool:
         """Acquire a concurrency slot; return the least busy endpoint that is not backing off.
 
         Waits for the end of backoffs for up to outage_timeout_s seconds in total. The time spent
-        waiting for a slot does not count.
+        waiting for a slot does not count toward this limit.
         """
         waited = 0.0
         while True:

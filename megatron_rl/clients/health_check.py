@@ -1,4 +1,4 @@
-"""Health check of a judge's endpoints, which lists the models of each endpoint.
+"""Health check for a judge's endpoints, which lists the models served by each endpoint.
 
 A run checks the endpoints at startup; the doctor command checks them before a run. Written against
 openai 3.52.0.
@@ -37,7 +37,7 @@ class HealthCheck:
     is not an error.
     """
     error: str = ""
-    """Reason why the endpoint cannot judge; empty if it can."""
+    """Reason why the endpoint cannot be used as a judge; empty if the endpoint works."""
     is_denied: bool = False
     """True if the endpoint rejects the key."""
 
@@ -57,7 +57,7 @@ async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: s
 
     Args:
         clients: Client of each endpoint, by address.
-        model: Model that each endpoint must serve; empty if any model is accepted.
+        model: Model that each endpoint must serve; an empty name accepts any model.
         secret: API key of the endpoints, from `api_key`.
         token_file: File that contains the key, for error messages.
     """

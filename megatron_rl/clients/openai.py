@@ -23,11 +23,11 @@ from megatron_rl.errors import InfraError
 from sandbox.token import read_token
 
 MAX_BODY_BYTES = 1 << 20
-"""Maximum size of a body in bytes."""
+"""Maximum size of a response body in bytes."""
 
 
 class UnreadBody(openai.OpenAIError):
-    """A body is too long or compressed and is not read to its end.
+    """Raised for a response body that is compressed or too long; the rest of the body stays unread.
 
     The class derives from OpenAIError, because the openai package re-raises errors of its own kind
     unchanged (_base_client.py, request).
@@ -69,7 +69,7 @@ BOUNDED_CLIENT_OPTIONS: Mapping[str, Any] = {"headers": {"Accept-Encoding": "ide
 
 
 def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
-    """Return an OpenAI client without timeouts and retries; `secret` is the servers' key.
+    """Return an OpenAI client without timeouts or retries; `secret` is the servers' API key.
 
     Raises:
         InfraError: The address of the server or of its proxy is invalid. The message names the
@@ -84,7 +84,7 @@ def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> 
 
 
 def proxy_options(urls: Iterable[str]) -> dict[str, Any]:
-    """Return httpx2 client arguments for the proxies of these addresses and for certificates.
+    """Return the httpx2 client arguments that configure certificates and the proxies for `urls`.
 
     The proxies come from environment variables (clients/proxies.py).
 
@@ -105,13 +105,13 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
 
 
 def api_key(token_file: str = "") -> str:
-    """Return the servers' key from `token_file` or, without a file, from OPENAI_API_KEY.
+    """Return the API key from `token_file`, or from OPENAI_API_KEY if `token_file` is empty.
 
-    If a server does not know the key, it may repeat the key in its error. The key must therefore be
-    masked in error messages.
+    A server that rejects the key may repeat the key in its error message, so the caller must mask
+    the key in error messages.
 
     Raises:
-        InfraError: The file of task.judge.token_file cannot be read.
+        InfraError: The file at task.judge.token_file cannot be read.
     """
     try:
         return read_token(token_file) if token_file else os.environ.get("OPENAI_API_KEY", "")
@@ -148,7 +148,7 @@ class Choice(BaseModel):
 
 
 class ChatCompletion(BaseModel):
-    """Required part of a chat completion.
+    """Required fields of a chat completion.
 
     An HTML page, an empty body or a JSON error fails validation.
     """

@@ -1,10 +1,10 @@
-"""Selects the proxy for an address from the environment, and describes the proxy in errors.
+"""Selects the proxy for an address from environment variables, and names the proxy in errors.
 
 The variables are HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY. Requests to this machine, and to
 hosts listed in NO_PROXY, use no proxy. NO_PROXY may list names (including their subdomains),
-addresses, networks (10.0.0.0/8) and `*`. Clients of judges, of evaluation endpoints, and of
-listeners with task.listener.proxy=true use these proxies. All other clients of a run (of engines,
-services and sandboxes) connect directly, wherever their servers are.
+addresses, networks (10.0.0.0/8) and `*`. These proxies apply to the clients for judges, for
+evaluation endpoints, and for listeners with task.listener.proxy=true. All other clients of a run
+(for engines, services and sandboxes) connect directly, wherever the servers run.
 """
 
 import os

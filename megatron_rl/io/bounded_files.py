@@ -1,9 +1,9 @@
 """Readers for untrusted files, which accept only regular files up to a size limit.
 
 A FIFO or a device is rejected, because reading it could block. The message of every ValueError is
-worded to follow the file's name. An OSError means that the file cannot be read. Parsing takes
-memory of up to about 30 times the file size. YAML aliases are rejected, because they could expand a
-small file to any size.
+worded to follow the file's name. An OSError means that the file cannot be read. Parsing needs up to
+about 30 times the file size in memory. YAML aliases are rejected, because they could expand a small
+file to any size.
 """
 
 import os
@@ -14,12 +14,13 @@ from typing import BinaryIO
 import yaml
 
 MAX_YAML_BYTES = 512 << 10
-"""Maximum size of a YAML file in bytes. A run's settings have about 10 KB; parsing the worst file
-of the maximum size takes about 6 s.
+"""Maximum size of a YAML file in bytes. A run's settings are about 10 KB; parsing a file of the
+maximum size takes at most about 6 s.
 """
 MAX_NUMBER_CHARACTERS = 100
 """Maximum length in characters of a number in YAML. Parsing a base-60 number (such as 1:59:59) of
-500 KB takes minutes, and a longer hexadecimal number may have more digits than Python can print.
+500 KB takes minutes, and a long hexadecimal number may have more decimal digits than Python can
+print.
 """
 TAIL_BYTES = 64 << 10
 """Number of bytes that are read from the end of a log."""
@@ -111,7 +112,7 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
 
 
 def to_printable(text: str) -> str:
-    """Return the text on one line, with "?" in place of unprintable characters.
+    """Return the text as one line, with unprintable characters replaced by "?".
 
     Error messages quote text from files, which must not contain terminal control characters.
     """

@@ -1,9 +1,9 @@
 """Histograms with fixed log-scale bins, which can be summed over micro-batches and ranks.
 
-The sum is exact, and quantiles are computed from it. Bin k counts the values in (edge(k - 1),
-edge(k)] with edge(k) = 2 ** (MIN_EXPONENT + k / BINS_PER_OCTAVE), so that a quantile is at most 9%
-too large. The first bin counts all values up to edge(0); the last bin counts all values above the
-largest edge, and NaN.
+The sum is exact, and quantiles are computed from the summed bins. Bin k counts the values in
+(edge(k - 1), edge(k)] with edge(k) = 2 ** (MIN_EXPONENT + k / BINS_PER_OCTAVE), so a computed
+quantile exceeds the true quantile by at most 9%. The first bin counts all values up to edge(0); the
+last bin counts all values above the largest edge, and NaN.
 """
 
 import math
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 
 MIN_EXPONENT, MAX_EXPONENT, BINS_PER_OCTAVE = -27, 7, 8
-"""Base-2 exponents of the smallest and largest edge, and number of bins per octave. The range from
-7e-9 to 128 begins below float32's rounding error of a logprob.
+"""Base-2 exponents of the smallest and largest edge, and number of bins per octave. The edges range
+from 7e-9, which is below the float32 rounding error of a logprob, to 128.
 """
 NUM_BINS = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_OCTAVE + 2
 
@@ -29,11 +29,11 @@ def count_in_bins(value_R: torch.Tensor, *, mask_R: torch.Tensor | None = None) 
 
 
 def quantile(counts: Mapping[int, int], percent: int) -> float:
-    """Return the upper edge of the bin with the `percent` quantile; 0 if there are no values.
+    """Return the upper edge of the `percent` quantile's bin; 0 if there are no values.
 
     The quantile is the smallest value that at least `percent` percent of all values do not exceed.
-    `counts` maps the index of a bin to its number of values. For the last bin, infinity is
-    returned.
+    `counts` maps each bin index to the number of values in the bin. Returns infinity if the
+    quantile is in the last bin.
     """
     below, wanted = 0, -(-sum(counts.values()) * percent // 100)
     for place in sorted(counts):

@@ -16,7 +16,7 @@ from megatron_rl.io.bounded_files import open_regular, read_bytes
 MAX_LINE_BYTES = 64 << 20
 """Maximum size of a line in bytes; a rollout of a million tokens takes 40 MB."""
 MAX_LINES_BYTES = 1 << 30
-"""Maximum size in bytes of a file of JSON lines."""
+"""Maximum size of a JSON Lines file in bytes."""
 MAX_DEPTH = 64
 """Maximum nesting depth of objects and lists in a file that `read_json` reads."""
 NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -51,10 +51,10 @@ def parse_number(value: float | str) -> float:
 
 
 def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: int = MAX_LINES_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yield each complete line with its number, from 1.
+    """Yield each complete line with its one-based line number.
 
-    A last line without a newline is left out, because it is still being written, or was cut off
-    when its writer was killed.
+    A last line without a newline is skipped: the line is still being written, or was cut off when
+    its writer was killed.
 
     Raises:
         ValueError: A line or the whole file has too many bytes, or `path` is not a regular file.
@@ -77,7 +77,7 @@ def iterate_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES, at_most: 
 
 
 def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict]:
-    """Return the parsed records of a file of JSON lines (`iterate_lines`).
+    """Return the parsed records of a JSON Lines file, read with `iterate_lines`.
 
     Raises:
         ValueError: A line is not valid JSON or is too long, or `path` is not a regular file. The
@@ -141,7 +141,7 @@ def write_bytes_atomically(path: Path, content: bytes) -> None:
 
 
 def write_lines_atomically(path: Path, records: Iterable[object]) -> None:
-    """Write records as a file of JSON lines, with `write_bytes_atomically`."""
+    """Write records as a JSON Lines file, with `write_bytes_atomically`."""
     write_bytes_atomically(path, "".join(to_json_line(record) + "\n" for record in records).encode("ascii"))
 
 

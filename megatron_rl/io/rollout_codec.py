@@ -2,8 +2,8 @@
 
 The conversion is exact, bit for bit. A record contains every field of the classes Rollout,
 TokenSequence, Turn, ToolCall and JudgeResult (types.py) under its own name. Fields that are added
-to these classes are recorded automatically; increase VERSION when you add one. Images are saved and
-loaded by name, with functions that the caller passes. Image patches are not recorded;
+to these classes are recorded automatically; increase VERSION when you add a field. Images are saved
+and loaded by name, through functions passed by the caller. Image patches are not recorded;
 Renderer.patches recomputes them. jsonl.to_json_line writes a record as one line, in which NaN and
 infinite numbers are strings.
 
@@ -33,11 +33,11 @@ VERSION = 7
 IMAGE_KEY_PATTERN = re.compile(r"[0-9A-Za-z]{1,64}")
 """Pattern of a valid image key, which is used as a file name."""
 MAX_PATCHES = 1 << 24
-"""Maximum number of patches of an image, which is about three gigapixels. A damaged grid with more
-patches could make a reader allocate too much memory.
+"""Maximum number of patches per image, which corresponds to about three gigapixels. A damaged grid
+with more patches could make a reader allocate too much memory.
 """
 RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence, Turn, ToolCall, JudgeResult)}
-"""Names and annotations of the fields of each recorded class."""
+"""Names and type annotations of the fields of each recorded class."""
 
 
 def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
 
 
 def _decode(annotation: Any, value: Any, where: str, images: Mapping[str, Image]) -> Any:
-    """Return the value that was passed to `_encode`.
+    """Decode a JSON value produced by `_encode` into a value of type `annotation`.
 
     Raises:
         ValueError: `value` cannot be of type `annotation`.

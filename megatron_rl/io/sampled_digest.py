@@ -4,8 +4,8 @@ import hashlib
 from pathlib import Path
 
 BLOCKS, BLOCK_BYTES = 4096, 4096
-"""Number of blocks that are read from a file, and size of a block in bytes (16 MiB in total). In a
-file of 4 GB, one block per MB is read, so that no layer of a model is left out.
+"""Number of blocks sampled from a file, and block size in bytes (16 MiB in total). In a file of 4
+GB, this samples one block per MB, so every layer of a model is included.
 """
 
 

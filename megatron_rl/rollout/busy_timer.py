@@ -1,11 +1,11 @@
-"""Timer for the periods with requests in flight."""
+"""Timer for the time during which requests are in flight."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class BusyTimer:
-    """Measures the seconds with requests in flight; the caller passes the current time."""
+    """Measures for how many seconds requests were in flight; the caller passes the current time."""
 
     num_in_flight: int = 0
     since: float = 0.0
@@ -24,5 +24,5 @@ class BusyTimer:
             self.finished_s += now - self.since
 
     def busy_seconds(self, now: float) -> float:
-        """Return the total seconds up to `now` with at least one request in flight."""
+        """Return for how many seconds, up to `now`, at least one request was in flight."""
         return self.finished_s + (now - self.since if self.num_in_flight else 0.0)

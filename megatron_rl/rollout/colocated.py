@@ -31,11 +31,12 @@ from megatron_rl.types import Image
 
 T = TypeVar("T")
 _LOOP_ITERATIONS = 3
-"""Number of event-loop iterations between two vLLM steps. A result of a rendering thread takes two
-iterations to reach its episode, and one more to reach the other episodes of the group.
+"""Number of event-loop iterations between two vLLM steps. The result of a rendering thread reaches
+its episode after two iterations, and the other episodes of the group after three iterations.
 """
 HEARTBEAT_S = 20.0
-"""Maximum seconds between two messages of an idle leader, well below the timeout of any collective.
+"""Maximum number of seconds between two messages from an idle leader, well below the timeout of any
+collective.
 """
 
 
@@ -88,9 +89,9 @@ class ColocatedEngine:
 
         If `reads_weights` is False, the engine starts faster, but can generate only after the first
         `load_weights`. `pixels` are the minimum and maximum number of pixels per image; None uses
-        the limits of the model folder's processor. `timeout_s` is the timeout in seconds of vLLM's
-        process groups, which all ranks create together. `cached_patches` is the maximum number of
-        image patches kept between requests.
+        the limits of the model folder's processor. `timeout_s` is the timeout of vLLM's process
+        groups in seconds; all ranks create these groups together. `cached_patches` is the maximum
+        number of image patches to keep between requests.
         """
         assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
         self._settings = settings
@@ -104,11 +105,11 @@ class ColocatedEngine:
         self._has_weights = reads_weights
         self.weight_version = weight_version
         self.busy_s = 0.0
-        """Seconds spent on adding requests and on vLLM's steps since construction."""
+        """Seconds spent on adding requests and running vLLM steps since construction."""
         self._ids = itertools.count()
         self._pending_message = _StepMessage()
         self._delayed: list[Request] = []
-        """Requests with the same prompt as another request of this step. Such requests start one
+        """Requests with the same prompt as another request in this step. These requests start one
         step later, when vLLM's prefix cache contains the prompt, so that the prompt is computed
         only once.
         """
@@ -163,8 +164,8 @@ class ColocatedEngine:
 
         Followers run the same vLLM steps as the leader. If `main` raises, the leader re-raises the
         exception and the followers raise RuntimeError. If a vLLM step fails, all pending `generate`
-        calls fail. Tasks that `main` leaves running continue in the next `run`
-        (engine.RolloutEngine).
+        calls fail. Tasks that `main` leaves running continue in the next `run` (see
+        RolloutEngine.run).
         """
         if self._group is not None and self._group.rank() != 0:
             main.close()
@@ -173,7 +174,7 @@ class ColocatedEngine:
         return self._loop.run(self._run_as_leader(main))
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main`, which must not use the engine, on the leader without its followers.
+        """Run `main` on the leader without its followers; `main` must not use the engine.
 
         The followers return None immediately.
         """
@@ -324,7 +325,7 @@ class ColocatedEngine:
         self._core.wake()
 
     def metrics(self) -> dict[str, float]:
-        """Return no metrics."""
+        """Return an empty dict, because this engine has no metrics."""
         return {}
 
     def close(self) -> None:

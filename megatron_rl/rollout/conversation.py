@@ -32,9 +32,9 @@ class SequenceLimits:
     """Maximum total number of pixels of a sequence's images after the resize; 0 sets no limit."""
 
     def exceeds(self, context: TokenSequence, added: TokenSequence) -> StopReason | None:
-        """Return the stop reason of the limit that appending `added` to `context` exceeds, or None.
+        """Return a stop reason if appending `added` to `context` exceeds a limit, else None.
 
-        One token of the sequence's limit is reserved for the next response.
+        One token of `max_sequence_tokens` is reserved for the next response.
         """
         if len(context.images) + len(added.images) > self.max_images:
             return StopReason.MAX_IMAGES
@@ -46,7 +46,7 @@ class SequenceLimits:
 
 
 class Conversation(Protocol):
-    """Conversation of one episode, for a single use.
+    """Conversation of one episode; an instance is used only once.
 
     `sequences` and `turns` grow during the episode and are shared with its rollout.
     """
@@ -55,7 +55,7 @@ class Conversation(Protocol):
     turns: list[Turn]
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Add the prompt; return the stop reason of the limit that the prompt exceeds, or None.
+        """Add the prompt; return a stop reason if the prompt exceeds a limit, else None.
 
         A prompt that exceeds a limit is added too, so that the error message can report its size.
         """
@@ -71,8 +71,8 @@ class Conversation(Protocol):
     def char_to_token(self, char: int) -> int | None:
         """Return the index of the token that contains character `char` of the last response.
 
-        The index counts from the start of the sequence. Returns None for a conversation without
-        tokens.
+        The index counts from the start of the sequence. Returns None if the conversation does not
+        record tokens.
         """
         ...
 
@@ -85,7 +85,7 @@ class Conversation(Protocol):
 
 
 class SharedPrompt:
-    """Prompt of a group, which is rendered only once.
+    """Prompt that the episodes of a group share and that is rendered only once.
 
     The episodes of a group normally start with the same messages. The first episode renders the
     prompt, and the other episodes receive a copy. An episode with different messages renders its
@@ -153,7 +153,7 @@ class TokenConversation:
         """Weight version of the first sampled token; None before the first request.
 
         Until a token is sampled, this is the engine's version at the first request. Later tokens
-        have this version or a newer version.
+        have this weight version or a newer version.
         """
         first = (turn for turn in self.turns if turn.token_span[0] < turn.token_span[1])
         return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._requested_version)
@@ -201,10 +201,10 @@ class TokenConversation:
 
 
 async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messages: Sequence[Message]) -> T:
-    """Return the result of `render_fn`, run in a thread if the images in `messages` are large.
+    """Call `render_fn` and return its result; use a thread if the images in `messages` are large.
 
-    `render_fn` renders `messages`. It runs in the event loop itself if all images together have
-    fewer than Renderer.max_inline_pixels pixels.
+    `render_fn` renders `messages`. The call runs in the event loop itself if the images have fewer
+    than Renderer.max_inline_pixels pixels in total.
     """
     pixels = sum(picture.width * picture.height for picture in extract_images(messages))
     return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)

@@ -1,9 +1,10 @@
 """Defines the rollout engine interface: token ids and images in, token ids and logprobs out.
 
 Requests contain fully processed inputs: image placeholders are expanded, and the image patches are
-the same as in training. The engine returns sampled tokens as ids. Episodes use no other part of an
-engine. colocated.py implements the interface in the trainer's processes and passes requests to vLLM
-through vllm/engine_core.py; server_engine.py implements it with vLLM servers.
+the same as in training. The engine returns sampled tokens as ids. Episodes use an engine only
+through `InferenceEngine`. colocated.py implements the interface in the trainer's processes and
+passes requests to vLLM through vllm/engine_core.py; server_engine.py implements it with vLLM
+servers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class SamplingSettings:
     """Sampling temperature; 0 decodes greedily."""
     seed: int
     stop: tuple[str, ...] = ()
-    """Strings that end the turn. The response includes the stop string, up to the end of the token
-    that completes it.
+    """Strings that end the turn. The response includes the stop string and ends with the token that
+    completes the stop string.
     """
     logprob_token_ids: tuple[int, ...] = ()
     """Token ids for which logprobs are returned at every sampled position; vLLM allows up to 128.
@@ -53,16 +54,16 @@ class Completion:
     max_model_len was reached.
     """
     weight_versions: list[int]
-    """Weight version that sampled each token; versions never decrease within a turn."""
+    """Weight version with which each token was sampled; versions never decrease within a turn."""
     requested_logprobs: list[list[float]] = field(default_factory=list)
-    """Logprobs of SamplingSettings.logprob_token_ids at each sampled token; empty if there are no
-    such ids.
+    """Logprobs of the ids in SamplingSettings.logprob_token_ids at each sampled position; empty if
+    no ids are requested.
     """
 
 
 @dataclass(slots=True, frozen=True)
 class ImageInput:
-    """Image in a request, with its patches and the position and number of its placeholders.
+    """Image in a request: its patches, and the position and number of its placeholder tokens.
 
     `patch_PC` is None if the receiver has the patches already.
     """
@@ -114,7 +115,7 @@ class RolloutEngine(InferenceEngine, Protocol):
     """
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main`, which may await `generate`, until it ends.
+        """Run `main` to completion; `main` may await `generate`.
 
         Returns the result of `main` on the engine's leader, and None on the engine's other ranks.
 
@@ -127,18 +128,18 @@ class RolloutEngine(InferenceEngine, Protocol):
         ...
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
-        """Run `main`, which must not use the engine, without the engine's other ranks.
+        """Run `main` without the engine's other ranks; `main` must not use the engine.
 
         The other ranks may have exited.
         """
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the engine's weights with `tensors`, pairs of Hugging Face name and tensor.
+        """Replace the engine's weights with `tensors`, (Hugging Face name, tensor) pairs.
 
         Raises:
-            RuntimeError: A received tensor differs from the tensor sent. A server engine does not
-                raise, but marks the server unhealthy.
+            RuntimeError: A received tensor differs from the tensor sent. A server engine marks the
+                server unhealthy instead of raising an error.
         """
         ...
 

@@ -54,7 +54,7 @@ class EpisodeSettings(SequenceLimits):
     def at_step(self, step: int) -> Self:
         """Return the settings with a seed derived from the run's seed (`self.seed`) and `step`.
 
-        A resumed run thus samples the same tokens as an uninterrupted one.
+        A resumed run therefore samples the same tokens as an uninterrupted run.
         """
         return replace(self, seed=derive_seed(self.seed, step))
 
@@ -127,7 +127,7 @@ def require_access(rollouts: Sequence[Rollout]) -> None:
 async def _run_turns(
     rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...], timer: TimerFn
 ) -> StopReason:  # fmt: skip
-    """Alternate responses and observations until the episode ends, and return its stop reason."""
+    """Alternate responses and observations until the episode ends; return the stop reason."""
     clock = asyncio.get_running_loop().time
     started = clock()
     while True:
@@ -179,7 +179,7 @@ async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
 
 
 async def _close_env(env: Env, limit_s: float) -> None:
-    """Close the environment; stop waiting, without an error, after `limit_s` seconds."""
+    """Close the environment; after `limit_s` seconds, stop waiting without raising an error."""
     try:
         async with asyncio.timeout(limit_s or None) as limit:
             await env.close()

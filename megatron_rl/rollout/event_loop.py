@@ -7,7 +7,7 @@ import asyncio
 
 
 class PausableEventLoop(asyncio.SelectorEventLoop):
-    """Selector event loop with a clock that excludes the pauses between two runs.
+    """Selector event loop with a clock that excludes the pauses between runs.
 
     Results that arrive during a pause, such as tool results, are available when the loop resumes,
     and no timeout expires because of the pause.
@@ -17,7 +17,7 @@ class PausableEventLoop(asyncio.SelectorEventLoop):
         super().__init__()
         self._paused_s = 0.0
         self._paused_at: float | None = None
-        """Time at which the loop was last paused, on the loop's own clock."""
+        """Value of `time()` when the loop was last paused."""
 
     def time(self) -> float:
         """Return the loop's time in seconds, without pauses."""

@@ -16,7 +16,7 @@ MAX_DEPTH = 16
 
 
 def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
-    """Return `question`, `answer` and `extra` of an example's payload as texts.
+    """Return `question`, `answer` and `extra` of an example's payload as strings.
 
     A field that the payload lacks becomes an empty string. `extra` is the JSON text of the
     payload's `extra` mapping, without bytes, images and other objects.

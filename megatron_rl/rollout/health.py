@@ -1,10 +1,10 @@
 """Monitors the health of the inference servers, with one task per server.
 
-The tasks run in the event loop of the episodes and check each server every second. A server is
-unhealthy if it does not report its weight version (because it has crashed or its engine hangs), if
-its weights are not the current weights, or if it reports its version but generates no tokens. A
-server becomes healthy after reporting the expected version and generating a token with this
-version. If a server comes back with different weights, it first receives all current weights.
+The tasks run in the episodes' event loop and check each server every second. A server is unhealthy
+if it does not report its weight version (because it has crashed or its engine hangs), if its
+weights are not the current weights, or if it reports its version but generates no tokens. A server
+becomes healthy after reporting the expected version and generating a token with this version. If a
+server comes back with different weights, it first receives all current weights.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from sandbox.bounded_http import BoundedClient
 POLL_S = 1.0
 """Seconds between two checks of a server."""
 MISSED_UPDATE = "was not there when the weights changed"
-"""Failure reason of a server that was left out of a weight update. This reason does not replace an
+"""Failure reason of a server that was skipped in a weight update. This reason does not replace an
 earlier failure reason.
 """
 MAX_FAILED_POLLS = 3
@@ -30,7 +30,7 @@ MAX_FAILED_POLLS = 3
 the failures span at least engine.health_timeout_s seconds.
 """
 PROBE_REQUEST = GenerateRequest([0], [], SamplingSettings(max_tokens=1, temperature=1.0, seed=0))
-"""Request for one token, which tests whether a server generates tokens."""
+"""Request for one token, used to test whether a server generates tokens."""
 
 
 class ServerSupervisor(Protocol):
@@ -48,10 +48,11 @@ class ServerSupervisor(Protocol):
         ...
 
     def restart(self, url: str, *, is_unresponsive: bool) -> None:
-        """Restart a server that does not respond, if it has exited or is unresponsive.
+        """Restart an unhealthy server if the server has exited or is unresponsive.
 
         `is_unresponsive` is ignored until the server has responded for the first time since its
-        start. The call does nothing during a backoff, or after too many restarts.
+        start. Until then, the server counts as unresponsive once its startup timeout has passed.
+        The call does nothing during a backoff, or after too many restarts.
         """
         ...
 
@@ -77,8 +78,8 @@ class HealthMonitor:
                 weights.
             supervisor: Restarts servers; None if the run did not start the servers.
             log: Prints one line.
-            outage_timeout_s: Maximum seconds that requests wait while no server is healthy; used
-                only in a log line.
+            outage_timeout_s: Maximum number of seconds that requests wait while no server is
+                healthy; used only in a log line.
         """
         self._servers, self._http, self._client, self._health_timeout_s, self._expected_label, self._cache_salt = (
             servers,
@@ -90,8 +91,8 @@ class HealthMonitor:
         )
         self._sender, self._supervisor, self.log, self._outage_timeout_s = sender, supervisor, log, outage_timeout_s
         self.unhealthy_since: float | None = None
-        """Start of the current outage, in which no server is healthy, on time.monotonic's clock.
-        None while a server is healthy, and before the first weight update.
+        """Start of the current outage (no server is healthy), as a value of time.monotonic(). None
+        while a server is healthy, and before the first weight update.
         """
         self.last_failure = ""
         """Address and failure reason of the server that failed last."""
@@ -160,8 +161,8 @@ class HealthMonitor:
     async def _probe_generation(self, server: ServerBackend, label: str) -> bool | None:
         """Return True if the server generates a token, or makes progress on other requests.
 
-        Returns None if the probe was aborted, because another rank has aborted all of the server's
-        requests.
+        Returns None if the probe was aborted because another rank aborted all requests of the
+        server.
         """
         before = await self._read_progress(server)
         try:

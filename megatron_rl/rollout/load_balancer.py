@@ -20,7 +20,7 @@ StartGroupFn = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
 
 
 class SharedCounter(Protocol):
-    """Named counters that all engines share, such as torch.distributed.Store."""
+    """Named counters that all engines share, for example a torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to a counter, which starts at 0, and return the new value.
@@ -48,9 +48,9 @@ class EngineRank:
     def assign(self, groups: Sequence[int], sizes: Mapping[int, int], *, assignment_id: int) -> "GroupAssignment":
         """Return the groups of a generation batch that this engine runs.
 
-        An engine starts with up to max_episodes episodes. It starts with at least half of its even
-        share, because some of its episodes will be waiting for tools. A single engine starts with
-        all groups.
+        An engine starts with as many groups as fit into max_episodes episodes, but with at most its
+        even share of the groups and with at least half of the even share, because some of the
+        episodes will be waiting for tools. A single engine starts with all groups.
 
         Args:
             groups: All groups of the batch.
@@ -108,7 +108,7 @@ class GroupAssignment:
     engine_rank: EngineRank
 
     async def requested(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
-        """Wait until there is capacity for a group; return the number of further groups that fit.
+        """Wait until there is capacity for a group; return the number of groups to start.
 
         Once an episode has failed, the engine takes no more than its even share. Otherwise a broken
         engine, on which episodes fail quickly, would take groups that a healthy engine could run.

@@ -26,7 +26,7 @@ from megatron_rl.types import Example, Rollout, StopReason, TokenSequence
 T = TypeVar("T")
 _MAX_ATTEMPTS = 3
 MIN_BACKOFF_S, MAX_BACKOFF_S = 1.0, 30.0
-"""Minimum and maximum pause in seconds before failed rollouts are run again; the pause doubles with
+"""Minimum and maximum pause in seconds before failed rollouts are retried; the pause doubles with
 each retry.
 """
 GatherRolloutsFn = Callable[[list[Rollout] | None], list[Rollout]]
@@ -61,8 +61,9 @@ class RolloutManager:
     Each process has a colocated engine, one rank of a colocated engine, or a client of the engine
     servers. All ranks must call each method together.
 
-    A colocated engine and the trainer use their device alternately: the engine uses the device at
-    first, the trainer after `offloaded`, and the engine again after `update_weights`.
+    A colocated engine and the trainer use a device alternately. The engine has the device at first.
+    `offloaded` frees the device for the trainer, and `update_weights` returns the device to the
+    engine.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class RolloutManager:
         returns None if it has cancelled the coroutine after a stop signal. During an infrastructure
         outage, failed rollouts are retried for up to `outage_timeout_s` seconds; `log` prints a
         line about each wait. `make_timer` takes a group number and a sample index and returns the
-        timer of this episode.
+        timer for this episode.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather_rollouts, self.all_gather, self.episode_settings, self.generation_settings = (
@@ -122,7 +123,7 @@ class RolloutManager:
         """Return the rollouts of a training step.
 
         Generates batches until `is_enough` returns True for the rollouts of all batches so far, or
-        until max_num_gen_batches batches were generated. Group numbers continue from batch to
+        until max_num_gen_batches batches have been generated. Group numbers continue from batch to
         batch. With generation_settings.max_staleness > 0, finished groups are used in the order in
         which they were scheduled, after the groups at the staleness limit.
         """
@@ -202,14 +203,14 @@ class RolloutManager:
     def run_examples(
         self, examples: Sequence[Example], *, num_samples: int, settings: EpisodeSettings, first_group: int = 0
     ) -> list[Rollout]:
-        """Return `num_samples` rollouts of each example, sorted by group and sample index.
+        """Return `num_samples` rollouts for each example, sorted by group and sample index.
 
         A group's number is `first_group` plus the index of the example in `examples`. Training
         episodes in progress continue meanwhile.
 
         Raises:
             GracefulStop: On every rank, if the grace period of an engine ended before the engine's
-                episodes did.
+                episodes had finished.
         """
         scheduled = {first_group + place: ScheduledGroup(example=example, settings=settings) for place, example in enumerate(examples)}
         assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
@@ -218,7 +219,7 @@ class RolloutManager:
         )
 
     def _retry_failed(self, scheduled: Mapping[int, ScheduledGroup], rollouts: list[Rollout]) -> list[Rollout]:
-        """Rerun the rollouts that failed because of infrastructure; return all rollouts, sorted.
+        """Rerun the rollouts that had infrastructure errors; return all rollouts, sorted.
 
         Rollouts with StopReason.INFRA_ERROR are rerun with unchanged seeds until none of them fails
         in this way or outage_timeout_s has passed. The elapsed time is computed from the rollouts'
@@ -358,7 +359,7 @@ class RolloutManager:
         return self.engine.metrics()
 
     def busy_s(self) -> float:
-        """Return the seconds for which this process's engine has worked since its construction."""
+        """Return how many seconds this process's engine has worked since its construction."""
         return self.engine.busy_s
 
     def start(self) -> None:

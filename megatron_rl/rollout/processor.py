@@ -35,8 +35,8 @@ characters that HTML and JSON escape.
 """
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random": "a random choice"}
-"""Maps each function or filter with nondeterministic output, in transformers' and Jinja's template
-environments, to a description of its output.
+"""Maps each nondeterministic function or filter in the template environments of transformers and
+Jinja to a description of its output.
 """
 _REMEDY = "copy chat_template.jinja from where the model came from"
 
@@ -108,7 +108,7 @@ def find_template(processor: ProcessorMixin, path: str) -> str:
 def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> None:
     """Raise ValueError if the processor does not match the model.
 
-    The processor must have the same patch sizes and special token ids as the model, and the same
+    The processor must use the same patch sizes and special token ids as the model, and the same
     resampling filter as the renderer.
     """
     images, numbers = processor.image_processor, processor.tokenizer.get_added_vocab()
@@ -130,7 +130,7 @@ def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> No
 def check_determinism(template: str, path: str) -> None:
     """Raise ValueError if a chat template is nondeterministic.
 
-    A template is nondeterministic if it uses a name from `_VARYING`, such as the current time.
+    A template is nondeterministic if it uses a name from `_VARYING`, such as `strftime_now`.
     """
     names = {value for _, kind, value in Environment().lex(template) if kind == "name"}
     for name, what in _VARYING.items():
@@ -219,6 +219,7 @@ def _render_checked(
 def find_banned_ids(vocab: dict[str, int], spec: ModelSpec, *, never_sampled: Sequence[str]) -> list[int]:
     """Return the token ids that no engine may sample.
 
-    These are the image and video markers, and the ids of the model's vocabulary without a token.
+    These are the image and video markers, and the ids below the model's vocabulary size to which
+    the tokenizer assigns no token.
     """
     return sorted({*(vocab[token] for token in never_sampled), *(set(range(spec.vocab_size)) - set(vocab.values()))})

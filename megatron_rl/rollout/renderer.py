@@ -49,8 +49,8 @@ _THREADS = 4
 temporarily 100 MB of memory.
 """
 _CACHED_BYTES = 1 << 30
-"""Maximum bytes of cached images, including their patches. An image of 2,000,000 pixels takes 8 MB,
-and its patches take 48 MB.
+"""Maximum size of the image cache in bytes, including the patches. An image of 2,000,000 pixels
+takes 8 MB, and its patches take 48 MB.
 """
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 """Maps each character in the vocabulary of a byte-level tokenizer to the byte that it represents.
@@ -63,11 +63,11 @@ GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "
 
 
 def max_inline_pixels(engine: EngineSettings) -> int:
-    """Return the minimum number of pixels for which images are rendered in a thread.
+    """Return the smallest pixel count at which images are rendered in a thread.
 
     For a colocated engine, smaller images are rendered in the event loop itself. The order of
-    requests is then always the same, so that a run on a CPU is reproducible bit for bit. Requests
-    to servers have no fixed order, so all images are rendered in threads.
+    requests is then always the same, so a run on a CPU is bitwise reproducible. Requests to servers
+    have no fixed order, so all images are rendered in threads.
     """
     return 1 if engine.mode == "server" else MAX_INLINE_PIXELS
 
@@ -85,10 +85,10 @@ class Renderer:
         """Load and check the processor and the chat template.
 
         Args:
-            model: Checkpoint and limits of image sizes.
+            model: Checkpoint path and image size limits.
             max_inline_pixels: See the function `max_inline_pixels`.
             allow_grounding_tokens: See DataSettings.
-            cache_bytes: Maximum bytes of cached images.
+            cache_bytes: Maximum size of the image cache in bytes.
         """
         self.max_inline_pixels, self._cache_bytes = max_inline_pixels, cache_bytes
         self.min_pixels, self.max_pixels = model.min_pixels, model.max_pixels
@@ -117,7 +117,7 @@ class Renderer:
         """Maps the key of a cached final image to the digests of its source images."""
         self._num_bytes = 0
         self._lock = Lock()
-        """Lock that is held while the cache changes."""
+        """Lock that protects the image cache."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
         require_bounded_template(self.processor.chat_template, model.path)
         check_template(self._apply_template, model.path)
@@ -128,19 +128,19 @@ class Renderer:
         self._dummy, self._dummy_text = dummy, self._render_messages(dummy).removesuffix("\n")
 
     def require_continuation(self) -> None:
-        """Raise ValueError unless the chat template allows messages after a response."""
+        """Raise ValueError unless the chat template allows appending messages after a response."""
         remedy = f"{self.continuation_problem}; give a chat_template.jinja that keeps every message as it is"
         require(not self.continuation_problem, "model.path", self._path, remedy)
 
     async def run_in_thread(self, fn: Callable[[], T]) -> T:
         """Run `fn` in a rendering thread and return its result.
 
-        The event loop, which also runs the steps of a colocated engine, is not blocked.
+        This does not block the event loop, which also runs the steps of a colocated engine.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
 
     def image(self, picture: Picture) -> Image:
-        """Return `picture` at its final size with its patches; results are cached by digest."""
+        """Resize `picture`, compute its patches and return both as an Image, cached by digest."""
         digest, size = image_key(picture), self.final_size(picture.width, picture.height)
         known = self._find_cached(self._final_key_by_source.get(digest))
         if known is not None:
@@ -175,7 +175,7 @@ class Renderer:
             return self._images.get(key)
 
     def _cache_image(self, image: Image) -> Image:
-        """Cache and return the image; if another thread has cached it already, return that copy."""
+        """Cache and return the image; return the cached copy if another thread was faster."""
         with self._lock:
             if image.key not in self._images:
                 self._images[image.key], self._sources_by_final_key[image.key] = image, set()
@@ -188,9 +188,10 @@ class Renderer:
             return self._images.get(image.key, image)
 
     def final_size(self, width: int, height: int) -> tuple[int, int]:
-        """Return the width and height to which an image of this size is resized.
+        """Return the final width and height of an image of the given size.
 
-        Width and height are multiples of `vision_token_side`, the side of a vision token in pixels.
+        The final width and height are multiples of `vision_token_side`, the side of a vision token
+        in pixels.
         """
         limits = {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
         rows, columns = smart_resize(height, width, factor=self.vision_token_side, **limits)
@@ -201,11 +202,12 @@ class Renderer:
         """Minimum and maximum number of pixels of an image after the resize.
 
         A resize within these limits does not change an image that already has its final size. The
-        limits are wider than [min_pixels, max_pixels], because smart_resize rounds the sides of too
-        small images up and of too large images down. The maximum is the largest of three values:
-        max_pixels; (a + side)(b + side) for an image that is enlarged to a * b = min_pixels; and
-        `side` times the longer side of a reduced image that is one vision token high. The aspect
-        ratio a : b is at most 200 (smart_resize of transformers 5.19).
+        limits are wider than [min_pixels, max_pixels], because smart_resize rounds side lengths to
+        multiples of `vision_token_side`: up when it enlarges an image, and down when it reduces an
+        image. The maximum is the largest of three values: max_pixels; (a + side)(b + side) for an
+        image that is enlarged to a * b = min_pixels; and `side` times the longer side of a reduced
+        image that is one vision token high. The aspect ratio a : b is at most 200 (smart_resize of
+        transformers 5.19).
         """
         side, longest = self.vision_token_side, 200**0.5
         enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
@@ -216,7 +218,7 @@ class Renderer:
         return len(self._tokenize(text))
 
     def describe_sequence(self, context: TokenSequence) -> str:
-        """Return the decoded sequence, with the size of each image in place of its tokens."""
+        """Return the decoded sequence, with each image's tokens replaced by the image size."""
         pixels = ([side * self.vision_token_side // image.merge for side in image.grid[:0:-1]] for image in context.images)
         sizes = iter(f"[{width}x{height}]" for width, height in pixels)
         words = self.tokenizer.decode(context.token_ids)
@@ -256,8 +258,8 @@ class Renderer:
         except for messages with "loss": False.
 
         Raises:
-            ValueError: `split_transcript` rejects the messages, or a reply contains tokens that are
-                never sampled.
+            ValueError: `split_transcript` rejects the messages, or a reply contains tokens that
+                must not be sampled.
         """
         context = TokenSequence()
         for piece in split_transcript(messages, self._render_messages):
@@ -327,7 +329,7 @@ class Renderer:
     def find_special_token(self, text: str) -> str:
         """Return the first special-token name in a text from the dataset, or ''.
 
-        In prompts, such a name is escaped with an inserted space.
+        In prompts, such a name is escaped by inserting a space.
         """
         found = self._special_token_pattern.search(text)
         return found[0] if found else ""
@@ -352,14 +354,14 @@ class Renderer:
 
 
 def _image_bytes(image: Image) -> int:
-    """Return the bytes of an image and its patches; Pillow uses 4 bytes per pixel."""
+    """Return the memory size of an image and its patches; Pillow uses 4 bytes per pixel."""
     return image.patch_PC.nbytes + 4 * image.pil.width * image.pil.height
 
 
 def image_key(picture: Picture) -> str:
     """Return a digest of an image's pixels, mode and size.
 
-    For an image at its final size this is Image.key.
+    For an image at its final size, the digest equals Image.key.
     """
     content = hashlib.sha256(picture.tobytes())
     content.update(f"{picture.mode} {picture.size}".encode())

@@ -1,7 +1,7 @@
-"""Replays the recorded steps of a run (rollouts.save=all) in place of the rollout manager.
+"""Replays the recorded rollouts of a run (rollouts.save=all) instead of generating rollouts.
 
 With the settings and initial weights of the recorded run, training reproduces every loss, gradient
-and weight of that run, for any parallel layout of the trainer.
+and weight of that run, with any parallel layout of the trainer.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from megatron_rl.types import Rollout
 
 
 class RolloutReplay:
-    """Recorded rollouts behind the interface of RolloutManager (rollout/manager.py).
+    """Returns recorded rollouts through the interface of RolloutManager (rollout/manager.py).
 
     All ranks must call each method together. Each rank reads its share of a step's rollouts and
     images.
@@ -66,7 +66,7 @@ class RolloutReplay:
         yield
 
     def metrics(self) -> dict[str, float]:
-        """Return no metrics."""
+        """Return an empty dict, because a replay has no engine metrics."""
         return {}
 
     def busy_s(self) -> float:

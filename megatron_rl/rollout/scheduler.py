@@ -1,4 +1,4 @@
-"""Schedules prompts: how many run in each step, in which order, and which ones run again.
+"""Decides how many prompts run in each step, in which order, and which prompts run again.
 
 The schedule is the same on every rank. A generation batch consists of num_prompts prompts. When a
 step begins, max_staleness + 1 generation batches are in progress; this is the capacity limit of
@@ -18,7 +18,7 @@ from megatron_rl.types import Example
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GenerationSettings:
-    """Settings for the number of episodes that a training step generates."""
+    """Settings that determine how many episodes a training step generates."""
 
     num_prompts: int
     """Number of prompts per generation batch."""
@@ -27,7 +27,9 @@ class GenerationSettings:
     max_num_gen_batches: int
     """Maximum number of generation batches per step."""
     max_staleness: int = 0
-    """Maximum staleness, in weight versions, of a rollout's oldest token when it is trained on."""
+    """Maximum staleness of a rollout's oldest token when the rollout is trained on, in weight
+    versions.
+    """
     num_steps: int | None = None
     """Total number of training steps of the run; prompts that the remaining steps do not need are
     not scheduled. None if unknown.
@@ -126,7 +128,7 @@ class PromptScheduler:
         return [prompts[place // size][place % size] for place in indices]
 
     def finish(self, groups: Sequence[int]) -> None:
-        """Remove these groups from the active groups, because they are used for training."""
+        """Remove the groups that are used for training from the active groups."""
         for group in groups:
             del self.active_groups[group]
 
@@ -143,8 +145,8 @@ def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_in
     """Return the examples of one generation batch.
 
     The choice depends only on seed and batch index, so that a resumed run uses the same prompts as
-    an uninterrupted one. If the examples have a `probability`, they are drawn with replacement and
-    with these probabilities. Otherwise each epoch uses every example once, in random order.
+    an uninterrupted run. If the examples have a `probability`, they are drawn with replacement
+    according to these probabilities. Otherwise each epoch uses every example once, in random order.
     """
     if examples[0].probability is not None:
         generator = np.random.default_rng(derive_seed(seed, batch_index, 0))

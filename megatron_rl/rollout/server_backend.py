@@ -30,11 +30,11 @@ class ServerBackend(Protocol):
     is_checksumming: bool
     """True while the server computes checksums of all its weights and answers no other request."""
     busy_timer: BusyTimer
-    """Timer for the periods in which this process has requests in flight to the server, on
-    time.perf_counter's clock.
+    """Timer for the time during which this process has requests in flight to the server. All times
+    are values of time.perf_counter().
     """
     last_sampled_at: float
-    """Time at which the server last returned sampled tokens, on time.monotonic's clock."""
+    """Time at which the server last returned sampled tokens, as a value of time.monotonic()."""
     known_images: set[str]
     """Keys of the images that the server has received."""
     failure: asyncio.Future[str] | None

@@ -1,11 +1,11 @@
 """Rollout engine that sends requests to vLLM servers in other processes, on any node.
 
-A new episode goes to the least busy server, and stays with this server, which has cached the
-episode's sequence. If a server does not finish a request because of a weight update or a failure,
-the request is sent again with the tokens sampled so far, to the same server or to another one. On
-CPUs, resending does not change the sampling noise, which depends only on seed and position
-(vllm/sampler.py). Weights are identified by a label, which consists of the run's name and the
-weight version. Each server returns the label of its weights with all sampled tokens.
+A new episode is assigned to the least busy server. The episode stays on this server, because the
+server has cached the episode's sequence. If a server does not finish a request because of a weight
+update or a failure, the request is sent again with the tokens sampled so far, to the same server or
+to another server. On CPUs, resending does not change the sampling noise, which depends only on seed
+and position (vllm/sampler.py). Weights are identified by a label, which consists of the run's name
+and the weight version. Each server returns the label of its weights with all sampled tokens.
 
 The event loop runs in its own thread, so that episodes continue while the trainer computes.
 """
@@ -35,12 +35,12 @@ from sandbox.bounded_http import BoundedClient
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 5
-"""Number of failed requests for one turn after which its episode fails."""
+"""Number of failed requests for one turn after which the episode fails."""
 POLL_S, ABORT_RETRY_S = 0.1, 0.3
 """Seconds between two searches for a healthy server, and between two abort requests to a server."""
 KEEPALIVE_S = 2.0
-"""Seconds for which idle connections are kept open, less than the 5 seconds after which uvicorn
-closes an idle connection.
+"""Number of seconds for which idle connections are kept open. This is less than uvicorn's
+keep-alive timeout of 5 seconds.
 """
 
 
@@ -70,7 +70,7 @@ class ServerEngine:
             sender: Sends the weights; None on ranks that do not send weights.
             supervisor: Restarts servers that the run itself has started. It is set only on the rank
                 of `sender`.
-            first_server: Index of the server that is preferred if several servers are equally busy.
+            first_server: Index of the server to prefer if several servers are equally busy.
             log: Prints one line.
         """
         self._servers, self._settings, self._name = list(servers), settings, name
@@ -124,7 +124,7 @@ class ServerEngine:
 
     @property
     def cache_salt(self) -> str:
-        """Salt for the servers' prefix caches; it separates prefixes of different weights."""
+        """Prefix-cache salt, which separates prefixes computed with different weights."""
         return self.weights_label
 
     @property
@@ -135,14 +135,15 @@ class ServerEngine:
     def metrics(self) -> dict[str, float]:
         """Return the times of the last weight update in seconds.
 
-        weight_sync/pause_s is the time without requests. weight_sync/transfer_s, which only the
-        rank of `sender` returns, is the part of the pause that was spent on sending the weights.
+        weight_sync/pause_s is the time for which requests were paused. weight_sync/transfer_s,
+        which only the rank of `sender` returns, is the part of the pause that was spent on sending
+        the weights.
         """
         return dict(self._metrics)
 
     @property
     def busy_s(self) -> float:
-        """Seconds with requests of this process in flight, averaged over the servers."""
+        """Number of seconds with requests of this process in flight, averaged over servers."""
         now = time.perf_counter()
         return statistics.fmean(server.busy_timer.busy_seconds(now) for server in self._servers)
 

@@ -134,7 +134,7 @@ class Task(ABC):
         return self.rubric.is_solved(rollout)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return additional evaluation metrics of scored rollouts, logged as eval/greedy_NAME.
+        """Return additional evaluation metrics for scored rollouts, logged as eval/greedy_NAME.
 
         Metrics named `success` or `return` replace the default means. Rollout.group is an index
         into `examples`.

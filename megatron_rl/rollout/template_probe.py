@@ -1,4 +1,4 @@
-"""Standalone program that renders a chat template under the kernel's resource limits.
+"""Standalone program that renders a chat template under kernel resource limits.
 
 A chat template may contain endless loops. processor.require_bounded_template therefore runs this
 program, which imports only Jinja, in a separate process. The program reads {"template", "seconds",

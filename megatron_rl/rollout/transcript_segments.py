@@ -16,7 +16,7 @@ the template rejects the messages.
 
 @dataclass(slots=True, frozen=True)
 class TranscriptSegment:
-    r"""A reply and its observation, which is the text since the end of the previous reply.
+    r"""A reply and its observation, which is the text between the previous reply and this reply.
 
     Example: "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n" is a single
     segment. Its observation is everything before "Yes", and its reply is "Yes<|im_end|>".
@@ -34,8 +34,8 @@ def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[Tran
     """Split the messages into one segment per assistant message.
 
     Raises:
-        ValueError: The chat template rejects the messages, the template renders earlier messages
-            differently when later messages follow, or an assistant message contains an image.
+        ValueError: The chat template rejects the messages or renders earlier messages differently
+            when later messages follow, or an assistant message contains an image.
     """
     pieces, done, answered = [], "", -1
     for index, message in enumerate(messages):

@@ -58,10 +58,10 @@ class WeightPublisher:
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
-        """Send the weights after `step` steps if an update is due. All ranks must call it together.
+        """Send the weights of step `step` if an update is due.
 
-        On the main rank, returns the metric weight_publish/num_behind: the number of services that
-        have not accepted these weights.
+        All ranks must call this method together. On the main rank, returns the metric
+        weight_publish/num_behind: the number of services that have not accepted these weights.
         """
         return {} if step % self._settings.every else self._send_all(tensors, step=step)
 
@@ -88,7 +88,7 @@ class WeightPublisher:
         """Send an update to one service; return the failure reason, or '' on success.
 
         Raises:
-            ValueError: The service rejects the token, which is no outage.
+            ValueError: The service rejects the token; this is not treated as an outage.
         """
         fault = ""
         for _ in range(self._settings.max_attempts):

@@ -31,12 +31,12 @@ class StepTarget:
     due: frozenset[int] = frozenset()
     """Groups that must have finished for the target to be met."""
     has_reached: int = 0
-    """Number of groups, over all engines, that were finished at the last check."""
+    """Number of groups that all engines together had finished at the last check."""
     num_due_reached: int = 0
-    """Number of due groups, over all engines, that were finished at the last check."""
+    """Number of due groups that all engines together had finished at the last check."""
 
     async def is_met(self, completed: Collection[int]) -> bool:
-        """Count the groups newly `completed` by this engine; return True if the target is met."""
+        """Count this engine's newly completed groups; return True if the target is met."""
         num_due = len(self.due.intersection(completed))
         if self.counter is None:
             self.has_reached += len(completed)

@@ -52,7 +52,7 @@ class _PublishedAddress(BaseModel):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServiceKind:
-    """Command and health check of a kind of server."""
+    """Command and health check for one kind of server."""
 
     command: list[str]
     make_options: Callable[[ServiceSettings, str, str, Path], list[str]]
@@ -60,15 +60,15 @@ class ServiceKind:
     --host and --port.
     """
     url_path: str
-    """Path that is appended to http://HOST:PORT for the address that clients use."""
+    """Path that is appended to http://HOST:PORT to form the address that clients use."""
     health_path: str
     """Path of the health check, which is appended to the address."""
     read_names: Callable[[bytes], list[str]]
-    """Takes the body of a health check's reply and returns the names in it, which include the
+    """Takes the body of a health check's reply and returns the names in the body, which include the
     nonce. Raises ValidationError if the body comes from another kind of server.
     """
     key_remedy: str = "another server has its port, or it was started with another token; start it anew"
-    """Fix that is suggested in the error about a server that rejects the token."""
+    """Fix suggested by the error message if a server rejects the token."""
 
 
 def _vllm_options(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:

@@ -4,8 +4,8 @@ The servers are vLLM servers on GPUs or CPU cores that no rank uses; if there ar
 servers and ranks share the cores. Rank 0 starts the servers before anything else is built, and
 waits until they respond. A server that exits or hangs later is restarted with increasing backoffs,
 until it has failed too many times in a row. rollout/health.py decides which servers receive weights
-and requests. The output of server N is in RUN/services/engine_N.log. However the run ends, the
-server's supervisor (supervisor.py) ends the server.
+and requests. The output of server N is in RUN/services/engine_N.log. A supervisor process
+(supervisor.py) ends each server, however the run ends.
 """
 
 import os
@@ -31,18 +31,19 @@ from megatron_rl.services.supervised_process import SupervisedProcess, find_free
 from sandbox.token import write_token
 
 ENGINES_TOKEN_NAME = "engines"
-"""Name of the servers' token file without its suffix; its path is RUN/services/engines.token."""
+"""Name of the servers' token file (RUN/services/engines.token) without the suffix."""
 MAX_RESTARTS = 5
 """Maximum number of consecutive restarts of a server; after one more failure, the server stays
 down.
 """
 STABLE_S = 60.0
-"""Seconds that a server must stay healthy after a start before its earlier failures are forgotten.
+"""Number of seconds that a started server must stay healthy before its earlier failures are
+forgotten.
 """
 MIN_BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0
-"""Minimum and maximum backoff in seconds before a restart. The first of several consecutive
-restarts is immediate, the second one waits for the minimum backoff, and the backoff doubles with
-each further restart.
+"""Minimum and maximum backoff in seconds before a restart. After a first failure, the restart is
+immediate. After a second consecutive failure, the restart waits for the minimum backoff, which
+doubles with each further failure.
 """
 
 SHARED_CORES_TEXT = "cores that they share with the ranks"
@@ -61,17 +62,17 @@ class EngineServer:
     process: SupervisedProcess | None = None
     """Process of the server; None before the start, and once the process is known to have ended."""
     started_at: float = 0.0
-    """Time of the last start on time.monotonic's clock."""
+    """Time of the last start, as a value of time.monotonic()."""
     is_ready: bool = False
     """True if the server has responded since its last start."""
     healthy_since: float | None = None
-    """Time of the first healthy report since the last start, on time.monotonic's clock; None before
-    this report.
+    """Time of the first healthy report since the last start, as a value of time.monotonic(). None
+    before this report.
     """
     consecutive_exits: int = 0
     """Number of consecutive failures (exits and hangs)."""
     restart_after: float = 0.0
-    """Earliest time of the next restart on time.monotonic's clock."""
+    """Earliest time of the next restart, as a value of time.monotonic()."""
     lock: Lock = field(default_factory=Lock)
 
     def start(self) -> None:
@@ -182,7 +183,7 @@ class EngineServers:
                 engine.start()
 
     def _stop_if_failed(self, engine: EngineServer, now: float, *, is_unresponsive: bool) -> None:
-        """If a server has exited or hangs, kill its remaining processes and set its backoff."""
+        """Kill all processes of a server that has exited or hangs, and set its backoff."""
         code = engine.process.exit_code()
         if code is not None:
             why = f"has ended with exit code {code}"
@@ -219,10 +220,10 @@ class EngineServers:
 
 
 def split_cores(cores: Sequence[int], settings: EngineSettings, *, num_ranks: int) -> tuple[list[int], list[list[int]]]:
-    """Return the CPU cores for the ranks, and the CPU cores for each server.
+    """Return the CPU cores for the ranks and the CPU cores for each server.
 
-    Both lists are empty if there are fewer cores than compute processes. Example: 2 cores, 1 rank
-    and 1 server -> [0], [[1]].
+    Both lists are empty if there are fewer cores than ranks and engine workers in total. Example: 2
+    cores, 1 rank and 1 server -> [0], [[1]].
     """
     size = len(cores) // (num_ranks + settings.num_local_servers * settings.tp)
     if size == 0:
@@ -318,7 +319,7 @@ def run_engine_servers(
 
 
 def bind_threads(core_ids: Sequence[int]) -> None:
-    """Bind all threads of this process, and all threads that they will start, to these cores."""
+    """Bind all existing and future threads of this process to these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), core_ids)

@@ -18,8 +18,8 @@ def serve_external_services(settings: Settings, *, is_run_finished: Callable[[],
     """Run the services that are marked `external` until the run ends.
 
     Starts the services and publishes their addresses. Returns True if the run has ended, and False
-    if this job was requested to stop. If the run had already ended before this job started, the job
-    assumes that the run will be continued, and waits for this.
+    if this job received a stop signal. If the run had already ended before this job started, the
+    job assumes that the run will be resumed, and waits for the resumed run.
 
     Raises:
         ValueError: A service has exited.

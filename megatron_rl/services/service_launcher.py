@@ -1,4 +1,4 @@
-"""Starts the services of a run, and stops them when the run ends.
+"""Starts the services of a run, and stops these services when the run ends.
 
 Rank 0 starts the services and waits until they respond. Each service has a supervisor
 (supervisor.py), which ends the service however the run dies. The log of a service is
@@ -46,7 +46,9 @@ from sandbox.token import write_token
 P = TypeVar("P", JudgeSettings, ListenerSettings, SpeakerSettings)
 
 POLL_S, REPORT_INTERVAL_S = 0.5, 10.0
-"""Seconds between two health checks, and between two log lines about a missing response."""
+"""Seconds between two health checks, and between two log lines about a service that has not
+responded yet.
+"""
 
 
 class LaunchedService:
@@ -106,7 +108,7 @@ class LaunchedService:
             self.url = self._published_url() if self._settings.external else self._own_url()
         except KeyRefused as refused:
             refusal = str(refused)
-        if refusal and not self._settings.external:  # an external server may have died and another one taken its port
+        if refusal and not self._settings.external:  # another server may have taken the port of a dead external server
             self._fail("kind", self._settings.kind, refusal)
         if self.url:
             print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
@@ -179,7 +181,7 @@ def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable
 
 
 def are_ready(services: Sequence[LaunchedService]) -> bool:
-    """Poll all services; return True if each has an address."""
+    """Poll all services; return True if every service has an address."""
     for service in services:
         service.poll()
     return all(service.url for service in services)
@@ -210,9 +212,8 @@ def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, n
     The run's ranks and engines use the first `num_used_gpus` of the node's `num_gpus` GPUs.
 
     Raises:
-        ValueError: The service's command does not exist, its port is in use, its GPUs do not exist,
-            or the run uses its GPUs and the service has no configured share of their memory (except
-            for sandboxes).
+        ValueError: The command or a GPU of the service does not exist, its port is in use, or it
+            uses a GPU of the run without a limit on GPU memory (sandboxes need no limit).
     """
     key, host = f"services.{name}", socket.gethostname()
     if settings.external:

@@ -22,7 +22,7 @@ STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
 remaining descendants (up to TERM_GRACE_S again).
 """
 MAX_LOG_TAIL_CHARS = 300
-"""Maximum number of characters of a log's last line that an error message quotes."""
+"""Maximum number of characters that an error message quotes from the last line of a log."""
 TORCHRUN_PREFIXES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "ROLE_",
     "TORCHELASTIC_", "TORCH_NCCL_", "TORCH_FR_",
@@ -33,7 +33,7 @@ these variables, because it is not a rank.
 
 
 class SupervisedProcess:
-    """Process that is run and ended together with all its descendants."""
+    """Process that is ended together with all its descendants."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
         """Start `command` with this environment; its output is appended to `log`."""

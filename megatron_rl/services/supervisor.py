@@ -20,7 +20,7 @@ from contextlib import suppress
 import psutil
 
 TERM_GRACE_S = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Number of seconds between SIGTERM and SIGKILL."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _libc = ctypes.CDLL(None)
 

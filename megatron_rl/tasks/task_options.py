@@ -41,8 +41,8 @@ class NumberLineOptions(GameOptions):
     """Options of NumberLine."""
 
     eval_max_number: int = 5
-    """Largest number on the number line in evaluations (5..20). If it is above 5, evaluations use
-    only starts with a current or target number above 5, which never occur in training.
+    """Largest number on the number line in evaluations (5..20). With a value above 5, evaluations
+    use only starts with a current or target number above 5. These starts never occur in training.
     """
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Points24Options(CardOptions):
     ** is a power, // is integer division. Evaluations always use the strict rules.
     """
     faces: str = "ten"
-    """Value of J, Q and K: ten for 10 each, or rank for 11, 12 and 13."""
+    """Values of J, Q and K: ten counts each of them as 10; rank counts them as 11, 12 and 13."""
     solvable: bool = False
     """Deal only hands that have a solution."""
     train_hands: int = 4096
@@ -144,12 +144,12 @@ class AlfworldOptions:
     adds 0, random runs a random admissible command. penalize and repeat leave the game unchanged.
     """
     progress: str = "level"
-    """Step reward for progress: level gives the fraction of the goal's conditions that hold after
-    the step, as in RL4VLM; change gives the change of that fraction during the step.
+    """Step reward for progress: level is the fraction of the goal's conditions that are met after
+    the step, as in RL4VLM; change is the change in that fraction during the step.
     """
     observation: str = "both"
-    """Location of the observation text: both puts it into the image and the prompt, picture only
-    into the image.
+    """Location of the observation text: both puts the text into the image and the prompt; picture
+    puts the text only into the image.
     """
     eval_picture: str = "drawn"
     """Images in evaluations: drawn as in training, or blank to test the policy without visual
@@ -184,7 +184,7 @@ class LewisOptions:
     """Options shared by the Lewis speaker and listener tasks."""
 
     variant: str = "code"
-    """Source of the reward constants where the game's README and code differ: readme or code
+    """Source of the reward constants, because the game's README and code differ: readme or code
     (tasks/lewis/rewards.py).
     """
     log: str = ""
@@ -258,8 +258,8 @@ class LewisListenerOptions(LewisOptions):
     reward: str = "consistency"
     """Question that the listener is trained on. consistency: do two images show the same object.
     weighted: the same question, with a penalty for wrong answers. selection: which candidate shows
-    the same object as the query. heard: does a description fit one image, in the prompt of the
-    listener service. selection and heard read speaker rows. The descriptions for heard come from
+    the same object as the query. heard: does a description fit one image (same prompt as the
+    listener service). selection and heard read speaker rows. The descriptions for heard come from
     task.speaker; without a speaker URL, they name the colors of the object.
     """
 

@@ -22,16 +22,16 @@ PROMPT = "{question}" + ANSWER
 
 
 class VqaEnv(Env):
-    """Environment of one question, which the policy answers in a single turn."""
+    """Environment for one question, which the policy answers in a single turn."""
 
     def __init__(self, example: Example, *, prompt: str, system: str) -> None:
-        """Create the environment of one example.
+        """Create the environment for one example.
 
         Args:
             example: Question, images and optional system message.
             prompt: Template of the user message; contains {question}.
-            system: System message. If it is empty, the example's own system message is used, if
-                there is one.
+            system: System message. An empty string selects the example's own system message, if the
+                example has one.
         """
         self.example, self.prompt = example, prompt
         self.system = system or str(example.payload["system"])
@@ -92,7 +92,7 @@ class VqaTask(Task):
         return VqaEnv(example, prompt=self.prompt, system=self.system)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the metrics of the benchmark in `task.data.benchmark`, if one is configured."""
+        """Return the benchmark's metrics if `task.data.benchmark` is set."""
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:

@@ -125,9 +125,9 @@ class AttackOracle:
         self.facts |= {"canary": self.canary.pid, **json.loads(self._read_canary_line())}
 
     def _read_canary_line(self) -> bytes:
-        """Return a line that the canary printed, or b"" if it prints no line within 1 s.
+        """Return the next line printed by the canary, or b"" after a timeout of 1 s.
 
-        For the first line, which the canary prints when it has started, the timeout is 20 s.
+        The canary prints its first line at startup; the timeout for the first line is 20 s.
         """
         assert self.canary.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -160,8 +160,8 @@ class AttackOracle:
         def serve() -> None:
             """Record all data that the listeners receive.
 
-            At least every 50 ms, also send the secret over the loopback interface, where attacks
-            may eavesdrop, and read a file on which attacks may set a watch.
+            At least every 50 ms, also send the secret over the loopback interface and read a file.
+            Attacks may eavesdrop on the interface and set a watch on the file.
             """
             while not stopped.is_set():
                 self.shared.read_bytes()
@@ -198,17 +198,17 @@ class AttackOracle:
         }
 
     def build_source(self, call: str, *, patience_s: float) -> str:
-        """Return the source code of a call, with `facts` in the variable `W`.
+        """Return `call` preceded by an assignment of `facts` to the variable `W`.
 
-        `patience_s` is the time in seconds that the code can wait for an event without reaching the
-        timeout of the call.
+        `patience_s`, which is added to `facts`, is the time in seconds that the code can wait for
+        an event without exceeding the call timeout.
         """
         return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 
     def find_survivors(self) -> list[int]:
-        """Return the pids of processes with the attack's mark as name, except zombies.
+        """Return the pids of processes named after the attack's mark, except zombies.
 
-        Processes in PID namespaces below this one are included.
+        Processes in nested PID namespaces are included.
         """
         alive = []
         for entry in Path("/proc").iterdir():
@@ -219,9 +219,9 @@ class AttackOracle:
         return alive
 
     def has_succeeded(self, probe: AttackProbe, results: list[CallResult], before: dict[str, Any]) -> bool:
-        """Return True if the attack succeeded. Call this after the box was closed.
+        """Return True if the attack succeeded. Call this method after closing the box.
 
-        `before` is the result of `snapshot_state` from before the attack.
+        `before` is the result of a `snapshot_state` call before the attack.
         """
         texts = "\n".join(f"{result.text}\n{result.stderr}\n{result.error and result.error.message}" for result in results)
         pictures = [picture for result in results for picture in result.images]

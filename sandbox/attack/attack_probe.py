@@ -23,7 +23,7 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True)
 class AttackProbe:
-    """Attack and the settings of its control.
+    """Attack and the settings for its control run.
 
     The entries of `calls` are source code and run one after the other in one box. The control runs
     without `lifted_layers` and with `raised_limits`. A probe limits its own effect, such as the
@@ -45,14 +45,14 @@ class AttackProbe:
     inherits them, even without layers.
     """
     min_cores: int = 1
-    """Smallest number of cores of a host on which the attack can succeed."""
+    """Minimum number of host cores that the attack needs to succeed."""
     needs_root: bool = False  # even without layers, the attack needs capabilities that an unprivileged user lacks
     min_kernel: tuple[int, int] = (5, 12)
     """First Linux version (major, minor) on which the attack can succeed."""
     has_long_timeout: bool = False
-    """True if a call with all layers has the same timeout as in the control.
+    """True if the run with all layers uses the same call timeout as the control.
 
-    This is for slow attacks, which the layers must stop before the timeout does.
+    This is for slow attacks, because the layers must stop them before the timeout does.
     """
 
 
@@ -70,6 +70,6 @@ def syscall(number, *arguments):
 """
 """Source code that is prepended to each call, after the assignment of the oracle's facts to `W`.
 
-`W` contains the marker in reverse order, so that output of the source itself is not mistaken for a
-success.
+`W` contains the marker in reverse order, so that printing the source code itself does not
+count as a success.
 """

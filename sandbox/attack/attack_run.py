@@ -1,7 +1,7 @@
-"""Functions that run an attack on a pool, and a command that runs the control of an attack.
+"""Runs an attack on a pool. As a command, it runs the control of an attack.
 
 The control is the same attack with some layers lifted. It runs in its own process, inside the outer
-bounds. The suite starts it by this command, which prints the outcome as one line of JSON:
+bounds. The suite starts the process with this command, which prints the outcome as a line of JSON:
 
 python -m sandbox.attack.attack_run PROBE LAYER,LAYER,...
 """
@@ -38,7 +38,7 @@ class AttackOutcome:
 
     succeeded: bool
     stopped_by: str
-    """Short text: the limit or error that stopped the code, else its last output."""
+    """Limit or error that stopped the code; if nothing stopped it, the code's last output."""
     host_fault: bool = False
 
 
@@ -93,7 +93,7 @@ async def run_control(probe: AttackProbe, layers: Layers) -> AttackOutcome:
 def _run_plain_child(probe: AttackProbe, oracle: AttackOracle) -> AttackOutcome:
     """Run the code of a probe in a child process, as simple code runners do.
 
-    The child inherits the environment and file descriptors of this process. At the timeout, only
+    The child inherits the environment and file descriptors of this process. On timeout, only
     the child's process group is killed.
     """
     command = [sys.executable, "-c", oracle.build_source(PRELUDE + probe.calls[0], patience_s=ATTACK_LIMITS.call_timeout_s / 3)]

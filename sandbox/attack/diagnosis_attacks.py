@@ -1,6 +1,7 @@
 """Attacks on the fault diagnosis, in which the code makes its own failure look like a host fault.
 
-After a host fault, code is not scored but run again, so such an attack would avoid a low score.
+After a host fault, the code is run again instead of being scored, so such an attack would avoid a
+low score.
 """
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence

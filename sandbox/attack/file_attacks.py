@@ -177,7 +177,7 @@ HOST_WRITES = (
 )
 
 HASH_IMAGE_SNIPPET = 'import hashlib\nprint(hashlib.sha256(open("image_0.png", "rb").read()).hexdigest())'
-"""Source code that prints the hash of the input image, run before and after each attack on it."""
+"""Source code that prints the input image's hash, run before and after an attack on the image."""
 INPUT_IMAGE = tuple(
     AttackProbe(name, "input image", aim, Evidence.OVERWRITTEN, (HASH_IMAGE_SNIPPET, code, HASH_IMAGE_SNIPPET), FILE_LAYERS)
     for name, aim, code in (

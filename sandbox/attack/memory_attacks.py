@@ -1,11 +1,11 @@
-"""Attacks that use kernel memory, evade the counting of memory, or take cores from others."""
+"""Attacks that use kernel memory, evade memory accounting, or take CPU cores from other boxes."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.resource_attacks import MEMORY_LAYERS, SLOW_LIMITS
 
 SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
 CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4
-"""Number of child processes in an attack, chosen to stay below a box's limit on processes."""
+"""Default and reduced number of child processes per attack, below the process limit of a box."""
 START = """
 done, tell = os.pipe()
 got = dead = 0
@@ -38,15 +38,16 @@ if got == {num} and not dead:
 
 
 def make_crowd_calls(work: str, *, num: int = CROWD_SIZE, waits: bool = True) -> tuple[str, ...]:
-    """Return the source codes of calls that run `work` concurrently in `num` child processes.
+    """Return the source code of each call of an attack that runs `work` in `num` processes.
 
-    The children keep running between calls, so they have more time than one call. The attack
-    succeeds if all children finish their work and are still alive then.
+    The processes are children of the interpreter and run concurrently. They keep running between
+    calls, so they have more time than a single call. The attack succeeds if all children finish
+    their work and are alive afterwards.
 
     Args:
         work: Source code that defines the function `work`.
         num: Number of child processes.
-        waits: True if the exit of a child means that it was killed.
+        waits: True if the attack fails when a child exits. If False, exits are not checked.
     """
     begin = f"{START}\n{work}\nfor _ in range({num}):\n    if os.fork() == 0:\n        leave_when_told(work)"
     return (begin, GATHER.format(num=num, waits=waits), JUDGE.format(num=num, waits=waits))

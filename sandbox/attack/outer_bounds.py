@@ -1,4 +1,4 @@
-"""Outer bounds of a control, so that an attack with lifted layers does not harm the host.
+"""Outer bounds of a control, which keep an attack with lifted layers from harming the host.
 
 The bounds are:
 
@@ -70,10 +70,10 @@ def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
 
 
 def _make_outer_group() -> cgroups.ControlGroups | None:
-    """Create a control group for a control, in which the control's pool creates further groups.
+    """Create a control group below which a control's pool creates its own groups.
 
-    Returns None if this process may not create control groups, and on hosts with v2, which does not
-    allow this nesting.
+    Returns None if this process may not create control groups, or if the host uses v2, which does
+    not allow this nesting.
     """
     try:
         groups = cgroups.ControlGroups(size=1, limits=OUTER_LIMITS)
@@ -111,7 +111,7 @@ def _mount_fresh(target: str, *, mode: str) -> None:
 
 
 def _confine(*, root: bool) -> None:
-    """Set up mounts, loopback interface and rlimits inside the new namespaces.
+    """Set up the mounts, the loopback interface and the rlimits inside the new namespaces.
 
     The mounts come first, because the other steps need a /proc of this PID namespace.
     """

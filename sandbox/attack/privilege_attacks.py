@@ -1,6 +1,7 @@
 """Attacks on privileged kernel interfaces.
 
-They are mounts, namespaces, devices, and other system calls that are used to escape containers.
+The interfaces are mounts, namespaces, devices, and other system calls that are used to escape
+containers.
 """
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence

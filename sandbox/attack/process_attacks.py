@@ -1,13 +1,13 @@
-"""Attacks on other processes by signals and debugging, and attacks by too many processes."""
+"""Attacks that signal or debug other processes, and attacks that start too many processes."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
-"""Layers that hide the processes of the host from a box, or deny it rights over them."""
+"""Layers that hide host processes from a box, or deny the box access to host processes."""
 DEBUG_LAYERS = PROCESS_LAYERS | {"mount_ns", "read_only_root", "user_ns"}
-"""Layers against debugging. A process cannot debug processes of another user namespace."""
+"""Layers that prevent debugging. A process cannot debug processes of another user namespace."""
 MARK_SNIPPET = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
-"""Source code that sets the process name, by which the oracle finds the process."""
+"""Source code that sets the process name, by which the oracle finds surviving processes."""
 
 SIGNALS = (
     AttackProbe(

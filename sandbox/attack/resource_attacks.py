@@ -4,7 +4,7 @@ from sandbox.attack.attack_probe import AttackProbe, Evidence
 from sandbox.attack.file_attacks import FILE_LAYERS
 
 SLOW_LIMITS = {"call_timeout_s": 20}
-"""Raised limits for controls of attacks that are slow but do not target the timeout."""
+"""Raised limits for the controls of slow attacks that do not target the timeout."""
 MEMORY_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 TOUCH_SNIPPET = """for block in blocks:
     if os.fork() == 0:

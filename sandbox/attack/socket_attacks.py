@@ -5,7 +5,7 @@ from sandbox.attack.file_attacks import FILE_LAYERS
 
 NETWORK_LAYERS = frozenset({"net_ns", "seccomp", "landlock"})
 RAW_SOCKET_LAYERS = NETWORK_LAYERS | {"drop_uid", "capabilities"}
-"""Layers against raw sockets. Opening a raw socket also requires a capability."""
+"""Layers that block raw sockets. Opening a raw socket also requires a capability."""
 
 
 def _make_send_snippet(family: str, kind: str, address: str) -> str:

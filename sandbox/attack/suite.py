@@ -23,12 +23,12 @@ MAX_PARALLEL_CONTROLS = 2
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Results of one attack with all layers and of its control."""
+    """Outcome of one attack with all layers, and outcome of its control."""
 
     probe: AttackProbe
     defended: AttackOutcome
     control: AttackOutcome | None
-    """Outcome of the control; None if the host lacks a requirement of the attack."""
+    """Outcome of the control; None if the host does not meet a requirement of the attack."""
     missing_requirement: str = ""
 
     @property
@@ -62,7 +62,7 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
 
 
 def find_missing_requirement(probe: AttackProbe) -> str:
-    """Return the requirement of the attack that this host lacks, or an empty string."""
+    """Return the attack's requirement that this host does not meet, or an empty string."""
     if probe.needs_root and not is_privileged():
         return "needs root"
     if probe.min_cores > (cores := len(os.sched_getaffinity(0))):
@@ -101,8 +101,8 @@ def format_table(rows: Sequence[AttackResult]) -> str:
 def format_summary(rows: Sequence[AttackResult]) -> str:
     """Format the results as a Markdown table with one row per class of attacks.
 
-    The columns are the number of attacks, the number that this host stopped, the number of controls
-    that succeeded, and the controls that cannot succeed on this host.
+    The columns are the number of attacks, the number of attacks that this host stopped, the number
+    of controls that succeeded, and the controls that cannot succeed on this host.
     """
     lines = ["| class | probes | held | controls through | not to be shown here |", "|---|---|---|---|---|"]
     for group in dict.fromkeys(row.probe.group for row in rows):
@@ -118,7 +118,7 @@ def main(names: Sequence[str]) -> int:
     """Run the chosen probes, print the tables and return the exit status.
 
     Args:
-        names: Names of probes or of classes of probes. If empty, all probes run.
+        names: Names of probes or probe classes. If empty, all probes run.
 
     Returns:
         2 if a name is unknown. Otherwise, 0 if every attack was stopped and every control that can

@@ -29,7 +29,8 @@ from sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE_PATH = "/inference/v1/generate"
 MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 10, 1 << 20
-"""Maximum bytes of a reply: for each prompt token or sampled token, and for the rest of the reply.
+"""Limits on the size of a reply in bytes: per prompt or sampled token, and for the rest of the
+reply.
 """
 ABORTED = "abort"
 """Finish reason of an aborted request; the reply contains the tokens sampled so far."""
@@ -62,7 +63,7 @@ class _Reply(BaseModel):
 
 
 class _ImageForgotten(EndpointError):
-    """The server has evicted an image that the request refers to."""
+    """Raised if the server has evicted an image that the request refers to."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,7 +77,7 @@ class GenerateRequest:
 
 @dataclass(slots=True, frozen=True)
 class PartialCompletion:
-    """Tokens of a turn that one call of `GenerateClient.generate` has sampled."""
+    """Tokens of a turn that were sampled by one call of `GenerateClient.generate`."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -110,7 +111,7 @@ class GenerateClient:
             request: Request for the complete turn.
             partial_completion: Tokens of the turn that earlier calls have sampled.
             label: Label of the weights that the server must use.
-            salt: Cache salt, which separates prefixes computed by different weights.
+            salt: Cache salt, which separates prefixes computed with different weights.
 
         Raises:
             KeyRefused: The server rejects the token. KeyRefused is a subclass of EndpointError.
@@ -200,7 +201,7 @@ class GenerateClient:
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
     async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
-        """Return the image as part of a request; omit its data if the server has the image."""
+        """Return the JSON form of an image; omit the pixel data if the server has the image."""
         data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
@@ -234,7 +235,7 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
     """Parse and check a reply.
 
     Raises:
-        EndpointError: The reply is invalid, or was sampled by weights other than `label`.
+        EndpointError: The reply is invalid, or was sampled with weights other than `label`.
         RuntimeError: The prompt ids that the server reports differ from `sent_ids`.
     """
     try:

@@ -93,7 +93,7 @@ def _start_vllm(
                 raise ValueError(misfit) from error
             raise
     torch.set_num_threads = set_num_threads
-    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has opened it; unlinked, it is freed when the ranks end, even by a crash
+    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has opened the segment; unlinked, it is freed when all ranks end
         segment.unlink(missing_ok=True)
     return llm
 
@@ -109,7 +109,7 @@ def engine_arguments(
     of a run are seldom that large.
 
     `pixels` are the minimum and maximum number of pixels per image; None uses the limits in the
-    model folder. `timeout_s` is the timeout in seconds of vLLM's process groups; vLLM's defaults
+    model folder. `timeout_s` is the timeout of vLLM's process groups in seconds; vLLM's defaults
     are half an hour on CPUs and ten minutes on GPUs.
     """
     sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
@@ -133,7 +133,7 @@ def engine_arguments(
 
 
 def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
-    """Return the EngineArgs arguments for device and memory.
+    """Return the EngineArgs arguments that configure the device and its memory.
 
     On CUDA, an engine of one rank uses the external launcher too, which reads LOCAL_RANK. vLLM's
     uniproc executor would place the engines of all ranks of a node on cuda:0 (vLLM 0.32.0
@@ -151,7 +151,7 @@ def set_shared_memory_name(name: str) -> None:
 
     vLLM 0.32.0 derives the segment's name from the port of the init method, and env:// has no port.
     Without a unique name, all multi-rank engines on a machine would use the same segment, and an
-    engine could not start while another engine runs or after an engine was killed
+    engine could not start while another engine is running, or after another engine was killed
     (distributed/device_communicators/cpu_communicator.py).
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
@@ -163,7 +163,7 @@ def set_shared_memory_name(name: str) -> None:
 
 
 class VllmCore:
-    """vLLM engine that takes this project's requests and weights.
+    """vLLM engine that accepts this project's requests and weights.
 
     All ranks of an engine must make the same calls in the same order.
     """
@@ -193,8 +193,8 @@ class VllmCore:
         if not self._cuda:
             use_seeded_noise(runner)
         self.sleeping_tags: list[str] = []
-        """Tags of the GPU memory that `sleep` has freed and that is not restored yet: weights,
-        kv_cache.
+        """Tags (weights, kv_cache) of the GPU memory that `sleep` has freed and that has not been
+        restored yet.
         """
 
     def is_busy(self) -> bool:
@@ -237,7 +237,7 @@ class VllmCore:
     def step(self) -> list[tuple[str, Completion]]:
         """Run one step for all requests; return the id and completion of each ended request.
 
-        Completion.is_stopped is True if a request ended by a stop id or stop string.
+        Completion.is_stopped is True if a request ended at a stop id or stop string.
         """
         ended = []
         for output in self._engine.step():

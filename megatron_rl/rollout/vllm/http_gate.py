@@ -1,4 +1,4 @@
-r"""Access control of the vLLM servers that a run starts or uses.
+r"""Access control for the vLLM servers that a run starts or uses.
 
     MEGATRON_RL_TOKEN_FILE=FILE python -m vllm.entrypoints.openai.api_server ... \
         --middleware megatron_rl.rollout.vllm.http_gate.Gate
@@ -20,7 +20,7 @@ from sandbox.request_gate import MIN_BODY_BYTES, replay_body, send_rejection
 from sandbox.token import read_token
 
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
-"""Environment variable that gives the server the path of its token file."""
+"""Environment variable that contains the path of the server's token file."""
 MIDDLEWARE = f"{__name__}.Gate"
 ALLOWED_RPC = {"method": "rl_fingerprint"}
 """Only request body that /collective_rpc accepts; rollout/vllm/server_api.py sends this body."""

@@ -1,4 +1,4 @@
-"""Translates vLLM's errors about the KV cache into errors about this project's settings."""
+"""Translates vLLM's KV-cache errors into errors about this project's settings."""
 
 import math
 import re

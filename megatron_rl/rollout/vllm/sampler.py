@@ -84,7 +84,7 @@ def make_logits_processor() -> "type[LogitsProcessor]":
             return logits.index_fill_(1, self._banned, -math.inf)
 
         def noise_seeds(self, count: int) -> torch.Tensor:
-            """Return the noise seeds of the `count` rows that are sampled next, int64 [R]."""
+            """Return the noise seeds for the next `count` rows to sample, int64 [R]."""
             rows = [self._rows[i] for i in range(count)]
             seed_R = np.array([seed for seed, _, _ in rows], dtype=np.uint64)
             position_R = np.array([first + len(output_ids) for _, first, output_ids in rows], dtype=np.uint64)
@@ -107,8 +107,8 @@ class EngineNoise:
     def _forward(self, logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample a token from softmax(logits) for each row; also return the logprobs.
 
-        The sampled token minimizes E / p, with an exponential random number E and the probability p
-        of the token.
+        The sampled token minimizes E / p, where p is the probability of the token and E is an
+        exponential random number.
         """
         assert not generators and k is None and p is None, "sampling is from the whole distribution"
         logprob_RV = logits.log_softmax(dim=-1, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""HTTP client of a vLLM server, with the state of the server as known to the client.
+"""HTTP client for a vLLM server, which also tracks the state of the server.
 
 Every reply is validated. A failed call raises EndpointError with the server's message.
 """
@@ -19,11 +19,11 @@ from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse
 from sandbox.token import read_token
 
 REPLY_TIMEOUT_S, LOAD_TIMEOUT_S, CHECKSUM_TIMEOUT_S = 10.0, 120.0, 600.0
-"""Timeouts in seconds for a query, for a call that changes the server, and for checksums of all
-weights.
+"""Timeouts in seconds for a query, for a call that changes the server's state, and for checksums of
+all weights.
 """
 MAX_REPLY_BYTES, MAX_CHECKSUM_BYTES = 1 << 20, 64 << 20
-"""Maximum bytes of a reply, and of the reply that contains the checksums of all workers."""
+"""Maximum size of a reply in bytes, and maximum size of the reply that contains all checksums."""
 MIN_BACKOFF_S = 0.5
 PROGRESS_METRICS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 """Counters in /metrics that change only when the server computes tokens."""
@@ -85,11 +85,11 @@ class VllmServer:
         """True while the server computes checksums of all its weights and answers no other request.
         """
         self.busy_timer = BusyTimer()
-        """Timer for the periods in which this process has requests in flight to the server, on
-        time.perf_counter's clock.
+        """Timer for the time during which this process has requests in flight to the server. All
+        times are values of time.perf_counter().
         """
         self.last_sampled_at = 0.0
-        """Time at which the server last sampled tokens, on time.monotonic's clock."""
+        """Time at which the server last returned sampled tokens, as a value of time.monotonic()."""
         self.known_images: set[str] = set()
         """Keys of the images that were sent to the server."""
         self.pending_images: dict[str, asyncio.Event] = {}
@@ -235,7 +235,7 @@ def launch_command(settings: Settings) -> str:
 def server_command_line(settings: Settings) -> list[str]:
     """Return the command of a server that the run starts itself.
 
-    The command lacks the options --host, --port and --seed.
+    The command does not include the options --host, --port and --seed.
     """
     renderer = Renderer(settings.model)
     given = server_arguments(

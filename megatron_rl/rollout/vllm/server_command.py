@@ -30,7 +30,7 @@ IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_
 
 
 def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
-    """Return the environment variables to set for a server, besides its inherited variables.
+    """Return the environment variables to set for a server in addition to its inherited variables.
 
     vLLM provides the HTTP calls for weight updates only with VLLM_SERVER_DEV_MODE. For an engine
     with one worker, vLLM's multiprocessing is disabled, so that on a CPU the worker runs in the
@@ -80,7 +80,7 @@ def _format_option(name: str, value: object) -> list[str]:
 
 
 def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
-    """Return one shell command per engine.urls entry; without entries, one for 127.0.0.1:8000.
+    """Return a shell command for each address in engine.urls, or for 127.0.0.1:8000 by default.
 
     Each command must be run on the server's node, in the environment in which this project is
     installed.
@@ -102,9 +102,9 @@ def engine_fingerprint(
     model_path: str, *, dtype: str, max_model_len: int, max_num_seqs: int, max_images: int, banned_ids: Sequence[int], logprobs_mode: str,
     backend: str, pixels: Mapping[str, object] | None,
 ) -> dict[str, str]:  # fmt: skip
-    """Return the properties that must be the same for server and run.
+    """Return the properties in which a server must match the run.
 
-    The keys are the property names that error messages about a mismatch use.
+    The keys are the names of the properties in error messages about a mismatch.
     """
     folder = Path(model_path)
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in IGNORED_CONFIG_KEYS}

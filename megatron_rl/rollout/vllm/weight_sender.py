@@ -99,7 +99,7 @@ class Connection:
     def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
         """Run `fn` while the server processes the HTTP call; return the result of `fn`.
 
-        If `fn` or the HTTP call fails, this method does not wait for the other one.
+        If `fn` or the HTTP call fails, this method does not wait for the other call.
         """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
@@ -113,7 +113,7 @@ class Connection:
         return own.result()
 
     def abort(self) -> None:
-        """Close the process group, which can no longer be used."""
+        """Close the process group; the next `connect` creates a new group."""
         wire, self.transport = self.transport, None
         if wire is not None:
             wire.close()
@@ -156,7 +156,7 @@ class WeightSender:
     def __init__(
         self, servers: Sequence[VllmServer], *, expected: Mapping[str, str], owner: str, kind: str, bucket_bytes: int, timeout_s: float
     ) -> None:
-        """Create the connections, which are not open yet.
+        """Create the connections without opening them.
 
         Args:
             servers: Servers that receive the weights.
@@ -175,7 +175,7 @@ class WeightSender:
         self._last_update: list[tuple[Bucket, torch.Tensor]] = []
         self._label = ""
         self.transfer_s = 0.0
-        """Seconds that the last update spent on sending weights."""
+        """Number of seconds that the last update spent on sending weights."""
 
     def lock_servers(self) -> None:
         """Connect to all servers, so that no other run can use them.
@@ -311,9 +311,9 @@ def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, refe
 
 
 def local_address_towards(url: str) -> str:
-    """Return the address of this node at which a server can reach it.
+    """Return the local address at which the server at `url` can reach this node.
 
-    This is the local address on the route to the server. No packet is sent.
+    This is the source address of the route to the server. No packet is sent.
     """
     place = urlsplit(url)
     try:

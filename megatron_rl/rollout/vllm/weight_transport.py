@@ -46,7 +46,7 @@ class Transport(Protocol):
     store: dist.Store
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Broadcast from rank 0 to all others, in place."""
+        """Broadcast `flat` from rank 0 to all other ranks, in place."""
         ...
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ class GlooTransport:
         self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, rendezvous.size, limit)
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Broadcast from rank 0 to all others, in place."""
+        """Broadcast `flat` from rank 0 to all other ranks, in place."""
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group.broadcast([flat], options).wait()
@@ -88,7 +88,7 @@ class NcclTransport:
         self._stream = torch.cuda.Stream()  # a broadcast to a dead server must not block others
 
     def broadcast(self, flat: torch.Tensor) -> None:
-        """Broadcast from rank 0 to all others, in place."""
+        """Broadcast `flat` from rank 0 to all other ranks, in place."""
         self._stream.wait_stream(torch.cuda.default_stream())  # the bucket was packed on the default stream
         self._communicator.broadcast(flat, src=0, stream=self._stream)
         self._stream.synchronize()

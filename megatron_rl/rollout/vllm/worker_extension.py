@@ -6,9 +6,9 @@
 
 With the plugin, the server samples like a colocated engine and receives its weights from the
 trainer. server_command.py builds the complete command. A weight update uses the four calls of
-vLLM's own weight-transfer interface. Before an update can be finished and get its version, the
-weights are verified as in a colocated engine (weight_receiver.py), and are compared with the
-trainer's digest of the update.
+vLLM's own weight-transfer interface. Before an update can be finished and receive its version, the
+weights are verified as in a colocated engine (weight_receiver.py) and compared with the trainer's
+digest of the update.
 
 Written against vLLM 0.32.0: v1/worker/{worker_base,gpu_worker}.py,
 distributed/weight_transfer/base.py.

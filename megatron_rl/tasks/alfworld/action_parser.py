@@ -1,7 +1,7 @@
 """Parsers that find the admissible command in the policy's reply.
 
-If a reply has no valid command, the parser returns the reason. The parsers never raise an
-exception.
+If a reply contains no valid command, the parser returns an InvalidAction with the reason. The
+parsers never raise an exception.
 """
 
 import re
@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.tasks.gym_cards.card_action_parser import MAX_REPLY_CHARS, InvalidAction, parse_json_action
 
 TAIL_CHARS = 30
-"""Number of characters at the end of a reply that are searched if the reply has no action key."""
+"""Number of characters to search at the end of a reply that contains no action key."""
 
 
 def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidAction:
-    """Return the index of the first of `commands` that occurs in the reply, as in RL4VLM.
+    """Return the index of the first entry of `commands` that occurs in the reply, as in RL4VLM.
 
     The search covers the text from the first `"action":` to the end, or only the last TAIL_CHARS
     characters if the reply does not contain `"action":`.

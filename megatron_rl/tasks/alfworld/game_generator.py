@@ -1,8 +1,8 @@
-"""Generator of ALFWorld games from the files of the package alfworld.
+"""Generates ALFWorld games from the data files of the package alfworld.
 
 The package provides the rules (alfred.pddl), texts (alfred.twl2), goals and 120 floor plans. Scenes
-have ALFWorld's numbers. For each kind of room, scenes 1 to 6 are held out and scenes 7 to 30 are
-for training. Objects get random locations. Receptacles without coordinates in the package get
+are numbered as in ALFWorld. For each kind of room, scenes 1 to 6 are held out and scenes 7 to 30
+are for training. Objects get random locations. Receptacles without coordinates in the package get
 random coordinates. The planner later checks whether a game can be won (textworld_engine.py).
 """
 
@@ -41,7 +41,7 @@ class GameDraft:
 
 @dataclass(frozen=True)
 class AlfworldPackage:
-    """Data files of the package alfworld, which is installed in `package_dir`.
+    """Data files of the alfworld package that is installed in `package_dir`.
 
     The package is not imported, because importing it creates a folder in the user's home directory.
     """
@@ -55,7 +55,7 @@ class AlfworldPackage:
 
     @cached_property
     def goal_library(self) -> Mapping[str, Mapping[str, Any]]:
-        """Maps ALFWorld's name of each task type to its PDDL goal and its text templates."""
+        """Maps each ALFWorld task type to its PDDL goal and its text templates."""
         return runpy.run_path(str(self.package_dir / "gen" / "goal_library.py"))["gdict"]
 
     @cached_property
@@ -69,7 +69,7 @@ class AlfworldPackage:
         return self.allowed_objects.keys() - self.constants["MOVABLE_RECEPTACLES_SET"]
 
     def list_scenes(self, split: str, kind: str) -> list[int]:
-        """Return the numbers of a split's floor plans in which a kind of task is possible."""
+        """Return the numbers of the split's floor plans that support tasks of the given kind."""
         rooms = self.constants["GOALS_VALID"][ALFWORLD_NAME_BY_KIND[kind]]
         numbers = self.constants["TRAIN_SCENE_NUMBERS" if split == "train" else "TEST_SCENE_NUMBERS"]
         return [number for number in numbers if ROOM_BY_FIRST_SCENE[number - (number - 1) % 100] in rooms]
@@ -111,7 +111,7 @@ def find_alfworld_package() -> AlfworldPackage:
 
 
 def object_type(name: str) -> str:
-    """Return the type in an object's name.
+    """Return the object type that an object's name contains.
 
     Example: Sink|+00.10|+00.89|-02.01|SinkBasin has type SinkBasin.
     """
@@ -120,14 +120,14 @@ def object_type(name: str) -> str:
 
 
 def random_coordinates(rng: random.Random) -> str:
-    """Return random coordinates in the format of object names."""
+    """Return random coordinates, formatted as in object names."""
     return "|".join(f"{rng.uniform(low, high):+06.2f}" for low, high in ((-3, 3), (0.5, 2), (-3, 3)))
 
 
 def generate_drafts(
     package: AlfworldPackage, *, split: str, kind: str, rng: random.Random, max_receptacles: int, max_objects: int
 ) -> Iterator[GameDraft]:
-    """Yield an infinite sequence of random games of one kind, in scenes of one split.
+    """Yield an infinite sequence of random games of one kind, using the scenes of one split.
 
     Args:
         package: Data files of the package alfworld.
@@ -174,9 +174,9 @@ def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str],
 def _choose_receptacles(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], *, rng: random.Random, max_receptacles: int
 ) -> list[str]:
-    """Return the receptacles that the goal needs, filled up with random others.
+    """Return the receptacles that the goal requires, plus other receptacles chosen at random.
 
-    The result has at most `max_receptacles` receptacles, unless the goal needs more. If
+    The result has at most `max_receptacles` receptacles, unless the goal requires more. If
     `max_receptacles` is 0, all receptacles are returned.
     """
     shuffled = rng.sample(receptacles, len(receptacles))
@@ -196,7 +196,7 @@ def _choose_receptacles(
 def _place_objects(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], types: Sequence[str], *, rng: random.Random, max_objects: int
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return (object, receptacle) pairs: random objects, and the receptacles in which they start.
+    """Return (object, receptacle) pairs: random objects with their initial receptacles.
 
     No object of the goal's type starts in a receptacle of the target type.
     """

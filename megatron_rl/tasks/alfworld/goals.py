@@ -1,4 +1,4 @@
-"""Goals of ALFWorld games, and evaluation of their conditions on the facts of a state."""
+"""Goals of ALFWorld games, and checks of goal conditions against the facts of a state."""
 
 import re
 from collections import Counter
@@ -14,24 +14,24 @@ KIND_BY_ALFWORLD_NAME: Mapping[str, str] = {
     "pick_cool_then_place_in_recep": "cool",
     "pick_two_obj_and_place": "two",
 }
-"""Maps ALFWorld's name of each task type to the short name that is used here."""
+"""Maps each ALFWorld task type to the short name that this package uses."""
 ALFWORLD_NAME_BY_KIND: Mapping[str, str] = {kind: name for name, kind in KIND_BY_ALFWORLD_NAME.items()}
 CHANGE_PREDICATES: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "cool": "iscool"}
 """Maps each kind of task that changes an object to the predicate that the object must satisfy."""
 FOLDER_PATTERN = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
-"""Pattern of ALFWorld's name for the parent folder of a game. The name contains the task type, the
-object, the movable receptacle (None), the target receptacle (or the lamp for kind look), and the
-scene.
+"""Regular expression for the name of a game's parent folder in ALFWorld. The name contains the task
+type, the object, the movable receptacle (None), the target receptacle (or the lamp for kind look),
+and the scene.
 """
 Facts = Mapping[str, Set[tuple[str, ...]]]
-"""Maps each predicate of alfred.pddl to the set of argument tuples for which it is true. Names are
-in lower case, as in TextWorld.
+"""Maps each predicate of alfred.pddl to the set of argument tuples for which the predicate is true.
+Names are in lower case, as in TextWorld.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class AlfworldGoal:
-    """Goal of a game. The names of types have ALFWorld's spelling, e.g. SinkBasin."""
+    """Goal of a game. Type names are spelled as in ALFWorld, e.g. SinkBasin."""
 
     kind: str
     object_type: str
@@ -55,7 +55,7 @@ class AlfworldGoal:
 
     @property
     def folder_name(self) -> str:
-        """Name of the parent folder of games with this goal."""
+        """Name of the folder that contains the games with this goal."""
         return f"{ALFWORLD_NAME_BY_KIND[self.kind]}-{self.object_type}-None-{self.receptacle_type}-{self.scene}"
 
     def count_met_conditions(self, facts: Facts) -> tuple[int, int]:

@@ -19,12 +19,12 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 MAX_GAMES_PER_PLAYER = 200
 """Maximum number of games that one player process runs before a new process replaces it."""
 KILL_SLACK_S = 5.0
-"""Seconds to wait for a player beyond its time limit. The kernel should end the player at the time
-limit.
+"""Seconds to wait for a player after its time limit has passed. Normally the kernel ends the player
+at the time limit.
 """
 LOAD_TIMEOUT_S = 300.0
-"""Seconds that the player server may take for imports, in addition to the time limit for loading a
-game.
+"""Timeout in seconds for the imports of the player server, in addition to the time limit for
+loading a game.
 """
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -76,7 +76,7 @@ class PlayerProcess:
 
     @property
     def is_connected(self) -> bool:
-        """False after the player has closed its side of the channel."""
+        """True until the player closes its side of the channel."""
         return not self.reader.at_eof()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class PlayerPool:
         self._idle: list[PlayerProcess] = []
 
     async def acquire(self, game: str) -> PlayerProcess:
-        """Return a player for exclusive use. The caller must return it with `release`.
+        """Return a player for exclusive use. The caller must return the player with `release`.
 
         Args:
             game: Game file to load first if the player server must be started.
@@ -153,8 +153,8 @@ class PlayerPool:
     async def _start_server(self, game: str) -> None:
         """Start the player server.
 
-        The server runs in its own session, so that Ctrl-C interrupts only the run. The run may need
-        the server until it ends.
+        The server runs in its own session, so that Ctrl-C does not interrupt the server. The run
+        may need the server until the run ends.
 
         Raises:
             PermanentInfraError: The server failed to load, or did not load in time.

@@ -3,11 +3,11 @@
     python -m megatron_rl.tasks.alfworld.player_server CONTROL SECONDS [GAME]
 
 CONTROL is the file descriptor of an open socket. When everything is loaded, the server sends one
-byte on this socket. Each byte that the server receives on it comes with the socket of a new
-player's channel. SECONDS is the time limit for each request to a player. The kernel enforces this
-limit with a signal, even while the player runs C code. GAME is loaded before players are forked, so
-that players need not parse the data that all games share. Run as a script, this module does not
-import torch.
+byte on this socket. Each byte that the server receives on this socket carries the file descriptor
+of a new player's channel. SECONDS is the time limit for each request to a player. The kernel
+enforces this limit with a signal, even while the player runs C code. GAME is loaded before players
+are forked, so that players need not parse the data that all games share. When this module runs as a
+script, it does not import torch.
 
 The server ends when the control socket is closed or the parent process of the server changes. Its
 players end with it, so no process is left behind.

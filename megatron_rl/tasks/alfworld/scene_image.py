@@ -1,4 +1,4 @@
-"""Images of scenes, which are drawings of the text observations.
+"""Scene images, drawn from the text observations.
 
 No simulator is used. A renderer that returns frames of the simulator THOR could be implemented as
 another `SceneRenderer`.
@@ -17,8 +17,8 @@ IMAGE_SIDE = 300
 MARGIN = 8
 FONT_SIZES = (44, 40, 36, 32, 28, 25, 22, 20, 18, 16, 14, 12, 10, 8)
 SceneRenderer = Callable[[str], Picture]
-"""Function that draws the image of an observation, given the text of the observation. `AlfworldEnv`
-takes such a function as the argument `render`.
+"""Function that draws the image of an observation from the observation text. `AlfworldEnv` takes
+such a function as the argument `render`.
 """
 
 
@@ -33,9 +33,9 @@ def load_font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def wrap_text(text: str, size: int) -> list[str]:
-    """Split text between words into lines that fit into the image's width.
+    """Split text at spaces into lines that fit the image width.
 
-    A single word may be wider than the image.
+    A word that is wider than the image is not split.
     """
     lines: list[str] = []
     for word in text.split():
@@ -68,5 +68,5 @@ def draw_text(text: str) -> Picture:
 
 @cache
 def draw_blank(text: str) -> Picture:
-    """Return a white image, to measure how much a policy depends on the image."""
+    """Return a blank white image, to measure how much a policy depends on its image input."""
     return Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white")

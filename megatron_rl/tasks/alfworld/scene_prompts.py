@@ -1,4 +1,4 @@
-"""Prompts for states, and replies of demonstrators.
+"""Prompts for game states, and the replies of demonstrators.
 
 Example of a reply:
 
@@ -48,9 +48,9 @@ def write_prompt(task: str, observation: GameObservation, *, history: Sequence[s
 
 
 def write_thoughts(commands: Sequence[str]) -> str:
-    """Return thoughts that name the first command that can affect the goal, or the first command.
+    """Return thoughts that name the first command that can affect the goal.
 
-    The first command is named only if none of the commands can affect the goal.
+    If no command can affect the goal, the thoughts name the first command.
     """
     deed = next((command for command in commands if not command.startswith(NEUTRAL_COMMANDS)), commands[0])
     return f"Next: {deed}."

@@ -83,9 +83,9 @@ class SearchExpert:
     def _search_next_place(self, commands: Sequence[str]) -> str:
         """Return the command that continues the search.
 
-        The command opens the current place if it is closed, and otherwise goes to a place that was
-        not searched yet. Target receptacles are searched last. After all places were searched, the
-        search starts over.
+        The command opens the current place if it is closed, and otherwise goes to a place that has
+        not been searched yet. Target receptacles are searched last. After all places have been
+        searched, the search starts over.
         """
         if f"open {self.position}" in commands and self.position not in self.searched_places:
             self.searched_places.add(self.position)
@@ -107,10 +107,10 @@ def _place_type(place: str) -> str:
 
 
 def _first_place(commands: Sequence[str], kind: str) -> str:
-    """Return the first place of a type to which a command leads.
+    """Return the first place of the given type that a command can go to.
 
     Raises:
-        LookupError: No command leads to a place of this type.
+        LookupError: No command goes to a place of this type.
     """
     places = [command.removeprefix("go to ") for command in commands if command.startswith(f"go to {kind} ")]
     return places[0]

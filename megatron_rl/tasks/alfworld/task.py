@@ -1,13 +1,13 @@
 """ALFWorld as a task: episodes, RL4VLM's rewards, and demonstrations for the SFT stage.
 
-The policy receives an image of TextWorld's text, the task and the admissible commands, and replies
-with one JSON object (scene_prompts.py). As in RL4VLM, the prompt contains only the current state,
-so every turn is a new sequence.
+The policy receives an image of TextWorld's observation text, and a prompt with the task and the
+admissible commands. The reply is one JSON object (scene_prompts.py). As in RL4VLM, the prompt
+contains only the current state, so every turn is a new sequence.
 
-The reward of a step is that of RL4VLM's code: 50 if the game is won, plus the fraction of the
-goal's conditions that are met, minus 1 if the reply contains no admissible command. The fraction is
-added at every step, so waiting in a state with half of the conditions met earns 0.5 per step. With
-task.options.progress=change, the change of the fraction is added instead.
+The reward of a step is computed as in RL4VLM's code: 50 if the game is won, plus the fraction of
+the goal's conditions that are met, minus 1 if the reply contains no admissible command. The
+fraction is added at every step, so waiting in a state with half of the conditions met earns 0.5 per
+step. With task.options.progress=change, the change of the fraction is added instead.
 
 A reply without an admissible command is always recorded as a failed call (ToolCall.error).
 task.options.invalid selects the other effects of such a reply, as in the card games
@@ -48,19 +48,20 @@ WIN_REWARD = 50.0
 DEMONSTRATORS = {"correct": "planner", "searching": "searcher", "biased": "searcher"}
 """Maps each demonstration split to its demonstrator."""
 MISTAKE_PROBABILITY = 0.3
-"""Probability that a demonstration of split "biased" contains a random admissible command instead
-of the demonstrator's command.
+"""Probability that a demonstration of the "biased" split contains a random admissible command
+instead of the demonstrator's command.
 """
 DemonstrationPlan = tuple[Path, str, int, str | None]
-"""(folder of the game, demonstrator, zero-based index of the turn, random command that replaces the
-demonstrator's command or None).
+"""(game folder, demonstrator, zero-based turn index, replacement command). The replacement command
+is a random command that replaces the demonstrator's command. If the replacement command is None,
+the demonstrator's command is used.
 """
 
 
 def won_reward(kind: str | None) -> RewardFn:
-    """Return a reward function with value 1 for won games and 0 for other games.
+    """Return a reward function that returns 1 for won games and 0 for all other games.
 
-    If `kind` is given, the value for games of another kind is None.
+    If `kind` is given, the function returns None for games of all other kinds.
     """
 
     async def part(outcome: RewardInput) -> float | None:
@@ -77,8 +78,8 @@ ALFWORLD_RUBRIC = Rubric(
     turn_terms={"return": TurnRewardTerm(environment_rewards, averages_turns=False)},
     solved_term="won",
 )
-"""Rubric with the return of the episode as the reward. The terms `won` and `won_KIND` have weight 0
-and only report the success rate, overall and for each kind of game.
+"""Rubric that uses the return of an episode as its reward. The terms `won` and `won_KIND` have
+weight 0. They report the success rate over all games and per kind of game.
 """
 
 
@@ -105,7 +106,7 @@ class AlfworldEnv(Env):
         """Commands of the episode so far, one per line.
 
         The commands determine the complete state. The current observation does not identify the
-        state, because it covers only a part of the scene.
+        state, because an observation covers only a part of the scene.
         """
         return "\n".join(self.commands)
 
@@ -158,7 +159,7 @@ class AlfworldEnv(Env):
 class AlfworldTask(Task):
     """ALFWorld task. An episode succeeds if the game is won.
 
-    The games of splits train and eval are in separate folders. In official and generated games, the
+    The train and eval splits have separate game folders. In both official and generated games, the
     two splits use different scenes.
     """
 
@@ -202,12 +203,13 @@ class AlfworldTask(Task):
         return AlfworldEnv(str(example.payload["game"]), player_pool=self.player_pool, options=self.options, render=look)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[DemonstrationPlan]:
-        """Return single-turn demonstrations from won games of split train.
+        """Return single-turn demonstrations from won games of the train split.
 
-        A larger `num` only appends demonstrations. The demonstrator of split "correct" is the
-        planner, which knows the complete state. The demonstrator of splits "searching" and "biased"
-        uses only its observations (search_expert.py). In split "biased", the demonstrator's command
-        is replaced by a random admissible command with probability MISTAKE_PROBABILITY.
+        Increasing `num` only appends demonstrations. The demonstrator of the "correct" split is the
+        planner, which knows the complete state. The demonstrator of the "searching" and "biased"
+        splits uses only its observations (search_expert.py). In the "biased" split, the
+        demonstrator's command is replaced by a random admissible command with probability
+        MISTAKE_PROBABILITY.
         """
         require_choice("sft.splits", split, tuple(DEMONSTRATORS))
         player, dice = DEMONSTRATORS[split], random.Random(seed)

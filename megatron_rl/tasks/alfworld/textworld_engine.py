@@ -61,16 +61,16 @@ def load_logic(domain: str, grammar: str) -> GameLogic:
     """Parse the rules and texts that games share. The result is cached.
 
     Grammars differ only in the task description, which is used only in the intro of a game. The
-    caller replaces the description by a fixed text, so all games share one cache entry.
+    caller replaces the description with a fixed text, so all games share one cache entry.
     """
     return GameLogic(domain=domain, grammar=grammar)
 
 
 class TextWorldGame:
-    """Game that is loaded from a file. Exceptions of TextWorld are not caught."""
+    """TextWorld game loaded from a file. Exceptions that TextWorld raises are not caught."""
 
     library = None
-    """Copy of the Fast Downward library that only this process uses, loaded for the first game."""
+    """Process-private copy of the Fast Downward library, loaded with the first game."""
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())
@@ -89,8 +89,8 @@ class TextWorldGame:
             info = self.entity_infos[each]
             info.name, info.definite, info.indefinite = name, "the", "a"
         self.command_texts: dict[tuple[str, ...], str] = {}
-        """Cached command of each action that was admissible so far. Caching is correct because
-        ALFWorld's command templates do not depend on state that changes.
+        """Cached command text of each action that has been admissible so far. Caching is correct
+        because ALFWorld's command templates do not depend on state that changes.
         """
         self.actions: dict[str, Action] = {}
 
@@ -110,7 +110,7 @@ class TextWorldGame:
         return self._observe(self._derive_text(action.feedback_rule, action))
 
     def plan_commands(self) -> list[str]:
-        """Return the planner's commands that win from the current state.
+        """Return commands, found by the planner, that win the game from the current state.
 
         The list is empty if there is no plan. Planning time grows quickly with the size of the
         game.

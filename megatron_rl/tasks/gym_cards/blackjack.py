@@ -1,6 +1,6 @@
 """Blackjack of GymCards, with an infinite deck and one visible dealer card.
 
-Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are those of gymnasium's
+Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are the same as in gymnasium's
 toy_text/blackjack (Sutton and Barto, example 5.1), as in RL4VLM:
 
 - If the player exceeds 21 points (a bust), the game ends with reward -1.
@@ -48,7 +48,7 @@ class BlackjackState:
 
 
 def hand_total(cards: Sequence[Card]) -> tuple[int, bool]:
-    """Return the points of a hand, and True if an ace counts as 11.
+    """Return the points of a hand, and whether an ace counts as 11.
 
     Example: the result is (17, True) for A 6 and (17, False) for A 6 10.
     """
@@ -110,7 +110,7 @@ BlackjackObservation = NDArray[np.uint8] | tuple[int, int, int]
 class Blackjack(gymnasium.Env[BlackjackObservation, int]):
     """`gym_cards/Blackjack-v0`: get closer to 21 points than the dealer without exceeding 21.
 
-    reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the visible cards of the start. An
+    reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the initially visible cards. An
     observation is a uint8 array [300, 300, 3]. With symbolic=True, an observation is (player's
     points, value of the dealer's visible card (1 to 10), 1 if an ace counts as 11 else 0).
     """

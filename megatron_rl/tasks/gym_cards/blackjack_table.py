@@ -13,7 +13,7 @@ from typing import NamedTuple
 Position = tuple[int, bool, int]
 CARD_PROBABILITIES = {value: (4 if value == 10 else 1) / 13 for value in range(1, 11)}
 DEALER_NATURAL = 22
-"""Final points that represent a natural of the dealer, i.e. 21 points with two cards."""
+"""Point total that represents a natural of the dealer, i.e. 21 points with two cards."""
 
 
 class ExpectedOutcome(NamedTuple):
@@ -28,7 +28,7 @@ LOSS = ExpectedOutcome(0.0, 0.0, -1.0)
 
 
 def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
-    """Return the points after one more card, and True if an ace counts as 11.
+    """Return the points after one more card, and whether an ace counts as 11.
 
     Example: `add_card(17, True, 10)` returns (17, False).
     """
@@ -40,14 +40,14 @@ def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
 POSITIONS: tuple[Position, ...] = tuple(
     (points, is_soft, up) for points, is_soft, up in product(range(4, 22), (False, True), CARD_PROBABILITIES) if points >= 12 or not is_soft
 )
-"""All 280 positions in which the player has a choice. Hands with less than 12 points are never
+"""All 280 positions in which the player has a choice. Hands with fewer than 12 points are never
 soft, because an ace that counts as 11 and another card have at least 12 points.
 """
 
 
 @cache
 def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> dict[int, float]:
-    """Return the probability of each final number of points of the dealer; 0 is a bust.
+    """Return the probability of each final point total of the dealer. The total 0 is a bust.
 
     Args:
         points: Current points of the dealer.
@@ -115,9 +115,9 @@ def evaluate_policy(
 def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
     """Return the optimal action in every position: 0 to stand, 1 to hit.
 
-    The action maximizes the field `criterion` of ExpectedOutcome, `reward` or `wins`. If both
-    actions are equally good, the player stands. The best policy never hits a natural, so the result
-    is the same under all rule options.
+    `criterion` is the field of ExpectedOutcome to maximize: `reward` or `wins`. If both actions are
+    equally good, the player stands. The best policy never hits a natural, so the result is the same
+    under all rule options.
     """
 
     @cache

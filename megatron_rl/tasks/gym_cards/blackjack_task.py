@@ -4,13 +4,13 @@ The policy receives an image and the rules, and replies with one JSON object, e.
 
     {"thoughts": "K 5: 15 against 7", "action": "hit"}
 
-An example of split train sets the visible cards of the start. All later cards are determined by the
-episode's seed, which is the same for all rollouts of a group.
+An example from the train split sets the initially visible cards. All later cards are determined by
+the episode's seed, which is the same for all rollouts of a group.
 
-Split eval does not run games. It queries the policy's action in each of the 280 positions, in hands
-with suits that training never uses. The expected outcome of full games with these actions is then
-computed exactly (blackjack_table.evaluate_policy), so the metrics have no sampling noise from the
-cards.
+The eval split does not run games. Instead, the policy chooses one action in each of the 280
+positions, for hands with suit combinations that training never uses. The expected outcome of full
+games with these actions is then computed exactly (blackjack_table.evaluate_policy), so the metrics
+have no sampling noise from the cards.
 """
 
 import json
@@ -38,16 +38,16 @@ PROMPT = (
 )
 
 BIASED_MIN_DEALER_VALUE = 7
-"""Smallest value of the dealer's visible card (1 for an ace) against which the demonstrator of
-split "biased" makes mistakes.
+"""Minimum value of the dealer's visible card (1 for an ace) at which the demonstrator of the
+"biased" split makes mistakes.
 """
 BIASED_ERROR = 0.6
-"""Probability that the demonstrator of split "biased" stands regardless of its hand, if the value
-of the dealer's visible card is at least BIASED_MIN_DEALER_VALUE. Otherwise the demonstrator follows
-the optimal policy.
+"""Probability that the demonstrator of the "biased" split stands regardless of its hand, if the
+value of the dealer's visible card is at least BIASED_MIN_DEALER_VALUE. Otherwise the demonstrator
+follows the optimal policy.
 """
 DEALT_VALUES = (*range(1, 10), 10, 10, 10, 10)
-"""Values of 13 equally likely cards: 1 to 9 once, and 10 four times (10, J, Q and K)."""
+"""Values of 13 equally likely cards: 1 to 9 once each, and 10 four times (10, J, Q and K)."""
 
 
 def get_position(state: BlackjackState) -> Position:
@@ -65,7 +65,7 @@ def write_reply(state: BlackjackState, action: int) -> str:
 class PositionEnv(Env):
     """Environment that queries the policy's action in one position.
 
-    The episode ends after one reply, without continuing the game, and its reward is 0.
+    The episode ends after one reply with reward 0. The game is not continued.
     """
 
     def __init__(self, game_state: BlackjackState, *, style: CardStyle, options: BlackjackOptions) -> None:
@@ -91,7 +91,7 @@ class BlackjackTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=MAX_STEPS)
 
     def examples(self, split: str) -> list[Example]:
-        """Return the examples of a split: starts of games for train, positions for eval."""
+        """Return the examples of a split: game starts for train, positions for eval."""
         if split == "eval":
             return self.positions
         starts = islice(deal_starts(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
@@ -102,7 +102,7 @@ class BlackjackTask(GameTask):
 
     @cached_property
     def positions(self) -> list[Example]:
-        """Examples of split eval, with task.options.eval_drawings hands for each position."""
+        """Examples of the eval split, with task.options.eval_drawings hands per position."""
         return [
             Example(
                 id=f"{'soft' if is_soft else 'hard'}{points}_against{value}_{number}",
@@ -113,7 +113,7 @@ class BlackjackTask(GameTask):
         ]
 
     def env(self, example: Example) -> Env:
-        """Return a new environment: a game for split train, a single position for split eval."""
+        """Return a new environment: a game for the train split, a single position for eval."""
         if "position" in example.payload:
             player, up = map(Card.from_name, example.payload["player"]), Card.from_name(example.payload["dealer"])
             look = (self.options.eval_art, self.options.eval_card_scale)
@@ -128,7 +128,9 @@ class BlackjackTask(GameTask):
         return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, view_state=show)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the exact success rate, draw rate and return of full games with these actions.
+        """Return the success rate, draw rate and return of full games with the rollouts' actions.
+
+        The outcomes of the games are computed exactly, without sampling.
 
         If the policy chose different actions in the hands of one position, the evaluated player
         chooses each action with the observed frequency. A reply without a valid action, or a
@@ -154,11 +156,11 @@ class BlackjackTask(GameTask):
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
         """Return single-turn demonstrations, one for each turn of games with training suits.
 
-        A larger `num` only appends demonstrations. In split "correct", the demonstrator follows the
-        optimal policy. In split "biased", the demonstrator stands with probability BIASED_ERROR in
-        turns against a dealer's card of at least BIASED_MIN_DEALER_VALUE, and otherwise follows the
-        optimal policy. A policy that reproduces "biased" wins 40.0% of its games with greedy
-        decoding.
+        Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator
+        follows the optimal policy. In the "biased" split, the demonstrator stands with probability
+        BIASED_ERROR in turns against a dealer's card of at least BIASED_MIN_DEALER_VALUE, and
+        otherwise follows the optimal policy. A policy that reproduces "biased" wins 40.0% of its
+        games with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
@@ -180,7 +182,7 @@ class BlackjackTask(GameTask):
 
 
 def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-    """Yield an infinite sequence of random starts with the suits of a split.
+    """Yield an infinite sequence of random starts, with the suit combinations of one split.
 
     A start is the dealer's visible card followed by the player's two cards.
     """
@@ -192,10 +194,10 @@ def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tupl
 
 @cache
 def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
-    """Return `num` random hands for a position, with the suits of split eval.
+    """Return `num` random hands for a position, with the suit combinations of the eval split.
 
-    Each hand is the dealer's visible card followed by the player's cards. The hands have the
-    distribution of games in which the player hits with probability 1/2.
+    Each hand is the dealer's visible card followed by the player's cards. The hands are distributed
+    as in games in which the player hits with probability 1/2.
     """
     points, is_soft, up = position
     dice = random.Random(repr(position))

@@ -1,7 +1,7 @@
 """Parsers that find the action in the policy's reply.
 
-If a reply has no valid action, the parser returns the reason. The parsers never raise an exception
-and never execute text of a reply.
+If a reply contains no valid action, the parser returns an InvalidAction with the reason. The
+parsers never raise an exception and never execute text of a reply.
 """
 
 import json
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 MAX_REPLY_CHARS = 4096
 """Maximum length of a reply in characters; a longer reply is invalid. The limit also bounds the
-nesting depth of JSON that is parsed.
+nesting depth of the parsed JSON.
 """
 
 
@@ -64,7 +64,7 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
 
 
 def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """Return the index of the only action in a free-text reply, with the rules of RL4VLM.
+    """Return the index of the only action in a free-text reply, following the rules of RL4VLM.
 
     The search covers the text after the first `"action"`, or the whole reply if it does not contain
     `"action"`. The search ignores case and matches only whole numbers and words: the action 1 does
@@ -80,10 +80,10 @@ def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction
 
 
 def find_action_start(text: str) -> int | None:
-    """Return the character index of the last `"action"` in the reply, or None if there is none.
+    """Return the character index of the last `"action"` in the reply, or None if there is no match.
 
-    The thoughts end and the action begins at this index. RL4VLM finds the same position by token
-    ids.
+    The thoughts end and the action begins at this index. RL4VLM searches for the same position in
+    the token ids.
     """
     return max((found.start() for found in re.finditer('"action"', text, re.ASCII | re.IGNORECASE)), default=None)
 

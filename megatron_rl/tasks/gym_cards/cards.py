@@ -65,8 +65,8 @@ class CardArt:
     ink: dict[str, str]
     """Maps each suit to its ink color."""
     is_large: bool
-    """If True, the rank is drawn above the suit, both as large as possible. If False, the rank is
-    drawn in two corners and the suit in the middle.
+    """If True, the rank is drawn above the suit, and both symbols are as large as possible. If
+    False, the rank is drawn in two corners and the suit in the middle.
     """
 
 

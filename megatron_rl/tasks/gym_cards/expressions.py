@@ -3,10 +3,10 @@
 The strict rules allow whole numbers, signs, + - * / and parentheses, and compute exact fractions.
 Adjacent numbers, ** and // are invalid.
 
-The legacy rules are those of Python, because RL4VLM evaluates the text of a formula as Python:
-adjacent numbers are concatenated, ** is a power, // is integer division, and / returns a float.
-Unlike in Python, an integer power of more than MAX_BITS bits is invalid, because computing it could
-take hours.
+The legacy rules follow Python, because RL4VLM evaluates the text of a formula as Python: adjacent
+numbers are concatenated, ** is a power, // is integer division, and / returns a float. Unlike in
+Python, an integer power of more than MAX_BITS bits is invalid, because computing it could take
+hours.
 """
 
 import operator
@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 Number = Fraction | int | float
 MAX_TOKENS = 64
-"""Maximum number of tokens of a formula; a longer formula is invalid. The limit bounds the nesting
+"""Maximum number of tokens in a formula; a longer formula is invalid. The limit bounds the nesting
 depth of parentheses.
 """
 MAX_BITS = 4096
-"""Maximum size in bits of an integer power."""
+"""Maximum size, in bits, of the result of an integer power."""
 
 
 class _InvalidFormula(ValueError):
@@ -69,7 +69,7 @@ class _ExpressionParser:
         return value
 
     def parse_expression(self, min_precedence: int) -> Number:
-        """Parse an expression of operators with at least this precedence and return its value."""
+        """Parse an expression up to the first operator of lower precedence and return its value."""
         value = self.parse_operand()
         while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
             found = self.operators[self.remaining.pop()]

@@ -52,8 +52,8 @@ def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tupl
     """Parse a reply into an action and a record of the call.
 
     Returns:
-        The index of the action, or the reason why the reply has no valid action, and the call. If
-        there is no valid action, the call contains the reason as its error.
+        A pair (action, call). `action` is an index into `actions`, or the reason why the reply has
+        no valid action. If there is no valid action, `call` contains the reason as its error.
     """
     action = ACTION_PARSERS[options.reading](text, actions)
     if isinstance(action, InvalidAction):
@@ -68,11 +68,11 @@ class GameEnv(Env):
         self, game: gymnasium.Env, start: Mapping[str, object], *,
         actions: Sequence[str], options: GameOptions, view_state: Callable[[], StateView], noop_action: Callable[[], int] | None = None,
     ) -> None:  # fmt: skip
-        """Create the environment of one episode.
+        """Create the environment for one episode.
 
         Args:
             game: Game to run.
-            start: Value of the argument `options` of the game's `reset`.
+            start: Argument `options` for the game's `reset`.
             actions: Names of the actions, in the order of the action indices.
             options: Reply format and effect of invalid replies.
             view_state: Function that returns the observation of the game's current state.
@@ -133,7 +133,10 @@ class GameEnv(Env):
 
 
 class GameTask(Task):
-    """Base class of game tasks. An episode succeeds if its return is above 0."""
+    """Base class of tasks that run gymnasium games.
+
+    An episode succeeds if its return is above 0.
+    """
 
     Options = GameOptions
     appends_to_sequence = False

@@ -1,11 +1,11 @@
 """NumberLine of GymCards: rules as pure functions, rendering, and gymnasium environment.
 
-A state is (current, target), each in 0..5, or in 0..max_number for evaluations beyond the training
-range. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
+A state is (current, target). Both numbers are in 0..5, or in 0..max_number in evaluations beyond
+the training range. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
 
-The rules are those of RL4VLM (arXiv 2405.10292). There are two differences: the environment has its
-own random number generator, so reset(seed) is reproducible, and the font is included in this
-package (DejaVu Sans Bold, license in fonts/).
+The rules are the same as in RL4VLM (arXiv 2405.10292). There are two differences: the environment
+has its own random number generator, so reset(seed) is reproducible, and the font is included in
+this package (DejaVu Sans Bold, license in fonts/).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ IMAGE_SIZE = 300
 FONT_FILE = Path(__file__).parent / "fonts" / "DejaVuSans-Bold.ttf"
 NUMBER_PAIRS: tuple[NumberLineState, ...] = tuple(product(range(MAX_NUMBER + 1), repeat=2))
 STATES: tuple[NumberLineState, ...] = tuple((current, target) for current, target in NUMBER_PAIRS if current != target)
-"""The 30 states in which current and target differ."""
+"""All 30 states in which the current number differs from the target."""
 
 
 def deal_start(current: int, target: int) -> NumberLineState:
@@ -57,7 +57,8 @@ def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_N
     """Return the next state and the reward.
 
     The reward is 1 if the action reaches the target, -1 if the distance to the target does not
-    decrease (also if the number is already at the end of the line), and 0 otherwise.
+    decrease, and 0 otherwise. An action that would leave the number line does not change the
+    number.
     """
     current, target = state
     moved = min(max(current + (1 if action == 1 else -1), 0), max_number)
@@ -76,12 +77,13 @@ def optimal_action(state: NumberLineState) -> int:
 def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
     """Return the exact probability of a return above 0, by backward induction over the turns.
 
-    The policy's action depends only on the state, and starts have the training distribution.
+    The policy's action depends only on the state. Starts are drawn from the training distribution.
 
     Args:
-        action_probabilities: Probabilities of ACTIONS in each state. The difference between 1 and
-            their sum is the probability of an invalid reply. An invalid reply or a wrong move has
-            reward -1. Reaching the target only has reward 1, so the return is then at most 0.
+        action_probabilities: Probabilities of ACTIONS in each state. If the probabilities sum to
+            less than 1, the remainder is the probability of an invalid reply. An episode with an
+            invalid reply or a wrong move has a return of at most 0, because each mistake has reward
+            -1 and reaching the target has reward 1.
         max_turns: Maximum number of turns in an episode.
     """
     success = {state: 0.0 for state in STATES}

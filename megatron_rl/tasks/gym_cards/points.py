@@ -1,6 +1,6 @@
 """EZPoints and Points24 of GymCards: write a formula that uses all cards and equals the target.
 
-The rules are those of RL4VLM (arXiv 2405.10292). Each action appends a token to the formula:
+The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula:
 
 - A number that is not on an unused card appends a blank instead of the number; the reward is -1.
 - "=" ends the game. The reward is 10 if the formula uses all cards and equals the target, else -1.
@@ -38,19 +38,19 @@ CardStyle = tuple[str, float]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class PointsRules:
-    """Rules and layout in which EZPoints and Points24 differ."""
+    """Rules and layout parameters that differ between EZPoints and Points24."""
 
     tokens: tuple[str, ...]
-    """Tokens that the actions append, in the order of the action indices."""
+    """Token that each action appends, in the order of the action indices."""
     num_cards: int
     target: int
     max_formula_tokens: int
-    """Maximum number of tokens of a formula. If the formula is already longer, the next action
+    """Maximum number of tokens in a formula. If the formula is already longer, the next action
     truncates the episode.
     """
     label_height: float
-    """Vertical position of the label "Formula: ", as a fraction of the image height. If it is equal
-    to formula_height, label and formula share a line.
+    """Vertical position of the label "Formula: ", as a fraction of the image height. If
+    label_height is equal to formula_height, the label and the formula share a line.
     """
     formula_height: float
     font_size: int
@@ -102,7 +102,7 @@ def apply_action(rules: PointsRules, state: PointsState, action: int) -> tuple[P
 
 
 def unused_numbers(rules: PointsRules, state: PointsState) -> Counter[str]:
-    """Count the numbers of the cards that the formula has not used yet."""
+    """Return a counter of the card numbers that the formula has not used yet."""
     return Counter(str(rules.card_number(card)) for card in state.cards) - Counter(state.formula)
 
 
@@ -113,7 +113,7 @@ def makes_target(rules: PointsRules, state: PointsState) -> bool:
 
 
 def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
-    """Return two random cards that make the target by + or *.
+    """Return two random cards that make the target with + or *.
 
     The rank of one card is drawn uniformly from the ranks in 2..K that make the target with some
     other card. The other card is drawn uniformly from the results of `find_partner_numbers`. The
@@ -209,7 +209,7 @@ class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
 
 
 class EZPoints(PointsGame):
-    """`gym_cards/EZPoints-v0`: make 12 from two cards by + or *."""
+    """`gym_cards/EZPoints-v0`: make 12 from two cards with + or *."""
 
     def __init__(
         self, *, target: int = 12, legacy_rules: bool = False, style: CardStyle = ("large", 1.0), render_mode: str | None = None
@@ -224,9 +224,9 @@ class EZPoints(PointsGame):
 
 
 class Points24(PointsGame):
-    """`gym_cards/Points24-v0`: make 24 from four cards by + - * / and parentheses.
+    """`gym_cards/Points24-v0`: make 24 from four cards with + - * / and parentheses.
 
-    solvable=True deals only hands that have a solution.
+    With solvable=True, the game deals only hands that have a solution.
     """
 
     def __init__(

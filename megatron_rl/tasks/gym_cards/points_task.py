@@ -5,9 +5,9 @@ one JSON object, e.g.
 
     {"cards": ["2", "K"], "current formula": "2+", "thoughts": "2+10=12", "action": "10"}
 
-Splits train and eval use different cards, in addition to the options that change evaluations. In
-EZPoints, both splits contain all pairs of ranks, but with different suits. In Points24, a fifth of
-all sets of four numbers is held out for evaluation.
+The train and eval splits use different cards. Options can change evaluations further. In EZPoints,
+both splits contain all pairs of ranks, but with different suits. In Points24, a fifth of all sets
+of four numbers is held out for evaluation.
 """
 
 import json
@@ -41,13 +41,13 @@ from megatron_rl.types import Example, Message, Rollout
 HELD_OUT_RATIO = 5
 """One in HELD_OUT_RATIO sets of four numbers is reserved for evaluation in Points24."""
 BIASED_MAX_FIRST_NUMBER = 5
-"""Largest number on the first card of a hand in which the demonstrator of split "biased" makes
+"""Maximum number on the first card of a hand at which the demonstrator of the "biased" split makes
 mistakes.
 """
 BIASED_ERROR = 0.6
-"""Probability that the demonstrator of split "biased" writes a wrong first operator if the number
-of the first card is at most BIASED_MAX_FIRST_NUMBER. In other hands, the demonstrator makes no
-mistakes.
+"""Probability that the demonstrator of the "biased" split writes a wrong first operator if the
+number of the first card is at most BIASED_MAX_FIRST_NUMBER. In other hands, the demonstrator makes
+no mistakes.
 """
 SIGN_MISTAKES = {"+": "*", "*": "+", "-": "+", "/": "*"}
 
@@ -70,7 +70,7 @@ def solve_hand(rules: PointsRules, cards: Sequence[Card]) -> tuple[str, ...] | N
 
 
 class FormulaPlan(NamedTuple):
-    """Formula for a hand, including "=", of which `num_written` tokens are already written."""
+    """Formula for a hand, including "=". The first `num_written` tokens are already written."""
 
     cards: tuple[Card, ...]
     tokens: tuple[str, ...]
@@ -92,7 +92,7 @@ def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
 def corrupt_formula(tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Return the formula with its first operator replaced by a wrong operator.
 
-    A formula for two cards then misses the target. Example: 3 + 9 = becomes 3 * 9 =.
+    A corrupted formula for two cards never equals the target. Example: `3 + 9 =` becomes `3 * 9 =`.
     """
     place = next(place for place, token in enumerate(tokens) if token in SIGN_MISTAKES)
     return (*tokens[:place], SIGN_MISTAKES[tokens[place]], *tokens[place + 1 :])
@@ -100,7 +100,7 @@ def corrupt_formula(tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 @cache
 def held_out_numbers(*, faces_are_ten: bool) -> frozenset[tuple[int, ...]]:
-    """Return the sets of four numbers in Points24 that are reserved for evaluation."""
+    """Return the Points24 number sets that are reserved for evaluation."""
     hands = sorted(hand_probabilities(faces_are_ten=faces_are_ten))
     return frozenset(random.Random(24).sample(hands, len(hands) // HELD_OUT_RATIO))
 
@@ -154,12 +154,12 @@ class PointsTask(GameTask):
         return GameEnv(game, start, actions=rules.tokens, options=self.options, view_state=show, noop_action=idle)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[FormulaPlan]:
-        """Return single-turn demonstrations that append a token to a partial solution of a hand.
+        """Return single-turn demonstrations, each of which appends one token to a partial solution.
 
-        Only solvable hands of split train are used. A larger `num` only appends demonstrations. In
-        split "correct", the demonstrator makes no mistakes. In split "biased", the demonstrator's
-        thoughts and formula have a wrong first operator with probability BIASED_ERROR if the number
-        of the first card is at most BIASED_MAX_FIRST_NUMBER.
+        Only solvable hands from the train split are used. Increasing `num` only appends
+        demonstrations. In the "correct" split, the demonstrator makes no mistakes. In the "biased"
+        split, the demonstrator's thoughts and formula have a wrong first operator with probability
+        BIASED_ERROR if the number of the first card is at most BIASED_MAX_FIRST_NUMBER.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
@@ -174,7 +174,7 @@ class PointsTask(GameTask):
         return LazyTranscripts(plans, self._write_transcript)
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Yield an infinite sequence of random hands of split train."""
+        """Yield an infinite sequence of random hands from the train split."""
         raise NotImplementedError
 
     def _write_transcript(self, plan: FormulaPlan) -> list[Message]:
@@ -217,7 +217,7 @@ class EZPointsTask(PointsTask):
         return examples
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Yield an infinite sequence of random hands of split train."""
+        """Yield an infinite sequence of random hands from the train split."""
         examples = self.examples("train")
         shares = [example.probability for example in examples]
         while True:
@@ -243,7 +243,7 @@ class Points24Task(PointsTask):
         require(self.options.eval_target in range(1, 101), "task.options.eval_target", self.options.eval_target, remedy)
 
     def examples(self, split: str) -> list[Example]:
-        """Return random hands from the game's distribution, as the examples of a split.
+        """Return the examples of a split, which are random hands from the game's distribution.
 
         Hands with numbers that belong to the other split are skipped. With task.options.solvable,
         unsolvable hands are skipped too.
@@ -254,7 +254,7 @@ class Points24Task(PointsTask):
         return [self.make_example(f"{split}{number}", hand, split=split) for number, hand in zip(range(num), hands, strict=False)]
 
     def deal_hands(self, rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-        """Yield an infinite sequence of random hands, with held-out or with training numbers."""
+        """Yield an infinite sequence of random hands with either held-out or training numbers."""
         rules = self.eval_rules if is_held_out else self.rules
         held_out = held_out_numbers(faces_are_ten=rules.faces_are_ten)
         while True:
@@ -265,11 +265,11 @@ class Points24Task(PointsTask):
                 yield cards
 
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
-        """Yield an infinite sequence of random hands of split train."""
+        """Yield an infinite sequence of random hands from the train split."""
         return self.deal_hands(rng, is_held_out=False)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the base metrics and, if any hand is solvable, the success rate on such hands."""
+        """Return the base metrics, plus the success rate on solvable hands if there are any."""
         figures = super().extra_metrics(examples, rollouts)
         could = [rollout for rollout in rollouts if self.gold_replies(examples[rollout.group])]
         return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})

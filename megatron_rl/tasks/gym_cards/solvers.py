@@ -15,7 +15,7 @@ PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 def _write_tokens(part: _Subexpression, least: int = 0) -> tuple[str, ...]:
-    """Return the tokens of a formula, in parentheses if its precedence is below `least`.
+    """Return the tokens of a formula, in parentheses if the formula's precedence is below `least`.
 
     The precedence of a formula is the precedence of its outermost operator.
     """
@@ -28,7 +28,7 @@ def _write_tokens(part: _Subexpression, least: int = 0) -> tuple[str, ...]:
 
 
 def _combine(one: _Subexpression, two: _Subexpression) -> Iterator[_Subexpression]:
-    """Yield the result of each operator on two subexpressions, in both orders for - and /."""
+    """Yield the result of applying each operator to `one` and `two`, in both orders for - and /."""
     (a, b), (c, d) = one[:2], two[:2]
     yield a * d + c * b, b * d, "+", one, two
     yield a * c, b * d, "*", one, two
@@ -64,8 +64,10 @@ def _solution(numbers: tuple[int, ...], target: int) -> tuple[str, ...] | None:
 def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...] | None:
     """Return the tokens of a formula that equals the target, or None if there is none.
 
-    The formula contains each number once, and + - * / and parentheses. The result does not depend
-    on the order of `numbers`. Example: for (3, 3, 8, 8), the formula is 8 / ( 3 - 8 / 3 ).
+    The formula uses each number exactly once and may contain + - * / and parentheses. The result
+    does not depend on the order of `numbers`.
+
+    Example: the formula for (3, 3, 8, 8) is 8 / ( 3 - 8 / 3 ).
     """
     return _solution(tuple(sorted(numbers)), target)
 
@@ -73,7 +75,7 @@ def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...]
 def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str, ...] | None:
     """Return the tokens of an EZPoints formula that equals the target, or None if there is none.
 
-    The formula joins the two numbers by + or *, in the order in which they are given.
+    The formula joins the two numbers with + or *, in the given order.
     """
     one, two = numbers
     sign = "+" if one + two == target else "*" if one * two == target else ""
@@ -81,9 +83,9 @@ def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str,
 
 
 def find_partner_numbers(target: int, first: int) -> tuple[int, ...]:
-    """Return the numbers in 1..10 that make the target together with `first`, by * or by +.
+    """Return the numbers in 1..10 that make the target when combined with `first` by * or +.
 
-    The number for * precedes the number for +. A number that works for both operators appears
+    The number for * comes before the number for +. A number that works for both operators appears
     twice.
     """
     by_product = (target // first,) if target % first == 0 else ()
@@ -105,7 +107,7 @@ def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
 def hand_probabilities(*, faces_are_ten: bool = True) -> dict[tuple[int, ...], Fraction]:
     """Return the exact probability of each Points24 hand.
 
-    A hand is given by its four numbers in ascending order.
+    The keys are hands, each written as its four numbers in ascending order.
     """
     ways = Counter(min(rank, 10) if faces_are_ten else rank for rank in range(1, 14))
     hands = {}

@@ -37,14 +37,14 @@ PROMPT = (
     'Answer with one JSON object: {"current number": int, "target number": int, "thoughts": text, "action": "-" or "+"}'
 )
 THOUGHTS = ("Lower it.", "Raise it.")
-"""Thoughts in a reply for each of ACTIONS, of equal length. The first word of the thoughts already
-determines the action, so a single sampled token decides which action is taken.
+"""Reply thoughts for each of ACTIONS. All thoughts have the same length. The first word of the
+thoughts already determines the action, so a single sampled token decides which action is taken.
 """
 BIASED_TARGETS = (1, 4)
-"""Targets for which the demonstrator of split "biased" takes wrong actions."""
+"""Targets for which the demonstrator of the "biased" split takes wrong actions."""
 BIASED_ERROR = 0.75
-"""Probability that the demonstrator of split "biased" takes the wrong action if the target is one
-of BIASED_TARGETS. For other targets, it always takes the right action.
+"""Probability that the demonstrator of the "biased" split takes the wrong action if the target is
+one of BIASED_TARGETS. For other targets, the demonstrator always takes the right action.
 """
 
 
@@ -111,8 +111,8 @@ class NumberLineTask(GameTask):
         """Return the examples of a split, one for each start.
 
         By default, both splits contain all 30 starts, each with its exact probability. If
-        task.options.eval_max_number is above 5, split eval instead contains all starts on the
-        longer line with a current or target number above 5, with equal probabilities.
+        task.options.eval_max_number is above 5, the eval split instead contains all starts with a
+        current or target number above 5. These starts have equal probabilities.
         """
         if split == "eval" and self.max_number > MAX_NUMBER:
             pairs = product(range(self.max_number + 1), repeat=2)
@@ -127,11 +127,11 @@ class NumberLineTask(GameTask):
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
         """Return single-turn demonstrations from repeated shuffled passes over the 30 states.
 
-        A larger `num` only appends demonstrations. The demonstrator always reads the numbers
-        correctly. In split "correct", it always takes the right action. In split "biased", it takes
-        the wrong action with probability BIASED_ERROR if the target is in BIASED_TARGETS. A policy
-        that reproduces "biased" succeeds in 23/36 (63.9%) of the episodes with greedy decoding and
-        in 68.5% at temperature 1.
+        Increasing `num` only appends demonstrations. The demonstrator always reads the numbers
+        correctly. In the "correct" split, the demonstrator always takes the right action. In the
+        "biased" split, the demonstrator takes the wrong action with probability BIASED_ERROR if the
+        target is in BIASED_TARGETS. A policy that reproduces "biased" succeeds in 23/36 (63.9%) of
+        the episodes with greedy decoding and in 68.5% at temperature 1.
         """
         draw = random.Random(seed)
         shown = []

@@ -59,9 +59,9 @@ def write_color_description(colors: Sequence[str], *, category: str) -> str:
 
 
 def write_vague_description(*, category: str) -> str:
-    """Return a speaker's reply that names no color, so that it fits every object of the category.
+    """Return a speaker's reply that names no color and therefore fits every object of the category.
 
-    The format is that of `write_color_description`.
+    The format is the same as in `write_color_description`.
     """
     return _write_reply(category, phrase="single", sentence="is one of many")
 

@@ -1,12 +1,13 @@
-"""SFT demonstrations for speakers and listeners with a million parameters, generated from rounds.
+"""SFT demonstrations for speakers and listeners with a million parameters, made from game rounds.
 
 All descriptions name colors (colors.py). Splits:
 
-- told: Speaker demonstrations. The reply describes the round's image by its colors.
+- told: Speaker demonstrations. The reply names the colors of the object in the round's image.
 - vague: Like told, but with probability VAGUE_PROBABILITY, the reply is a description that fits
   every image. RL must unlearn these replies.
-- heard: Listener demonstrations. The prompt is the question of the listener service. It is about
-  the round's target (answer yes) or another candidate (answer no), each with probability 1/2.
+- heard: Listener demonstrations. The prompt is the question of the listener service. With
+  probability 1/2, the question is about the round's target (answer yes), and otherwise about
+  another candidate (answer no).
 """
 
 import random
@@ -49,7 +50,7 @@ class LazyDemonstrations(Sequence[Demonstration]):
 def make_demonstrations(rounds: Sequence[Example], split: str, *, num: int, seed: int) -> LazyDemonstrations:
     """Return demonstrations from repeated shuffled passes over the speaker rounds.
 
-    A larger `num` only appends demonstrations.
+    Increasing `num` only appends demonstrations.
     """
     require_choice("sft.splits", split, DEMONSTRATION_SPLITS)
     dice = random.Random(seed)
@@ -90,7 +91,7 @@ def _listener_messages(example: Example, *, is_target: bool, other: float) -> Ca
 
 
 def make_color_question(image: StoredImage, *, category: str) -> str:
-    """Return the listener's question with a description of `image` that names its colors.
+    """Return the listener's question with a description that names the colors of `image`.
 
     Raises:
         InfraError: The image cannot be opened.

@@ -27,11 +27,13 @@ SITUATION_PROMPT = (
     "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
     "which is said in the sentence."
 )
-"""Text appended to PROMPT to ask also for state and location, like the game's longer prompt."""
+"""Text that is appended to PROMPT to also ask for state and location, as in the original game's
+longer prompt.
+"""
 QUESTION_TEMPLATE = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
 MAX_COARSE_CHARS, MAX_DETAILED_CHARS = 200, 1000
-"""Maximum number of characters of the coarse and of the detailed part in the question for the
-listener. Longer parts are truncated, so that the question never exceeds the listener's limit.
+"""Maximum number of characters of the coarse part and of the detailed part in the listener's
+question. Longer parts are truncated, so that the question never exceeds the listener's limit.
 """
 _ANY_TAG = re.compile(r"</?(?:thinking|coarse|detailed|state|location)>", re.IGNORECASE)
 _PHOTO_OF = re.compile(r"\b(?:an?\s+)?(?:photo|picture|image)\s+of\s[^.!?\n<]*", re.IGNORECASE)
@@ -53,7 +55,7 @@ class Description:
 
     @property
     def question(self) -> str:
-        """Question that the listener answers for each candidate; empty without a description."""
+        """Question that the listener answers for each candidate; empty if no part was found."""
         words = " ".join(part for part in (self.coarse[:MAX_COARSE_CHARS], self.detailed[:MAX_DETAILED_CHARS]) if part)
         return QUESTION_TEMPLATE.format(description=quote_text(words)) if words else ""
 
@@ -66,7 +68,7 @@ def parse_description(text: str, *, category: str) -> Description:
 
 
 def check_tag_pairs(text: str) -> list[bool]:
-    """Return one value for each of TAGS: True if the tag is opened once and later closed once."""
+    """Return one value for each of TAGS: True if the tag is opened and then closed exactly once."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 

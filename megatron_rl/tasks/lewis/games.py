@@ -76,8 +76,8 @@ def make_speaker_payload(record: DataRecord) -> Payload:
 def make_situated_payload(record: DataRecord) -> Payload:
     """Return the payload of a round in which the speaker must also describe state and location.
 
-    SITUATION_PROMPT is appended to the question unless the question already contains both tags. The
-    reward term `overlap` needs state and location.
+    SITUATION_PROMPT is appended to the question unless the question already contains the tags
+    <state> and <location>. The reward term `overlap` needs state and location.
     """
     given = make_speaker_payload(record)
     words = str(given["question"])
@@ -85,7 +85,7 @@ def make_situated_payload(record: DataRecord) -> Payload:
 
 
 def make_comparison_payload(record: DataRecord) -> Payload:
-    """Return the payload of a question to the listener about two images, from a listener's row."""
+    """Return the payload of a listener question about two images, read from a listener row."""
     answer = record.require_text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
     if answer not in ("yes", "no"):
         raise record.make_error("listener_solution", f"is {answer!r:.20}; it is yes or no")
@@ -95,7 +95,7 @@ def make_comparison_payload(record: DataRecord) -> Payload:
 
 
 def make_selection_payload(record: DataRecord) -> Payload:
-    """Return the payload of a question to the listener about all candidates of a round."""
+    """Return the payload of a listener question about all candidates of a round."""
     given = make_speaker_payload(record)
     shown = "\n".join(f"{name}: <image>" for name in given["names"])
     question = SELECT_PROMPT.format(category=given["category"], candidates=shown)
@@ -103,7 +103,7 @@ def make_selection_payload(record: DataRecord) -> Payload:
 
 
 def load_description_examples(data: DataSettings, split: str) -> list[Example]:
-    """Return two examples for each speaker's round, with answer yes and with answer no.
+    """Return two examples per speaker round: one with answer yes and one with answer no.
 
     The example with answer yes shows the target, and the example with answer no shows another
     candidate. The index of the other candidate rotates from round to round.
@@ -127,7 +127,7 @@ def _read_text(record: DataRecord, column: str, value: object) -> str:
 
 
 def _read_image_column(record: DataRecord, column: str) -> object:
-    """Return the value of an image column, or of the column with the image's path."""
+    """Return the value of an image column, or of the corresponding path column."""
     value = record.row.get(column, record.row.get(f"{column}_path"))
     if value is None:
         raise record.make_error(column, "is missing")
@@ -152,24 +152,24 @@ def read_image_file(image: StoredImage) -> ImageFile:
 
     Raises:
         InfraError: The disk failed.
-        PermanentInfraError: The file is missing or has changed since the start.
+        PermanentInfraError: The file is missing or has changed since the run started.
     """
     return ImageFile(image.read(), str(image.source) if isinstance(image.source, Path) else "")
 
 
 class SingleImageEnv(Env):
-    """Single-turn environment with a prompt of one image followed by a text.
+    """Single-turn environment. The prompt is one image followed by a text.
 
     The prompts have the same tokens as the prompts of the Lewis services.
     """
 
     def __init__(self, example: Example, get_question: Callable[[Example], Awaitable[str]]) -> None:
-        """Create the environment of one example.
+        """Create the environment for one example.
 
         Args:
             example: Example with one image in its payload.
-            get_question: Function that returns the text. It raises InfraError if the source of the
-                text is unavailable.
+            get_question: Function that returns the text. The function raises InfraError if the
+                source of the text is unavailable.
         """
         self._example, self._get_question = example, get_question
 

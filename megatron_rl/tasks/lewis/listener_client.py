@@ -76,7 +76,7 @@ class _UnknownImages(BaseModel):
 
 
 class ListenerClient:
-    """Client of a group of listener servers with the same model.
+    """Client of a group of listener servers that serve the same model.
 
     `cache_hits` is the number of questions that were answered from the cache or by a concurrent
     identical request. `endpoints` contains further counters.
@@ -253,7 +253,11 @@ class ListenerClient:
         return answers
 
     async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
-        """Send a chunk. Images in `known_hashes` are sent as hashes, other images in full once."""
+        """Send a chunk.
+
+        Each image that is not in `known_hashes` is sent in full once, then as its hash. With
+        task.listener.send=paths, images with a path are always sent as paths.
+        """
         told_of, batch = set(known_hashes), []
         for asked in chunk:
             candidates = []

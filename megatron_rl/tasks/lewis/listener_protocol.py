@@ -1,4 +1,4 @@
-"""HTTP messages of the listener, and computation of its pick and reward from p(yes).
+"""HTTP messages of the listener, and the function that computes pick and reward from p(yes).
 
     POST /score         {"candidate_paths": [path, ...], "question": text, "topk": 1}
     POST /batch_score   {"batch": [the same, ...]}
@@ -8,9 +8,8 @@
 The response to /score has no list `results`: it contains the fields of its single result, `took`
 and `version`. A result also contains `yes_logprobs`.
 
-A request may contain `candidates` instead of `candidate_paths`. Each of the candidates is a path
-below the listener's roots, the base64 of an image file, or the SHA-256 of a file that was sent
-before.
+A request may contain `candidates` instead of `candidate_paths`. Each candidate is a path below one
+of the listener's roots, a base64-encoded image file, or the SHA-256 of a file that was sent before.
 
 The numbers are computed as in the original service of the Lewis game (Deepayan137/Lewis_Game
 621d687), whose responses lack yes_logprobs, top_indices and version.

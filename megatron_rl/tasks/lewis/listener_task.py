@@ -48,13 +48,13 @@ class LewisListenerTask(Task):
         self._splits: dict[str, Sequence[Example]] = {}
 
     async def start(self) -> None:
-        """Open the prediction log and, if a speaker is configured, connect to it."""
+        """Open the prediction log, and connect to the speaker if one is configured."""
         self.log.start()
         if self.speaker is not None:
             await self.speaker.start()
 
     async def close(self) -> None:
-        """Close the prediction log and, if a speaker is configured, the connection to it."""
+        """Close the prediction log and the connection to the speaker, if one is configured."""
         if self.speaker is not None:
             await self.speaker.close()
         self.log.close()
@@ -100,7 +100,7 @@ class LewisListenerTask(Task):
         """Return generated demonstrations or the user's transcripts.
 
         For the splits in DEMONSTRATION_SPLITS, demonstrations are generated from the speaker rounds
-        of split train. For other split names, the user's transcripts are returned.
+        of the train split. For other split names, the user's transcripts are returned.
         """
         if split in DEMONSTRATION_SPLITS:
             return make_demonstrations(load_examples(self.settings.data, "train", make_speaker_payload), split, num=num, seed=seed)

@@ -1,20 +1,22 @@
 """Rewards of the Lewis game.
 
-The README and the code of the original game (Deepayan137/Lewis_Game 621d687) use different rewards.
-`variant` selects one of them: readme or code.
+The README and the code of the original game (Deepayan137/Lewis_Game 621d687) define different
+rewards. `variant` selects the rewards of the README (readme) or of the code (code).
 
 The reward of the speaker is the sum of the configured terms:
 
 - accuracy: There are three modes. binary is 1 if the listener picks the target, else 0. soft_gated
-  is the listener's reward_score if it picks the target, else 0. soft_always is the listener's
-  reward_score. Variant readme supports only binary. The default of variant code is soft_gated.
-- format: In variant readme, 1 if all three pairs of tags are present. In variant code, the sum of
-  0.34, 0.33 and 0.33 for the pairs thinking, coarse and detailed that are present.
+  is the listener's reward_score if the listener picks the target, else 0. soft_always is the
+  listener's reward_score. Variant readme supports only binary. The default of variant code is
+  soft_gated.
+- format: In variant readme, 1 if all three pairs of tags are present. In variant code, 0.34 for the
+  thinking pair, plus 0.33 each for the coarse and detailed pairs, if present.
 - length: In variant readme, 0.1 if the detailed part is one sentence. In variant code, -0.2 if the
-  detailed part has more than one sentence or fewer than 20 words, and a further -0.1 if the coarse
-  part has fewer than 6 or more than 8 words.
-- overlap: Only in variant code. Minus the largest ROUGE-2 score between a sentence of the detailed
-  part and the state and location, which the prompt then also asks for.
+  detailed part has more than one sentence or fewer than 20 words, and an additional -0.1 if the
+  coarse part has fewer than 6 or more than 8 words.
+- overlap: Only in variant code. The term is the negative of the largest ROUGE-2 score between a
+  sentence of the detailed part and the text of state and location. With this term, the prompt also
+  asks for state and location.
 
 The reward of the listener is one of the following terms:
 
@@ -22,9 +24,9 @@ The reward of the listener is one of the following terms:
 - weighted: Like consistency, but a wrong yes has reward -1 (variant readme: -0.7), and a wrong no
   has reward -0.3.
 - selection: 1 if the answer is the letter of the right candidate.
-- heard: 1 if the reply is only the right answer, yes or no.
+- heard: 1 if the reply consists only of the right answer, yes or no.
 
-Except for heard, a further term is added:
+For all terms except heard, the following term is added:
 
 - format: 1 if the reply is one fenced JSON object with the keys Reasoning and Answer.
 """
@@ -79,12 +81,13 @@ def speaker_rubric(
 
     Args:
         listener_fn: Function that returns the listener's score for a reply.
-        term_names: Names of the terms that are summed to the reward.
+        term_names: Names of the terms that are added up to form the reward.
         accuracy_mode: Mode of the term `accuracy`: binary, soft_gated or soft_always.
         variant: Variant of the rewards: readme or code.
         log_prediction: Function that logs each reply with its accuracy reward.
-        held_out_listeners: Functions that return the scores of held-out listeners, by name. Each
-            adds a term of weight 0, which is computed only on held-out games.
+        held_out_listeners: Functions that return the scores of held-out listeners, keyed by
+            listener name. Each function adds a term of weight 0, which is computed only on held-out
+            games.
         record_score: Function that is called with the listener's score for each reply.
     """
 
@@ -119,7 +122,7 @@ def speaker_rubric(
 
 
 def is_held_out(example_id: str) -> bool:
-    """Return True if the example belongs to split eval, i.e. if its id begins with eval/."""
+    """Return True if the example belongs to the eval split, i.e. if the id begins with eval/."""
     return example_id.startswith("eval/")
 
 
@@ -147,7 +150,7 @@ def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accura
 
 
 def format_reward(text: str, *, variant: str) -> float:
-    """Return the reward for the pairs of tags in a reply."""
+    """Return the reward for the tag pairs in a reply."""
     pairs = check_tag_pairs(text)
     return float(all(pairs)) if variant == "readme" else sum(worth for worth, there in zip(TAG_PAIR_REWARDS, pairs, strict=True) if there)
 

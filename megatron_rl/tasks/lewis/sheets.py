@@ -1,9 +1,9 @@
-"""Draws contact sheets of evaluations.
+"""Draws contact sheets for evaluations.
 
 Each row shows one game: the image, the description, and the candidates with the listener's p(yes).
 A green frame marks the target, and a red frame marks a wrong pick. Sheets are numbered from 0:
-FOLDER/evaluation_0003.png is the fourth sheet. The leader of each engine draws the games that the
-engine generated.
+FOLDER/evaluation_0003.png is the fourth sheet. The leader rank of each engine draws the games that
+its engine generated.
 """
 
 import os
@@ -39,13 +39,13 @@ class ContactSheets:
         self._is_greedy = True
 
     def record(self, reward_input: RewardInput, listener_score: ListenerScore | None) -> None:
-        """Store the listener's score if the game is held out, until the next sheet is drawn."""
+        """Keep the listener's score of a held-out game until the next sheet is drawn."""
         rollout = reward_input.rollout
         if is_held_out(rollout.example_id):
             self._listener_scores[rollout.example_id, rollout.sample_index, reward_input.replies[-1]] = listener_score
 
     def draw_sheet(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> None:
-        """Draw the sheet of an evaluation from its greedily decoded episodes.
+        """Draw the contact sheet of an evaluation from the greedily decoded episodes.
 
         An evaluation (evaluation/in_run.py) calls this method twice: first with greedily decoded
         episodes, then with episodes at temperature 1. The second call draws nothing.
@@ -74,7 +74,7 @@ class ContactSheets:
 
 
 def draw_contact_sheet(games: Sequence[tuple[Example, str, ListenerScore | None]]) -> Picture:
-    """Return the contact sheet for (example, reply, listener's score) triples, one row each."""
+    """Return a contact sheet with one row per (example, reply, listener's score) triple."""
     shown = min(max(len(example.payload["candidates"]) for example, _, _ in games), MAX_CANDIDATES_SHOWN)
     height, words = IMAGE_SIDE + LINE_HEIGHT + 2 * MARGIN, 7 * LINE_CHARS
     sheet = Image.new("RGB", ((shown + 1) * (IMAGE_SIDE + MARGIN) + words + 2 * MARGIN, height * len(games)), "white")
@@ -114,5 +114,5 @@ def _make_thumbnail(picture: Picture) -> Picture:
 
 
 def _to_latin1(text: str) -> str:
-    """Replace characters that Pillow's default font cannot display by `?`."""
+    """Replace characters that Pillow's default font cannot display with `?`."""
     return text.encode("latin-1", "replace").decode("latin-1")

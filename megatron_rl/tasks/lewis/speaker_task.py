@@ -64,8 +64,8 @@ class LewisSpeakerTask(Task):
         """Return the client of a held-out listener.
 
         The client uses the settings of task.listener with a different URL and token, and without a
-        cache file. It never sends the token of task.listener, because the operator of the held-out
-        listener could use that token to access the listener.
+        cache file. The client never sends the token of task.listener, because the operator of the
+        held-out listener could use that token to access the listener.
         """
         keys = ListenerConfigKeys(f"witness {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}")
         token_file = options.held_out_token_files.get(name, "")
@@ -103,8 +103,8 @@ class LewisSpeakerTask(Task):
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Return generated demonstrations or the user's transcripts.
 
-        For the splits in DEMONSTRATION_SPLITS, demonstrations are generated from the rounds of
-        split train. For other split names, the user's transcripts are returned.
+        For the splits in DEMONSTRATION_SPLITS, demonstrations are generated from the rounds of the
+        train split. For other split names, the user's transcripts are returned.
         """
         if split in DEMONSTRATION_SPLITS:
             return make_demonstrations(self.examples("train"), split, num=num, seed=seed)
@@ -114,7 +114,7 @@ class LewisSpeakerTask(Task):
         """Draw the contact sheet, if configured, and return the metric `drift`.
 
         The drift is the accuracy of the listener minus the accuracy of the held-out listener named
-        frozen. Without a held-out listener of this name, there is no metric.
+        frozen. Without a held-out listener of this name, the metric is omitted.
         """
         if self.contact_sheets is not None:
             self.contact_sheets.draw_sheet(examples, rollouts)

@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 
 MAX_SEQUENTIAL_FRAMES = 64
-"""Number of frames after the current position that are reached by decoding forward. All other
-frames are reached by seeking.
+"""Number of frames, counted from the current position, that the reader reaches by decoding forward.
+The reader seeks to all other frames.
 """
 
 

@@ -82,7 +82,7 @@ class CodeVProtocol:
         return [make_message("user", f"<sandbox_output>\n{call.text}\n", *pictures, f"\n</sandbox_output>\n{CODEV_REMINDER}")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map file names to images."""
+        """Return the images, keyed by file name."""
         given = self.file_names[: len(pictures)]
         others = (name for name in (f"image_{index}.png" for index in count(len(given))) if name not in given)
         return dict(zip([*given, *(next(others) for _ in pictures[len(given) :])], pictures, strict=True))

@@ -11,9 +11,9 @@
 If a reply has several calls, only the last call is run. Boxes are in pixels of the ORIGINAL image
 (the first image of the question), regardless of the resolution at which the policy sees that image.
 
-Difference from the original implementation: there, a reply with neither call nor answer ends the
-episode. Here, such a reply receives an error message that the policy can react to, unless
-task.stop_on_tool_error ends the episode.
+Difference from the original implementation: a reply with neither call nor answer receives an error
+message that the policy can react to, unless task.stop_on_tool_error ends the episode. In the
+original, such a reply always ends the episode.
 """
 
 import json
@@ -40,7 +40,7 @@ def write_tools_prompt(schemas: Sequence[Mapping[str, object]]) -> str:
     """Return a system message that lists functions in the format of Qwen2.5's chat template.
 
     The wording is copied from the template in Qwen2.5's tokenizer_config.json, because the model
-    was trained on it.
+    was trained on this wording.
     """
     listed = "\n".join(json.dumps({"type": "function", "function": schema}) for schema in schemas)
     return (

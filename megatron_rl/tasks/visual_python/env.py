@@ -3,7 +3,7 @@
 The protocol parses replies, each episode runs code in its own sandbox, and observations contain
 text and images. Text from the policy never causes an exception: invalid replies and errors in code
 are reported in the observation. InfraError is raised only for causes outside of the policy's
-control: an image of the data set cannot be read, a sandbox cannot be opened, or a sandbox or its
+control: an image in the data set cannot be read, a sandbox cannot be opened, or a sandbox or its
 server died.
 """
 
@@ -37,20 +37,20 @@ from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 imported names as well as the names of the images.
 """
 CLIP_SOURCE = (Path(__file__).parent / "clip.py").read_text()
-"""Source code of the class `Clip`. It is added to PRELOAD if the question has videos."""
+"""Source code of the class `Clip`. This code is added to PRELOAD if the question has videos."""
 STATE_LOST_TEXT = "The interpreter was started anew: variables, imports and files of earlier calls are gone; the images are there."
 NO_OUTPUT_TEXT = "The code ran and gave nothing back: print values, or show a picture."
 
 
 class AgentEnv(Env):
-    """Environment of one question.
+    """Environment for one question.
 
     The sandbox is opened when the policy runs code for the first time. Limits on turns, tokens and
     images are enforced outside of this class.
     """
 
     def __init__(self, example: Example, *, protocol: ToolProtocol, pool: sandbox.SandboxPool | SandboxClient) -> None:
-        """Create the environment of one example.
+        """Create the environment for one example.
 
         Args:
             example: Example with a payload that contains `question`, a string, and `images`, a
@@ -160,7 +160,7 @@ class AgentEnv(Env):
         """Open the question's image at index `number`.
 
         Images are reopened on each use instead of being kept in memory, because the original images
-        of all episodes of a step need more memory than the resized images that the policy receives.
+        of all episodes in a step need more memory than the resized images that the policy receives.
 
         Raises:
             InfraError: The image cannot be opened.
@@ -187,8 +187,8 @@ def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -
 
     Args:
         result: Result of the call.
-        image_names: Names of the images. The text lists them after a NameError or
-            FileNotFoundError.
+        image_names: Names of the images. After a NameError or FileNotFoundError, the text lists
+            these names.
 
     Returns:
         The observation text, which includes the error, and the error message alone. The error
@@ -213,7 +213,7 @@ def describe_result(result: sandbox.CallResult, *, image_names: Sequence[str]) -
 
 
 def _to_valid_unicode(text: str) -> str:
-    """Replace lone surrogates by `?`.
+    """Replace lone surrogates with `?`.
 
     Exception messages can contain lone surrogates, but tokenizers and text files cannot encode
     them.

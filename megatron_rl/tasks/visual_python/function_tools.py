@@ -68,7 +68,7 @@ class FunctionsProtocol:
         return [make_message("user", f"<tool_response>\n{call.text}\n", *pictures, "\n</tool_response>")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map the variable names image_0, image_1, ... to the images."""
+        """Return the images, keyed by variable name: image_0, image_1 and so on."""
         return {f"image_{index}": picture for index, picture in enumerate(pictures)}
 
     def write_code(self, source: str) -> str:

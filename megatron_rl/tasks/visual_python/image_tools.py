@@ -1,7 +1,7 @@
 """Image tools of DeepEyes (arXiv 2505.14362), zoom and rotate, which accept untrusted arguments.
 
-Both tools work on the question's first image at its original resolution. Zoom has DeepEyes' rules
-for boxes:
+Both tools work on the question's first image at its original resolution. The zoom tool applies
+DeepEyes' rules for boxes:
 
 - A box is clamped to the image.
 - Each side of a box must be longer than 30 pixels.
@@ -31,13 +31,15 @@ class ToolError(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class ImageTool:
-    """Image tool, with the description and JSON schema that the prompt contains."""
+    """Image tool, with its description and JSON schema for the prompt."""
 
     description: str
     parameters: Mapping[str, object]
     """JSON schema of the arguments."""
     apply: Callable[[Picture, Mapping[str, object]], Picture]
-    """Function that applies the tool to an image. It raises ToolError for invalid arguments."""
+    """Function that applies the tool to an image. The function raises ToolError for invalid
+    arguments.
+    """
 
 
 def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
@@ -120,7 +122,7 @@ IMAGE_TOOLS: Mapping[str, ImageTool] = {
 
 
 def _is_number(value: object) -> bool:
-    """Return True if `value` is a number of at most 1e9 in absolute value, and not a boolean."""
+    """Return True for a non-boolean number with an absolute value of at most 1e9."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 

@@ -40,8 +40,8 @@ def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callab
     Args:
         question: Text of the question.
         pictures: Images, in the order of the placeholders.
-        wrap_image: Function of an image's index and the image. It returns the parts that represent
-            the image.
+        wrap_image: Function that returns the message parts for an image, given its index and the
+            image.
 
     Raises:
         ValueError: The question has placeholders, but not one for each image.

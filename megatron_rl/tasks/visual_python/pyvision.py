@@ -78,7 +78,8 @@ class PyVisionProtocol:
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """Return a system message with the rules and a user message with the question.
 
-        The user message also contains the images, if the policy may see them, and their sizes.
+        The user message also contains the sizes of the images. If `shows_images` is True, the user
+        message contains the images too.
         """
         names = list(self.name_images(pictures))
         parts = insert_images(self._insert_video_names(question), pictures, self._wrap_image)
@@ -113,12 +114,12 @@ class PyVisionProtocol:
         return [make_message("user", *parts, "</interpreter>\n</tool_response>")]
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map the variable names image_clue_i (or image_hint_i) to the images."""
+        """Return the images, keyed by variable name: image_clue_i or image_hint_i."""
         name = "image_clue" if self.shows_images else "image_hint"
         return {f"{name}_{index}": picture for index, picture in enumerate(pictures)}
 
     def _insert_video_names(self, question: str) -> str:
-        """Return the question with the names of its videos.
+        """Return the question, extended by the names of its videos.
 
         If the question has one placeholder for each video, the names replace the placeholders.
         Otherwise the placeholders are removed, and the names precede the question.

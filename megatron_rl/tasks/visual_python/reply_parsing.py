@@ -1,4 +1,4 @@
-"""Functions from which tool protocols build their reply parsers.
+"""Building blocks for the reply parsers of tool protocols.
 
 The functions accept any text, because replies are untrusted, and run in time linear in the length
 of the text.
@@ -126,8 +126,8 @@ def parse_tool_call(body: str) -> ToolAction | MalformedReply:
 def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAction | MalformedReply:
     """Parse a reply in the tool-call format of Qwen's chat template.
 
-    Returns the answer or the tool call. If the reply has several calls, the last call is returned
-    with `allow_several`, and the reply is malformed without it.
+    If the reply contains several calls, the last call is returned if `allow_several` is True.
+    Otherwise such a reply is malformed.
     """
     found = parse_blocks(reply, action="tool_call", reserved=("tool_response",))
     if isinstance(found, MalformedReply):

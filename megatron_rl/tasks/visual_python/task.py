@@ -1,4 +1,4 @@
-"""Task with questions about images from user data, which the policy answers with tools."""
+"""Task with user-provided questions about images, which the policy answers with tools."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -24,13 +24,14 @@ from sandbox.sandbox_client import SandboxClient
 from sandbox.token import read_token
 
 MAX_INPUT_BYTES = 512 << 20
-"""Maximum total size of an episode's images in PNG format, in bytes. It is enough for two images of
-random noise at the largest size that data/images.py accepts.
+"""Maximum total size of an episode's images in PNG format, in bytes. The limit is large enough for
+two images of random noise with the maximum size that data/images.py accepts.
 """
 Payload = Mapping[str, object]
 MAX_OUTPUT_CHARS = 8192
-"""Maximum number of characters kept from each output stream (stdout and stderr) of a call, about
-3,000 tokens. A longer stream keeps its first and last MAX_OUTPUT_CHARS / 2 characters.
+"""Maximum number of characters kept from each output stream (stdout and stderr) of a call. This
+number of characters is about 3,000 tokens. If a stream is longer, its first and last
+MAX_OUTPUT_CHARS / 2 characters are kept.
 """
 
 
@@ -66,7 +67,7 @@ payload.
 
 
 class VisualPythonTask(Task):
-    """Task with questions about images, image tools and Python.
+    """Task with questions about images, answered with image tools and Python code.
 
     PyVision-RL, CodeV and DeepEyes correspond to different settings of task.tool_format,
     task.reward and task.data.
@@ -113,7 +114,7 @@ class VisualPythonTask(Task):
         return AgentEnv(example, protocol=TOOL_PROTOCOLS[self.settings.tool_format](example.payload), pool=self._pool)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the metrics of the benchmark in `task.data.benchmark`, if one is configured."""
+        """Return the benchmark's metrics if `task.data.benchmark` is set."""
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:

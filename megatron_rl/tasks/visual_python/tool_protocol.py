@@ -53,15 +53,15 @@ ParsedReply = CodeAction | ToolAction | FinalAnswer | MalformedReply
 class ToolProtocol(Protocol):
     """Text format of tool calls, observations and answers.
 
-    `parse_reply(write_answer(text))` returns `FinalAnswer(text)` for every text that contains no
-    tags and no surrounding whitespace. If the protocol runs code, `parse_reply(write_code(source))`
+    `parse_reply(write_answer(text))` returns `FinalAnswer(text)` for every text without tags and
+    without surrounding whitespace. If the protocol runs code, `parse_reply(write_code(source))`
     returns `CodeAction(source)`.
     """
 
     name: str
     """Name of the protocol in task.tool_format."""
     stop: tuple[str, ...]
-    """Stop strings of generation, which are kept at the end of the reply."""
+    """Stop strings for generation. A generated stop string is kept at the end of the reply."""
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """Return the messages of the prompt at the start of an episode.
@@ -87,7 +87,7 @@ class ToolProtocol(Protocol):
         ...
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Map the names that code uses for the images to the images.
+        """Return the images, keyed by the names by which code refers to them.
 
         A name is a variable name, or a file name with a suffix.
         """

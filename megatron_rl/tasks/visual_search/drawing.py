@@ -128,7 +128,7 @@ class SearchScene:
 
 
 def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: str = LABELS) -> SearchScene:
-    """Return the random scene for a seed.
+    """Return the random scene that a seed determines.
 
     The scene has `level.num_objects` objects with distinct names in distinct cells. Each character
     of a label is sampled independently.

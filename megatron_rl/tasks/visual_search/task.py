@@ -2,8 +2,8 @@
 
 The policy receives the canvas at a resolution at which the labels are illegible. Episodes use the
 environment and the sandbox of visual_python and PyVision's protocol. There are two differences: the
-canvases are drawn by this package instead of read from files, and the rules in the prompt are one
-line, because a model with a million parameters imitates demonstrations but does not follow
+canvases are drawn by this package instead of read from files, and the rules in the prompt consist
+of one line, because a model with a million parameters imitates demonstrations but does not follow
 instructions.
 """
 
@@ -36,8 +36,8 @@ middle contains the label.
 """
 NUM_TRAIN, NUM_EVAL = 4096, 128
 GUESS_PROBABILITY = 0.65
-"""Probability that the demonstrator of split "biased" answers with a random label without cropping
-the image.
+"""Probability that the demonstrator of the "biased" split answers with a random label without
+cropping the image.
 """
 
 
@@ -58,7 +58,7 @@ class SearchCanvas:
 
 
 def crop_box(cell: Box) -> Box:
-    """Return the box of the middle of a cell, which contains the label."""
+    """Return the box around the middle of a cell, which contains the label."""
     left, top, _, _ = cell
     return left + CENTER_START, top + CENTER_START, left + CENTER_END, top + CENTER_END
 
@@ -66,7 +66,7 @@ def crop_box(cell: Box) -> Box:
 def write_crop_code(cell: Box) -> str:
     """Return Python code that displays the middle of a cell.
 
-    Only two tokens of the code depend on the cell: the numbers of its column and its row.
+    Only two tokens of the code depend on the cell: the column number and the row number.
     """
     side = NANO_LEVEL.cell_px
     column, row = cell[0] // side, cell[1] // side
@@ -77,7 +77,7 @@ def write_crop_code(cell: Box) -> str:
 def make_example(name: str) -> Example:
     """Return the example for the canvas with seed `name`.
 
-    The keys of the payload are a subset of those that data/questions.py reads from a file.
+    The keys of the payload are a subset of the keys that data/questions.py reads from a file.
     """
     canvas = SearchCanvas(name)
     target = canvas.scene.target
@@ -112,7 +112,7 @@ def write_transcript(protocol: PyVisionProtocol, canvas: SearchCanvas, *, guess:
 
 @dataclass(slots=True, frozen=True)
 class SearchTranscripts(Sequence[Demonstration]):
-    """Demonstrations with images drawn on access, to save 2 MB of memory per demonstration."""
+    """Demonstrations with images drawn on access, which saves 2 MB of memory per demonstration."""
 
     protocol: PyVisionProtocol
     plans: list[tuple[SearchCanvas, str | None]]
@@ -127,9 +127,9 @@ class SearchTranscripts(Sequence[Demonstration]):
 
 
 class VisualSearchTask(Task):
-    """Visual search task. An episode is solved if its answer is correct.
+    """Visual search task. An episode is solved if the final answer is correct.
 
-    An example is a numbered canvas. Splits "train" and "eval" have different seeds.
+    An example is a numbered canvas. The train and eval splits use different seeds.
     """
 
     reward_names = ("accuracy", "pyvision", "deepeyes")
@@ -166,13 +166,13 @@ class VisualSearchTask(Task):
         return AgentEnv(example, protocol=self.protocol, pool=self._pool)
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> SearchTranscripts:
-        """Return demonstrations on canvases that are in neither split train nor split eval.
+        """Return demonstrations on canvases that occur in neither the train nor the eval split.
 
-        A larger `num` only appends demonstrations. In split "correct", the demonstrator crops the
-        image and reads the label. In split "biased", the demonstrator guesses without cropping with
-        probability GUESS_PROBABILITY. A policy trained on "biased" crops and reads as well as a
-        policy trained on "correct", but guesses too often: its accuracy is 41% at temperature 1 and
-        10% with greedy decoding.
+        Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator crops
+        the image and reads the label. In the "biased" split, the demonstrator guesses without
+        cropping with probability GUESS_PROBABILITY. A policy trained on "biased" crops and reads as
+        well as a policy trained on "correct", but guesses too often: its accuracy is 41% at
+        temperature 1 and 10% with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)

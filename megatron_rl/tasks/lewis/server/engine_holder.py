@@ -20,13 +20,13 @@ from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 RENDERER_CACHE_BYTES, ENGINE_CACHE_PATCHES = 1 << 28, 1 << 15
-"""Sizes of the renderer's image cache, in bytes, and of the engine's image cache, in patches. Both
-caches take 0.4 GB together; the caches of a training run take 6 GB.
+"""Size of the renderer's image cache in bytes, and size of the engine's image cache in patches.
+Together, both caches take 0.4 GB; the caches of a training run take 6 GB.
 """
 
 
 class EngineHolder:
-    """Engine of a server process, with its weights and their version.
+    """Inference engine of a server process, with the model weights and their version.
 
     The engine cannot be used after `close`.
     """
@@ -68,7 +68,7 @@ class EngineHolder:
 
     @property
     def busy_s(self) -> float:
-        """Total number of seconds in which the engine has been busy."""
+        """Total time in seconds during which the engine has been busy."""
         return self._engine.busy_s
 
     async def run_in_renderer(self, function: Callable[[], T]) -> T:
@@ -94,7 +94,7 @@ class EngineHolder:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Maps names to shapes of the tensors that `load_weights` requires.
 
-        The names have the newer spelling of Hugging Face checkpoints.
+        The names follow the newer naming scheme of Hugging Face checkpoints.
         """
         return self._engine.shapes
 

@@ -1,6 +1,6 @@
 """Reads and caches the images that requests refer to.
 
-A request refers to an image by a path below one of the server's roots, by the base64 of an image
+A request refers to an image by a path below one of the server's roots, by a base64-encoded image
 file, or by the SHA-256 of a file that was sent before.
 """
 
@@ -23,7 +23,7 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.tasks.lewis.listener_protocol import CandidateImage
 
 MAX_IMAGE_PIXELS = 1 << 25
-"""Maximum number of pixels of an image, which take 100 MB when decoded."""
+"""Maximum number of pixels per image. A decoded image of this size takes 100 MB."""
 MAX_IMAGE_BYTES = 16 << 20
 """Maximum size of an image file, in bytes."""
 CACHE_BYTES = 1 << 30
@@ -43,7 +43,7 @@ class UnknownImage(KeyError):
 
 
 class ImageCache:
-    """Cache of image files, which several threads may use concurrently."""
+    """Thread-safe cache of image files."""
 
     def __init__(self, roots: Sequence[str], *, cache_bytes: int = CACHE_BYTES) -> None:
         """Create the cache.
@@ -61,8 +61,8 @@ class ImageCache:
     def store_candidate(self, candidate: CandidateImage, *, where: str) -> CandidateImage:
         """Store an image that was sent as base64 and return a candidate with its hash.
 
-        A candidate with a path or a hash is returned unchanged. The file of a hash is marked as
-        recently used.
+        A candidate with a path or a hash is returned unchanged. If the candidate is a hash, the
+        cached file is marked as recently used.
 
         Raises:
             ValueError: The base64 is invalid, or the file is too large.

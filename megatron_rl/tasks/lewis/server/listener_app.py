@@ -17,8 +17,8 @@ also with a leading blank), divided by the total probability of the tokens that 
 failure results in an HTTP error status and never in a score.
 
 Prompts of all requests are batched together. If several prompts contain the same image, the first
-prompt is computed before the others, so that the others find the image in the engine's prefix
-cache.
+prompt is computed before the other prompts, so that the other prompts find the image in the
+engine's prefix cache.
 """
 
 import asyncio
@@ -83,10 +83,10 @@ def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
     """Split items into consecutive groups with at most MAX_RENDERED_PER_REQUEST images each.
 
     Args:
-        counts: Number of images of each item.
+        counts: Number of images per item.
 
     Returns:
-        For each group, the indices of its items.
+        One list of item indices per group.
     """
     found: list[list[int]] = []
     room = 0
@@ -100,7 +100,7 @@ def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
 
 
 class YesScorer:
-    """Computes log p(yes) for prompts with an engine."""
+    """Computes log p(yes) of prompts with the inference engine."""
 
     def __init__(self, engine: "EngineHolder") -> None:
         """Find the tokens that mean yes or no.

@@ -1,8 +1,8 @@
 """Code that the listener and speaker servers share: command line, application and shutdown.
 
-Some defaults of the command line come from environment variables, with the names that the original
-services of the Lewis game use: INFERENCE_CONCURRENCY, INFERENCE_ACQUIRE_TIMEOUT,
-LISTENER_BATCH_SIZE, and LOG_PATH if DEBUG_MODE is true. No other module reads these variables.
+Some command-line defaults come from environment variables: INFERENCE_CONCURRENCY,
+INFERENCE_ACQUIRE_TIMEOUT, LISTENER_BATCH_SIZE, and LOG_PATH if DEBUG_MODE is true. The names are
+the same as in the original services of the Lewis game. No other module reads these variables.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def make_application(
 
 
 def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
-    """Return the command-line parser. `variables` are the environment variables for defaults."""
+    """Return the command-line parser, with defaults from the environment `variables`."""
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--model", required=True, help="a Hugging Face folder")

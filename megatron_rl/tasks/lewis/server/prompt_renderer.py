@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # imports torch
 
 
 class RenderSlots:
-    """Limits the number of images that all requests together keep rendered at a time.
+    """Limits the total number of rendered images that requests keep in memory at a time.
 
     Requests get slots in the order of their arrival.
     """
@@ -52,7 +52,8 @@ async def store_candidates(
 ) -> list[list[CandidateImage]]:
     """Store the images of all items in the cache and return the items with hashes instead of files.
 
-    This happens before any hash is looked up, so a hash may refer to a file of the same request.
+    All files are stored before any hash is looked up, so a hash may refer to a file in the same
+    request.
 
     Raises:
         ValueError: The base64 of an image is invalid, or an image is too large.

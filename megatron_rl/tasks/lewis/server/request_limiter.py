@@ -24,7 +24,7 @@ MAX_WAITING = 4096
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits per request, and limits on all requests together."""
+    """Limits per request, and limits over all requests."""
 
     concurrency: int = 8
     """Maximum number of requests in progress."""
@@ -46,7 +46,7 @@ class RequestLimits:
 
 
 class RequestLimiter:
-    """Enforces the request limits of a server, counts its metrics and writes its answer log."""
+    """Enforces the request limits of a server, records metrics and writes the answer log."""
 
     def __init__(self, name: str, limits: RequestLimits, *, busy_s: Callable[[], float], log: Path | None) -> None:
         """Create the limiter.
@@ -72,7 +72,7 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it inside the block, which has a time limit.
+        """Wait for a slot and hold the slot inside the block. The block has a time limit.
 
         Raises:
             HTTPException: Status 503 if too many requests are waiting, no slot became free in time,
@@ -112,7 +112,7 @@ class RequestLimiter:
             self._waiting -= 1
 
     def count_answered(self, *, items: int, pictures: int) -> None:
-        """Add to the metrics that count answered items and their images."""
+        """Increase the counters of answered items and of their images."""
         self.items.inc(items)
         self.pictures.inc(pictures)
 

@@ -11,10 +11,10 @@ r"""HTTP server of the Lewis speaker, which describes an image so that a listene
     POST /weights           with --trained, from the run that trains the speaker (weight_updates.py)
     GET  /health /metrics
 
-An image is a path below the server's roots, the base64 of an image file, or the SHA-256 of a file
+An image is a path below the server's roots, a base64-encoded image file, or the SHA-256 of a file
 that was sent before. If "situation" is true, the prompt also asks for state and location. Replies
 are decoded greedily and parsed as in tasks/lewis/description.py; missing parts are empty strings.
-The HTTP statuses have the same meaning as for the listener (listener_app.py).
+HTTP status codes have the same meaning as in listener_app.py.
 """
 
 import asyncio
@@ -118,8 +118,8 @@ class SpeakerService:
     ) -> None:
         self.engine, self.image_cache, self.name = engine, image_cache, name
         self._render_slots = RenderSlots(engine.settings.max_num_seqs)
-        """Slots for images that are being rendered or described, over all requests. Their number is
-        the engine's batch size. A rendered image takes up to 14 MB.
+        """Slots for images that are being rendered or described, shared by all requests. The number
+        of slots is the engine's batch size. A rendered image takes up to 14 MB.
         """
         self.limiter = RequestLimiter("speaker", limits, busy_s=lambda: engine.busy_s, log=log)
 

@@ -39,8 +39,8 @@ class WeightPart(StrictMessage):
     part: Annotated[int, Field(ge=0, lt=MAX_PARTS)]
     parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
     safetensors: str
-    """Base64 of a safetensors file that contains some of the model's tensors. The names of tensors
-    are those of the Hugging Face checkpoint.
+    """Base64-encoded safetensors file that contains some of the model's tensors. Tensor names are
+    the same as in the Hugging Face checkpoint.
     """
 
 
@@ -50,7 +50,7 @@ class WeightPartReply(StrictMessage):
     held: int
     """Number of parts of the update that have been received."""
     version: str
-    """Version of the weights that currently answer requests."""
+    """Version of the weights that currently serve requests."""
 
 
 class PublishedWeightReceiver:
@@ -113,10 +113,10 @@ class PublishedWeightReceiver:
 def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
     """Decode a base64-encoded safetensors file.
 
-    Tensor names are converted to the newer spelling of Hugging Face checkpoints.
+    Tensor names are converted to the newer naming scheme of Hugging Face checkpoints.
 
     Raises:
-        ValueError: The text is not the base64 of a safetensors file.
+        ValueError: The text is not a base64-encoded safetensors file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load
