@@ -3,8 +3,8 @@ r"""Checks everything that a run needs before it starts; takes the arguments of 
     python launch/doctor.py experiment=vqa_3b_1gpu \
         'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Start it on the machine on which the run will be started. It prints a table of results, and a line
-for each problem: `error: key=value: remedy`. Exit code 0: the run can start; 1: it cannot.
+Run this command on the machine that will start the run. It prints a table of results and one line
+per problem: `error: key=value: remedy`. Exit code 0: the run can start; 1: it cannot.
 """
 
 import sys

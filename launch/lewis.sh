@@ -3,8 +3,8 @@
 #   bash launch/lewis.sh LISTENER_HOST [PORT] [EPOCHS] [DATASET] [SEED] [settings of launch/train.py ...]
 #   bash launch/lewis.sh gpu07 9000 4 data/lewis 23 model.path=checkpoints/qwen2_5_vl_7b
 #   LISTENER_MODEL=runs/listener/final bash launch/lewis.sh "" 9000 4 data/lewis 23    starts and stops the listener, too
-# DATASET is a directory written by tools/data/make_lewis.py. The environment variable PICTURES (data/emoji) is
-# its image directory, and EXPERIMENT is the name of the config. EPOCHS is converted to run.steps, based on the
+# DATASET is a directory written by tools/data/make_lewis.py. The environment variable PICTURES sets its
+# image directory (default: data/emoji), and EXPERIMENT sets the config. EPOCHS is converted to run.steps, based on the
 # number of rounds in DATASET and the config's batch.prompts_per_step. If the listener is started here and there
 # are several GPUs, the listener uses the last GPU and the run uses the others. On a single GPU, limit the
 # listener's memory: services.listener.args=[--gpu-memory-utilization,0.3].

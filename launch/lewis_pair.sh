@@ -3,17 +3,17 @@
 #   bash launch/lewis_pair.sh simultaneous SPEAKER LISTENER OUT [settings of both runs ...]
 #   bash launch/lewis_pair.sh alternating runs/lewis/speaker_sft/final runs/lewis/listener/final runs/lewis/pair run.steps=13
 # SPEAKER and LISTENER are the initial models. simultaneous: both runs train at the same time, and after each step
-# each run sends its weights to a service that the other run queries. alternating: TURNS (2) times, the speaker is
-# trained and then the listener, each with the latest version of its partner.
+# each run sends its weights to a service that the other run queries. alternating: the speaker and then the listener
+# are trained, TURNS times (default: 2), each with the latest version of its partner.
 # The prefix speaker: or listener: restricts a setting to one run: speaker:task.options.log=FILE, or, for listeners
 # that are used only for evaluation:
 # 'speaker:+task.options.held_out_listeners={frozen: http://127.0.0.1:9002}'.
-# Environment variables: EXPERIMENTS (lewis_cpu lewis_listener_cpu) names the configs, PORTS (9000 9001) the ports
-# of the services, and SERVICE_ARGS the arguments of both services. The default arguments are for nano models; for
-# larger models use SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'. On several machines or GPUs, start the
-# four commands by hand, each on its machine: docs/lewis.md.
-# If one of the four processes ends before both runs are done, the others are stopped within GRACE_S (120)
-# seconds, and the exit code is 1 (75 if a run stopped on request). The same command resumes.
+# Environment variables: EXPERIMENTS sets the names of the configs (default: lewis_cpu lewis_listener_cpu), PORTS sets
+# the ports of the services (default: 9000 9001), and SERVICE_ARGS sets the arguments of both services. The default
+# arguments are for nano models; for larger models use SERVICE_ARGS='--dtype bfloat16 --max-model-len 2048'. On
+# several machines or GPUs, start the four commands by hand, each on its machine: docs/lewis.md.
+# If one of the four processes ends before both runs are done, the others are stopped within GRACE_S
+# seconds (default: 120), and the exit code is 1 (75 if a run stopped on request). The same command resumes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ -d .venv ]]; then export PATH="$PWD/.venv/bin:$PATH"; fi

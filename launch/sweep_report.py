@@ -3,7 +3,7 @@
     python launch/sweep_report.py launch/slurm/example.yaml    # a sweep
     python launch/sweep_report.py runs/example                 # a directory of runs
 
-For each run, the table has its parameters, the success rate with a 95% interval, steps, hours and
+For each run, the table lists the parameters, the success rate with a 95% interval, steps, hours and
 the state (waiting, running, finished, stopped or failed). Errors of failed runs are listed below.
 The plot is written to sweep.png next to the run directories, or to the file given by --out.
 """

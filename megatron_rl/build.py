@@ -67,7 +67,7 @@ class PolicyAndCritic:
 
 @dataclass(slots=True, frozen=True)
 class NoOffload:
-    """No-op replacement for the trainer's offloading if no rollout engine shares its device."""
+    """No-op implementation of offloading, used if no rollout engine shares the trainer's device."""
 
     def sleep(self) -> None:
         """Do nothing."""
@@ -101,7 +101,7 @@ def build_policy(
 def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, num_steps: int) -> Critic:
     """Build this rank's shard of a critic with its own backbone.
 
-    The optimizer settings are the policy's, except for the learning rate.
+    The critic uses the policy's optimizer settings, except for the learning rate.
     """
     optim = replace(settings.optim, lr=settings.critic.lr, lr_by_module={})
     return Critic(
@@ -125,9 +125,9 @@ def build_rollout_manager(
         task: Task of the episodes.
         trainer: Trainer that is offloaded while a colocated engine uses the device.
         renderer: Renders prompts and observations.
-        world: This process and its peers.
+        world: Rank and device of this process, and the size of the run.
         image_exchange: Gathers the rollouts of all ranks.
-        stop_signal: Ends generation if a stop of the run is requested.
+        stop_signal: Ends generation when a stop of the run is requested.
         log: Receives one line of text per event.
         supervisor: See `build_server_engine`.
         make_timer: See `RolloutManager`.
@@ -151,7 +151,7 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the name that is shown to other runs when they try to lock this run's servers.
+    """Return the name that identifies this run as owner of its locked servers in error messages.
 
     Example: `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two components of the run
     directory's path are included, because vLLM 0.32.0 removes absolute paths from responses
@@ -177,7 +177,7 @@ def build_server_engine(
     Args:
         settings: Settings of the run.
         renderer: Provides the image token id, the stop token ids and the tokenizer.
-        world: This process and its peers.
+        world: Rank and device of this process, and the size of the run.
         image_exchange: Gathers data across ranks.
         log: Receives one line of text per event.
         supervisor: Supervisor of the servers that this run started itself; set on rank 0 only.
@@ -222,7 +222,7 @@ def build_colocated_engine(settings: Settings, renderer: Renderer, world: World)
 
 
 def generation_settings(settings: Settings) -> GenerationSettings:
-    """Return the prompts per training step, the group size and the staleness limit."""
+    """Return the number of prompts per training step, the group size and the staleness limit."""
     batch = settings.batch
     return GenerationSettings(
         num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_num_gen_batches=settings.filter.max_num_gen_batches,
@@ -257,7 +257,7 @@ class TrainerContext:
     stop: StopSignal
     image_exchange: ImageExchange
     closing: ExitStack
-    """Closes all components in reverse order at the end of the run, even after an error."""
+    """Closes all components in reverse order of creation at the end of the run or on an error."""
     supervisor: ServerSupervisor | None = None
     """Supervisor of the inference servers that the run started itself; set on rank 0 only."""
     rollout_manager: RolloutManager | None = None
@@ -284,7 +284,7 @@ class TrainerContext:
         return fleet
 
     def save_progress(self) -> None:
-        """Save a checkpoint of the completed steps, so that the next attempt can resume there."""
+        """Save a checkpoint after the completed steps, so that the next attempt can resume."""
         run = self.run
         with run.step_timer("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
             self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -340,7 +340,8 @@ def digest_inputs(settings: Settings, state: CheckpointState | None) -> InputDig
     """Return the digests of the model files and the data.
 
     Raises:
-        ValueError: The digests differ from those in `state`, the checkpoint to resume from.
+        ValueError: The digests differ from the digests in `state`, which is the state of the
+            checkpoint to resume from.
     """
     found = InputDigests(model=model_digests(Path(settings.model.path)), data=data_digests(settings.task.data))
     if state is not None:

@@ -18,7 +18,7 @@ class PermanentInfraError(InfraError):
 class InfraTimeout(InfraError):
     """Infrastructure was unavailable for longer than the maximum wait.
 
-    A caller should not wait again.
+    Callers should not wait for the same infrastructure again.
     """
 
 
@@ -56,7 +56,7 @@ class NonFiniteValue(RunFailed):
 
 
 class LogprobMismatch(RunFailed):
-    """Logprobs of engine and trainer differ by more than numerical precision explains."""
+    """Engine and trainer logprobs differ by more than rounding errors can explain."""
 
 
 class PeerLost(RunFailed):

@@ -49,8 +49,9 @@ class Plugins:
 def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
     """Build the task that task.name selects, with the rubric that task.reward selects.
 
-    task.reward is empty (the task's default reward) or a list of names joined by +: reward
-    functions of `plugins` and at most one built-in reward of the task.
+    If task.reward is empty, the task's default reward is used. Otherwise, task.reward is a list of
+    names joined by +. Each name is a reward function in `plugins` or a built-in reward of the task;
+    at most one built-in reward is allowed.
 
     Raises:
         ValueError: The task or a reward is unknown, or the settings set options or a judge for a

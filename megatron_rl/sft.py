@@ -1,7 +1,7 @@
 """Supervised fine-tuning on a task's demonstrations.
 
-Policy, packing and optimizer are the same as in RL. Only tokens of assistant messages have a loss,
-unless the message has "loss": False. The loss is the mean over these tokens.
+Policy, packing and optimizer are the same as in RL. The loss is the mean over all tokens of
+assistant messages, except messages with "loss": False.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,15 @@ from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
 CACHE_BYTES = 1 << 30
-"""Maximum bytes of images in cached demonstrations, per process (RGB at the final size)."""
+"""Maximum size in bytes of the images in one process's demonstration cache. Each image counts as
+RGB at its final size.
+"""
 
 
 def train_sft(
     settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal
 ) -> None:
-    """Train on the demonstrations of each stage in order, repeating them if the stage is longer.
+    """Run the SFT stages in order; each stage cycles through its demonstrations for its step count.
 
     Raises:
         GracefulStop: On every rank, if a stop of the run was requested, as in training_loop.train.

@@ -27,9 +27,9 @@ def prepare_training_batch(
 ) -> list[list[MicroBatch]]:  # fmt: skip
     """Return the micro-batches for each optimizer update, with all loss inputs set.
 
-    Advantages are computed before packing, so that sequences with only zero advantages can be left
-    out if neither a KL nor an entropy term moves the policy. If advantages depend on logprobs or
-    values, all sequences are packed first, and the advantages are computed from the model outputs.
+    Advantages are computed before packing, so that sequences with all-zero advantages can be
+    dropped if the objective has no KL or entropy term. If advantages depend on logprobs or values,
+    all sequences are packed first, and the advantages are computed from the model outputs.
 
     Args:
         rollouts: Rollouts of the step, the same on every rank.
@@ -37,8 +37,8 @@ def prepare_training_batch(
         policy: Policy to train.
         critic: Critic with its own backbone; None without a critic or with a shared backbone.
         algorithm: Algorithm that computes the advantages.
-        fetch_images: Takes the images that each rank encodes, keyed by rank, and sends them to
-            these ranks.
+        fetch_images: Function that makes images available to the ranks that encode them. The
+            argument maps each rank to the images that the rank encodes.
         step: Current step, which is also the weight version before the first update.
     """
     algo = settings.algo
@@ -59,8 +59,8 @@ def prepare_training_batch(
 def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Policy, *, keep_zero_advantage: bool) -> list[RankShares]:
     """Split the rollouts into mini-batches and shard each mini-batch across data-parallel ranks.
 
-    Sequences with only zero advantages are kept if `keep_zero_advantage` is set, or if a KL or
-    entropy term moves the policy.
+    Sequences with all-zero advantages are kept if `keep_zero_advantage` is set, or if the objective
+    has a KL or entropy term.
     """
     algo, batch = settings.algo, settings.batch
     keeps_all = keep_zero_advantage or algo.kl_coef > 0 or algo.entropy_coef > 0
@@ -69,7 +69,7 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
 
 
 def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
-    """Return, keyed by rank, the images that each rank encodes in these mini-batches."""
+    """Return the images that each rank encodes for these mini-batches, keyed by rank."""
     needed: dict[int, list[Image]] = {}
     for shares in minibatches:
         for rank, images in policy.images(shares).items():

@@ -48,7 +48,7 @@ def train(
 
     Raises:
         GracefulStop: On every rank, if a stop of the run was requested. run.num_done is then the
-            number of steps that the current weights have been trained for.
+            number of completed training steps, and the policy has the weights after these steps.
     """
     timer, algorithm, check = run.step_timer, algorithms[settings.algo.name], MismatchCheck(settings)
     restore_and_sync(
@@ -114,8 +114,8 @@ def restore_and_sync(
 ) -> None:  # fmt: skip
     """Restore the newest checkpoint and send its weights to the engine and the weight publisher.
 
-    Also restore the position of the prompt scheduler. If the run stopped before the evaluation of
-    the restored step was recorded, run that evaluation.
+    The position of the prompt scheduler is restored too. If the run stopped before recording the
+    evaluation of the restored step, that evaluation is run.
     """
     with run.step_timer("sync"):
         with rollout_manager.offloaded():
@@ -137,8 +137,8 @@ def evaluate_and_record(
 ) -> None:
     """Run the evaluation if one is due, record the step's metrics and finish its checkpoint.
 
-    The last step of the run is only recorded here. Its evaluation and checkpoint are completed at
-    the end of the run.
+    The last step of the run is only recorded here. The evaluation and checkpoint of the last step
+    are completed at the end of the run.
     """
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
@@ -152,7 +152,7 @@ def evaluate_and_record(
 
 
 def settings_at_step(history: History, settings: Settings) -> Settings:
-    """Return the settings with the current KL coefficient, which algo.kl_target adapts per step."""
+    """Return the settings for the current step, with the KL coefficient set by `adapt_kl`."""
     return settings if history.kl_coef is None else replace(settings, algo=replace(settings.algo, kl_coef=history.kl_coef))
 
 
@@ -162,7 +162,7 @@ def value_errors(rollouts: list[Rollout], algo: AlgoSettings, algorithm: Algorit
 
 
 def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, float], algo: AlgoSettings) -> dict[str, float]:
-    """Set the next step's KL coefficient in `history` and return this step's as a metric.
+    """Set the next step's KL coefficient in `history`; return this step's coefficient as a metric.
 
     The coefficient does not change if every rollout was filtered out, since `metrics` then lacks
     policy/kl_ref.

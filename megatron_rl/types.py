@@ -30,7 +30,7 @@ content is a string or a list of parts. A part is {"type": "text", "text": ...} 
 
 
 class Status(StrEnum):
-    """Status of an episode, which decides if the episode is scored and trained on."""
+    """Status of an episode, which determines whether the episode is scored and trained on."""
 
     COMPLETED = "completed"
     """The environment or the policy ended the episode. The episode is scored and trained on."""
@@ -45,7 +45,7 @@ class Status(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Reason for the end of an episode. `MAX_*` members are limits that the policy exceeded."""
+    """Reason why an episode ended. `MAX_*` members are limits that the policy exceeded."""
 
     DONE = "done"
     """The policy gave its final answer, or the environment reached a terminal state."""
@@ -101,7 +101,7 @@ class Demonstration:
 
 @dataclass(slots=True, frozen=True)
 class Image:
-    """An image at its final size, with the patches for both rollout engine and trainer.
+    """An image at its final size, with the patches that rollout engine and trainer use.
 
     Images with equal pixels have equal keys.
     """
@@ -142,7 +142,7 @@ class Image:
 class TokenSequence:
     """Token ids of one context window, with one list per quantity aligned to the tokens.
 
-    Example: prompt ids [5, 6] and sampled ids [7, 8], sampled with weight version 4, give
+    Example: prompt ids [5, 6] and sampled ids [7, 8], sampled with weight version 4, yield
 
         token_ids         [5,   6,   7,    8]
         loss_mask         [0,   0,   1,    1]
@@ -172,13 +172,13 @@ class TokenSequence:
     returns: list[float] = field(default_factory=list)
     """Critic's target for the state before each sampled token. The list is empty until computed."""
     logprob_scale: list[float] = field(default_factory=list)
-    """Factor on each sampled token's logprob in the policy loss (algo.thought_logprob_scale). An
-    empty list means a factor of 1 for every token.
+    """Factor by which each sampled token's logprob is multiplied in the policy loss
+    (algo.thought_logprob_scale). An empty list means a factor of 1 for every token.
     """
     entropies: list[float] = field(default_factory=list)
     """Entropy in nats of the trainer's next-token distribution for each sampled token, computed in
-    the first update on the token (batching/token_stats.py). The list is empty if entropies are not
-    recorded.
+    the first update that trains on the token (batching/token_stats.py). The list is empty if
+    entropies are not recorded.
     """
 
     def extend(
@@ -211,7 +211,7 @@ class TokenSequence:
         assert len(set(lengths)) == 1, f"token_ids, loss_mask, rollout_logprobs, weight_versions have lengths {lengths}"
 
     def set_column(self, column: str, numbers: list[float]) -> None:
-        """Set a column of TOKEN_COLUMNS to a list with one number per token of the sequence."""
+        """Set the field named `column`, one of TOKEN_COLUMNS; `numbers` has one entry per token."""
         assert column in TOKEN_COLUMNS, f"{column} is none of {TOKEN_COLUMNS}"
         assert len(numbers) == len(self.token_ids), f"{len(numbers)} {column} for {len(self.token_ids)} tokens"
         setattr(self, column, numbers)
@@ -234,7 +234,7 @@ class ToolCall:
     text: str = ""
     """Result text that was returned to the policy."""
     error: str = ""
-    """Error message if the policy made the call fail; empty if the call succeeded."""
+    """Error message if the call failed because of the policy; empty if the call succeeded."""
     ran: bool = True
     """True if the call was executed. False if the response could not be parsed or the tool does not
     exist.
@@ -278,8 +278,8 @@ class Turn:
     text: str
     """Text of the response."""
     action_start: int | None = None
-    """Position, in the sequence, of the first token of the action that follows the thoughts. None
-    if the environment does not set rollout.task.Step.action_char.
+    """Position in the sequence of the first action token, which comes after the thoughts. None if
+    the environment does not set rollout.task.Step.action_char.
     """
     reward: float = 0.0
     """Reward that the environment returned for this turn."""
@@ -309,8 +309,8 @@ class Turn:
 class Rollout:
     """One episode with its tokens, turns and reward.
 
-    A rollout is held on the CPU, can be printed, and contains everything needed to train on it
-    again.
+    A rollout is stored in CPU memory, is printable, and contains all data needed to train on the
+    rollout again.
 
     Example: the policy zooms into the image of a question (turn 0), then answers (turn 1). Token id
     2 is the image placeholder. The question's image has two vision tokens and the zoomed crop has
@@ -356,10 +356,10 @@ class Rollout:
     reward: float | None = None
     """Total reward of the episode. None before scoring, and always None for a failed episode."""
     outcome_reward: float = 0.0
-    """Reward without the contributions of the turn terms."""
+    """Episode reward without the contributions of the turn terms."""
     filter_reason: str = ""
-    """Filter that excluded the scored rollout from training (algo/filtering.py); empty if the
-    rollout is trained on.
+    """Name of the filter that excluded the scored rollout from training (algo/filtering.py); empty
+    if the rollout is trained on.
     """
     reward_terms: dict[str, float] = field(default_factory=dict)
     """Unweighted value of each reward term, by name."""
@@ -376,7 +376,7 @@ class Rollout:
 
     @property
     def images(self) -> list[Image]:
-        """Images of all sequences, then of all turns. Most images occur more than once."""
+        """Images of all sequences, then images of all turns. Most images occur more than once."""
         return [image for each in (*self.sequences, *self.turns) for image in each.images]
 
     def drop_patches(self) -> None:
@@ -412,7 +412,7 @@ class Rollout:
 
 @dataclass(slots=True, frozen=True)
 class SegmentSource:
-    """Location of a packed segment in the rollouts."""
+    """Rollout, sequence and start position that a packed segment was taken from."""
 
     rollout: int
     """Index of the rollout in the step's list of rollouts."""
@@ -456,9 +456,9 @@ class MicroBatch:
     position_3T: torch.Tensor
     """Rotary position ids of each token: frame, row and column."""
     sequence_T: torch.Tensor
-    """Zero-based index, in the micro-batch, of the sequence that each entry belongs to. A token
-    shared by several sequences has the index of the first of these sequences. Entries with the same
-    index are contiguous.
+    """Zero-based sequence index of each entry, unique within the micro-batch. A token shared by
+    several sequences has the index of the first sequence that contains the token. Entries with the
+    same index are contiguous.
     """
     cu_seqlens_S1: torch.Tensor
     """int32 offsets of the segments; the last offset equals T."""
@@ -472,9 +472,9 @@ class MicroBatch:
     sequence continues this segment, so the segments form a tree.
     """
     origin_S: list[SegmentSource | None]
-    """Location of each segment in the rollouts, for mapping per-token results back. A shared
-    segment refers to the first of its sequences. None for padding and for sequences that do not
-    belong to a rollout.
+    """Source of each segment in the rollouts, for mapping per-token results back to sequences. A
+    shared segment refers to the first sequence that contains the segment. None for padding and for
+    sequences that do not belong to a rollout.
     """
     images: list[Image]
     """Distinct images of the micro-batch. Each image is encoded once, even if several sequences use
@@ -486,7 +486,7 @@ class MicroBatch:
     step would take more memory than the weights. None at all other times.
     """
     grid_I3: torch.Tensor
-    """Number of frames, patch rows and patch columns of each entry of `images`. This tensor and all
+    """Number of frames, patch rows and patch columns of each image in `images`. This tensor and all
     values derived from it are on the host.
     """
     vision_position_M: torch.Tensor
@@ -510,10 +510,12 @@ class MicroBatch:
     ref_logprob_T: torch.Tensor | None = None
     """Logprob of each target under the reference model; None if the step does not use it."""
     logprob_scale_T: torch.Tensor | None = None
-    """Factor on the logprob of each target in the policy loss. None means a factor of 1."""
+    """Factor by which each target's logprob is multiplied in the policy loss. None means a factor
+    of 1.
+    """
     on_policy_T: torch.Tensor | None = None
-    """bool: True if the target was sampled by the weights at the start of the step. None means that
-    all targets were.
+    """bool: True if the target was sampled by the weights at the start of the step. None means True
+    for all targets.
     """
     old_value_T: torch.Tensor | None = None
     """Critic's value estimate for each target at the start of the step; None without a critic."""
@@ -530,8 +532,8 @@ class MicroBatch:
 class ValueLossInputs:
     """Inputs of the value loss, with one row per sampled token of a micro-batch.
 
-    Each row refers to the state before its token. Values and returns are on the scale of the value
-    head (ValueHead), which may be normalized.
+    Each row refers to the state before the row's token. Values and returns are on the scale of the
+    value head (ValueHead), which may be normalized.
     """
 
     value_R: torch.Tensor
@@ -546,7 +548,7 @@ class ValueLossInputs:
     """Turn index of each token, as in LossInputs.turn_R."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Return {input name: bool tensor}, True if all values of the input are finite."""
+        """Return a bool tensor for each input name, True if all values of the input are finite."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 
@@ -569,8 +571,8 @@ class LossInputs:
     entropy_R: torch.Tensor
     """Entropy of the next-token distribution under the current weights, with gradient."""
     old_logprob_R: torch.Tensor
-    """Logprob of each token under the weights at the start of the step. Equal to logprob_R,
-    detached, if the step makes one update or if the rollout correction bypasses old logprobs.
+    """Logprob of each token under the weights at the start of the step. Equal to the detached
+    logprob_R if the step makes only one update or if the rollout correction bypasses old logprobs.
     """
     rollout_logprob_R: torch.Tensor
     """Logprob of each token under the rollout engine, recorded when the token was sampled."""
@@ -587,17 +589,19 @@ class LossInputs:
     between two observations, and no two turns of a micro-batch share an index.
     """
     logprob_scale_R: torch.Tensor | None = None
-    """Factor on each token's logprob in the policy loss. None means a factor of 1."""
+    """Factor by which each token's logprob is multiplied in the policy loss. None means a factor of
+    1.
+    """
     on_policy_R: torch.Tensor | None = None
     """bool: True if the token was sampled by the weights at the start of the step, so that
-    rollout_logprob_R and old_logprob_R differ only by numerical error. None means that all tokens
-    were.
+    rollout_logprob_R and old_logprob_R differ only by numerical error. None means True for all
+    tokens.
     """
     values: ValueLossInputs | None = None
     """Inputs of the value loss if the critic shares the policy's backbone, else None."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Return {input name: bool tensor}, True if all values of the input are finite.
+        """Return a bool tensor for each input name, True if all values of the input are finite.
 
         Inputs from outside the current forward pass come first, so the first failed check names the
         origin of a non-finite value.
@@ -616,7 +620,7 @@ class LossInputs:
 
 @dataclass(slots=True, frozen=True)
 class LossMetrics:
-    """Detached metrics of a micro-batch, grouped by their reduction over micro-batches and ranks.
+    """Detached metrics of a micro-batch, grouped by how they are reduced across batches and ranks.
 
     The metric names do not depend on the data.
     """
@@ -630,14 +634,15 @@ class LossMetrics:
     value is NaN.
     """
     losses: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Parts of the loss. They are summed and divided by the global denominator, like the loss."""
+    """Components of the loss. Like the loss, they are summed and divided by the global denominator.
+    """
     checks: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Maps the name of each checked tensor to True if all its values are finite, in order of
-    computation.
+    """Maps the name of each checked tensor to a bool tensor, which is True if all checked values
+    are finite. Names are in order of computation.
     """
     histograms: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Histogram counts [bins] (io/histogram.py) of each metric NAME. The counts are summed, and
-    NAME_p99 is the 99th percentile of the total. NAME_max is in `maxima`.
+    """Histogram counts [bins] (io/histogram.py), keyed by metric name. The counts are summed, and
+    the 99th percentile of the summed histogram is reported as NAME_p99. `maxima` contains NAME_max.
     """
 
 

@@ -51,9 +51,9 @@ def run_command(command: Callable[[], str], *, out: Path) -> int:
 def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str:
     """Return the one-line message for an error.
 
-    Errors raised by this project (ValueError) already name key, value and fix. To errors of the
-    operating system, this function adds `--out` if their path belongs to `out`, and otherwise the
-    name of the file that could not be read.
+    Errors raised by this project (ValueError) already name the key, the value and the fix. For an
+    operating-system error, the message names `--out` if the path in the error belongs to `out`.
+    Otherwise it names the file that could not be read.
     """
     if isinstance(error, ValueError):
         return str(error)
@@ -65,8 +65,8 @@ def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str
 def _is_within(path: Path, out: Path) -> bool:
     """Return True if `path` belongs to `out`.
 
-    `path` belongs to `out` if it is equal to `out`, above or below it, or in one of the hidden
-    folders in which `out` is built.
+    `path` belongs to `out` if it equals `out`, is a parent of `out`, is inside `out`, or is inside
+    one of the hidden folders in which `out` is built.
     """
     return out.is_relative_to(path) or any(path.is_relative_to(out.with_name(name)) for name in (
         out.name, f".{out.name}.partial", f".{out.name}.replaced",

@@ -24,10 +24,10 @@ RELATIVE_ROUNDING, ABSOLUTE_ROUNDING = 1e-9, 1e-12
 def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """Compute GRPO advantages: A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
 
-    Source: arXiv 2402.03300, section 4.1.2. Without algo.norm_adv_by_std, A_i = R_i - mean(R), as
-    in Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample standard deviation (divisor G -
-    1), the default of torch.std in common implementations; the paper does not specify the divisor.
-    Unless algo.turn_credit is broadcast, each turn has its own advantage (TURN_SCHEMES).
+    Source: arXiv 2402.03300, section 4.1.2. If algo.norm_adv_by_std is not set, the advantage is
+    R_i - mean(R), as in Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample standard
+    deviation (Bessel's correction), as computed by torch.std; the paper does not specify the
+    divisor. Unless algo.turn_credit is broadcast, each turn has its own advantage (TURN_SCHEMES).
     """
     for members in split_into_groups(rollouts).values():
         for rollout, turns in zip(members, TURN_SCHEMES[algo.turn_credit](members, algo), strict=True):
@@ -77,7 +77,7 @@ def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Return the episode's advantage, R_i - mean(R), once for each turn of the episode.
+    """Assign the episode-level advantage, R_i - mean(R), to every turn of the episode.
 
     If algo.norm_adv_by_std is set, the advantage is divided by the standard deviation of the
     rewards.
@@ -87,15 +87,15 @@ def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float
 
 
 def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Return the advantage of the outcome plus, for scored turns, that of the turn's score.
+    """Return each turn's advantage: outcome advantage, plus score advantage if the turn is scored.
 
     A turn's score is compared with the scores of the group's turns with the same index. A turn
-    without a score (Turn.step_score None), or with no other scored turn at its index, has only the
-    advantage of the outcome.
+    without a score (Turn.step_score None), or with no other scored turn at its index, gets only the
+    outcome advantage.
 
-    MT-GRPO (arXiv 2505.11821, the authors' code) also adds the turn's advantage to the outcome's
-    advantage. Unlike here, MT-GRPO normalizes the two separately, which loses their relative
-    weights, and a turn's advantage includes the advantages of later turns.
+    MT-GRPO (arXiv 2505.11821, the authors' code) also adds the two advantages. Unlike this
+    function, MT-GRPO normalizes each advantage separately, which loses their relative weights. It
+    also includes the advantages of later turns in each turn's advantage.
     """
     outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
@@ -117,7 +117,7 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
     2402.03300, section 4.1.3). The baseline is computed from the returns of other episodes and does
     not depend on the turn's action, so the policy gradient is unbiased.
 
-    If only one rollout of the group reached a turn index, that turn has the episode-level
+    If only one rollout of the group reached a turn index, that turn gets the episode-level
     advantage, R_i - mean(R). A KL penalty in the reward is part of the outcome, so the penalty of
     the whole episode is subtracted from every turn's return.
     """
@@ -137,11 +137,11 @@ def return_to_go(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[fl
 def gigpo(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     """Return GiGPO advantages: A_episode + gigpo_step_weight * A_state.
 
-    Source: arXiv 2505.10978, section 4. A_state compares a turn's return-to-go, the sum over s >= t
-    of gamma^(s - t) r_s, with the returns-to-go of all turns in the group that started in the same
-    state (Turn.state), at any turn index and in any episode. If algo.norm_adv_by_std is set,
-    A_episode and A_state are each divided by their own standard deviation, otherwise neither is
-    (the paper's two choices of F_norm).
+    Source: arXiv 2505.10978, section 4. The return-to-go of turn t is G_t = sum over s >= t of
+    gamma^(s - t) r_s. A_state compares G_t with the returns-to-go of all turns in the group that
+    started in the same state (Turn.state), at any turn index and in any episode. If
+    algo.norm_adv_by_std is set, A_episode and A_state are each divided by their own standard
+    deviation; otherwise, they are not divided. These are the paper's two choices of F_norm.
 
     A_state is 0 if the turn's state is unknown or if no other turn started in that state, as in the
     authors' code. The outcome is part of the last turn's reward.
@@ -166,13 +166,13 @@ TURN_SCHEMES: Mapping[str, Callable[[Sequence[Rollout], AlgoSettings], list[list
 }
 """Turn-credit functions, keyed by algo.turn_credit. Each returns one advantage per turn of every
 rollout in a group, normalized if algo.norm_adv_by_std is set. If every episode has one turn, and
-either all of these turns are scored or none is, then broadcast, outcome_and_turn and return_to_go
-all equal R_i - mean(R) before normalization.
+these turns are all scored or all unscored, then broadcast, outcome_and_turn and return_to_go all
+equal R_i - mean(R) before normalization.
 """
 
 
 def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, float]:
-    """Return the root mean square of the unnormalized advantages, keyed by group.
+    """Return the root mean square of each group's unnormalized advantages, keyed by group.
 
     A value of 0 means that the group has no training signal. For single-turn episodes, the value is
     the standard deviation of the rewards. KL penalties are ignored, because they are computed only
@@ -206,8 +206,8 @@ def penalized_reward(rollout: Rollout, algo: AlgoSettings) -> float:
 def kl_penalty(rollout: Rollout, algo: AlgoSettings) -> float:
     """Return the sum of the KL costs of a rollout's tokens.
 
-    The penalty of a filtered rollout is 0, because its logprobs are not computed. Its reward
-    without a penalty still contributes to the group's baseline.
+    The penalty of a filtered rollout is 0, because its logprobs are not computed. The reward of a
+    filtered rollout still contributes to the group's baseline, without a penalty.
     """
     return math.fsum(cost for context in rollout.sequences for cost in kl_costs(context, algo)) if rollout.is_trained_on else 0.0
 
@@ -252,7 +252,7 @@ def normalize_group(credits: list[list[float]], algo: AlgoSettings) -> list[list
 
 
 def root_mean_square(credits: Sequence[Sequence[float]]) -> float:
-    """Return the root mean square of the values, with divisor N - 1 as in a sample deviation."""
+    """Return the root mean square of the values, with divisor N - 1 (as in the sample variance)."""
     values = [value for turns in credits for value in turns]
     return math.sqrt(math.fsum(value * value for value in values) / max(len(values) - 1, 1))
 
@@ -270,9 +270,9 @@ def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
 def are_nearly_equal(values: Sequence[float]) -> bool:
     """Return True if the values differ by rounding only.
 
-    The range may be at most 1e-9 times the largest absolute value, or 1e-12. The absolute bound is
-    for sums that cancel. Example: the two values of [0.1 + 0.2, 0.3] are nearly equal, and so are
-    those of [0.1 + 0.2 - 0.3, 0.0].
+    Values are nearly equal if their range is at most 1e-9 times the largest absolute value, or at
+    most 1e-12. The absolute bound covers sums that cancel to almost zero. Examples of nearly equal
+    values: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0].
     """
     largest = max(map(abs, values), default=0.0)
     return not values or max(values) - min(values) <= max(RELATIVE_ROUNDING * largest, ABSOLUTE_ROUNDING)
@@ -304,7 +304,7 @@ def _scaled_by(values: Sequence[float], scale: float, algo: AlgoSettings) -> lis
 def _leave_one_out_differences(values: Sequence[float], num_members: int) -> list[float]:
     """Return each value minus the mean of all other values, times (G - 1) / G.
 
-    With this factor the differences are on the scale of R_i - mean(R), even if only some of the
+    With this factor, the differences have the same scale as R_i - mean(R), even if only some of the
     group's G rollouts have a value.
     """
     scale = len(values) / max(len(values) - 1, 1) * (num_members - 1) / num_members
@@ -322,7 +322,7 @@ def _returns(rollout: Rollout, algo: AlgoSettings) -> list[float]:
 
 
 def _discounted(rollout: Rollout, algo: AlgoSettings) -> list[float]:
-    """Return the discounted return-to-go of each turn; the last reward includes the outcome."""
+    """Return each turn's discounted return-to-go, with the outcome added to the last reward."""
     return _rewards_to_go(turn_rewards(rollout, rollout.outcome_reward - kl_penalty(rollout, algo)), algo.gamma)
 
 
@@ -336,7 +336,7 @@ def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
-    """Return, for each sequence, the returns-to-go of its sampled tokens, minus KL costs."""
+    """Return the returns-to-go of the sampled tokens in each sequence, minus KL costs."""
     later, contexts = rollout.reward, []
     for context in reversed(rollout.sequences):
         values: list[float] = []

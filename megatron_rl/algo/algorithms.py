@@ -1,4 +1,4 @@
-"""Table of algorithms, with the functions and flags of each.
+"""Table of algorithms, with the functions and flags that define each algorithm.
 
 No other module branches on algo.name. To add an algorithm, write an advantage function
 (advantages.py) or a policy loss (policy_losses.py), and add a row to ALGORITHMS. Constants of an

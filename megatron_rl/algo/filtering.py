@@ -8,7 +8,7 @@ from megatron_rl.types import Rollout
 FILTERS = ("no_peer", "zero_std", "no_image", "stop_reason", "surplus")
 """Reasons for filtering a scored rollout, in the order in which they are checked. no_peer: no other
 rollout of the group was scored. surplus: the step has more groups than needed, and this rollout's
-group is not among those with the highest advantage spread. The other reasons are described at
+group is not among those with the highest advantage spread. The other reasons are described in
 config.DROPS.
 """
 
@@ -23,7 +23,7 @@ def apply_filters(
         settings: Filters to apply.
         num_groups: Number of groups that the step needs. With prefer_high_std, only the num_groups
             groups with the highest `group_std` are kept; of groups with equal `group_std`, the
-            earlier group is preferred. Otherwise surplus groups are trained on too.
+            earlier group is preferred. Without prefer_high_std, surplus groups are trained on too.
         group_std: Spread of each group's advantages, keyed by group (advantages.group_std).
         needs_group: True if the algorithm compares the rollouts of a group.
     """
@@ -46,5 +46,5 @@ def apply_filters(
 
 
 def used_groups(rollouts: Sequence[Rollout]) -> set[int]:
-    """Return the numbers of the groups with at least one rollout to train on."""
+    """Return the indices of the groups with at least one rollout to train on."""
     return {rollout.group for rollout in rollouts if rollout.is_trained_on}

@@ -53,7 +53,7 @@ def generalized_advantages(rollouts: Sequence[Rollout], algo: AlgoSettings) -> N
 
 
 def values_and_returns(rollouts: Sequence[Rollout], algo: AlgoSettings) -> tuple[list[float], list[float]]:
-    """Return the critic's values and targets for all actions in rollouts to train on."""
+    """Return the critic's values and targets for all actions in the rollouts to train on."""
     actions = [action for rollout in rollouts if rollout.is_trained_on for action in split_into_actions(rollout, algo)]
     return [action.value for action in actions], [action.context.returns[action.start] for action in actions]
 
@@ -71,9 +71,9 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: fl
 def split_into_actions(rollout: Rollout, algo: AlgoSettings) -> list[ActionSpan]:
     """Split an episode into actions and assign a reward to each.
 
-    The last token of a turn has the turn's reward_delta as its reward, and the outcome is added for
-    the last token of the episode. Each token's KL penalty (algo.use_kl_in_reward) is subtracted
-    from the reward of that token.
+    The reward of a turn's last token is the turn's reward_delta. The outcome is added to the reward
+    of the episode's last token. Each token's KL penalty (algo.use_kl_in_reward) is subtracted from
+    the reward of that token.
     """
     actions, costs = [], [kl_costs(context, algo) for context in rollout.sequences]
     for turn, earned in zip(rollout.turns, turn_rewards(rollout, rollout.outcome_reward), strict=True):

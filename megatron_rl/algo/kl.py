@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 MAX_LOG_RATIO = 20.0
-"""Upper bound on log-ratios before exp. e^20 is far outside any clip range. Without a bound,
-float32 would overflow at about e^88, and 0 * inf would make the gradient NaN.
+"""Upper bound on log-ratios before exponentiation. e^20 is far outside any clip range. Without a
+bound, float32 would overflow at about e^88, and 0 * inf would make the gradient NaN.
 """
 MAX_K3 = 10.0
 """Upper bound on k3 per token; the gradient is 0 above it (as in verl and slime). Without the

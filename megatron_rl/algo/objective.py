@@ -1,4 +1,4 @@
-"""Builds the loss function of an algorithm, which also returns metrics.
+"""Builds an algorithm's loss function, which returns the loss and metrics.
 
 A loss is a sum over the tokens of a micro-batch. The trainer divides by one global integer, so the
 gradient does not depend on how the batch is split into micro-batches.
@@ -55,17 +55,17 @@ def policy_metrics(
 ) -> LossMetrics:
     """Return metrics of the policy change since sampling and of the engine-trainer mismatch.
 
-    policy/clip_low_fraction is the fraction of tokens below the algorithm's lower bound with a
-    negative advantage. policy/clip_high_fraction is the fraction of tokens above the upper bound
-    with a positive advantage. policy/ppo_kl estimates KL(old || pi) by k3, since the tokens were
-    sampled from the old policy. rollout_mismatch/logprob_abs_diff covers only tokens that were
-    sampled with the weights at the start of the step.
+    policy/clip_low_fraction is the fraction of tokens that have a negative advantage and are below
+    the algorithm's lower bound. policy/clip_high_fraction is the fraction of tokens that have a
+    positive advantage and are above the upper bound. policy/ppo_kl estimates KL(old || pi) by k3,
+    since the tokens were sampled from the old policy. rollout_mismatch/logprob_abs_diff covers only
+    tokens that were sampled with the weights at the start of the step.
 
     Args:
         rows: Loss inputs, with the trainer's old logprobs.
         correction_R: Importance-sampling weight of each token.
         algo: Settings of the algorithm.
-        loss_inputs: Loss inputs as the policy loss used them. Equal to `rows`, unless the rollout
+        loss_inputs: Loss inputs that the policy loss used. Equal to `rows`, unless the rollout
             correction bypasses old logprobs; then old_logprob_R contains the engine's logprobs.
         bounds: Masks of the tokens below and above the algorithm's bounds.
     """

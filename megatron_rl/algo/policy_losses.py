@@ -63,7 +63,7 @@ def ppo_turn_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return PPO's clipped loss with one importance ratio per turn.
 
     The ratio is s = exp(sum of logprob_scale * (logprob - old logprob) over the turn). Source:
-    RL4VLM, arXiv 2405.10292, section 4.3. All tokens of a turn have the same value, and
+    RL4VLM, arXiv 2405.10292, section 4.3. All tokens of a turn have the same loss value, and
     loss_agg_mode=turn_mean counts this value once per turn.
     """
     return _clip(turn_log_ratio(rows).exp(), rows.advantage_R, algo)
@@ -88,7 +88,7 @@ def gmpo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
     k_t = min(sign(A) log r, sign(A) clip(log r)) sign(A) (arXiv 2507.20673, eq. 4). clip() has the
     bounds -clip_ratio_low and clip_ratio_high, in log space. All tokens of a sequence have the same
-    value, and loss_agg_mode=sequence_mean counts this value once per sequence.
+    loss value, and loss_agg_mode=sequence_mean counts this value once per sequence.
     """
     sign_R, log_ratio_R = rows.advantage_R.sign(), log_ratio(rows)
     bounded_R = torch.minimum(sign_R * log_ratio_R, sign_R * log_ratio_R.clamp(-algo.clip_ratio_low, algo.clip_ratio_high))
@@ -124,13 +124,13 @@ def ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
 
 
 def sequence_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
-    """Return the masks of `ratio_bounds`, for the geometric mean of r over each sequence."""
+    """Return masks like `ratio_bounds`, but for the geometric mean of r over each sequence."""
     ratio_R = mean_by_id(log_ratio(rows), rows.sequence_R).exp()
     return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 
 
 def turn_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
-    """Return the masks of `ratio_bounds`, for the importance ratio of each turn."""
+    """Return masks like `ratio_bounds`, but for the importance ratio of each turn."""
     ratio_R = turn_log_ratio(rows).exp()
     return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 

@@ -29,8 +29,8 @@ from megatron_rl.types import LossInputs
 def mismatch_warnings(settings: Settings) -> list[str]:
     """Return one warning per source of mismatch that no configured correction handles.
 
-    Sources of mismatch are bfloat16, since engine and trainer round differently, and older weights
-    (run.max_staleness).
+    Sources of mismatch are older weights (run.max_staleness) and bfloat16, because engine and
+    trainer round differently.
     """
     rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness
     correction, lines = settings.algo.rollout_correction, []
@@ -219,21 +219,20 @@ def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
-    """Return the sums over tokens of r and r^2, as metrics for steps without a correction.
+    """Return the sums of r and r^2 over all tokens, as metrics for steps without a correction.
 
-    The effective sample size is computed from these sums. It measures how much tokens sampled with
-    older weights contribute.
+    These sums yield the effective sample size, which measures how much tokens sampled with older
+    weights contribute.
     """
     ratio_R = _train_rollout_log_ratio(rows).exp()
     return {"rollout_mismatch/importance": ratio_R.sum(), "rollout_mismatch/importance_squared": ratio_R.square().sum()}
 
 
 def correction_metrics(rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
-    """Return the sums of weights and squared weights, and the numbers of masked tokens.
+    """Return the sums of weights and squared weights, and counts of truncated and masked tokens.
 
-    The result also has the number of tokens with a truncated weight. `correction_R` is the result
-    of `compute_is_weights`. With bypass, the weights are multiplied by r, because the policy loss
-    contains r.
+    `correction_R` is the result of `compute_is_weights`. With bypass, the weights are multiplied by
+    r, because the policy loss contains r.
     """
     truncates = any(CORRECTIONS[name].truncates for name in correction_names(algo))
     weight_R = correction_R * _train_rollout_log_ratio(rows).exp() if bypasses(algo) else correction_R

@@ -1,4 +1,4 @@
-"""Value loss of the critic, as a sum over actions that the trainer divides once."""
+"""Value loss of the critic: a sum over actions, which the trainer divides once."""
 
 import torch
 
@@ -11,7 +11,8 @@ def make_value_objective(critic: CriticSettings, *, level: str) -> ValueLoss:
     """Return the value loss function: the sum over actions of weight * squared error.
 
     If an action is a token, the weight of the action is the loss weight of the token. If an action
-    is a turn (algo.gae_level=turns), it is the sum of the loss weights of the turn's tokens.
+    is a turn (algo.gae_level=turns), the weight is the sum of the loss weights of the turn's
+    tokens.
     """
 
     def loss(rows: ValueLossInputs) -> tuple[torch.Tensor, LossMetrics]:

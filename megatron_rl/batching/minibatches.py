@@ -53,7 +53,7 @@ class PackItem:
 
 
 def find_turns(context: TokenSequence) -> list[tuple[int, int]]:
-    """Return the [start, stop) range of each turn, which is a run of consecutive sampled tokens."""
+    """Return the [start, stop) range of each turn (consecutive sampled tokens)."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
     return list(zip(borders[::2], borders[1::2], strict=True))
@@ -65,10 +65,10 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
     The values depend on batch.loss_agg_mode:
 
     - token_mean: mean over all tokens of the step (DAPO, arXiv 2503.14476, eq. 8).
-    - turn_mean: mean over all turns of the step of each turn's token mean. The returned weight is
-      per turn.
-    - sequence_mean: mean over the episodes of each episode's token mean (GRPO, arXiv 2402.03300,
-      eq. 3).
+    - turn_mean: mean over the tokens of each turn, then over all turns of the step. The returned
+      weight is per turn.
+    - sequence_mean: mean over the tokens of each episode, then over all episodes (GRPO, arXiv
+      2402.03300, eq. 3).
     - fixed_length: sum over all tokens, divided by (number of episodes * batch.loss_scale_factor)
       (Dr. GRPO, arXiv 2503.20783).
 
@@ -89,7 +89,7 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
-    """Return a rollout's sequences with sampled tokens, with loss weights.
+    """Return pack items with loss weights for a rollout's sequences that have sampled tokens.
 
     The weights implement batch.loss_agg_mode (see `episode_weight`). `index` is the index of the
     rollout in the step's list.
@@ -109,9 +109,9 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, kee
     """Split the step's trained sequences into mini-batches, one per optimizer update.
 
     A group is never split. Groups are assigned in order, as evenly as possible, and empty
-    mini-batches are left out. Without `keep_zero_advantage`, sequences with only zero advantages
-    are dropped, but still count in the denominator. If a mini-batch contains only such sequences,
-    they are kept, so that the engine's logprobs are compared with the trainer's in every step.
+    mini-batches are left out. Without `keep_zero_advantage`, sequences with all-zero advantages are
+    dropped, but they still count in the denominator. If a mini-batch contains only such sequences,
+    these sequences are kept, so that every step can compare engine logprobs with trainer logprobs.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
@@ -123,10 +123,10 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, kee
 
 
 def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
-    """Drop sequences with only zero advantages.
+    """Drop sequences with all-zero advantages.
 
-    Their denominator is added to the first kept sequence. If all sequences would be dropped, all
-    are kept.
+    The denominators of the dropped sequences are added to the first kept sequence. If all sequences
+    have all-zero advantages, all sequences are kept.
     """
     moving = [weighted for weighted in minibatch if any(weighted.sequence.advantages)]
     if not moving:
@@ -137,18 +137,18 @@ def _drop_zero_advantage(minibatch: list[PackItem]) -> list[PackItem]:
 
 MAX_KV_RATIO = 8
 """Maximum number of attention keys in a micro-batch, as a multiple of batch.micro_batch_tokens. On
-a GPU, the keys and values of a segment are stored once more for each segment that continues it
-(policy/attention.py). The number of keys for a growing multi-turn prefix is thus quadratic in the
-number of sequences that share the prefix. One extra key and value takes 1 to 2% of a layer's memory
-per token in Qwen2.5-VL, and 2 to 5% in Qwen3-VL. This limit never splits a group of up to seven
-rollouts, however long the prompt: G rollouts that share a prompt of P tokens have at most (G + 1) *
-P keys for the prompt.
+a GPU, the keys and values of a segment are stored once more for each segment that continues this
+segment (policy/attention.py). The number of keys for a growing multi-turn prefix is thus quadratic
+in the number of sequences that share the prefix. Each extra key-value pair takes 1 to 2% of a
+layer's memory per token in Qwen2.5-VL, and 2 to 5% in Qwen3-VL. This limit never splits a group of
+up to seven rollouts, however long the prompt: G rollouts that share a prompt of P tokens have at
+most (G + 1) * P keys for the prompt.
 """
 
 
 @dataclass(slots=True, frozen=True)
 class PackCost:
-    """A sequence with the number of tokens that it adds to a micro-batch.
+    """A sequence and the number of tokens that the sequence adds to a micro-batch.
 
     Image placeholders are included.
     """
@@ -160,8 +160,8 @@ class PackCost:
     attends to all tokens of the sequence.
     """
     num_added_tokens: int
-    """Number of tokens that the sequence adds to a micro-batch directly after its predecessor: the
-    length of the sequence minus the prefix shared with the predecessor.
+    """Number of tokens that the sequence adds to a micro-batch when packed directly after its
+    predecessor: the length of the sequence minus the length of the shared prefix.
     """
 
     @property
@@ -209,8 +209,8 @@ def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKe
 def prefix_order(texts: Sequence[TokenKey]) -> list[int]:
     """Return the indices of the sequences in depth-first order of their prefix tree.
 
-    In this order, a sequence's common prefix with its predecessor is at least as long as with any
-    earlier sequence.
+    In this order, a sequence's common prefix with its predecessor is at least as long as its common
+    prefix with any earlier sequence.
     """
     order: list[int] = []
     todo = [(list(range(len(texts))), 0)]
@@ -244,7 +244,7 @@ def common_prefix(before: TokenKey, after: TokenKey) -> int:
 
 
 def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
-    """Assign adjacent sequences to each data-parallel rank, with nearly equal token counts."""
+    """Assign adjacent sequences to each data-parallel rank, so that token counts are similar."""
     total = sum(load.num_added_tokens for load in loads)
     dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0

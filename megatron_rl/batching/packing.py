@@ -15,7 +15,8 @@ from megatron_rl.batching.minibatches import PackItem, shared_lengths, token_key
 from megatron_rl.types import TOKEN_COLUMNS, Image, LossInputs, MicroBatch, Rollout, SegmentSource, TokenSequence, ValueLossInputs
 
 PositionsFn = Callable[[Sequence[int], Sequence[Image]], torch.Tensor]
-"""(token_ids, images) -> rotary positions [3, L] of a sequence, as ModelSpec.rope_positions."""
+"""(token_ids, images) -> rotary positions [3, L] of a sequence. Example: ModelSpec.rope_positions.
+"""
 
 
 def pack(
@@ -36,8 +37,8 @@ def pack(
         cu_seqlens_S1  [0 1 3 5 7]
         prefix_S       [-1 0 0 2]
 
-    A segment of zero-weight padding makes the length a multiple of `multiple_of`, which is the
-    tensor-parallel size under sequence parallelism. If `weighted` is empty, the micro-batch
+    Zero-weight padding extends the micro-batch to a multiple of `multiple_of` tokens. With sequence
+    parallelism, `multiple_of` is the tensor-parallel size. If `weighted` is empty, the micro-batch
     contains only padding, for a data-parallel rank without work.
     """
     shared = shared_lengths(weighted, token_key(weighted, image_token_id)) if share_prompts else [0] * len(weighted)
@@ -61,7 +62,7 @@ def split_points(shared: Sequence[int], length: int) -> list[int]:
     """Return the positions at which a sequence is split into segments.
 
     A sequence is split where it diverges from its predecessor, and where later sequences diverge
-    from it. The last position is the end of the sequence.
+    from this sequence. The last position is the end of the sequence.
 
     Example: `shared` [2, 7, 9, 4, 2, 8] and `length` 10 yield [2, 4, 7, 10]. The entries 9 and 8
     add no split position, because the predecessors of these sequences had already diverged from
@@ -104,8 +105,7 @@ class Segment:
     prefix: int = -1
     """Index of the segment that this segment continues, or -1 if it starts a sequence."""
     origin: SegmentSource | None = None
-    """Location of the segment in the rollouts; None for padding and for sequences without a
-    rollout.
+    """Source of the segment in the rollouts; None for padding and for sequences without a rollout.
     """
 
     @classmethod

@@ -23,12 +23,12 @@ class TokenStats:
 
     def __init__(self) -> None:
         self._stats_by_batch: dict[tuple[SegmentSource | None, ...], tuple[MicroBatch, torch.Tensor, torch.Tensor]] = {}
-        """(micro-batch, old logprobs [T], entropies [T]), keyed by the locations of the
-        micro-batch's segments (MicroBatch.origin_S).
+        """(micro-batch, old logprobs [T], entropies [T]), keyed by the sources of the micro-batch's
+        segments (MicroBatch.origin_S).
         """
 
     def record(self, batch: MicroBatch, rows_R: torch.Tensor, rows: LossInputs) -> None:
-        """Record a micro-batch's old logprobs and entropies, unless it is already recorded."""
+        """Record a micro-batch's old logprobs and entropies, unless they are already recorded."""
         whose = tuple(batch.origin_S)
         if whose not in self._stats_by_batch:
             old_T, entropy_T = (

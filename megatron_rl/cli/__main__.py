@@ -1,4 +1,4 @@
-"""Equivalent of launch/train.py when installed: `torchrun -m megatron_rl.cli key=value ...`."""
+"""Does the same as launch/train.py once installed: `torchrun -m megatron_rl.cli key=value ...`."""
 
 from megatron_rl.cli import cli
 

@@ -216,7 +216,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
 def block_wandb_import(is_disabled: bool) -> None:
     """Prevent other libraries from importing wandb if the run does not use it.
 
-    megatron-core 0.16.1 imports wandb. If a process that has imported it is killed, wandb's
+    megatron-core 0.16.1 imports wandb. If a process that has imported wandb is killed, wandb's
     directories remain in /tmp.
     """
     loaded = sys.modules.pop("wandb", None)
@@ -227,8 +227,8 @@ def block_wandb_import(is_disabled: bool) -> None:
 def exit_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
     """Print an error as one line and exit.
 
-    Only the main rank prints the error if all ranks have raised it: in a dry run, and for errors
-    from world.raise_on_all_ranks.
+    If all ranks have raised the error, only the main rank prints it. This is the case in a dry run
+    and for errors from world.raise_on_all_ranks.
     """
     exit_with_line(add_disk_full_hint(str(error)), world, on_all_ranks=is_dry or isinstance(error, SharedValueError | SharedOSError))
 

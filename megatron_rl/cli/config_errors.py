@@ -56,7 +56,7 @@ def format_error(error: HydraException | OmegaConfBaseException | YAMLError, ove
 
 
 def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
-    """Return the message for an error according to its type, without masking."""
+    """Return the message for an error according to its type, without masking addresses."""
     if isinstance(error, OverrideParseException):
         return malformed_override_line(error.override, overrides)
     if isinstance(error, MissingConfigException):
@@ -105,7 +105,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
 
 
 def describe_expected_value(error: ValidationError, value: object) -> str:
-    """Describe the type that is expected instead of a rejected value."""
+    """Describe the type that a setting expects, after `value` was rejected."""
     is_entry = get_origin(error.ref_type) is dict
     kind = get_args(error.ref_type)[1] if is_entry else get_type_hints(error.object_type)[error.key]
     if is_dataclass(kind):

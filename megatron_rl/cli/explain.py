@@ -1,4 +1,4 @@
-"""Command line of launch/explain.py, which analyzes one recorded step on a single page."""
+"""Command line of launch/explain.py, which analyzes one recorded step and prints one page."""
 
 import argparse
 import sys

@@ -1,7 +1,7 @@
 """Text of --help: usage, config groups and the most common settings.
 
-With `--help all` or `--help GROUP`, keys are listed. Only the examples are fixed text; keys, values
-and descriptions are taken from the settings dataclasses.
+`--help all` lists all keys, and `--help GROUP` lists the keys of a group. Only the examples are
+fixed text; keys, values and descriptions are taken from the settings dataclasses.
 """
 
 import ast
@@ -50,7 +50,7 @@ COMMON_SETTINGS = (
 
 
 def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
-    """Return the help text for the arguments that accompany --help.
+    """Return the help text for the command-line arguments after --help.
 
     The argument `all` or the name of a group selects the keys to list. An argument key=value sets a
     value before the settings are printed.
@@ -91,7 +91,8 @@ def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str
 def read_field_docs(schema: type) -> dict[str, str]:
     """Return the docstring of each field of a dataclass, keyed by field name.
 
-    A field without a docstring that holds a settings dataclass gets the docstring of that class.
+    A field that holds a settings dataclass and has no docstring gets the docstring of the
+    dataclass.
     """
     sources = [inspect.getsource(each) for each in schema.__mro__ if is_dataclass(each)]
     body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
@@ -113,7 +114,7 @@ def format_value(value: object) -> str:
 
 
 def _group_lines() -> Iterator[str]:
-    """Yield a line for each config group with the names to choose from: experiment=NAME, ..."""
+    """Yield a line for each config group that lists its names: experiment=NAME, ..."""
     loader = GlobalHydra.instance().config_loader()
     for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
         yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")

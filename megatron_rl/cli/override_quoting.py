@@ -1,8 +1,8 @@
 r"""Quoting of key=value overrides for the shell and for Hydra, used to suggest corrections.
 
 Outside quotes, Hydra 1.3.2 (grammar/OverrideLexer.g4) accepts only ASCII letters, digits, blanks
-and / - \ + . $ % * @ ? | _ : in a value. Any other value must be quoted for Hydra, inside the
-quotes for the shell: `'task.data.train=["/data/bär.jsonl"]'`.
+and / - \ + . $ % * @ ? | _ : in a value. Any other value needs quotes for Hydra inside the quotes
+for the shell: `'task.data.train=["/data/bär.jsonl"]'`.
 """
 
 import os

@@ -15,7 +15,7 @@ _libraries = []
 
 
 def declare_operators() -> None:
-    """Declare torchvision's operators nms and qnms if torch is CPU-only and torchvision is not."""
+    """Declare operators nms and qnms if torch is CPU-only and torchvision is a CUDA build."""
     import importlib.util
     from pathlib import Path
 

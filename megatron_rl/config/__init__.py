@@ -1,4 +1,4 @@
-"""Dataclasses for all settings of a run: the schema of the YAML files and of the command line.
+"""Dataclasses for all settings of a run: the schema of the YAML files and the command line.
 
 The entry points (`launch/`) build `Settings` once. Each component receives only the settings group
 that it needs.

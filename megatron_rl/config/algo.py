@@ -24,9 +24,9 @@ class AlgoSettings:
     """Constant added to the group's standard deviation before advantages are divided by it."""
     turn_credit: str = "broadcast"
     """Credit assignment to turns (algo/advantages.py). broadcast: every turn gets the episode's
-    advantage. outcome_and_turn: the outcome's advantage plus that of the turn's step score.
-    return_to_go: the advantage of the return from this turn on. gigpo: the episode's advantage plus
-    a comparison of that return with the returns of turns that started in the same state."""
+    advantage. outcome_and_turn: the advantage of the outcome reward plus the advantage of the
+    turn's step score. return_to_go: the advantage of the turn's return-to-go. gigpo: the episode's
+    advantage plus the turn's return-to-go relative to turns that started in the same state."""
     gamma: float = 1.0
     """Discount factor gamma. It is applied per turn with turn_credit=return_to_go or gigpo, and per
     turn or token (algo.gae_level) with a critic."""
@@ -34,21 +34,21 @@ class AlgoSettings:
     """Weight of GiGPO's same-state advantage, which turn_credit=gigpo adds to the episode's
     advantage."""
     gae_level: str = "tokens"
-    """Time step of generalized advantage estimation: tokens uses each sampled token, turns uses
-    each whole turn, with the value predicted at the last token of the turn's prompt."""
+    """Time step of generalized advantage estimation: tokens (each sampled token) or turns (each
+    turn, with the value predicted at the last token of its prompt)."""
     lam: float = 1.0
-    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the one-step TD error,
-    1 the full return minus the value."""
+    """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the one-step TD error;
+    1 uses the full return minus the value."""
     whiten_advantages: bool = True
-    """Whiten a critic's advantages to mean 0 and standard deviation 1 over all GAE time steps of
-    the step's training rollouts."""
+    """With a critic, whiten advantages to mean 0 and standard deviation 1 over all GAE time steps
+    of the step's training rollouts."""
     clip_ratio_low: float = 0.2
-    """Lower clip range: the ratio is clipped at 1 - clip_ratio_low. With gmpo it bounds the log
-    ratio, and with dppo the decrease in probability."""
+    """Lower clip range: the ratio is clipped at 1 - clip_ratio_low. gmpo applies this limit to the
+    log ratio instead, and dppo applies it to the decrease in probability."""
     clip_ratio_high: float = 0.2
     """Upper clip range: the ratio is clipped at 1 + clip_ratio_high. A value above clip_ratio_low
-    is DAPO's clip-higher. With gmpo it bounds the log ratio, and with dppo the increase in
-    probability."""
+    is DAPO's clip-higher. gmpo applies this limit to the log ratio instead, and dppo applies it to
+    the increase in probability."""
     clip_ratio_c: float = 0.0
     """Dual-clip bound on ratio * |advantage| for negative advantages (arXiv 1912.09729), e.g. 3; 0
     disables it."""
@@ -74,8 +74,8 @@ class AlgoSettings:
     kl_target by 20% or more; for a smaller difference, the change is proportionally smaller."""
     thought_logprob_scale: float = 1.0
     """Factor by which the policy loss multiplies the logprobs of a turn's thought (its tokens
-    before the action); RL4VLM uses 0.5 and 0.2. With a value other than 1, the ratio is no longer
-    that of the sampled text (docs/algorithm.md)."""
+    before the action); RL4VLM uses 0.5 and 0.2. With a value other than 1, the ratio no longer
+    equals the probability ratio of the sampled text (docs/algorithm.md)."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     rollout_correction: str = "none"
@@ -110,8 +110,8 @@ class AlgoSettings:
     """Upper bound on a sequence's mean of r - 1 - log r, with r the trainer/rollout probability
     ratio of a token: k3_mask masks sequences above it."""
     opsm_delta: float = 0.5
-    """Upper bound on a sequence's mean of rollout logprob - current logprob: in sequences above it,
-    opsm masks the tokens with negative advantages."""
+    """Upper bound on a sequence's mean of (rollout logprob - current logprob): if a sequence
+    exceeds it, opsm masks the sequence's tokens with negative advantages."""
     temperature: float = 1.0
     """Softmax temperature of the policy, used both for sampling and for the trainer's logprobs."""
 

@@ -12,7 +12,7 @@ class BatchSettings:
     """Rollouts per step, their split into mini- and micro-batches, and loss aggregation."""
 
     prompts_per_step: int = 32
-    """Number of prompts per step, in total over all ranks."""
+    """Total number of prompts per step over all ranks."""
     group_size: int = 8
     """Number of rollouts sampled per prompt. They form a group, within which group-relative
     algorithms compare rewards."""
@@ -22,8 +22,8 @@ class BatchSettings:
     epochs: int = 1
     """Number of passes over the mini-batches of a step."""
     micro_batch_tokens: int = 8192
-    """Maximum number of tokens in a packed micro-batch, in stages rl and sft; a sequence that is
-    longer gets its own micro-batch."""
+    """Maximum number of tokens in a packed micro-batch, in stages rl and sft; a longer sequence
+    gets its own micro-batch."""
     loss_agg_mode: str = "token_mean"
     """Loss aggregation: token_mean (mean over all tokens, DAPO), turn_mean (mean per turn, then
     over turns), sequence_mean (mean per episode, then over episodes, GRPO), or fixed_length (sum

@@ -1,7 +1,6 @@
 """Validation helpers for settings.
 
-Each error message contains the dotted key, the value and the fix, because this line is all that
-users see of the error.
+Each error message contains the dotted key, the value and the fix, because users see only this line.
 """
 
 

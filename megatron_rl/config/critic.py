@@ -28,8 +28,8 @@ class CriticSettings:
     vf_coef: float = 0.5
     """Coefficient of the value loss when it is added to the policy loss (backbone=shared)."""
     cliprange_value: float = 0.0
-    """Clip range of the value loss, in units of the value head's output, e.g. 0.2: a prediction is
-    trained only up to this distance from its value at the start of the step. 0 disables it."""
+    """Clip range of the value loss, in units of the value head's output, e.g. 0.2: predictions are
+    clipped to this distance from their values at the start of the step. 0 disables it."""
     normalize_returns: bool = False
     """Train the value head on returns that are normalized by the running mean and standard
     deviation over all steps so far."""

@@ -8,7 +8,7 @@ from megatron_rl.config.checks import require, require_address, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class EvaluationSettings:
-    """Settings of launch/evaluate.py; evaluations during training use the groups task and run."""
+    """Settings of launch/evaluate.py; evaluations during training use `task` and `run` instead."""
 
     split: str = "eval"
     """Data split of the task to evaluate: eval or train."""
@@ -35,7 +35,7 @@ class EvaluationSettings:
     """Maximum number of attempts to get one response; if all fail, the episode counts as failed,
     not as wrong."""
     concurrency: int = 32
-    """Maximum number of concurrent requests, in total over all endpoints."""
+    """Maximum total number of concurrent requests to all endpoints."""
 
     def __post_init__(self) -> None:
         require_choice("evaluation.split", self.split, ("eval", "train"))

@@ -8,7 +8,7 @@ from megatron_rl.config.checks import require, require_address, require_choice
 
 @dataclass(kw_only=True, slots=True)
 class ListenerSettings:
-    """Clients of Lewis listeners (python -m megatron_rl.tasks.lewis.server.listener_app)."""
+    """Settings of clients for Lewis listeners (megatron_rl.tasks.lewis.server.listener_app)."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of replicas of one listener, e.g. http://listener:9000; each request goes to the least
@@ -16,8 +16,8 @@ class ListenerSettings:
     token_file: str = ""
     """File with the access token of the listeners; not needed for a service that the run starts."""
     send: str = "files"
-    """Transfer of images to the listener: files uploads each image once and then refers to it by
-    its hash; paths sends paths on a shared file system."""
+    """Method for sending images to the listener: files uploads each image once and then refers to
+    it by its hash; paths sends paths on a shared file system."""
     chunk_size: int = 4
     """Maximum number of descriptions in one request."""
     chunk_delay_s: float = 0.05
@@ -35,7 +35,7 @@ class ListenerSettings:
     """Initial backoff of a listener after a failure, in seconds; it doubles with each consecutive
     failure."""
     concurrency: int = 32
-    """Maximum number of concurrent requests, in total over all listeners."""
+    """Maximum total number of concurrent requests to all listeners."""
     cache: str = ""
     """File that caches scores across runs, keyed by image, description and listener version; if
     empty, scores are cached in memory for this run only."""
@@ -46,8 +46,8 @@ class ListenerSettings:
     """Use the proxies from the environment variables HTTP_PROXY and NO_PROXY for listeners on other
     machines."""
     partner_is_training: bool = False
-    """Set this if another run is training the listener: its version may then change, each
-    description is scored with its current weights, and no score is cached."""
+    """Set this if another run is training the listener: the listener's version may then change
+    during the run, each description is scored with the current weights, and no score is cached."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -71,7 +71,7 @@ class ListenerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class SpeakerSettings:
-    """Clients of Lewis speakers (python -m megatron_rl.tasks.lewis.server.speaker_app)."""
+    """Settings of clients for Lewis speakers (megatron_rl.tasks.lewis.server.speaker_app)."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of replicas of one speaker, e.g. http://speaker:9001; each request goes to the least
@@ -87,7 +87,7 @@ class SpeakerSettings:
     """Maximum number of attempts to get one description; if all fail, the rollout counts as
     failed."""
     concurrency: int = 32
-    """Maximum number of concurrent requests, in total over all speakers."""
+    """Maximum total number of concurrent requests to all speakers."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -102,10 +102,10 @@ class SpeakerSettings:
 
 @dataclass(kw_only=True, slots=True)
 class WeightPublishSettings:
-    """Services that receive the trained weights (speaker_app --trained in a partner's run)."""
+    """Settings for sending trained weights to a partner run's services (speaker_app --trained)."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of the services that receive the weights over HTTP, without a shared disk; empty
+    """URLs of the services that receive the weights over HTTP (no shared disk is needed); empty
     disables publishing."""
     every: int = 1
     """Number of steps between weight updates; the run's initial weights are also sent."""
@@ -115,8 +115,8 @@ class WeightPublishSettings:
     """Size of a chunk of weights in MiB before base64 encoding, which adds a third; the encoded
     chunk must fit the service's --body-mib."""
     timeout_s: float = 120.0
-    """Timeout in seconds for sending one chunk. It includes the time in which a service finishes
-    its requests in flight before it accepts the last chunk."""
+    """Timeout in seconds for sending one chunk. Before a service accepts the last chunk, it
+    finishes its requests in flight; the timeout includes this time."""
     max_attempts: int = 3
     """Maximum number of attempts to send one update; if all fail, the service keeps its previous
     weights."""

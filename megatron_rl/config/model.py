@@ -96,7 +96,7 @@ class ParallelSettings:
     overlap_grad_reduce: bool = False
     """Overlap the data-parallel gradient reduction with the backward pass. Off by default until a
     multi-GPU profile shows that reductions take more than 3% of an update; for a 7B model on 16
-    GPUs with a link of 400 Gb/s each, reducing 18 GB is estimated at 0.4 s per update."""
+    GPUs with one 400 Gb/s link each, the estimated time for reducing 18 GB is 0.4 s per update."""
     timeout_s: float = 600.0
     """Timeout of a collective operation in seconds; when it expires, the run ends instead of
     hanging."""

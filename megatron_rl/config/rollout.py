@@ -26,10 +26,10 @@ class EngineSettings:
     launch/server_command.py makes the servers read the same file. Not needed for servers that the
     run starts."""
     num_local_servers: int = 0
-    """Number of inference servers that the run starts itself with mode=server. They use the GPUs on
-    rank 0's node that come after the GPUs of its ranks. 0 starts none."""
+    """Number of inference servers that the run starts itself with mode=server; 0 starts none. The
+    servers use the GPUs of rank 0's node that follow the GPUs of its ranks."""
     startup_timeout_s: float = 900.0
-    """Maximum time in seconds until a server that the run starts is ready."""
+    """Maximum startup time in seconds of a server that the run starts."""
     tp: int = 1
     """Tensor-parallel size of an engine; with mode=colocated, world_size / tp engines generate in
     parallel."""
@@ -100,7 +100,7 @@ class EngineSettings:
     def places(self, *, num_ranks: int) -> list[list[int]]:
         """Return the device indices of each server that the run starts.
 
-        They follow the devices of the ranks.
+        The servers use the devices that follow the devices of the ranks.
 
         Example: tp=2 and num_local_servers=2 with num_ranks=4 result in [[4, 5], [6, 7]].
         """
@@ -116,8 +116,8 @@ class SandboxSettings:
     """URL of a sandbox server (python -m sandbox serve), which applies its own limits; if empty,
     each engine starts a local pool of boxes."""
     token_file: str = ""
-    """File with the access token of the server at task.sandbox.url, required if it is on another
-    machine; not needed for a service that the run starts."""
+    """File with the access token of the server at task.sandbox.url, required if the server is on
+    another machine; not needed for a service that the run starts."""
     size: int = 8
     """Number of concurrent boxes in a pool. An episode that runs code occupies one box; if all are
     occupied, further episodes wait."""
@@ -148,7 +148,7 @@ class SandboxSettings:
 
 @dataclass(kw_only=True, slots=True)
 class JudgeSettings:
-    """Judge model, served by OpenAI-compatible servers, that judges answers."""
+    """Settings of the judge, a model on OpenAI-compatible servers that judges answers."""
 
     urls: list[str] = field(default_factory=list)
     """Base URLs of the judge's servers, e.g. http://judge:18901/v1; each request goes to the least
@@ -166,17 +166,17 @@ class JudgeSettings:
     """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
     """Maximum time in seconds that a request waits while all servers are in backoff after failures.
-    It also limits the backoff, unless a server requests a longer one."""
+    The backoff itself has the same limit, unless a server requests a longer backoff."""
     max_attempts: int = 5
     """Maximum number of attempts to get one verdict; if all fail, the rollout counts as failed and
     gets no reward."""
     concurrency: int = 32
-    """Maximum number of concurrent requests to the judge, in total over all its servers."""
+    """Maximum total number of concurrent requests to all servers of the judge."""
     cache: str = ""
     """File that caches verdicts across runs; if empty, verdicts are cached for this run only."""
     always_ask: bool = False
     """Send every valid answer to the judge, even if a rule or a benchmark's scoring could decide
-    it; false sends only answers that these leave undecided."""
+    it; false sends only answers that rules and benchmark scoring leave undecided."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -237,7 +237,7 @@ class DataSettings:
     the path."""
     image_roots: list[str] = field(default_factory=list)
     """Additional directories from which rows may load images, by absolute paths, by .. or through
-    links; images outside are not read."""
+    links; images outside these directories are not read."""
     max_eval: int = 0
     """Maximum number of examples in an evaluation, taken from the start of the data; 0 uses all."""
     benchmark: str = ""
@@ -251,8 +251,8 @@ class DataSettings:
     the matching end tokens) in questions and observations. If false, a blank is inserted into these
     tokens, as into all special tokens in data, so that they are tokenized as ordinary text."""
     frames: int = 32
-    """Maximum number of images per benchmark question; if there are more, e.g. the frames of a
-    video, they are sampled evenly."""
+    """Maximum number of images per benchmark question; if a question has more, e.g. the frames of a
+    video, this number is sampled at even intervals."""
 
     def __post_init__(self) -> None:
         for key in ("max_eval", "shuffle_options"):
@@ -265,7 +265,7 @@ class DataSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TaskSettings:
-    """Settings of the task: environment, rules and limits, with its sandbox, judge and data."""
+    """Settings of the task: environment, rules and limits, including sandbox, judge and data."""
 
     name: str = MISSING
     """Name of the task: number_line, ez_points, points24, blackjack, alfworld, lewis_speaker,
@@ -274,7 +274,7 @@ class TaskSettings:
     """Prompt and tool-call format of a task with tools: pyvision, codev, deepeyes or functions."""
     reward: str = ""
     """Reward: accuracy, pyvision, deepeyes, codev or tapo for tasks with questions, the name of
-    your own reward function, or a sum of these such as accuracy+mine. Empty uses the task's
+    your own reward function, or a sum of such names, e.g. accuracy+mine. Empty uses the task's
     default, which is accuracy for tasks with questions."""
     options: Any = None
     """Task-specific options, defined by the options dataclass of the game (docs/games.md) or of
@@ -283,8 +283,8 @@ class TaskSettings:
     """Prompt template of task vqa; {question} is replaced by the question and its images. Empty
     uses a template that requests the answer between <answer> and </answer>."""
     system_prompt: str = ""
-    """System prompt of task vqa; empty uses the system prompt in the data row, or if there is none,
-    the default of the chat template."""
+    """System prompt of task vqa; empty uses the system prompt in the data row. If the row has no
+    system prompt either, the chat template's default is used."""
     max_turns: int = 10
     """Maximum number of policy turns in an episode."""
     eval_max_turns: int = 0
@@ -304,7 +304,7 @@ class TaskSettings:
     correct the call."""
     eval_samples: int = 8
     """Number of samples per evaluation example at the training temperature, in addition to one
-    greedy sample."""
+    sample that is decoded greedily."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     listener: ListenerSettings = field(default_factory=ListenerSettings)
@@ -320,6 +320,6 @@ class TaskSettings:
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:
-        """Raise ValueError if prompt or system_prompt is set, for tasks with fixed prompts."""
+        """Raise ValueError if prompt or system_prompt is set; for tasks that have fixed prompts."""
         for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
             require(not words, f"task.{key}", words, f"task {self.name} has words of its own; leave it out, or use task=vqa")

@@ -44,13 +44,13 @@ class RunSettings:
     directory and start a new run; false raises an error instead."""
     grace_s: float = 60.0
     """Grace period in seconds after a stop signal, in which the running rollouts of a step or an
-    evaluation can finish; then they are cancelled."""
+    evaluation can finish; unfinished rollouts are then cancelled."""
     require_improvement: bool = False
     """Exit with an error unless the mean return of the last 10 steps is above the mean return of
     the first 10."""
     trace: int = 0
-    """Number of steps at the start of each attempt to trace for Perfetto: spans, episodes and tool
-    calls are written to RUN/trace. 0 disables it."""
+    """Number of initial steps of each attempt to trace for Perfetto: spans, episodes and tool calls
+    are written to RUN/trace. 0 disables it."""
 
     def __post_init__(self) -> None:
         require_choice("run.mode", self.mode, ("train", "rollout_only", "replay"))
@@ -83,18 +83,19 @@ class RunSettings:
 
 @dataclass(kw_only=True, slots=True)
 class PlanSettings:
-    """Memory plan of a run, computed for given hardware."""
+    """Settings of the memory plan, including the hardware to plan for."""
 
     only: bool = False
-    """Print the memory plan of GPUs and host, then exit without allocating any of this memory."""
+    """Print the memory plan for GPUs and host, then exit without allocating any of this memory."""
     gpu: str = "h200"
     """GPU model to plan for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141
     GB)."""
     world_size: int = 0
-    """Number of processes to plan for, one per GPU; 0 uses the number that torchrun started."""
+    """Number of processes to plan for, one per GPU; 0 uses the number of processes that torchrun
+    started."""
     host_gb: float = 0.0
-    """Host memory of a node in GB: plan.only, and a run on GPUs, raise an error if the plan needs
-    more. With 0, only the doctor checks the plan, against the memory of this machine."""
+    """Host memory of a node in GB: if the plan needs more, plan.only and runs on GPUs raise an
+    error. With 0, only the doctor checks host memory, against the memory of this machine."""
 
     def __post_init__(self) -> None:
         require_choice("plan.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
@@ -107,15 +108,15 @@ class RolloutStoreSettings:
     """Settings for saving rollouts and for replaying saved rollouts."""
 
     save: str = "best"
-    """Rollouts to save: best saves keep_best and keep_worst rollouts per step; all also saves every
-    rollout, in Parquet files."""
+    """Rollouts to save: best saves the highest- and lowest-reward rollouts of each step (keep_best,
+    keep_worst); all also saves every rollout in Parquet files."""
     max_gb: float = 50.0
     """Maximum disk space in GB for the Parquet files of rollouts.save=all; the oldest steps are
     deleted when new steps need the space."""
     keep_best: int = 1
-    """Number of rollouts per step with the highest rewards that are saved as JSONL and PNG."""
+    """Number of highest-reward rollouts per step to save as JSONL and PNG."""
     keep_worst: int = 1
-    """Number of rollouts per step with the lowest rewards that are saved as JSONL and PNG."""
+    """Number of lowest-reward rollouts per step to save as JSONL and PNG."""
     replay_from: str = ""
     """Directory of saved rollouts (RUN/rollouts of a run with rollouts.save=all), for
     run.mode=replay and launch/rescore.py."""
@@ -135,13 +136,13 @@ class CheckpointSettings:
     """Number of steps between checkpoints; with 0, only checkpoint.every_s determines the
     interval."""
     every_s: float = 1800.0
-    """Maximum time in seconds between checkpoints: the first step that ends later than this after
-    the start of the last checkpoint writes one. 0 disables it."""
+    """Maximum time in seconds between checkpoints: when this time has passed since the start of the
+    last save, a checkpoint is written at the end of the current step. 0 disables it."""
     keep_last: int = 2
     """Number of newest checkpoints to keep; older checkpoints are deleted."""
     keep_best: int = 1
-    """Number of checkpoints with the highest greedy success rate on held-out data to keep in
-    addition to the newest checkpoints; checkpoints without an evaluation are not considered."""
+    """Number of best checkpoints to keep in addition to the newest checkpoints. They are ranked by
+    greedy success rate on held-out data; checkpoints without an evaluation are not ranked."""
     save_last: bool = True
     """Write a checkpoint at the last step, so that a finished run can be extended; it takes disk
     space in addition to RUN/final."""
@@ -163,7 +164,7 @@ class CheckpointSettings:
 
 @dataclass(kw_only=True, slots=True)
 class WandbSettings:
-    """Logging of metrics to Weights & Biases, in addition to metrics.jsonl and TensorBoard."""
+    """Settings for logging to Weights & Biases, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
     """W&B mode: disabled, offline (files in the run directory) or online (upload during the
@@ -177,7 +178,7 @@ class WandbSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TrackioSettings:
-    """Logging of metrics to a local trackio, in addition to metrics.jsonl and TensorBoard."""
+    """Settings for logging to a local trackio, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
     """Trackio mode: disabled, or local (a directory on this machine: TRACKIO_DIR, or else a

@@ -1,4 +1,4 @@
-"""Servers that a run starts itself, and validation of the settings that refer to them."""
+"""Settings of the servers that a run starts itself, and validation of references to them."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -28,19 +28,19 @@ class ServiceSettings:
     args: list[str] = field(default_factory=list)
     """Additional command-line arguments of the server, e.g. [--max-model-len, 4096]."""
     command: list[str] = field(default_factory=list)
-    """Start of the server's command line, for a server with its own Python environment, e.g.
+    """First words of the server's command line, for a server with its own Python environment, e.g.
     [judge/bin/python, -m, vllm.entrypoints.openai.api_server]; empty uses the trainer's
     environment."""
     gpus: list[int] = field(default_factory=list)
     """Indices of the GPUs on the server's node that the server may use; empty uses all GPUs visible
     to the run."""
     host: str = ""
-    """Address on which the server listens; empty uses 127.0.0.1, or with several nodes the address
-    of the rendezvous."""
+    """Address on which the server listens; empty uses 127.0.0.1 on a single node and the rendezvous
+    address on several nodes."""
     port: int = 0
     """Port on which the server listens; 0 chooses a free port."""
     startup_timeout_s: float = 900.0
-    """Maximum time in seconds until the server is ready."""
+    """Maximum startup time of the server, in seconds."""
     external: bool = False
     """Set this if another job starts the server (launch/serve.py with the same run.dir); the run
     then waits for the server's address."""
@@ -84,8 +84,8 @@ class ServicesSettings:
     def require_asked(self, task: TaskSettings) -> None:
         """Raise ValueError if `task` refers to a service that is missing or of another kind.
 
-        Token files are rejected for services, because the run creates their tokens. Either all URLs
-        of one client must refer to services, or none of them.
+        Token files are rejected for services, because the run creates their tokens. A client must
+        not mix URLs that refer to services with other URLs.
         """
         asked = [("task.judge.urls", url, "vllm") for url in task.judge.urls] + [("task.sandbox.url", task.sandbox.url, "sandbox")]
         asked += [("task.listener.urls", url, "listener") for url in task.listener.urls]

@@ -15,8 +15,8 @@ class SftSettings:
     """Number of demonstrations drawn at the start of each stage; batches cycle through them in
     order."""
     splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
-    """Demonstration splits of the task, one per stage, in order; the split transcripts consists of
-    the files in task.data.demonstrations."""
+    """Demonstration splits of the task, one per stage, in order; the split named transcripts
+    contains the files in task.data.demonstrations."""
     steps: list[int] = field(default_factory=lambda: [250, 60])
     """Number of optimizer steps in each stage."""
 

@@ -20,8 +20,8 @@ class SlurmSettings:
     """Time limit of the job in sbatch's format, e.g. 8:00:00 or 2-0; empty uses the limit of the
     partition."""
     signal_s: int = 300
-    """Time in seconds before the time limit at which the run receives a stop signal; run.grace_s,
-    the update of a step and a checkpoint must fit into this time."""
+    """Time in seconds between the stop signal and the job's time limit; run.grace_s, one step's
+    update and a checkpoint must fit into this time."""
     requeue: bool = False
     """Requeue the job if its time limit expires before the run is finished; the requeued job
     resumes in the same run directory."""

@@ -105,7 +105,7 @@ def normalize_text(text: str) -> str:
 
 
 def comparison_form(text: str) -> str:
-    """Return the form of a text in which answers are compared.
+    """Return a text in the form that is used to compare answers.
 
     The form ignores case (except in unit symbols), quotation marks and dollar signs around the
     text, and trailing punctuation.
@@ -165,7 +165,7 @@ def count_boxes(text: str) -> int:
 def text_before_closing_brace(body: str) -> str | None:
     r"""Return the text before the brace that closes an already open brace.
 
-    Return None if it is never closed. Escaped braces (`\{`) do not count.
+    Return None if that brace is never closed. Escaped braces (`\{`) do not count.
     """
     depth = 1
     for token in re.finditer(r"\\.|[{}]", body, re.DOTALL):

@@ -1,7 +1,7 @@
 r"""Extracts the reference answer of a row in a form that a response can match.
 
 The answer is text or a number. If the value is a whole solution, its last <answer> block is used,
-or all of it if there is no such block. From this text, the answer is the content of the last
+or the whole text if there is no such block. From this text, the answer is the content of the last
 \boxed{...} or \fbox{...}, or else the text after `####` on the last line (GSM8K). A number keeps
 its decimal form (decimal_forms.py). A reference answer that no response can match raises an error.
 """
@@ -75,7 +75,8 @@ def extract_answer(text: str) -> str:
     """Return the answer contained in a text.
 
     The last <answer> block is searched, or the whole text if there is no block. If the searched
-    text has a box or GSM8K's last line, only that content is returned.
+    text contains a box or ends with a GSM8K line (`#### 42`), only the content of the box or line
+    is returned.
     """
     text = (TAGGED.findall(text) or [text])[-1]
     boxed = extract_last_box(text)
@@ -91,7 +92,7 @@ def without_lead_in(text: str) -> str:
 
 
 def unmatchable_reason(answer: str) -> str:
-    """Return the reason why no response can match a reference answer, or "" if one can."""
+    """Return the reason why no response can match a reference answer, or "" if a response can."""
     if len(answer) >= MAX_ANSWER_CHARS:
         return f"has {len(answer)} characters, and a reply's answer may have {MAX_ANSWER_CHARS - 1}; write the short answer alone"
     if tag := PROTOCOL_TAG.search(answer):
@@ -102,7 +103,7 @@ def unmatchable_reason(answer: str) -> str:
 
 
 def find_answer_doubt(answer: str, question: str) -> tuple[str, str] | None:
-    """Return a likely mistake in a reference answer and the fix, or None if there is none."""
+    """Describe a likely mistake in a reference answer and the fix; return None if there is none."""
     options = find_options(question)
     listed = f"and the question's options are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())

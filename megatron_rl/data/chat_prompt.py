@@ -1,9 +1,9 @@
 """Parses questions given as chat messages into question, system message and images.
 
-Every message before the first assistant message is read; if one of them is unreadable, the row is
-an error. User messages are joined with line breaks, in order. Messages of the roles system and
-developer are joined into the system message. The assistant message after the question is an answer
-and is not read.
+Every message before the first assistant message is read; if such a message is unreadable, the row
+is rejected. User messages are joined with line breaks, in order. Messages of the roles system and
+developer are joined into the system message. The assistant message after the question is treated as
+an answer and is not read.
 """
 
 import json
@@ -26,13 +26,13 @@ Values of the key `from`, as in LLaMA-Factory, are included.
 """
 TEXT_PARTS, IMAGE_PARTS = ("text", "input_text"), ("image", "image_url", "input_image")
 IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
-"""Keys of a content part that may contain its image."""
+"""Keys under which a content part may contain its image."""
 HARMLESS_KEYS = {"id", "uuid", "timestamp", "created_at", "detail", "cache_control"}
 """Keys of messages and content parts that do not change the question."""
 _KEYS = {"role", "content", "from", "value"}
 _LIST_OF_MESSAGES = re.compile(r"""\s*\[\s*\{[^{}\[\]]{0,200}?["'](role|content|from|value)["']\s*:""")
 LOSS_KEYS = {"loss", "weight", "train", "trainable", "loss_mask"}
-"""Keys that mask a message from the loss.
+"""Keys that exclude a message from the loss.
 
 The values false and 0 are accepted without effect, because prompt tokens are never trained on.
 """
@@ -52,7 +52,7 @@ class ChatPrompt:
 
 
 def parse_messages(record: DataRecord, value: object, name: str) -> object:
-    """Parse a text that is JSON for chat messages; return any other value unchanged.
+    """Parse chat messages that are given as JSON text; return any other value unchanged.
 
     Accepted JSON values are a list of messages, a single message, {"messages": [...]}, and a string
     that contains one of these.

@@ -14,9 +14,10 @@ IMAGE_COLUMNS = (
     "picture", "pictures", "photo", "photos", "image_bytes", "decoded_image",
 )  # fmt: skip
 FILE_NAME_COLUMNS = ("file_name", "filename")
-"""Columns used for images only if no other column has images and the value is an image file name.
+"""Columns of file names, which are read as images only if no other column contains images.
 
-Hugging Face's imagefolder names images in its metadata column `file_name`.
+Their values must be names of image files. Hugging Face's imagefolder names images in its metadata
+column `file_name`.
 """
 PICTURE_SUFFIXES = SUFFIXES[1:]
 NUMBERED_IMAGE_COLUMN = re.compile(r"(image|img|picture|photo)(_path|_url|_file|_bytes)?_?(\d+)")
@@ -30,7 +31,7 @@ LIKELY_NAMES = {
 }  # fmt: skip
 """Likely names of question and answer columns.
 
-Error messages suggest them if the usual columns are missing.
+Error messages suggest these names if the usual columns are missing.
 """
 
 

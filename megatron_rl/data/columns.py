@@ -49,7 +49,7 @@ def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
 
 
 def picture_columns(record: DataRecord) -> list[str]:
-    """Return the columns with the question's images, numbered columns in numeric order.
+    """Return the columns with the question's images, with numbered columns in numeric order.
 
     Raises:
         ValueError: two columns, or two series of numbered columns, provide images.
@@ -75,7 +75,7 @@ def picture_columns(record: DataRecord) -> list[str]:
 
 
 def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
-    """Return the unread values in mappings of image columns, under keys such as `image.bbox`.
+    """Return unread values from mappings stored in image columns, keyed as in `image.bbox`.
 
     Only the keys bytes and path of these mappings are read.
     """

@@ -25,8 +25,8 @@ def find_data_files(name: str, *, key: str) -> list[Path]:
     """Return the data files for a name, sorted by path.
 
     Raises:
-        ValueError: there are no files, a folder contains several splits and the name selects none,
-            or files of the data set are missing. The message names the setting `key`.
+        ValueError: there are no files, the name selects no split of a folder that contains several
+            splits, or files of the data set are missing. The message names the setting `key`.
     """
     if Path(name).is_file():
         return [Path(name)]
@@ -71,8 +71,8 @@ def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
 def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) -> None:
     """Raise ValueError if the folder contains a compressed data file or an unfinished download.
 
-    Only files in the format of the folder's data are checked, or files in any data format if the
-    folder has no data.
+    If the folder contains data files, only compressed files and unfinished downloads in the same
+    format are checked. Otherwise, every supported format is checked.
     """
     wanted = {_suffix(found) for found in within} or {*FORMATS}
     for path in sorted(folder.rglob("*")):
@@ -89,7 +89,7 @@ def _suffix(path: Path) -> str:
 
 
 def allowed_image_folders(name: str, *, key: str) -> list[Path]:
-    """Return the folders in which rows of these files may name images.
+    """Return the folders from which rows of these files may load images.
 
     For a folder, return the folder itself, so that files in one subfolder may name images in
     another. For a data set in the Hugging Face cache, also return its blobs folder, because the

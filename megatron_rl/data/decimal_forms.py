@@ -23,8 +23,8 @@ WIDENED_DIGITS = 8
 """Minimum number of digits that the float32 form of a double must save to be used.
 
 Such a double counts as a widened 32-bit float. Every widened decimal with up to five digits is
-recognized, and no k/2 to k/8192 with k below 32,768 is mistaken for a widened decimal. For longer
-decimals, either form earns the reward, because one rounds to the other.
+recognized, and no fraction k/2 to k/8192 with k below 32,768 is mistaken for a widened decimal. For
+longer decimals, either form earns the reward, because one rounds to the other.
 """
 _NARROW = {pa.float32(): np.float32, pa.float16(): np.float16}
 
@@ -60,8 +60,8 @@ def with_decimal_forms(value: object, kind: pa.DataType) -> object:
 def decimal_text(value: float | Decimal) -> str | None:
     """Return a finite number in decimal notation without an exponent.
 
-    The digits are those written in the file if they are known, else the fewest that identify the
-    number. Return None if the exponent is above MOST_PLACES.
+    The digits written in the file are used if they are known, else the fewest digits that identify
+    the number. Return None if the exponent is above MOST_PLACES.
 
     Example: 1e-05 -> 0.00001, 1e+22 -> 10000000000000000000000.
     """

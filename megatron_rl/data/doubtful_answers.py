@@ -29,7 +29,7 @@ def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping
     Args:
         given: raw value of the answer in the file.
         payload: payload of the row's example.
-        unread: values of the row that are not read, by column.
+        unread: values of the row that are not read, keyed by column.
     """
     answer, question = str(payload["answer"]), str(payload["question"])
     if MISSING.fullmatch(answer) and not _is_listed(answer, question, unread):
@@ -45,7 +45,7 @@ def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping
 def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool:
     """Return True if the answer is a word in the question, or a listed option.
 
-    Options are listed in the question or in columns of choices.
+    An option may be listed in the question or in a column of choices.
     """
     if answer[-1].isalpha() and re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", question):
         return True

@@ -51,7 +51,7 @@ def _media_in(feature: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str:
-    """Return a name shared by two columns or by two fields of a struct, or ""."""
+    """Return a name shared by two columns or by two fields of a struct, or "" if there is none."""
     fields = list(fields)
     twice = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
     return next(iter(twice), "") or next((name for field in fields if (name := repeated_name(_fields_of(field.type)))), "")

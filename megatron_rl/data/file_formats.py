@@ -43,7 +43,7 @@ _MAGIC = {
     b"\x80\x04\x95": _PICKLE,
     b"version https://git-lfs": ("is a pointer of Git LFS, not the data", "get the data: git lfs pull"),
 }
-"""Maps the first bytes of a misnamed file to its actual format and the fix."""
+"""Maps the first bytes of a misnamed file to the file's actual format and the fix."""
 
 
 class UnreadableFile(ValueError):
@@ -51,7 +51,7 @@ class UnreadableFile(ValueError):
 
 
 def check_format(path: Path) -> None:
-    """Raise UnreadableFile, with the fix, if the file's suffix or first bytes are unsupported."""
+    """Raise an UnreadableFile that names the fix if the suffix or first bytes are unsupported."""
     suffix = path.suffix.casefold()
     if suffix in COMPRESSED:
         raise UnreadableFile(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")

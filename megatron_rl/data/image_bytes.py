@@ -12,10 +12,10 @@ MAGIC = {
 }  # fmt: skip
 """Maps magic numbers to image formats.
 
-WEBP is not included, because a WEBP file begins with RIFF, its length and WEBP.
+WEBP is not included, because a WEBP file begins with RIFF and the file length, followed by WEBP.
 """
 HEAD_BYTES = 512
-"""Number of bytes at the start of a file that `describe_bytes` needs."""
+"""Number of leading bytes of a file that `describe_bytes` needs."""
 READABLE_FORMATS_TEXT = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
 _CONVERT = f"{READABLE_FORMATS_TEXT}: convert it"
 _OTHERS = {
@@ -171,10 +171,10 @@ def decode_base64_image(text: str) -> bytes:
 
 
 def _require_no_broken_base64(text: str) -> bytes:
-    """Return b"" unless the text starts as a base64 image.
+    """Return b"" if the text does not start with a base64 image.
 
     Raises:
-        ValueError: the text starts as a base64 image but is not base64 to its end.
+        ValueError: the text starts with a base64 image but is not valid base64 to the end.
     """
     start = re.match(r"[A-Za-z0-9+/_-]{16}", text.strip())
     if start and picture_format(decode_base64(start[0])):

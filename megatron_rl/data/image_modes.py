@@ -1,4 +1,4 @@
-"""Converts decoded images to 8-bit RGB, and rejects kinds that Pillow would convert incorrectly.
+"""Converts decoded images to 8-bit RGB, and rejects images that Pillow would convert incorrectly.
 
 Samples of 16 (12) bits are scaled to 8 bits by dropping the low 8 (4) bits. Color profiles are not
 applied. The conversion with Pillow 13.0 was checked against raw samples and OpenCV 5.0
@@ -48,7 +48,7 @@ SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model is to see it"
 
 
 def convert_to_rgb(picture: Picture) -> Picture:
-    """Return the image as RGB, upright by its EXIF orientation, with transparent pixels on white.
+    """Return the image as RGB with its EXIF orientation applied and transparent pixels on white.
 
     Raises:
         ValueError: the image is of a kind that cannot be converted, or its 16-bit samples are so

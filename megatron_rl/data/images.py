@@ -31,7 +31,7 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
 MAX_PIXELS = 89_478_485
-"""Maximum number of pixels of a stored image; above it, Pillow warns of a decompression bomb."""
+"""Maximum number of pixels per image; for larger images, Pillow warns of a decompression bomb."""
 MAX_ASPECT = 100
 """Maximum ratio of an image's longer side to its shorter side.
 
@@ -44,8 +44,8 @@ MAX_FILE_BYTES = 256 << 20
 MAX_SCANS = 64
 """Maximum number of scans in a JPEG.
 
-A scan may take only a few bytes in the file but is a decoding pass over all pixels. Encoders write
-about ten scans.
+A scan may take only a few bytes in the file but requires a decoding pass over all pixels. Encoders
+write about ten scans.
 """
 UNREADABLE = (
     OSError,
@@ -216,7 +216,7 @@ def has_valid_end(first: bytes, last: bytes, length: int) -> bool:
 
 
 def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequence[Path] = ()) -> StoredImage:
-    """Return the image that a value in a row names.
+    """Return the image given by a value in a row.
 
     Accepted values are {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file
     in `folder`, and data: and file: URLs. Bytes in JSON are base64. Text that names an existing

@@ -24,7 +24,7 @@ def is_keyed_json(path: Path) -> bool:
 
 
 def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
-    """Return the key, first byte and one-past-last byte of each row, sorted by key.
+    """Return the key and the start and end byte offsets (end exclusive) of each row, sorted by key.
 
     Raises:
         UnreadableFile: a key is not a whole number or occurs twice, a value is not an object, two
@@ -59,8 +59,8 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
     """Return the key, start and end of the next value.
 
     Return None if the text does not contain the whole value, or if the value is not preceded by
-    exactly one comma (by none, for the first value). Positions are byte offsets, because the file
-    is decoded as Latin-1, in which every character is one byte and JSON syntax is unchanged.
+    exactly one comma (by no comma, for the first value). Positions are byte offsets, because the
+    file is decoded as Latin-1, in which every character is one byte and JSON syntax is unchanged.
     """
     key = _KEY.match(text, at)
     if key is None or (key[1] is None) != is_first:

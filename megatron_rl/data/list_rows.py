@@ -17,7 +17,7 @@ _REMEDY = "write all rows into one list with a comma between two, or one object 
 
 
 def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the first and one-past-last byte of each element.
+    """Yield the start and end byte offsets (end exclusive) of each element.
 
     The file is decoded as Latin-1, in which every character is one byte and JSON syntax is
     unchanged.
@@ -57,7 +57,7 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
     """Return the position of the next row or closing bracket, or None if the text ends first.
 
     Raises:
-        UnreadableFile: anything else is at that position.
+        UnreadableFile: any other text is at that position.
     """
     at = _SPACE.match(text, at).end()
     if at == len(text) or text[at] == "]":

@@ -30,14 +30,14 @@ _DECODED = re.compile(r".?PNG\r?\n\x1a\n|.{0,6}(?:JFIF|Exif)\0", re.DOTALL)
 These characters are the same in every text encoding.
 """
 _HEAD = 12
-"""Number of bytes at the start of a file that identify its format."""
+"""Number of leading bytes that identify the format of a file."""
 _MEDIA_NAME = re.compile(r"(video|videos|clip|clips|audio|audios|sound|speech)(_?(path|url|file|bytes)s?)?(_?\d+)?")
 MAX_PATH_CHARS = 4096
 MAX_DEPTH, MAX_ITEMS = 12, 1024
-"""Maximum nesting depth, and maximum number of elements per level, that are inspected in a value.
+"""Maximum nesting depth and maximum number of elements per level to inspect in a value.
 """
 _MOST_PIXELS = 64
-"""Maximum number of rows and columns of nested lists that are inspected for pixels."""
+"""Maximum number of rows and columns of nested lists to inspect for pixels."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,8 +109,8 @@ def _kind_of_bytes(value: bytes) -> str:
 def _media_in_text(text: str, record: DataRecord) -> Media | None:
     """Detect media in a text.
 
-    Recognized are data: URLs, web addresses and names with a media suffix, names of existing files,
-    base64, and media bytes that were decoded as text.
+    The function recognizes data: URLs, web addresses and names with a media suffix, names of
+    existing files, base64, and media bytes that were decoded as text.
     """
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):

@@ -14,8 +14,8 @@ _MEDIA = re.compile(
 )
 """Matches the media placeholders of other models and trainers.
 
-These are LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi, Idefics, MiniCPM,
-DeepSeek and ms-swift.
+These models and trainers are LLaVA, InternVL, InternLM, Phi, Gemma, Mistral, Qwen, GLM, Kimi,
+Idefics, MiniCPM, DeepSeek and ms-swift.
 """
 _OBJECTS = re.compile(r"<(bbox|ref-object|point|cot-process)>")
 """Matches the object placeholders that ms-swift fills from its column `objects`.

@@ -3,9 +3,9 @@
 usage: parquet_copy.py SOURCE COPY
 
 The Arrow file has one record batch per row. rows.py starts this program, which imports nothing from
-this project. A Parquet page may expand to any number of bytes (1 KB of zstd to 2.5 GB), and the
-sizes stated in a file may be wrong. Memory, disk and processor time are therefore limited in
-proportion to the size of the file on disk.
+this project. A Parquet page may expand to any number of bytes (for example, 1 KB of zstd data to
+2.5 GB), and the sizes stated in a file may be wrong. Memory, disk and processor time are therefore
+limited in proportion to the size of the file on disk.
 """
 
 import os

@@ -45,7 +45,7 @@ class ProblemLines:
         self._groups: dict[str | UnreadFinding | tuple[str, str], _Group] = {}
 
     def add_error(self, error: ValueError) -> None:
-        """Add the error of a row; errors of type MissingColumn are grouped by column."""
+        """Add an error about a row; errors of type MissingColumn are grouped by column."""
         if not isinstance(error, MissingColumn):
             return self.add_message(str(error))
         group = self._add(error.name, error.where, hint=error.hint)
@@ -63,7 +63,7 @@ class ProblemLines:
         self._add(finding, where)
 
     def format_lines(self, num_rows_of: Mapping[str, int]) -> list[str]:
-        """Return one line per kind of problem, lines about columns first.
+        """Return one line per kind of problem, with lines about columns first.
 
         Args:
             num_rows_of: number of rows per file, used to detect problems that all rows have.
@@ -72,7 +72,7 @@ class ProblemLines:
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
     def move_errors_in_all_rows(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
-        """Move findings from `others` that are errors because every row of their files has them.
+        """Move findings from `others` that are errors because they occur in every row of a file.
 
         Only findings with `is_error_in_all` are moved.
         """
@@ -83,7 +83,7 @@ class ProblemLines:
                 self.num_rows, others.num_rows = self.num_rows + group.num_rows, others.num_rows - group.num_rows
 
     def num_omitted_rows(self) -> int:
-        """Return the number of rows with problems that have no line."""
+        """Return the number of rows with problems that no line covers."""
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
     def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:

@@ -1,6 +1,7 @@
 """Measures prompt lengths without rendering the prompts.
 
-A length is the sum of the tokens of the question, of its images, and of the prompt around them.
+A length is the number of tokens in the question and its images, plus the number of tokens that the
+task and the chat template add.
 """
 
 from typing import Protocol
@@ -11,11 +12,11 @@ from megatron_rl.data.survey import Size
 from megatron_rl.types import Example, TokenSequence
 
 HIDDEN_IMAGE_ENV = "pyvision_gym_wo_image_hint"
-"""`env_name` of examples with images that only executed code can access, not the policy."""
+"""`env_name` of examples with images that executed code can access but the policy cannot."""
 
 
 class PromptMeasurer(Protocol):
-    """Subset of the renderer's interface that is needed to measure prompts."""
+    """Subset of the renderer's interface needed to measure prompts."""
 
     vision_token_side: int
     """Side in pixels of the square that one vision token represents."""
@@ -30,7 +31,7 @@ class PromptMeasurer(Protocol):
 
 
 class PromptLengthChecker:
-    """Checks that each question fits the sequence length and the limit on images.
+    """Checks that each question fits the sequence length and the maximum number of images.
 
     `check_question` can be passed to survey_questions as a QuestionCheck.
     """
@@ -44,7 +45,7 @@ class PromptLengthChecker:
             overhead_tokens: number of tokens that the task and the chat template add to a question.
         """
         self.max_question_tokens = 0
-        """Number of tokens of the longest question so far, including its images."""
+        """Number of tokens in the longest question so far, including image tokens."""
         self.does_not_fit: list[bool] = []
         """One entry per checked question, in order; True if the question does not fit."""
         self.max_images = settings.engine.max_images

@@ -23,10 +23,10 @@ _LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 def find_options(question: str) -> dict[str, str]:
     """Return the options that a question lists, keyed by capital letter or by number.
 
-    Labels run from A or 1 without a gap. Capital letters are written as in `A. red`, `(A) red`, `A)
-    red` or `A: red`; small letters and numbers as in `(a) red`, `a) red`, or `a. red` on its own
-    line. An option ends at the next label or at the end of its line. The result is empty if fewer
-    than two options are listed.
+    Labels start at A or 1 and have no gaps. Capital letters are written as in `A. red`, `(A) red`,
+    `A) red` or `A: red`; lowercase letters and numbers as in `(a) red`, `a) red`, or `a. red` on
+    its own line. An option ends at the next label or at the end of its line. The result is empty if
+    fewer than two options are listed.
     """
     question = question.translate(_FULL_WIDTH)
     return next((options for mark, labels in _MARKS if (options := _find_listed(question, mark, labels))), {})

@@ -13,7 +13,7 @@ Supported formats:
 
 The payload of an example has the same keys for every format:
 
-- question: text; <image> marks the position of an image, and images without a mark come first.
+- question: text; <image> is the placeholder for an image; images without a placeholder come first.
 - system: text of the column system, or of the system messages before the question.
 - answer: reference answer without <answer> tags and \boxed.
 - images: tuple of StoredImage.
@@ -139,7 +139,7 @@ def load_split(
 ) -> QuestionDataset:
     """Return the questions of the split "train" or "eval".
 
-    If data.max_eval is not 0, the eval split has only its first data.max_eval questions.
+    If data.max_eval is not 0, the eval split is limited to its first data.max_eval questions.
 
     Raises:
         ValueError: no files are given, or a row cannot be used. Rows with videos are errors unless
@@ -189,7 +189,7 @@ def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
 
 
 def _unread_values(record: DataRecord) -> dict[str, object]:
-    """Return the values of a row that are not read, keyed by column or `extra_info.KEY`."""
+    """Return the unread values of a row, keyed by column or `extra_info.KEY`."""
     extra = record.require_mapping(record.row.get("extra_info", {}), "extra_info")
     pictures = picture_columns(record)
     empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
@@ -206,7 +206,7 @@ def _unread_keys(record: DataRecord) -> dict[str, object]:
 
 
 def _other_answers(record: DataRecord, answer: str) -> dict[str, object]:
-    """Return the answers in other columns that differ from the answer that is used."""
+    """Return answers from other columns that differ from the reference answer `answer`."""
     model, extra = (record.require_mapping(record.row.get(column, {}), column) for column in ("reward_model", "extra_info"))
     given = {"reward_model.ground_truth": model.get("ground_truth"), "extra_info.answer": extra.get("answer")}
     given |= {name: record.row.get(name) for name in ANSWER_COLUMNS}
@@ -220,7 +220,7 @@ def _is_number(value: object, answer: str) -> bool:
 
 
 def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
-    """Return the column with a question's images or video, or "" if it has neither."""
+    """Return the column with a question's images or video, or "" if the question has neither."""
     if not payload["images"] and not payload["videos"]:
         return ""
     hint = ["mm_hint.hint_path"] if "hint_path" in record.row.get("mm_hint", {}) else []

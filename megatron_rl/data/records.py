@@ -101,7 +101,7 @@ class DataRecord:
         return value
 
     def load_image(self, value: object, name: str) -> StoredImage:
-        """Return the image that a value in this row names."""
+        """Return the image given by a value in this row."""
         return make_stored_image(value, folder=self.folder, where=f"{self.where}: {name}", roots=self.roots)
 
     def make_error(self, name: str, what: str) -> ValueError:
@@ -112,7 +112,7 @@ class DataRecord:
 ConvertRecord = Callable[[DataRecord], DataRecord]
 """Function that converts a row of a benchmark's file to a row that questions.py can read.
 
-It raises ValueError, created by `record.make_error`, for a row in an unexpected format.
+The function raises ValueError, created by `record.make_error`, for a row in an unexpected format.
 """
 
 
@@ -175,7 +175,7 @@ class RecordFiles(Sequence[DataRecord]):
 def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> None:
     """Raise ValueError if two names resolve to the same file.
 
-    The rows of that file would count twice.
+    Otherwise, the rows of that file would be used twice.
     """
     names: dict[str, str] = {}
     for name, path in found:

@@ -3,9 +3,9 @@
 Rows are not kept in memory. JSON files and tables (tables.py) are read in place, and only the
 position of each row is kept (16 bytes per row). A Parquet page cannot be read from the middle, so a
 Parquet file is copied once to an Arrow file with one record batch per row. The copy is stored in a
-cache in the temporary folder (set by TMPDIR) that all processes of a machine share. Copying needs a
-few times the memory of the file's largest page, which has 1,024 rows in files written by pyarrow.
-The memory, disk space and time spent on a file are limited in proportion to its size
+cache in the temporary folder (set by TMPDIR) that all processes of a machine share. Copying takes a
+few times as much memory as the file's largest page; in files written by pyarrow, a page contains
+1,024 rows. The memory, disk space and time spent on a file are limited in proportion to its size
 (parquet_copy.py).
 
 Row numbers start at 0, as in pandas. Null values become absent keys, so that a row is the same in
@@ -187,7 +187,7 @@ def _object_span(path: Path) -> list[tuple[int, int]]:
 
 
 def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield the first and one-past-last byte of each line that is not blank."""
+    """Yield the start and end byte offsets (end exclusive) of each line that is not blank."""
     end = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -275,7 +275,7 @@ def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
 
 
 def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
-    """Convert a slice of one row to JSON values.
+    """Convert a one-row slice to JSON values.
 
     Class labels are replaced by their names, and narrow floats get their decimal forms.
 

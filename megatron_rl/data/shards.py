@@ -1,8 +1,8 @@
 """Selects the files of a folder that belong to its data set, and checks that no shard is missing.
 
 `datasets.save_to_disk` writes state.json next to the shards of a data set and lists the shards in
-its key `_data_files`. For several splits, it also writes dataset_dict.json in their parent folder.
-Shards from an earlier save may remain in the same folder.
+its key `_data_files`. If there are several splits, save_to_disk also writes dataset_dict.json in
+their parent folder. Shards from an earlier save may remain in the same folder.
 """
 
 import re
@@ -37,7 +37,7 @@ def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
 
 
 def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
-    """Return the data files listed in state.json, for each folder that has such a list.
+    """Return the data files listed in state.json, keyed by folder, for folders with such a list.
 
     Raises:
         ValueError: a listed file is missing, or the data set was saved with an indices mapping.

@@ -131,7 +131,7 @@ def _count(example: Example, sizes: list[Size], found: QuestionSurvey) -> None:
 
 
 def _missing_column_errors(chosen: Mapping[str, str], names: Mapping[str, None]) -> list[str]:
-    """Return an error for each column that task.data.columns names but no row has.
+    """Return an error for each column that task.data.columns names but no row contains.
 
     If there is no usable row, return an empty list, because other errors give the reason.
     """

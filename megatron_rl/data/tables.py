@@ -102,7 +102,7 @@ def file_fingerprint(path: Path) -> tuple[int, int]:
 
 
 def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[tuple[list[str], tuple[int, int]]]:
-    """Yield the fields of each non-blank record, with its first and one-past-last byte.
+    """Yield the fields of each non-blank record, and the record's byte offsets (end exclusive).
 
     The CSV reader consumes only the lines of the current record, so `end` is the end of that
     record.

@@ -34,9 +34,9 @@ FORMS: Mapping[str, tuple[str, ...]] = {
     "response": ("query", "response"),
     "completion": ("prompt", "completion"),
 }
-"""Maps the column with the trained response to all columns that a row in this format must have."""
+"""Maps the column with the trained response to all required columns of that format."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
-"""Maps a format to the further columns that it reads."""
+"""Maps a format to the optional columns that are read in addition."""
 _TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and leave this column out"
 _PREFERENCE = "belongs to preference data, and a warm start learns one reply; write the good one into messages, and leave this column out"
 REFUSED_COLUMNS = {
@@ -55,19 +55,19 @@ REFUSED_COLUMNS = {
 }
 """Maps a rejected column to its error message.
 
-A row is an error if it has such a column that is not empty and that the row's format does not read.
+A row is rejected if such a column is not empty and the row's format does not read the column.
 """
 _MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
 MASK_COLUMNS = (
     "mask", "masks", "weights", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "train_mask", "label_mask",
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
 )  # fmt: skip
-"""Rejected columns that would change what is trained on in the whole row.
+"""Rejected columns that would mask or weight the loss of the whole row.
 
 Columns named in LOSS_FLAGS are rejected for the same reason, unless their value is 1.
 """
 PROVENANCE_COLUMNS = re.compile(r"(.*_)?(id|ids|source|sources|url|dataset|split|license)|question|answer")
-"""Matches columns that may name a missing file.
+"""Matches names of columns that may name a missing file.
 
 These columns contain the origin of a row, or the text of a question (export/sft_transcripts.py).
 """
@@ -85,8 +85,8 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
     The column `system` becomes the conversation's first message.
 
     Raises:
-        ValueError: the row has no transcript format, or several formats, or a column that changes
-            what is trained on but is not read.
+        ValueError: the row matches no transcript format or several formats, or an unread column
+            would change the training.
     """
     row = record.row
     forms = [name for name, columns in FORMS.items() if all(column in row for column in columns)]
@@ -106,7 +106,7 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
 
 
 def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[str, object]:
-    """Return the columns that nothing reads, with their values.
+    """Return the unread columns with their values.
 
     Args:
         record: the row.
@@ -145,7 +145,7 @@ def _holds_pictures(record: DataRecord, column: str) -> bool:
 
 
 def _check_columns(record: DataRecord, read: set[str]) -> None:
-    """Raise ValueError for an unread column that changes what is trained on or contains media."""
+    """Raise ValueError for an unread column that contains media or would change the training."""
     row = record.row
     for column, told in REFUSED_COLUMNS.items():
         if column not in read and not is_empty(row.get(column, "")):
@@ -190,9 +190,9 @@ def _read_query(record: DataRecord) -> list[RawMessage]:
 
 
 def _read_history(record: DataRecord) -> list[RawMessage]:
-    """Return the earlier turns, which are pairs of a user text and an assistant text.
+    """Return the earlier turns, which are given as pairs of user text and assistant text.
 
-    Their responses are trained on, as in LLaMA-Factory.
+    The responses in these turns are trained on, as in LLaMA-Factory.
     """
     messages = []
     for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):

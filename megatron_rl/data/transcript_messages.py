@@ -18,14 +18,14 @@ The roles human, observation and gpt are used by ShareGPT and LLaMA-Factory.
 ROLE_CONTENT_KEYS = (("role", "content"), ("from", "value"))
 """Pairs of keys for role and content: the keys of OpenAI, then the keys of ShareGPT."""
 LOSS_FLAGS = ("loss", "weight", "trainable", "train", "training", "loss_mask", "loss_scale")
-"""Keys that select whether a response is trained on; 0 or false masks the response's labels."""
+"""Keys that control training on a response; 0 or false masks the response's labels."""
 IGNORED_KEYS = (
     "id", "message_id", "parent_id", "uuid", "timestamp", "created", "created_at", "date", "time", "index", "turn", "turn_id",
     "tool_call_id",
 )  # fmt: skip
 """Keys that do not affect what the policy reads or learns.
 
-They are ignored only if their value is text, a number or a time.
+These keys are ignored only if their value is text, a number or a time.
 """
 TOOL_CALL_REMEDY = "write calls of tools into the assistant's content, as the words that it is to say"
 _CALL = f"is not read; {TOOL_CALL_REMEDY}, and leave this key out"
@@ -79,7 +79,7 @@ def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -
 def is_empty(value: object) -> bool:
     """Return True for a value without content.
 
-    File formats in which all rows have the same columns contain such values. False and 0 count as
+    Such values occur in file formats in which all rows have the same columns. False and 0 count as
     content.
     """
     return value in ("", "[]", "{}", [], {})

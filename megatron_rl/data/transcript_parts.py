@@ -14,7 +14,7 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 from megatron_rl.data.transcript_messages import RawMessage, is_empty
 
 ContentPart = dict[str, object]
-"""A part {"type": "text", "text": str} or {"type": "image", "image": StoredImage}.
+"""Content part {"type": "text", "text": str} or {"type": "image", "image": StoredImage}.
 
 An image part without the key "image" is a placeholder that has not been filled yet.
 """

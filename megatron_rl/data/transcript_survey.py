@@ -30,7 +30,7 @@ class TranscriptMeasurer(Protocol):
 
 
 def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> CheckLength:
-    """Return a check that a conversation fits the sequence length for which memory is planned.
+    """Return a function that rejects conversations longer than the planned sequence length.
 
     Conversations are never truncated. Each conversation is one sequence in one micro-batch, even if
     it is longer than batch.micro_batch_tokens. Memory is planned for the larger of
@@ -68,7 +68,7 @@ class ParsedTranscript:
     `loss: False` marks a masked response.
     """
     unread_values: Mapping[str, object]
-    """Values that nothing reads, by column."""
+    """Unread values, keyed by column."""
     columns: tuple[str, ...]
     """Names of the row's columns."""
     image_column: str
@@ -86,7 +86,7 @@ class TranscriptSurvey:
     num_images: int = 0
     num_replies: int = 0
     num_masked: int = 0
-    """Number of responses that are in the sequences but are not trained on."""
+    """Number of masked responses, which are part of the sequences but are not trained on."""
     num_only_thinking: int = 0
     """Number of conversations with a trained response that contains only thoughts."""
     first_only_thinking: str = ""
@@ -147,14 +147,15 @@ class TranscriptSurvey:
     def errors(self) -> list[str]:
         """Error lines, one for each of the first MAX_LINES kinds of error, with the number of rows.
 
-        If there are more kinds of error, a last line reports the number of their rows.
+        If there are more kinds of error, a last line reports the number of rows with the remaining
+        kinds.
         """
         lines = [line + self._describe_count(kind) for kind, line in self.first_lines.items()]
         rest = sum(list(self.num_rows_of.values())[MAX_LINES:])
         return lines[:MAX_LINES] + ([f"and {rest} more rows"] if rest else [])
 
     def raise_on_errors(self) -> None:
-        """Raise ValueError with the first error and the number of unusable rows, if any."""
+        """Raise ValueError if there are errors, with the first error and the number of bad rows."""
         if not self.first_lines:
             return
         (kind, line), *others = self.first_lines.items()

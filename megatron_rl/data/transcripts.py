@@ -24,7 +24,7 @@ from megatron_rl.errors import InfraError
 from megatron_rl.types import Demonstration, Message
 
 TRANSCRIPTS_SPLIT = "transcripts"
-"""Name of the only demonstration split (sft.splits) that user data has."""
+"""Name of the demonstration split (sft.splits) for user data, which has no other split."""
 
 
 class TranscriptDataset(Sequence[list[Message]]):
@@ -69,7 +69,7 @@ class TranscriptDataset(Sequence[list[Message]]):
             raise ValueError(str(fault)) from fault
 
     def parse(self, index: int) -> ParsedTranscript:
-        """Return a conversation with its images as StoredImage, which are not decoded."""
+        """Return a conversation with its images as StoredImage objects, without decoding them."""
         return read_transcript(self.records[self._row_indices[index]])
 
     def locate(self, index: int) -> str:
@@ -127,8 +127,8 @@ def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength |
 class ShuffledDemonstrations(Sequence[Demonstration]):
     """Demonstrations from shuffled passes over all conversations, read on access.
 
-    With the same seed, the demonstrations for a smaller `num` are a prefix of those for a larger
-    `num`.
+    With the same seed, a smaller `num` selects a prefix of the demonstrations that a larger `num`
+    selects.
     """
 
     def __init__(self, dataset: TranscriptDataset, *, num: int, seed: int) -> None:
@@ -175,8 +175,8 @@ def read_transcript(record: DataRecord) -> ParsedTranscript:
     """Return the conversation in a row together with the row's unread values.
 
     Raises:
-        ValueError: the row is not a conversation, or has content that is neither read nor known to
-            have no effect. The message names the file, row and field.
+        ValueError: the row is not a conversation, or contains unread content that may have an
+            effect. The message names the file, row and field.
     """
     column, given = read_conversation(record)
     check_turns(record, given, column=column)

@@ -91,7 +91,7 @@ IMAGE_PLACEHOLDER with a space in it is matched too.
 TASK_EXTRA_KEYS = {"image_file_name", "bbox", "bboxes"}
 """Keys of `extra` that tasks and checks use in rows with images."""
 _OPTION_KEYS = ("text", "content", "value", "option", "choice", "answer")
-"""Keys that may contain the text of an option that is a mapping."""
+"""Keys under which an option given as a mapping may contain its text."""
 _REPLIES = ("assistant", "gpt")
 """Roles of messages that are responses."""
 MAX_CHOICES, MAX_CHOICE_CHARS = 26, 200
@@ -119,7 +119,7 @@ class ExaminedRow:
     columns: tuple[str, ...]
     """Names of the row's columns as written in the file."""
     unread_values: Mapping[str, object]
-    """Values that nothing reads, by column; keys of structs are named `extra_info.KEY`."""
+    """Unread values, keyed by column; keys of structs are named `extra_info.KEY`."""
     image_column: str
     """Name of the column with the row's images or video; "" if the row has neither."""
 
@@ -127,7 +127,7 @@ class ExaminedRow:
 def find_unread(
     record: DataRecord, payload: Mapping[str, object], *, unread_values: Mapping[str, object], question_column: str
 ) -> Iterator[UnreadFinding]:
-    """Yield findings about values of a row that nothing reads.
+    """Yield findings about a row's unread values.
 
     Args:
         record: the row.
@@ -184,7 +184,7 @@ def _column_remedy(name: str, value: object) -> str:
 
 
 def _is_read(value: object, images: Sequence[StoredImage], record: DataRecord) -> bool:
-    """Return True if a column names only image files that are already images of the row."""
+    """Return True if a column names only image files that are already among the row's images."""
     names = value if isinstance(value, list) else [value]
     read = {os.path.realpath(image.source) for image in images if not isinstance(image.source, bytes)}
     return all(isinstance(name, str) and "\0" not in name and os.path.realpath(record.folder / name) in read for name in names)
@@ -213,7 +213,7 @@ _CHOICES = ("looks like the choices of the answer, which the question does not c
 
 
 def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool:
-    """Return True for a mapping keyed by letters, or a list of short texts with the answer."""
+    """Return True for a mapping keyed by letters, or for a list of short texts with the answer."""
     if isinstance(value, Mapping) and len(value) >= 2 and all(_LETTER_NAME.fullmatch(name.casefold()) for name in value):
         return True
     is_list = isinstance(value, list) and 2 <= len(value) <= MAX_CHOICES and all(isinstance(item, str) for item in value)
@@ -282,9 +282,9 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:
     """Return the unread prompts of a row, by column.
 
-    If the question comes from extra_info.question, these are the other prompts that do not contain
-    the question. Otherwise, this is the last response in the messages if it does not contain the
-    answer.
+    If the question comes from extra_info.question, return the prompts in other columns that do not
+    contain the question. Otherwise, return the last response in the messages if the response does
+    not contain the answer.
     """
     if question_column == "extra_info.question":
         asked = _extract_words(payload["question"]).casefold()

@@ -22,7 +22,7 @@ _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_][\w.-]*", re.IGN
 def is_empty(value: object) -> bool:
     """Return True for a value without content.
 
-    File formats in which all rows have the same columns contain such values. False and 0 count as
+    Such values occur in file formats in which all rows have the same columns. False and 0 count as
     content.
     """
     return value in ("", "[]", "{}", None) or (isinstance(value, list | Mapping) and all(map(is_empty, _items(value))))
@@ -99,7 +99,7 @@ class ImageColumnCounts:
         self._first = ""
 
     def add(self, column: str, where: str) -> None:
-        """Count a row.
+        """Count a row with or without images.
 
         `column` is the row's image column, or "" if the row has no images.
         """

@@ -2,8 +2,8 @@
 
 A thread on every rank watches the stack of the training thread. If the stack has not changed for
 NEAR_TIMEOUT * parallel.timeout_s, the rank requests reports from all ranks. Each rank then writes
-its stacks to RUN/hang/rank_N.txt and reports its location in the code and if it waits in a
-collective. A warning names the ranks that do not wait.
+its stacks to RUN/hang/rank_N.txt and reports its location in the code and whether it is waiting in
+a collective. A warning names the ranks that are not waiting.
 
 If a collective fails because of a timeout or a dead rank, the run ends with one error line per
 node. The run also ends if a rank misses MAX_MISSED_REPLIES requests in a row; a rank that is only
@@ -39,10 +39,10 @@ from megatron_rl.distributed.world import World, first_line, is_collective_error
 from megatron_rl.errors import PeerLost
 
 FOLDER = "hang"
-"""Name of the folder in a run directory for stacks."""
+"""Name of the run directory's subfolder for stack files."""
 NEAR_TIMEOUT = 0.9
-"""Fraction of the timeout after which reports are requested. It is below 1, because NCCL ends a
-process at the timeout, and an ended process cannot report.
+"""Fraction of the timeout after which reports are requested. The fraction is below 1, because NCCL
+ends a process at the timeout, and an ended process cannot report.
 """
 POLLS_PER_TIMEOUT, POLL_S = 20, 0.5
 """Number of polls per timeout, and maximum interval between two polls in seconds."""
@@ -51,17 +51,17 @@ REPLY_TIMEOUT_S = 5.0
 STACK_WRITE_TIMEOUT_S = 1.0
 """Maximum seconds to wait for the stacks to be written before a report is sent."""
 EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
-"""Maximum seconds for the final report. The limit is needed because a request can block forever,
-regardless of its timeout, if the process with the store hangs: torch 2.13's TCPStore waits for a
-reply to its own cancellation.
+"""Maximum seconds for publishing the final report. The limit is needed because, if the process that
+hosts the store hangs, a request can block forever, regardless of the request's timeout: torch
+2.13's TCPStore waits for a reply to the cancellation.
 """
 MAX_MISSED_REPLIES = 3
-"""Number of consecutive missed requests after which the run is ended, even if other ranks could
-still wait for the rank (parallel.straggler_timeout_s).
+"""Number of consecutive requests that a rank must miss before the run is ended. The run is ended
+even if parallel.straggler_timeout_s has not yet expired.
 """
 _NO_REQUEST, _END_ALL = "0 nobody", "over"
-"""Special values of the store key for requests: before the first request, and when all ranks must
-exit. All other values consist of the request's number and sender.
+"""Special values of the request key in the store: the value before the first request, and the value
+that makes all ranks exit. All other values consist of a request's number and sender.
 """
 _PACKAGE = Path(__file__).parents[1]
 _WAIT_HELPERS = (Path(__file__), _PACKAGE / "distributed/world.py")
@@ -81,9 +81,9 @@ class RankReport:
 
 
 class HangWatchdog:
-    """Context manager for the part of a run that uses collectives, on every rank.
+    """Context manager that runs the watchdog on a rank while the run uses collectives.
 
-    Create the watchdog before the process group. In a world of size 1, it does nothing.
+    Create the watchdog before the process group. In a world of size 1, the watchdog does nothing.
     """
 
     def __init__(self, world: World, *, folder: Path, timeout_s: float) -> None:
@@ -109,7 +109,7 @@ class HangWatchdog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Publish this rank's last report; raise PeerLost in place of an error in a collective."""
+        """Publish this rank's last report; raise PeerLost if a collective failed."""
         if self._world.size == 1:
             return
         parts = error is not None and is_collective_error(error)
@@ -196,7 +196,7 @@ class HangWatchdog:
         return True
 
     def _exit_for_lost_ranks(self, gone: Mapping[int, RankReport]) -> None:
-        """End the job if a rank in `gone` has missed MAX_MISSED_REPLIES requests in a row."""
+        """End the run if a rank in `gone` has missed MAX_MISSED_REPLIES requests in a row."""
         number = _request_number(self._last_request)
         silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
@@ -265,7 +265,7 @@ class HangWatchdog:
         self._store.set(f"watch/{when}/{self._world.rank}", json.dumps(asdict(answer)))
 
     def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
-        """Return the replies by rank, and the initial reports of ranks that did not reply in time.
+        """Return all replies, and the initial reports of ranks without a reply, keyed by rank.
 
         If another rank sends a new request in the meantime, this rank answers the new request and
         reads the replies to it.
@@ -337,9 +337,9 @@ def _describe_reports(answers: Mapping[int, RankReport]) -> str:
 
 
 def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
-    """Return the innermost code line in this package, with the innermost line of all frames.
+    """Return the innermost line of this package on the stack, and the stack's innermost line.
 
-    The innermost line of all frames is given in parentheses, if it differs. Example:
+    If the two lines differ, the stack's innermost line is in parentheses. Example:
     `training_loop.py:188 in attach (threading.py:320 in wait)`.
     """
     told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]

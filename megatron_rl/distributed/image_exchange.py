@@ -25,7 +25,7 @@ from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 T = TypeVar("T")
 SIBLING_MEMORY = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
 """Files that identify this machine and PID namespace. Two processes can map each other's shared
-memory (through /proc) if these files have the same values for both.
+memory (through /proc) if these files have the same contents for both processes.
 """
 
 
@@ -61,8 +61,9 @@ class ImageExchange:
 
         Args:
             patch_size: Side length of an image patch in pixels.
-            group: Process group for gathering rollouts. It needs a long timeout, because some ranks
-                finish rollouts much later than others (world.long_timeout_group).
+            group: Process group for gathering rollouts. The group needs a long timeout
+                (world.long_timeout_group), because some ranks finish rollouts much later than
+                others.
         """
         self._patch_size, self._group = patch_size, group
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -164,9 +165,9 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan which ranks share images on their node and which ranks send images to other nodes.
 
-    Example: rank 0 holds the image "a", ranks 1, 2 and 3 need it, and ranks 2 and 3 are on another
-    node than ranks 0 and 1. Rank 0 then shares the image with rank 1 and sends it to rank 2, and
-    rank 2 shares the image with rank 3.
+    Example: rank 0 holds the image "a", ranks 1, 2 and 3 need it, and ranks 2 and 3 are on a
+    different node than ranks 0 and 1. Rank 0 then shares the image with rank 1 and sends it to rank
+    2, and rank 2 shares the image with rank 3.
 
     Args:
         needed: Keys of the images that each rank needs, keyed by rank.
@@ -203,7 +204,7 @@ def _image_offsets(keys: Iterable[str], sizes: Mapping[str, int]) -> dict[str, i
 
 
 def _map_sibling_memory(pid: int, descriptor: int) -> memoryview:
-    """Map another process's shared memory, which exists as long as any process maps it."""
+    """Map another process's shared memory. The memory persists while any process maps it."""
     with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 

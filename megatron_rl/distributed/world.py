@@ -18,20 +18,20 @@ from megatron_rl.errors import InfraError, RunFailed
 
 T = TypeVar("T")
 MIN_OPEN_FILES, TARGET_OPEN_FILES = 256, 65536
-"""Minimum and target for the limit on open files per process. A nano run on a CPU opens 144 files,
-and each connection to a server, judge or sandbox adds one.
+"""Minimum and target for the limit on open files per process. A CPU run of the nano model opens 144
+files, and each connection to a server, judge or sandbox adds one.
 """
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 """Options of glibc's mallopt (malloc.h)."""
 MMAP_THRESHOLD_BYTES = 4 << 20
-"""Size in bytes from which glibc allocates a block with mmap and returns it to the system when it
-is freed. A low threshold costs time, because the pages of such a block are zeroed on each
-allocation: at 1 MiB, the size of a small model's activations, processor time on a CPU rose by a
-quarter (docs/log.md).
+"""Minimum size in bytes of the blocks that glibc allocates with mmap and returns to the system when
+they are freed. A low threshold costs time, because the pages of such a block are zeroed on each
+allocation. With a threshold of 1 MiB, the size of a small model's activations, CPU time rose by 25%
+(docs/log.md).
 """
 TRIM_THRESHOLD_BYTES = 64 << 20
-"""Free bytes that glibc keeps at the end of a heap. This is the value that glibc reaches if it
-adjusts the threshold itself.
+"""Free bytes that glibc keeps at the end of a heap. This is the value that glibc's own dynamic
+adjustment reaches.
 """
 
 
@@ -76,7 +76,7 @@ def read_world() -> World:
 def connect(world: World, *, timeout_s: float) -> None:
     """Join the default process group, with gloo for CPU tensors and NCCL for GPU tensors.
 
-    A collective that takes longer than timeout_s raises an error.
+    A collective that takes longer than timeout_s seconds raises an error.
 
     Raises:
         ValueError: This node has fewer GPUs than processes, the limit on open files is too low, or
@@ -124,14 +124,14 @@ def max_open_files() -> int:
 
 
 def expand_segments() -> None:
-    """Enable expandable segments in torch's CUDA allocator, unless the environment configures it.
+    """Enable torch's expandable CUDA segments, unless the environment configures the allocator.
 
     Expandable segments reduce fragmentation, because micro-batches differ in length and a segment
     of fixed size may not fit the next micro-batch. Call this before the first GPU tensor is
     created.
 
-    The setting applies to this process only, because it must not be inherited by a judge server
-    that the run starts. The ranks of such a server, like those of a tensor-parallel engine,
+    The setting applies to this process only, because a judge server that the run starts must not
+    inherit the setting. The ranks of such a server, like those of a tensor-parallel engine,
     exchange memory by cudaIpc, which does not support expandable segments (vllm 0.32.0,
     distributed/device_communicators/custom_all_reduce.py).
     """
@@ -172,7 +172,7 @@ def require_gpu_per_rank(world: World) -> None:
 
 
 def is_mig_slice(name: str) -> bool:
-    """Return True if torch's device name is the name of a MIG slice of a GPU.
+    """Return True if a torch device name denotes a MIG slice of a GPU.
 
     Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb.
     """
@@ -186,7 +186,7 @@ def disconnect() -> None:
 
 
 def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
-    """Return a process group of all ranks, for collectives that some ranks enter much later.
+    """Return a process group of all ranks, for collectives that ranks enter at different times.
 
     All ranks must call this together. In a world of size 1, the result is None, which stands for
     the default group. Despite the long timeout, a collective in this group fails at once if a rank
@@ -230,9 +230,9 @@ def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None =
     """Gather values as `all_gather_object` does, for values that are large on at least one rank.
 
     torch's all_gather_object pads the value of each rank to the size of the largest value (torch
-    2.13, distributed_c10d.py). This function transfers only the actual values, but twice, because
-    they are combined by an all-reduce, and 16 bytes per rank. Apart from these 16 bytes, the
-    traffic per rank does not grow with the world size.
+    2.13, distributed_c10d.py). This function transfers only the actual values and 16 bytes per
+    rank. The values are transferred twice, because an all-reduce combines them. Apart from the 16
+    bytes per rank, the traffic per rank does not grow with the world size.
     """
     said = torch.frombuffer(bytearray(pickle.dumps(local_value)), dtype=torch.uint8)
     size_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
@@ -254,7 +254,7 @@ class SharedOSError(OSError):
 
 
 def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `fn` on every rank and return its result; if it fails on any rank, raise on all ranks.
+    """Run `fn` on every rank and return its result; if `fn` fails on any rank, raise on all ranks.
 
     Only OSError and ValueError are handled in this way. If several ranks fail, the error of the
     lowest rank is raised. The text names this rank, unless all ranks failed.

@@ -74,9 +74,9 @@ class EvaluationGenerator:
     """Generates the rollouts of an evaluation, with rollout engines or an endpoint."""
 
     generate: Callable[[Sequence[Example], int], list[Rollout]]
-    """(examples, group number of the first example) -> rollouts of these examples."""
+    """(examples, group index of the first example) -> rollouts of these examples."""
     render_prompt: Callable[[Rollout], str]
-    """Returns the prompt before the policy's first response in a rollout, as text."""
+    """(rollout) -> the text of the prompt before the policy's first response."""
 
 
 def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
@@ -122,7 +122,7 @@ def _evaluate_on_ranks(settings: Settings, plugins: Plugins, *, world: World, st
 
 
 def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
-    """Check the task and weights and return them, before any engine or service is started.
+    """Check and return the task and weights, before any engine or service is started.
 
     The weights are None for an evaluation on an endpoint.
     """

@@ -3,8 +3,9 @@
     OUT/rollouts/step_000012.parquet    rollouts with new scores, for replay or export
     OUT/scores.json                     summary of the score changes
 
-Each step is saved when it is scored, so rescoring resumes after a kill. A rollout that had already
-failed stays failed. If a judge is unavailable during rescoring, the rollout is marked as failed.
+Each step is saved as soon as it is scored, so an interrupted rescoring can be resumed. A rollout
+that had already failed stays failed. If a judge is unavailable during rescoring, the rollout is
+marked as failed.
 """
 
 import asyncio
@@ -48,9 +49,9 @@ from megatron_rl.types import Example, Image, Rollout, Status
 SCORES_FILE = "scores.json"
 """File name of the summary in the output directory."""
 SCORE_SETTINGS = ("task.", "model.path", "rollouts.replay_from")
-"""Names or prefixes of the settings that scores depend on."""
+"""Names or prefixes of the settings that affect scores."""
 MAX_ATTEMPTS = 3
-"""Maximum attempts to score a rollout if infrastructure errors occur."""
+"""Maximum number of attempts to score a rollout if infrastructure errors occur."""
 
 
 def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
@@ -136,7 +137,7 @@ def find_example(examples: Mapping[str, Example], rollout: Rollout) -> Example:
 
 
 async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_token_id: int) -> Rollout:
-    """Score a rollout with the task's rubric and return it; environment rewards are not changed."""
+    """Return a copy of the rollout, scored with the task's rubric; environment rewards are kept."""
     if not rollout.is_scored:
         return rollout
     turns = [replace(turn, step_score=None, reward_delta=0.0) for turn in rollout.turns]
@@ -182,8 +183,9 @@ def find_prompt_images(rollout: Rollout, image_token_id: int) -> list[Image]:
 def _write_summary(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, float]:
     """Compute, write, print and return a summary of the score changes.
 
-    The summary contains the mean rewards before and after, the fraction of changed rewards and the
-    rank correlation, over the rollouts that are scored both before and after.
+    The summary contains the mean rewards before and after rescoring, the fraction of changed
+    rewards and the rank correlation, over the rollouts that have a score both before and after
+    rescoring.
     """
     before, after, failed = [], [], 0
     for old, new in pairs:

@@ -1,7 +1,7 @@
 """Generates and records rollouts without a trainer (run.mode=rollout_only).
 
-Each step generates the same episodes as training would if it started from these weights. If the run
-was killed, steps that are already recorded are not generated again.
+Each step generates the episodes that training would generate if training started from these
+weights. If the run was killed, steps that are already recorded are not generated again.
 """
 
 from contextlib import ExitStack
@@ -92,7 +92,7 @@ def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm:
     """Compute advantages as in training and return the rollout metrics of a step.
 
     Advantages that depend on model outputs cannot be computed without a trainer. In this case, the
-    metrics about groups with zero advantages are left out.
+    metrics for groups with all-zero advantages are omitted.
     """
     if not algorithm.required_columns(settings.algo):
         algorithm.advantage_fn(rollouts, settings.algo)

@@ -1,6 +1,6 @@
 """Evaluation of a model behind an OpenAI-compatible endpoint, with the trainer's tasks.
 
-The model's tokens are unknown, so a rollout contains only text. No stop strings are sent with a
+The endpoint returns no token ids, so a rollout contains only text. No stop strings are sent with a
 request, because servers omit the stop string from the response. Instead, the client truncates each
 response after the first of the task's stop strings (Task.stop). Errors of the endpoint fail the
 episode (InfraError) and never become a score.
@@ -62,7 +62,7 @@ class EndpointCompletion(BaseModel):
 class EndpointClient:
     """Client of the evaluated servers, shared by all episodes.
 
-    It is bound to the event loop in which it is constructed.
+    The client is bound to the event loop in which it is constructed.
     """
 
     def __init__(self, settings: EvaluationSettings, model: ModelSettings) -> None:
@@ -105,7 +105,7 @@ class EndpointClient:
 
 
 class ChatConversation:
-    """Conversation of one episode as chat messages; same interface as rollout/conversation.py."""
+    """One episode's conversation as chat messages (interface of rollout/conversation.py)."""
 
     def __init__(self, client: EndpointClient, limits: SequenceLimits) -> None:
         self._client, self._limits = client, limits
@@ -204,7 +204,7 @@ def truncate_at_stop(text: str, stop: Sequence[str]) -> str:
 
 
 class EndpointRolloutRunner:
-    """Runs a task's episodes with an endpoint, chunk by chunk, in one event loop."""
+    """Runs a task's episodes against an endpoint, chunk by chunk, in one event loop."""
 
     def __init__(self, task: Task, settings: EvaluationSettings, model: ModelSettings, episode: EpisodeSettings) -> None:
         self._task, self._episode = task, episode

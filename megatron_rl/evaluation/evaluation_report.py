@@ -21,15 +21,15 @@ from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES = 10_000
 RESULT_COLUMNS = ("solved", "credit", "rewards", "ends", "said")
-"""Columns of the results that have one entry per episode of an example. `credit` is the accuracy
-term, or if there is none, 1 for a solved episode and 0 otherwise.
+"""Result columns with one entry per episode of an example. `credit` is the accuracy term; for tasks
+without one, it is 1 for a solved episode and 0 otherwise.
 """
 
 
 def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
     """Return one record per example with at least one scored episode.
 
-    A record contains results and replies of the example's scored episodes.
+    A record contains the results and replies of the example's scored episodes.
     """
     lines: dict[int, dict[str, object]] = {}
     for rollout in rollouts:
@@ -48,8 +48,8 @@ def collect_example_results(task: Task, examples: Sequence[Example], rollouts: S
 def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
     """Return the 95% bootstrap confidence interval of the mean over examples.
 
-    `means` has one mean per example. They are resampled with replacement (Efron 1979), with a fixed
-    seed. If all means are equal, both ends of the interval are this value.
+    `means` contains one mean per example. The means are resampled with replacement (Efron 1979),
+    using a fixed seed. If all means are equal, both ends of the interval equal this value.
     """
     values, dice = np.asarray(means), np.random.default_rng(SEED)
     drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]

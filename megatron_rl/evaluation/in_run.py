@@ -32,21 +32,21 @@ def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutM
 def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[Rollout], *, max_failed: float) -> dict[str, float]:
     """Return the weighted mean scores of the scored rollouts.
 
-    These are success, return, tool use (fraction of episodes that ran a tool), each reward term,
-    success by data source, and the task's extra metrics. A reward term is averaged over the
-    episodes in which it did not abstain. `episodes`, the number of scored rollouts, is included
-    only if success is the unweighted mean over these rollouts. It is omitted if examples have a
-    probability or the task computes success itself, because the rollouts are then not a random
-    sample.
+    The scores are success, return, tool use (fraction of episodes that ran a tool), each reward
+    term, success by data source, and the task's extra metrics. A reward term is averaged over the
+    episodes in which it did not abstain. The score `episodes`, the number of scored rollouts, is
+    included only if success is the unweighted mean over these rollouts. If examples have a
+    probability or the task computes success itself, `episodes` is omitted, because the rollouts are
+    then not a random sample.
 
     Args:
         task: Task of the rollouts.
-        examples: Examples of the evaluation; `Rollout.group` is an index into them.
+        examples: Examples of the evaluation; `Rollout.group` is an index into this list.
         rollouts: Rollouts of all examples, including failed ones.
         max_failed: Maximum fraction of the rollouts that may have failed.
 
     Raises:
-        RunFailed: More than the fraction `max_failed` of the rollouts failed, or all of them.
+        RunFailed: The fraction of failed rollouts is above `max_failed`, or all rollouts failed.
         NonFiniteValue: A reward is not finite. Without this check, NaN would count as no success,
             because it is not above 0.
     """

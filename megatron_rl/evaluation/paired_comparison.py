@@ -77,8 +77,8 @@ def find_different_conditions(baseline: EvaluationResult, candidate: EvaluationR
 def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult) -> PairedDifference:
     """Return the mean difference `candidate` minus `baseline` over their common examples.
 
-    The interval is a bootstrap over examples. The p-value is that of McNemar's exact test if both
-    evaluations have one episode per example with credit 0 or 1, and of a sign-flip test otherwise.
+    The interval is a bootstrap over examples. If both evaluations have one episode per example with
+    credit 0 or 1, the p-value is computed by McNemar's exact test, otherwise by a sign-flip test.
 
     Raises:
         ValueError: The evaluations have no common example.
@@ -105,7 +105,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     """Return the p-value of a random sign-flip test of the mean, with a fixed seed.
 
     The p-value is the fraction of sign assignments with a mean at least as far from zero as the
-    observed mean. The observed assignment is counted too.
+    observed mean. The observed signs count as one of the assignments.
     """
     values, dice = np.asarray(differences), np.random.default_rng(SEED)
     means = [(values * dice.choice((-1.0, 1.0), size=len(values))).mean() for _ in range(NUM_RESAMPLES)]

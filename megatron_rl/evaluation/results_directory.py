@@ -1,7 +1,7 @@
 """Directory of a standalone evaluation, which is locked while in use and can be resumed.
 
-    DIR/config.yaml                        settings; an evaluation with other settings is rejected,
-                                           or with run.overwrite moves the directory to a backup
+    DIR/config.yaml                        settings; with other settings, resuming raises an error,
+                                           unless run.overwrite moves the directory to a backup
     DIR/weights.json                       list of weight files, which must be unchanged on resume
     DIR/rollouts/step_000003.jsonl         episodes of one chunk of examples, in the format of a
                                            training run (observe/recorder.py)
@@ -45,7 +45,8 @@ def locked_results_directory(settings: Settings) -> Iterator[None]:
     """Context manager that locks run.dir. Collective over all ranks.
 
     Raises:
-        ValueError: Another process has locked the directory, or it contains something else.
+        ValueError: Another process has locked the directory, or the directory contains something
+            else.
     """
     with ExitStack() as locks:
         run_on_rank_zero(lambda: _open_directory(settings, locks))
@@ -88,7 +89,7 @@ def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
     """Return name, size and modification time of every weight file.
 
     The files in model.path are included even if evaluation.weights is set, because an adapter uses
-    them as its base model.
+    these files as its base model.
     """
     found: list[list[str | int]] = []
     for folder in dict.fromkeys(Path(given) for given in (settings.evaluation.weights, settings.model.path) if given):
@@ -98,7 +99,7 @@ def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
 
 
 def without_images(rollout: Rollout) -> Rollout:
-    """Return the rollout without its sequences and images, which are stored in its file."""
+    """Return the rollout without its sequences and images, which remain in the rollout's file."""
     return replace(rollout, sequences=[], turns=[replace(turn, images=[]) for turn in rollout.turns])
 
 
@@ -108,7 +109,7 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 
 def save_chunk(path: Path, rollouts: Sequence[Rollout], *, chunk: int) -> None:
-    """Write a chunk's episodes, and each rank's images. Collective over all ranks."""
+    """Write a chunk's episodes and the images of all ranks. Collective over all ranks."""
     with explain_write_errors(path.parent.parent):
         raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
         run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=chunk, step_rollouts=rollouts))

@@ -32,7 +32,7 @@ class LogprobTolerance:
 
     @property
     def is_per_token(self) -> bool:
-        """True if each token has a limit that is tight enough to prove that it agrees."""
+        """True if the limit per token is tight enough to prove that a single token agrees."""
         return bool(np.isfinite(self.max_abs))
 
     def is_within(self, abs_diffs: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""Tests hypotheses about differing logprobs by simulating each of them with Hugging Face's model.
+"""Tests hypotheses about differing logprobs by simulating each one with Hugging Face's model.
 
 An image is suspected only if it lies between the last sampled token that agrees and the first
 sampled token that differs. In bfloat16, the tolerance cannot prove that a single token agrees, so
@@ -24,7 +24,7 @@ from megatron_rl.types import Image
 from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 MAX_OTHER_IMAGES = 24
-"""Maximum number of other images from the step that are tried in place of a suspected image."""
+"""Maximum number of other images from the step to try in place of a suspected image."""
 MAX_FITTED_TOKENS = 64
 """Maximum number of sampled tokens to which a temperature is fitted."""
 MIN_FITTED_TOKENS = 4
@@ -32,8 +32,8 @@ MIN_FITTED_TOKENS = 4
 MIN_GAP_RATIO = 1.25
 """Ratio of mean differences above which a later hypothesis is preferred to an earlier hypothesis.
 
-With a dozen tokens, the mean difference of a wrong hypothesis with little effect was a fifth
-smaller than that of the right hypothesis, only because of bfloat16 rounding.
+With a dozen tokens and bfloat16 rounding, a wrong hypothesis with little effect had a mean
+difference that was a fifth smaller than the mean difference of the right hypothesis.
 """
 LogprobsFn = Callable[[], torch.Tensor]
 """Function that returns the float64 logprobs [R] of a sequence's sampled tokens."""
@@ -174,10 +174,10 @@ def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_toke
 
 
 def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[str, Image]) -> Iterator[tuple[str, list[Image]]]:
-    """Yield the images with one of them replaced by an image with the same number of tokens.
+    """Yield image lists in which image `number` is replaced by an image with as many tokens.
 
-    An image of the same sequence swaps places with the replaced image. Other images of the step
-    only take its place.
+    If the new image is from the same sequence, the two images swap places. If it is from another
+    sequence of the step, the remaining images are unchanged.
     """
     shown = images[number]
     for place, other in enumerate(images):

@@ -23,7 +23,7 @@ ToRows = Callable[[object], torch.Tensor]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ProbePoints:
-    """Modules of a network, or of this rank's chunk, at which outputs are recorded."""
+    """Modules of a network (or of this rank's chunk) at which outputs are recorded."""
 
     tower: nn.Module | None
     rotary: nn.Module | None
@@ -111,7 +111,7 @@ class LayerDeviation:
 
     name: str
     row: int
-    """First row that exceeds the tolerance, or -1 if the shapes differ."""
+    """Index of the first row that exceeds the tolerance, or -1 if the shapes differ."""
     relative_diff: float
     """Relative difference of the row."""
     max_diff_before: float

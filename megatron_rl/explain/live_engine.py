@@ -1,8 +1,8 @@
 """Live rollout engine that computes the logprob of each sampled token in a recorded sequence.
 
-Each sampled token takes one request that generates a single token. The engine's prefix cache shares
-the common prefixes of these requests. Every process has an engine, or a part of an engine that
-spans settings.tp neighboring ranks, as in a run. Only the first engine receives requests; the
+Each sampled token requires one request, which generates a single token. The engine's prefix cache
+shares the common prefixes of these requests. Every process has an engine, or a part of an engine
+that spans settings.tp neighboring ranks, as in a run. Only the first engine receives requests; the
 others stay idle.
 """
 
@@ -25,7 +25,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource, iterate_
 
 
 class LiveEngine:
-    """Rollout engine of this process, or its shard of one, with weights from a checkpoint.
+    """Rollout engine of this process, or this process's shard of an engine, with loaded weights.
 
     All ranks create the engine together.
     """

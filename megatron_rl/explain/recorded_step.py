@@ -20,7 +20,7 @@ from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER
 from megatron_rl.types import Rollout, TokenSequence
 
 MAX_ERROR_CHARS = 160
-"""Maximum length in characters of an error on the page."""
+"""Maximum length in characters of an error message on the page."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -28,7 +28,7 @@ class RecordedSequence:
     """A sequence of a recorded step."""
 
     rollout_index: int
-    """Zero-based row or line of the rollout in its file."""
+    """Zero-based row or line index of the rollout in its file."""
     index: int
     tokens: TokenSequence
 
@@ -86,12 +86,13 @@ class ReplaySettings:
     """Dtype of the engine or of the trainer, whichever is less precise."""
     num_steps: int
     max_staleness: int
-    """Maximum staleness.
+    """Maximum staleness in weight versions.
 
-    It is unlimited in evaluations and rollout-only runs, because they use a single set of weights.
+    The staleness is unlimited in evaluations and rollout-only runs, because they use a single set
+    of weights.
     """
     initial_weights: str
-    """Path of the weights with version 0."""
+    """Path of the initial weights (version 0)."""
     trains_subset: bool
     """True if only some weights change, because others are frozen or an adapter is trained."""
     allow_grounding_tokens: bool
@@ -134,7 +135,8 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
 def read_step(run: Path, step: int) -> RecordedStep:
     """Read the recorded rollouts of a step.
 
-    These are all rollouts if rollouts.save=all saved them, else the best and worst rollouts.
+    If the run saved all rollouts (rollouts.save=all), all of them are read. Otherwise, only the
+    best and worst rollouts are read.
 
     Raises:
         ValueError: no rollout of the step can be read.

@@ -33,12 +33,12 @@ These are the first sequences that differ.
 """
 RECORDED_ENGINE = "engine, recorded"
 SampledLogprobs = Sequence[torch.Tensor | None]
-"""Logprobs [R] of the sampled tokens in each sequence, or None if they are unknown."""
+"""For each sequence, the logprobs [R] of the sampled tokens, or None if they are unknown."""
 
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Results of a replay; they are sent from rank to rank."""
+    """Results of a replay; ranks send them to each other."""
 
     reference_logprobs: Sequence[torch.Tensor]
     """Logprobs [R] from Hugging Face's model for each sequence."""
@@ -77,7 +77,7 @@ class ForwardReplay:
         return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.max_model_bytes
 
     def compare_recorded(self, sequences: Sequence[RecordedSequence]) -> ReplayResult:
-        """Compare the recorded logprobs with those of Hugging Face's model, in this process."""
+        """Compare the recorded logprobs with Hugging Face's model, run in this process."""
         reference = self.reference = HfReferenceModel(
             self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=make_patch_fn(self.renderer), device=self.device,
             cache_bytes=self.max_model_bytes,
@@ -101,7 +101,7 @@ class ForwardReplay:
         return played
 
     def compare_one_process(self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout) -> ReplayResult:
-        """Compare the trainer's network, run in this process alone, with the reference."""
+        """Run the trainer's network in this process alone and compare it with the reference."""
         trainer = self._build_trainer(layout)
         result.checks.append(self._check_tensors(trainer, "weights in the trainer"))
         one, packed = (trainer.compute_logprobs(sequences, packed=together) for together in (False, True))
@@ -116,7 +116,7 @@ class ForwardReplay:
     def compare_live_engine(
         self, result: ReplayResult, sequences: Sequence[RecordedSequence], *, world: World, group: dist.ProcessGroup | None
     ) -> ReplayResult:
-        """Compare an engine that is started for the comparison.
+        """Start an engine and compare its logprobs with the reference.
 
         All ranks call this method together.
         """
@@ -138,7 +138,7 @@ class ForwardReplay:
     def compare_at_layout(
         self, result: ReplayResult, sequences: Sequence[RecordedSequence], layout: Layout, *, group: dist.ProcessGroup | None
     ) -> ReplayResult:
-        """Compare the trainer's network, sharded over all ranks.
+        """Compare the trainer's network, sharded over all ranks, with the reference.
 
         All ranks call this method together.
         """
@@ -231,7 +231,7 @@ class ForwardReplay:
         return f"token {place} {self.renderer.tokenizer.decode([ids[place]])!r}{shown}"
 
     def _compare_layers(self, name: str, sequence: RecordedSequence, outputs: LayerOutputs) -> list[str]:
-        """Describe the first layer that differs from Hugging Face's model on a sequence."""
+        """Describe the first layer that differs from Hugging Face's model for a sequence."""
         spec, right = self.spec, self.reference.record_layer_outputs(sequence)
         names = layer_names(spec.vision.num_blocks, spec.num_layers)
         are_distinct = len({image.key for image in sequence.tokens.images}) == len(sequence.tokens.images)
@@ -265,7 +265,7 @@ class ForwardReplay:
         return result
 
     def _check_tensors(self, trainer: TrainerForward, name: str) -> CheckResult:
-        """Check that the weights exported by the trainer equal the weights of the source."""
+        """Check that the weights exported by the trainer equal the source's weights."""
         result = CheckResult(name, unit="tensors")
         for tensor_name, tensor in trainer.hf_weights():
             result.num_checked += 1

@@ -69,7 +69,7 @@ def _sampled_positions(rollout: Rollout, number: int) -> set[int]:
 def check_placeholders(step: RecordedStep, spec: ModelSpec) -> CheckResult:
     """Check that image placeholders match the image grids in number and arrangement.
 
-    Otherwise, positions cannot be computed.
+    If they do not match, rotary positions cannot be computed.
     """
     result = CheckResult("placeholders and grids")
     for each in step.sequences:
@@ -127,7 +127,7 @@ def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) 
 
 
 def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
-    """Check that each image file has the pixels of its key and the size of its grid."""
+    """Check that each image's pixels match its key and that its size matches its grid."""
     result = CheckResult("pictures' pixels", unit="pictures")
     for key, image in images.items():
         if image.pil is None:
@@ -164,7 +164,8 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
 def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
     """Compute the patches of an image, float32 [P, C], from the definition in the paper.
 
-    Pixels are scaled, normalized and cut into squares in merge order; the frame is repeated.
+    Pixels are scaled, normalized and cut into squares in merge order; the frame is repeated to fill
+    a temporal patch.
     """
     processor, patch, merge = renderer.processor.image_processor, renderer.patch_size, renderer.merge_size
     pixels = np.asarray(picture.convert("RGB"), dtype=np.float64) / 255.0
@@ -189,7 +190,7 @@ def make_patch_fn(renderer: Renderer) -> ImageToPatches:
 
 
 def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
-    """Return the sequences that a model can process, and one message per other sequence."""
+    """Return the sequences that a model can process, and a message about each other sequence."""
     good, lines = [], []
     for each in step.sequences:
         context = each.tokens

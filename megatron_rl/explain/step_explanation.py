@@ -40,7 +40,7 @@ class ExplainRequest:
     run: Path
     step: int
     weights: str = ""
-    """Path of a checkpoint in any format or of an adapter.
+    """Path of a checkpoint in any supported format, or of an adapter.
 
     "" selects the run's checkpoint with the weight version that sampled the step.
     """
@@ -50,7 +50,7 @@ class ExplainRequest:
     "" selects the run's previous checkpoint.
     """
     model: str = ""
-    """Path of config, tokenizer and processor if they are not at the run's model.path."""
+    """Path of the config, tokenizer and processor if they are not at the run's model.path."""
     num_rollouts: int = 4
     with_model: bool = True
     with_engine: bool = False
@@ -107,9 +107,10 @@ def _run_replay(
     page: FindingsPage, forward_replay: ForwardReplay, sequences: Sequence[RecordedSequence], *, parallel: ParallelSettings | None,
     use_engine: bool, world: World,
 ) -> None:  # fmt: skip
-    """Replay on the first rank (Hugging Face's model, trainer in one process), then on all ranks.
+    """Replay the step's sequences on the first rank, and then on all ranks together.
 
-    All ranks together run the trainer at its parallel layout, and the engine.
+    The first rank runs Hugging Face's model and the trainer in one process. All ranks together run
+    the trainer with its parallel layout, and then the engine.
     """
     waiting = long_timeout_group(timeout_s=RANK_TIMEOUT_S)
     played: ReplayResult = run_on_rank_zero(lambda: forward_replay.compare_recorded(sequences), group=waiting)
@@ -196,7 +197,7 @@ def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_r
 
 
 def _parallel_settings(request: ExplainRequest, settings: ReplaySettings, spec: ModelSpec, world: World) -> ParallelSettings | None:
-    """Return the parallel layout of the processes, or None if each one has the whole model."""
+    """Return the parallel layout of the processes, or None if each process has the whole model."""
     run, given = settings.parallel, dict(request.parallel_sizes)
     parallel = ParallelSettings(
         tp=given.get("tp", run.tp), pp=given.get("pp", run.pp), vpp=given.get("vpp", run.vpp),

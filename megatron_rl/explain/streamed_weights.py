@@ -19,7 +19,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 
 
 class StreamedModel:
-    """Float32 model with weights that are streamed from a source."""
+    """Float32 model with weights streamed from a source."""
 
     def __init__(self, spec: ModelSpec, source: TensorSource, *, cache_bytes: int, device: torch.device) -> None:
         self._source, self._cache_bytes_left, self._device = source, cache_bytes, device

@@ -1,8 +1,8 @@
-"""Forward pass of the trainer's network on recorded sequences, at any parallel layout.
+"""Forward pass of the trainer's network on recorded sequences, with any parallel layout.
 
-It needs no optimizer and uses the model chunks, attention and token distribution of policy/.
-Pipeline stages run one after the other, so that every layer can be recorded. Every rank must call
-every method.
+The forward pass needs no optimizer and uses the model chunks, attention and token distribution of
+policy/. Pipeline stages run one after the other, so that every layer can be recorded. Every rank
+must call every method.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +33,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 from megatron_rl.weights.stream import HfWeightIterator, ShardLocation, load_hf
 
 LOGIT_CHUNK_ROWS = 2048
-"""Number of rows for which logits are in memory at a time."""
+"""Number of rows of logits to keep in memory at a time."""
 BUCKET_BYTES = 256 << 20
 MAX_TOKENS = 8192
 """Maximum number of tokens in a packed micro-batch."""

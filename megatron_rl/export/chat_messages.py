@@ -1,7 +1,7 @@
 """Conversion of a recorded token sequence to chat messages, for chat templates in Qwen's format.
 
-The resulting messages are rendered again (rollout/renderer.py) and compared with the sequence. A
-sequence that messages cannot represent is thereby detected and rejected.
+The resulting messages are rendered again (rollout/renderer.py) and compared with the sequence. The
+comparison detects sequences that messages cannot represent, so that they can be rejected.
 """
 
 import re

@@ -2,10 +2,10 @@
 
     OUT/rollout_data_rank0.jsonl, rollout_data_rank0.1.jsonl, ...
 
-The size of each file is bounded. Each line has the fields that RL Logging Board reads. The tokens
-are the sampled tokens of all turns. `token_rewards` sum to the rollout's reward: the last token of
-a turn has the turn's reward delta, and the last token of the rollout also has the outcome reward.
-`ground_truth` is the recorded reference answer.
+The size of each file is bounded. Each line contains the fields that RL Logging Board reads. The
+tokens are the sampled tokens of all turns. `token_rewards` sum to the rollout's reward: the last
+token of a turn has the turn's reward delta, and the last token of the rollout also has the outcome
+reward. `ground_truth` is the recorded reference answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -74,7 +74,7 @@ def _board_record(rollout: Rollout, step: int, renderer: Renderer, decode_token:
 def _sampled_tokens(rollout: Rollout) -> Iterator[tuple[int, float, float | None, float]]:
     """Yield (token id, rollout logprob, value, reward) for every sampled token.
 
-    The value is None without a critic. The reward excludes the outcome reward.
+    The value is None if the run has no critic. The reward excludes the outcome reward.
     """
     for turn in rollout.turns:
         context, (first, last) = rollout.sequences[turn.sequence], turn.token_span

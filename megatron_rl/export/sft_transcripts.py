@@ -27,7 +27,7 @@ TRANSCRIPTS_FILE = "transcripts.jsonl"
 
 @dataclass(slots=True, frozen=True, order=True)
 class ScoredRollout:
-    """A scored rollout and its location; ordered by reward, then by step."""
+    """A scored rollout and its location. Instances are ordered by reward, then by step."""
 
     reward: float
     step: int
@@ -142,7 +142,7 @@ def _replace_images(message: Message, keys: Mapping[int, str]) -> Message:
 
 
 def link_images(folder: Path, out: Path, keys: Iterable[str]) -> None:
-    """Create hard links in `out` to images in a directory of rollouts.
+    """Create hard links in `out` to the images of recorded rollouts.
 
     If the directories are on different file systems, the images are copied.
 

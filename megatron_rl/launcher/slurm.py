@@ -2,7 +2,7 @@
 
     RUN/job.sbatch    job script: Slurm options, and launch/slurm/train.sbatch with the overrides
     RUN/job.yaml      all settings of the run at the time of submission
-    RUN/logs          attempt_N for each attempt, latest, and slurm-JOB.out (the job output)
+    RUN/logs          attempt_N for each attempt, a link `latest`, and the job's slurm-JOB.out
 
 No file is written until the settings are validated and the run directory is checked.
 """
@@ -53,7 +53,7 @@ def write_job(settings: Settings, script: str) -> Path:
     """Write job script and settings into the run directory, and return the path of the script.
 
     Raises:
-        ValueError: A run is active in the run directory. Without run.overwrite, also if the
+        ValueError: A run is active in the run directory, or run.overwrite is false and the
             directory contains a finished run or a run with other settings.
     """
     folder = Path(settings.run.dir)

@@ -1,4 +1,4 @@
-"""Process launcher with torchrun's arguments, a graceful stop and short error messages.
+"""Launches processes with torchrun's arguments, a graceful stop and short error messages.
 
 When torchrun receives a signal (torch 2.13.0, distributed/elastic/multiprocessing/api.py), it
 leaves its monitoring loop: it forwards the signal, waits for shutdown_timeout, and exits with a
@@ -37,7 +37,7 @@ from megatron_rl.run.shutdown import (
 )
 
 IMMEDIATE_KILL_S = 5
-"""Seconds from a second signal until child processes are killed.
+"""Delay in seconds after a second signal, before the child processes are killed.
 
 A second SIGINT always counts; any other signal counts if it arrives at least SECOND_SIGNAL_S
 seconds after the first.
@@ -54,7 +54,7 @@ class ChildProcesses:
         self._has_processes = False
 
     def forward_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal to the children; a timer kills those that do not exit in time."""
+        """Forward a signal to the children; a timer kills children that do not exit in time."""
         children = psutil.Process().children()
         if not children:
             raise SystemExit(128 + number)
@@ -69,9 +69,9 @@ class ChildProcesses:
     def hard_deadline(self, signals: Sequence[tuple[int, float]]) -> ForcedExit:
         """Return the deadline at which `SignalDeadline` ends this process (run/shutdown.py).
 
-        The deadline is needed while the launcher waits for other nodes: it then has no child
-        processes, and its signal handlers do not run. If the launcher has had child processes,
-        there is no deadline, because it exits when they exit.
+        The deadline is needed while the launcher waits for other nodes: the launcher then has no
+        child processes, and its signal handlers do not run. If the launcher has had child
+        processes, there is no deadline, because the launcher exits when the child processes exit.
         """
         number, first = signals[0]
         self._has_processes |= bool(psutil.Process().children())

@@ -54,8 +54,8 @@ def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
     """Compose and validate the settings of all tasks.
 
     Raises:
-        ValueError: Some settings are invalid. The message has one line per distinct error, with the
-            first task in which it occurs.
+        ValueError: Some settings are invalid. The message has one line per distinct error, which
+            names the first task with this error.
     """
     found: list[Settings] = []
     wrong: dict[str, int] = {}

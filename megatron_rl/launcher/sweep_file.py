@@ -39,7 +39,7 @@ class SweepTask:
 
     index: int
     parameters: Mapping[str, str]
-    """Overrides that distinguish this run from the others, as a map from key to value."""
+    """Overrides that distinguish this run from the sweep's other runs, as values by key."""
     overrides: Sequence[str]
     """All overrides on the run's command line; run.dir is the last one."""
     folder: Path
@@ -58,7 +58,7 @@ class Sweep:
     tasks: Sequence[SweepTask]
 
     def task(self, index: int) -> SweepTask:
-        """Return the task with an index. Raises ValueError if there is none."""
+        """Return the task at `index`. Raises ValueError if the index is out of range."""
         last = len(self.tasks) - 1
         require(0 <= index <= last, "--task", index, f"{self.path} has tasks 0 to {last}; sbatch --array=0-{last}")
         return self.tasks[index]
@@ -196,7 +196,7 @@ def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str],
 
 
 def run_folder_name(parameters: Mapping[str, str]) -> str:
-    """Return the name of a run directory; it needs no quotes in Hydra or a shell.
+    """Return a run directory's name that needs no quotes in Hydra or a shell.
 
     Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4.
     """

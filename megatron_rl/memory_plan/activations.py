@@ -1,14 +1,14 @@
-"""Formula for the memory of one micro-batch on a rank, excluding the weights.
+"""Formula for the activation memory of one micro-batch on a rank.
 
 The formula counts the activations saved by autograd and the temporary tensors, in the manner of
-Korthikanti et al. (arXiv 2205.05198). It goes tensor by tensor through this project's layers
+Korthikanti et al. (arXiv 2205.05198). It lists the tensors of this project's layers
 (policy/transformer.py without Transformer Engine, policy/vision.py) with the GPU kernels of
-policy/fused.py; Transformer Engine saves less. tests/memory_plan/test_activations.py compares the
-formula with the tensors that autograd really saves, using operations that save the same tensors as
-those kernels.
+policy/fused.py; with Transformer Engine, fewer bytes are saved.
+tests/memory_plan/test_activations.py compares the formula with the tensors that autograd really
+saves, using operations that save the same tensors as those kernels.
 
 Sizes per token or patch are H (hidden), A (queries), K (keys) and F (MLP). Attention is flash
-attention, so that its memory is linear in the sequence length.
+attention, so attention memory is linear in the sequence length.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class ActivationMemory:
     num_in_flight: float
     """Number of micro-batches in flight on a pipeline stage."""
     transient_bytes: int
-    """Peak bytes of temporary tensors in one layer or in the logits, on top of the saved bytes."""
+    """Peak bytes of temporary tensors in a layer or for the logits, on top of the saved bytes."""
 
     @property
     def total_bytes(self) -> int:
@@ -56,8 +56,8 @@ def compute_activation_memory(
         stage: index of the pipeline stage.
         num_tokens: number of tokens in the micro-batch; all of them may be image tokens, and all
             may be sampled.
-        max_patches: maximum number of patches per image. The rank with the most patches encodes its
-            own share and at most one more image.
+        max_patches: maximum number of patches per image. The rank with the most patches encodes an
+            even share of the patches plus at most one more image.
         itemsize: bytes per activation value.
         lora: adapters.
         frozen: names of the frozen modules.
@@ -175,7 +175,7 @@ def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
 
 
 def _num_in_flight(stage: int, parallel: ParallelSettings) -> float:
-    """Return the number of micro-batches between their forward and backward pass on a stage.
+    """Return the number of micro-batches that are between forward and backward pass on a stage.
 
     The schedule is 1F1B with many micro-batches. An interleaved schedule (megatron-core 0.16.1,
     pipeline_parallel/schedules.py) counts model chunks, and each chunk is 1/vpp of the stage.

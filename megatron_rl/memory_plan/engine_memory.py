@@ -22,8 +22,8 @@ The values are those of vllm 0.32.0 (engine/arg_utils.py, get_batch_defaults).
 CUDA_GRAPH_BYTES = 15 * GB // 10
 """Estimated bytes of the CUDA graphs, which take 1 to 2 GB.
 
-vLLM counts the graphs in its share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and keeps them while
-it is asleep (config/model.py, sleep_mode_offload_cudagraph).
+vLLM counts the graphs as part of its memory share (VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS) and
+keeps them while it is asleep (config/model.py, sleep_mode_offload_cudagraph).
 """
 LOGIT_BYTES = 22
 """Bytes per logit during sampling (rollout/vllm/sampler.py, EngineNoise).
@@ -43,7 +43,7 @@ class EnginePlan:
     With DeepStack, the buffers contain the features that are added to a step's tokens.
     """
     step_bytes: int
-    """Bytes of the largest step, which vLLM measures when it starts, plus the CUDA graphs."""
+    """Bytes of the largest step, which vLLM measures at startup, plus bytes of the CUDA graphs."""
     kv_bytes_per_token: int
     """Number of KV-cache bytes per token."""
 
@@ -102,8 +102,8 @@ def max_batched_tokens(settings: Settings) -> int:
 def num_profiled_image_tokens(model: ModelSpec, settings: Settings) -> int:
     """Return the number of image tokens that vLLM's profiling run encodes at once.
 
-    The profiling run encodes images of the largest size, as many as a step may contain (vllm
-    0.32.0, multimodal/encoder_budget.py).
+    The profiling run encodes as many maximum-size images as a step may contain (vllm 0.32.0,
+    multimodal/encoder_budget.py).
     """
     given, largest = settings.engine, max_image_tokens(model, settings)
     budget = max(max_batched_tokens(settings), largest)
@@ -156,8 +156,8 @@ def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
 
     The values are the row, its normalized form, and the tensors of attention: the fused projection,
     the copied (2) and rotated (2) queries and keys, the values, and the result in three shapes. The
-    MLP of a block needs less. Learned position embeddings, if there are any, and DeepStack features
-    of earlier blocks are added.
+    MLP of a block needs less memory than the attention. Learned position embeddings, if there are
+    any, and DeepStack features of earlier blocks are added.
     """
     vision = model.vision
     left = vision.num_deepstack_layers * vision.out_hidden_size / vision.patches_per_token

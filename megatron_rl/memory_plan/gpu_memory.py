@@ -1,15 +1,15 @@
-"""GPU memory plan of a run in which policy and engine share each GPU and alternate.
+"""GPU memory plan for runs in which the policy and the engine share each GPU and take turns.
 
 The plan is determined by the largest of three phases:
 
-- Rollout: the engine has its share (engine.gpu_memory_utilization) next to the parts of the policy
-  that are not offloaded to the host.
+- Rollout: the engine's share (engine.gpu_memory_utilization), plus the parts of the policy that are
+  not offloaded to the host.
 - Update: the engine sleeps, with its weights discarded and its KV cache released.
 - Sync: the new weights are transferred from the policy to the engine.
 
 Weights, gradients and optimizer state are counted on the real model (rank_shares.py). Activations
-are computed by a formula (activations.py), and the engine's memory by engine_memory.py. The
-constants below cover the rest. The plan has not been compared with a GPU yet;
+are computed by a formula (activations.py). The engine's memory is computed by engine_memory.py. The
+constants below cover the rest. The plan has not been compared with measurements on a GPU yet;
 tests/gpu/test_memory_on_gpu.py will do this.
 """
 
@@ -36,7 +36,8 @@ aten/src/ATen/cuda/CublasHandlePool.cpp) and to Triton.
 COMMUNICATOR_BYTES = 5 * GB // 10
 """Estimated bytes of NCCL's buffers per process group.
 
-The buffers are estimated as 0.2 to 0.5 GB with the channels of NCCL 2.29 on NVLink.
+With the number of channels that NCCL 2.29 uses on NVLink, the buffers are estimated at 0.2 to 0.5
+GB.
 """
 
 
@@ -47,7 +48,7 @@ class RankMemoryPlan:
     rank_share: ModelShare
     activations: ActivationMemory
     optimizer_bytes: int
-    """Bytes of the optimizer state that is on the GPU."""
+    """Bytes of optimizer state kept on the GPU."""
     rollout_bytes: int
     sync_bytes: int
     update_bytes: int
@@ -141,10 +142,10 @@ def require_fit(planned: MemoryPlan) -> str:
 def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
     """Return the bytes on a GPU that no other part of the plan counts.
 
-    The bytes belong to CUDA, to the libraries, and to NCCL for each process group with more than
-    one rank (tensor-parallel, pipeline, data-parallel, world and engine). Together with the
-    engine's CUDA graphs they are 2.5 GB on one GPU, and 4 GB on eight GPUs with parallel.tp=2. For
-    eight GPUs, the sources of the libraries suggest 3.5 to 5 GB.
+    These bytes are used by CUDA, by the libraries, and by NCCL for each process group with more
+    than one rank (tensor-parallel, pipeline, data-parallel, world and engine). Together with the
+    engine's CUDA graphs, they amount to 2.5 GB on one GPU and to 4 GB per GPU on eight GPUs with
+    parallel.tp=2. For eight GPUs, the source code of the libraries suggests 3.5 to 5 GB.
     """
     tp, pp = settings.parallel.tp, settings.parallel.pp
     groups = [tp, pp, world_size // (tp * pp), world_size, settings.engine.tp]

@@ -1,4 +1,4 @@
-"""GPUs that a run can be planned for, with the specifications in NVIDIA's data sheets."""
+"""GPUs that a run can be planned for, with specifications from NVIDIA's data sheets."""
 
 from dataclasses import dataclass
 
@@ -43,10 +43,10 @@ The specifications were not measured.
 
 
 def closest_gpu_name(memory_bytes: int, *, preferred: str) -> str:
-    """Return the name of the known GPU that is closest to a GPU with this memory.
+    """Return the name of the known GPU that best matches a GPU with this much memory.
 
-    This is the GPU with the most memory up to `memory_bytes`. If several GPUs have that much
-    memory, `preferred` is chosen.
+    This is the known GPU with the most memory among the GPUs with at most `memory_bytes`. If
+    several GPUs have the same amount of memory, `preferred` is chosen.
     """
     fitting = [name for name, gpu in GPU_SPECS.items() if gpu.memory_bytes <= memory_bytes]
     return max(fitting, key=lambda name: (GPU_SPECS[name].memory_bytes, name == preferred), default="l4")

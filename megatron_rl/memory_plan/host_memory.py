@@ -1,4 +1,4 @@
-"""Host memory plan: maximum need of the ranks on a node, compared with the node's memory."""
+"""Plans the maximum host memory of a node's ranks and checks it against the node's memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class HostMemoryPlan:
 
     optimizer_bytes: int
     weight_copy_bytes: int
-    """Bytes of parameters offloaded while the engine generates, and of the reference model."""
+    """Bytes of the reference model, and of parameters offloaded while the engine generates."""
     checkpoint_bytes: int
     """Bytes copied to the host before this rank writes its part of a checkpoint.
 
@@ -94,8 +94,8 @@ def _plan_rank_host_memory(
     references = int(settings.stage == "rl" and settings.algo.kl_coef > 0 and not settings.lora.rank)  # swapped with the policy
     copies = rank_share.policy_footprint.param_bytes * references + (held.param_bytes if parallel.offload_params else 0)
     written = held.param_bytes // replicas + held.moment_bytes // 2 * 3  # policy/training_state.py; loading fills existing tensors
-    # Without `background` only data on the GPU is copied. Megatron keeps the main weights there
-    # even with offloading.
+    # Without `background`, only data on the GPU is copied. Even with offloading, Megatron keeps
+    # the main weights on the GPU.
     far = held.param_bytes // replicas + held.moment_bytes // 2 * (1 if parallel.offload_optimizer else 3)
     checkpoint = written if settings.checkpoint.background else far
     return HostMemoryPlan(

@@ -1,17 +1,18 @@
 """Host memory plan for the images of a step on one rank.
 
 The plan assumes that every episode has the maximum number and size of images and that groups are
-distributed evenly. A faster engine may get more groups (rollout/load_balancer.py).
+distributed evenly. An engine that is faster than the others may get more groups
+(rollout/load_balancer.py).
 
 During the rollout, each image exists as a Pillow image and as the patches passed to vLLM until its
-episode ends. During training, there are the images exchanged with other ranks
+episode ends. During training, host memory contains the images exchanged with other ranks
 (distributed/image_exchange.py) and the patches of the current and the next micro-batch
 (policy/patches.py). In both phases, the renderer caches images from any step. Source images are
-counted once per episode, with the size of the rendered images: while the engine computes a step,
+counted once per episode, at the size of the rendered images: while the engine computes a step,
 threads render all images of a generation batch, and no episode can release its source images.
 
-The plan does not count the larger size of source images, the episodes of an evaluation, and the
-memory of user-defined tasks.
+The plan does not count the additional size of large source images, the episodes of an evaluation,
+or the memory of user-defined tasks.
 """
 
 from megatron_rl.config import Settings
@@ -24,8 +25,7 @@ TRANSFER_BYTES_PER_PIXEL = 3
 NUM_PREFETCHED_MICRO_BATCHES = 2
 """Number of micro-batches with patches in memory: the current and the next one."""
 RENDER_BYTES_PER_PIXEL, NUM_RENDER_THREADS = 15, 4
-"""Temporary bytes per pixel while an image is rendered, and number of images rendered at the same
-time.
+"""Temporary bytes per pixel during rendering, and number of images rendered at the same time.
 
 The temporary bytes come on top of the bytes of the image and its patches (measured: 43 in total).
 """

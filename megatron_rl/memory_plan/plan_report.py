@@ -46,7 +46,7 @@ def print_memory_plan(
 
 
 def _rank_table(planned: MemoryPlan) -> Table:
-    """Return a table with one column per range of tensor-parallel ranks that have equal shares."""
+    """Return a table with one column per group of consecutive ranks with equal memory needs."""
     equal = [
         list(ranks)
         for _, ranks in groupby(planned.ranks, key=lambda rank: (rank.rank_share.pp_rank, rank.rank_share.total_footprint, rank.peak_bytes))

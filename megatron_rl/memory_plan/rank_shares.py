@@ -128,7 +128,7 @@ def _compute_share(model: ModelSpec, settings: Settings, *, has_values: bool) ->
 
 
 def critic_spec(model: ModelSpec, settings: Settings) -> ModelSpec:
-    """Return the model for a critic's own backbone; the policy's model if critic.path is empty."""
+    """Return the model spec for a critic's own backbone, or `model` if critic.path is empty."""
     return load_known_spec(settings.critic.path, key="critic.path") if settings.critic.path else model
 
 

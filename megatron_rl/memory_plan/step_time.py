@@ -45,7 +45,7 @@ CHECKPOINT_STATE_BYTES = 12
 These are the main weight and both moments in fp32.
 """
 COLLECTIVES_PER_LAYER = 4
-"""Number of collectives per layer and pass with tensor parallelism.
+"""Number of tensor-parallel collectives per layer and pass.
 
 Attention and MLP each have a gather before them and a scatter after them.
 """
@@ -56,9 +56,9 @@ class ParamCounts:
     """Parameter counts of a model, taken from the shapes of its tensors."""
 
     language: int
-    """Number of parameters that are multiplied with each token of the language model."""
+    """Number of language-model parameters multiplied with each token."""
     vision: int
-    """Number of parameters that are multiplied with each patch in the vision tower."""
+    """Number of vision-tower parameters multiplied with each patch."""
     total: int
     num_tensors: int
 
@@ -205,7 +205,7 @@ def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
 
 
 def prefill_seconds(inputs: StepTimeInputs) -> float:
-    """Return the seconds in which the engines process prompts and images.
+    """Return the seconds that the engines take to process prompts and images.
 
     The prompt of a group is computed once, and every environment response is computed separately.
     """
@@ -250,10 +250,10 @@ def update_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the FLOPs of all epochs on the slowest pipeline stage.
 
-    A forward pass takes 2 FLOPs per parameter and token, and 2 * layers * heads * head size *
-    length for attention. An update takes 2 more for the gradient of the input, 2 more for the
-    gradient of the weight (not with LoRA), and 2 more if layers are recomputed. The vision tower is
-    on the first stage.
+    A forward pass takes 2 FLOPs per parameter and token, plus 2 * layers * heads * head size *
+    length FLOPs per token for attention. An update consists of a forward pass and, at the same cost
+    each, the gradient of the input, the gradient of the weights (not with LoRA), and recomputation
+    (if layers are recomputed). The vision tower is on the first stage.
     """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision
@@ -280,8 +280,8 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the bytes that a rank sends to its tensor-parallel group in a step.
 
-    An epoch counts as three passes, one forward and two backward, and as four with full
-    recomputation.
+    An epoch counts as three passes (one forward, two backward). With full recomputation, it counts
+    as four passes.
     """
     parallel, model = inputs.settings.parallel, inputs.model
     passes = inputs.settings.batch.epochs * (3 + (parallel.recompute == "full")) + num_forward_passes_before_update(inputs)
@@ -353,7 +353,7 @@ def weight_sync_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 
 
 def checkpoint_seconds(inputs: StepTimeInputs) -> float:
-    """Return the seconds until a checkpoint is on disk.
+    """Return the seconds that it takes to write a checkpoint to disk.
 
     Every node writes its share of the weights and the optimizer state.
     """

@@ -37,7 +37,7 @@ class StepTimeConstants:
     Assumption: CUDA graphs, and batches of several hundred sequences.
     """
     link_share: float = 0.60
-    """Fraction of the bandwidth between GPUs of a node that is reached.
+    """Fraction of the nominal bandwidth reached between GPUs of a node.
 
     Estimate: 18 of 32 GB/s over PCIe on an L40S; NCCL reaches a larger fraction over NVLink.
     """
@@ -56,27 +56,28 @@ class StepTimeConstants:
     host_memory: float = 200e9
     """Bandwidth of a node's host memory in bytes/s, for an optimizer on the host.
 
-    Assumption: two sockets with eight channels each.
+    Assumption: two sockets with eight memory channels each.
     """
     decode_floor_s: float = 0.004
-    """Seconds of a decode step in addition to reading memory: scheduler, sampler, kernel launches.
+    """Fixed seconds per decode step, excluding memory reads: scheduler, sampler, kernel launches.
 
     Assumption, with asynchronous scheduling.
     """
     launch_s: float = 30e-6
-    """Seconds of an all-reduce over the ranks of an engine in addition to the transfer.
+    """Fixed seconds per all-reduce over an engine's ranks, in addition to the transfer time.
 
-    Assumption for PCIe; NVLink needs less.
+    Assumption for PCIe; an all-reduce over NVLink takes less time.
     """
     tensor_s: float = 1e-3
     """Seconds to gather, check and load one tensor in a weight sync.
 
-    Estimate: 1 s for the 729 tensors of a 7B model, of which two thirds do not depend on bandwidth.
+    Estimate: 1 s for the 729 tensors of a 7B model. Two thirds of this time do not depend on
+    bandwidth.
     """
     wake_s: float = 1.0
-    """Seconds per step in which the engine goes to sleep, wakes up and allocates its KV cache.
+    """Seconds per step for the engine to go to sleep, wake up and allocate its KV cache.
 
-    Assumption; the goal of 0.3 s has not been measured yet.
+    Assumption; the goal is 0.3 s, but no measurement exists yet.
     """
     disk: float = 1e9
     """Bandwidth of a node for writing checkpoints, in bytes/s.
@@ -100,7 +101,7 @@ class StepTimeConstants:
     prompt_tokens: float = 500.0
     """Number of text tokens in a prompt. Assumption, not measured."""
     spread: float = 0.6
-    """Standard deviation of the logarithm of an episode's sampled tokens.
+    """Standard deviation of the logarithm of the number of tokens sampled per episode.
 
     Assumption: the longest of 128 episodes has 4 times as many sampled tokens as the mean.
     """
@@ -129,7 +130,7 @@ class EpisodeEstimate:
 
     @property
     def total_tokens(self) -> float:
-        """Number of tokens at the end of the episode."""
+        """Number of tokens in the sequence at the end of the episode."""
         return self.text_tokens + self.num_images * self.tokens_per_image + self.sampled_tokens
 
 
@@ -156,8 +157,8 @@ def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTime
 def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> float:
     """Return the ratio of the longest length among `num_episodes` episodes to the mean length.
 
-    Lengths in sampled tokens are assumed to be log-normal. The longest episode is taken to be the
-    quantile at num_episodes / (num_episodes + 1).
+    Lengths in sampled tokens are assumed to be log-normal. The longest length is approximated by
+    the quantile at num_episodes / (num_episodes + 1).
     """
     normal = torch.distributions.Normal(0.0, 1.0)
     quantile = float(normal.icdf(torch.tensor(num_episodes / (num_episodes + 1), dtype=torch.float64)))
@@ -165,6 +166,6 @@ def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT
 
 
 def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
-    """Return half and twice the value of each constant, by name; fractions are at most 1."""
+    """Return half and twice the value of each constant, by name; fractions are capped at 1."""
     values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

@@ -2,7 +2,7 @@
 
 An unknown field may change the model's computation (rope scaling, sliding windows, scaled or
 skipped layers), but transformers and vLLM silently keep unknown fields. Each mapping in this module
-lists the accepted values of a field: ANY, or a tuple of values that leave the computation
+maps fields to their accepted values: ANY, or a tuple of values that leave the computation
 unchanged. Fields with the value null count as absent. The fields were collected from the config
 classes of transformers 5.19 (models/*/configuration_*.py and configuration_utils.py) and from files
 written by versions 4.41 to 4.57.
@@ -45,8 +45,8 @@ _NEUTRAL: Fields = {
     "is_encoder_decoder": (False,), "per_layer_config": ({},), "pruned_heads": ({},), "quantization_config": (),
     "tie_encoder_decoder": (False,),
 }  # fmt: skip
-"""Fields common to all transformers configs that can change the computation. Accepted are only the
-values that leave the computation unchanged.
+"""Fields common to all transformers configs that can change the computation. Only values that leave
+the computation unchanged are accepted.
 """
 _COMMON: Fields = {**_BOOKKEEPING, **_GENERATION, **_NEUTRAL}
 
@@ -92,8 +92,8 @@ QWEN3_VISION: Fields = {
     **_TOWER, **dict.fromkeys(("intermediate_size", "out_hidden_size", "num_position_embeddings", "deepstack_visual_indexes"), ANY),
 }  # fmt: skip
 _VISION_COPIES = {"in_chans": ("in_channels", 3), "spatial_patch_size": ("patch_size", None), "num_attention_heads": ("num_heads", None)}
-"""Alternative field names in vision_config. Each is mapped to the field that must have the same
-value, and to the default value of that field in transformers.
+"""Maps an alternative field name in vision_config to the field that must have the same value, and
+to the default value of that field in transformers.
 """
 _ROPE: Fields = {
     **dict.fromkeys(("mrope_section", "mrope_interleaved", "rope_theta"), ANY),
@@ -151,7 +151,7 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
-    """Yield phrases for a layer type other than full attention and unsupported rotary settings."""
+    """Yield phrases for layer types except full attention and for unsupported rotary settings."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")

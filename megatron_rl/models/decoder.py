@@ -10,7 +10,7 @@ from megatron_rl.models.name_mapping import AttentionHeads, ParamMapping, fuse_h
 
 
 def decoder_layer_mappings(layer: int, heads: AttentionHeads, *, qkv_bias: bool, qk_norm: bool) -> list[ParamMapping]:
-    """Return the name mappings of the decoder layer with the global number `layer`."""
+    """Return the name mappings of the decoder layer with global layer number `layer`."""
     mcore, hf, stage = f"language.decoder.layers.{layer}.", f"model.layers.{layer}.", f"layer:{layer}"
 
     def qkv(kind: str) -> ParamMapping:

@@ -1,10 +1,10 @@
-"""Name mappings of vision towers that other trainers build from Megatron's layers, sharded by tp.
+"""Name mappings of tensor-parallel vision towers that other trainers build from Megatron layers.
 
 Such towers are only read from checkpoints, to merge them into Hugging Face folders; this project
-never builds one. Parameters are named as in Megatron's TransformerBlock and MultimodalProjector
-with biases; mbridge and verl use these names for Qwen2.5-VL, and Pai uses them for Qwen2-VL. For
-Qwen3-VL, the mergers have the names used by mbridge. q, k and v are stored as one block per head,
-gate and up (if an MLP has them) as one block per rank.
+never builds such a tower. Parameters are named as in Megatron's TransformerBlock and
+MultimodalProjector with biases; mbridge and verl use these names for Qwen2.5-VL, and Pai uses them
+for Qwen2-VL. For Qwen3-VL, the mergers have the names used by mbridge. q, k and v are stored as one
+block per head. If an MLP has gate and up projections, they are stored as one block per rank.
 """
 
 from collections.abc import Sequence
@@ -25,9 +25,9 @@ def replicated_mapping(mcore: str, hf: str) -> ParamMapping:
 def mlp_mappings(mcore: str, *, fc1: Sequence[str], fc2: str) -> list[ParamMapping]:
     """Return the mappings of an MLP with biases.
 
-    `fc1` contains Hugging Face's names of the gate and up layers, or of the first layer in an MLP
-    without gate. `fc2` is Hugging Face's name of the last layer. The bias of `fc2` is replicated,
-    because it is added after the sum over ranks.
+    `fc1` contains Hugging Face's names of the gate and up layers, or the name of the first layer if
+    the MLP has no gate. `fc2` is Hugging Face's name of the last layer. The bias of `fc2` is
+    replicated, because it is added after the sum over ranks.
     """
     rows = []
     for kind in ("weight", "bias"):

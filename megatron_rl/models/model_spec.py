@@ -32,7 +32,7 @@ class VisionSpec:
     temporal_patch_size: int
     """Number of frames in a patch; a still image is repeated this many times."""
     spatial_merge_size: int
-    """Height and width, in patches, of the square of patches that is merged into a vision token."""
+    """Side length, in patches, of the square that is merged into one vision token."""
     window_size: int = 0
     """Height and width in pixels of the attention windows of most blocks; 0 if every block attends
     to the whole image.
@@ -50,7 +50,7 @@ class VisionSpec:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **own: int) -> "VisionSpec":
-        """Build a VisionSpec from the config fields SHARED_SIZES and the family's `own` sizes."""
+        """Build a VisionSpec from config fields in SHARED_SIZES and the family's `own` sizes."""
         return cls(
             num_blocks=config.depth, num_heads=config.num_heads, in_channels=config.in_channels, patch_size=config.patch_size,
             temporal_patch_size=config.temporal_patch_size, spatial_merge_size=config.spatial_merge_size, **own,
@@ -110,7 +110,9 @@ class ModelFamily:
     has_qk_norm: bool
     """True if the language model normalizes queries and keys in each attention head."""
     vision_sizes: tuple[str, ...]
-    """Names of the vision_config fields that `read_vision_spec` reads, all positive integers."""
+    """Names of the vision_config fields that `read_vision_spec` reads; each must be a positive
+    integer.
+    """
     read_vision_spec: Callable[[PreTrainedConfig], VisionSpec]
     """Function that builds a VisionSpec from a vision_config."""
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]]
@@ -120,7 +122,7 @@ class ModelFamily:
     found in classic checkpoints of other trainers (models/megatron_tower.py).
     """
     megatron_config: Mapping[str, object]
-    """Additional arguments of Megatron's TransformerConfig (policy/transformer.py)."""
+    """Additional arguments for Megatron's TransformerConfig (policy/transformer.py)."""
     uses_nested_names: bool
     """True if released checkpoints use the newer tensor names (name_mapping.nested_name). For such
     a family, transformers and vLLM accept no other names.
@@ -162,7 +164,7 @@ class ModelSpec:
     max_positions: int
     rope_theta: float
     rope_sections: tuple[int, ...]
-    """Numbers of rotary pairs of a head that use the frame, the row and the column position."""
+    """Numbers of rotary pairs per attention head that use the frame, row and column position."""
     vision: VisionSpec
     image_token_id: int
     """Id of the image placeholder token. A sequence has one placeholder per vision token."""
@@ -172,7 +174,7 @@ class ModelSpec:
 
     @property
     def heads(self) -> AttentionHeads:
-        """Attention heads of the language model: numbers of query and key/value heads, and size."""
+        """Numbers of query and key/value heads of the language model, and the head size."""
         return AttentionHeads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def shapes(self) -> dict[str, torch.Size]:

@@ -14,10 +14,11 @@ from megatron_rl.types import Image
 def interleave_sections(sections: Sequence[int]) -> list[int]:
     """Return Megatron's mrope_section for interleaved multimodal rotary embeddings, as in Qwen3-VL.
 
-    Rotary pair i uses the frame, row or column position if i % 3 is 0, 1 or 2. Once the section of
-    row or column is used up, the frame position is used instead (transformers 5.19,
-    models/qwen3_vl, Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The result lists numbers
-    of successive pairs that use frame, row, column, frame, row, column and so on.
+    Rotary pair i uses the frame, row or column position if i % 3 is 0, 1 or 2. Once all pairs of
+    the row or column section are assigned, the frame position is used instead (transformers 5.19,
+    models/qwen3_vl, Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The result contains
+    three numbers per rotary pair: 1 for the position that the pair uses, and 0 for the other two
+    positions.
 
     Example: interleave_sections((3, 1, 1)) == [1,0,0, 0,1,0, 0,0,1, 1,0,0, 1,0,0].
     """

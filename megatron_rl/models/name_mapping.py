@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True, frozen=True)
 class AttentionHeads:
-    """Numbers of attention heads and their size, needed to split a fused q/k/v projection."""
+    """Numbers of query and key/value heads, and head size, for splitting a fused q/k/v."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -56,7 +56,7 @@ class ParamMapping:
     tensor. The ranks' shards are equal chunks of the fused tensor along shard_dim.
     """
     split: Callable[[torch.Tensor], Tensors] | None = None
-    """Function from the fused tensor to the Hugging Face tensors; inverse of `fuse`."""
+    """Function that splits the fused tensor into the Hugging Face tensors; inverse of `fuse`."""
     shard_dim: int | None = None
     """Dimension that tensor parallelism shards; None for a replicated parameter."""
     fuse_shards: bool = False
@@ -67,7 +67,7 @@ class ParamMapping:
     """
     vocab_rows: int = 0
     """Vocabulary size, for parameters with one row per vocabulary entry; 0 for other parameters.
-    Such a parameter is padded with zero rows if tensor parallelism does not divide its rows.
+    Such a parameter is padded with zero rows to a multiple of the tensor-parallel size.
     """
     is_exported: bool = True
     """False for the output layer's copy of tied embeddings, which is loaded but never exported."""

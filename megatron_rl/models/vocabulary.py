@@ -9,7 +9,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 
 def count_token_ids(folder: Path) -> int:
-    """Return the largest token id in the tokenizer files of a Hugging Face folder, plus one.
+    """Return one plus the largest token id in the tokenizer files of a Hugging Face folder.
 
     Returns 0 if the folder has no tokenizer. Raises ValueError if a tokenizer file is damaged.
     """

@@ -14,7 +14,7 @@ from pathlib import Path
 _NUMBERS = itertools.count()
 """Counter of the event files that this process has created.
 
-TensorBoard orders files by their second of creation, then by this number.
+TensorBoard orders files by creation time (in whole seconds), then by this number.
 """
 
 
@@ -24,7 +24,8 @@ class EventFile:
     def __init__(self, folder: Path, *, start_step: int) -> None:
         """Create a new file.
 
-        Readers discard data for steps from `start_step` on in earlier files of the folder.
+        If earlier files in the folder contain data for steps >= `start_step`, readers discard this
+        data.
         """
         from tensorboard.compat.proto.event_pb2 import Event  # ranks without a log do not need TensorBoard
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -1,4 +1,4 @@
-"""Counts the judge requests of a run, for metrics of each step and a summary line of the run."""
+"""Counts the judge requests of a run for per-step metrics and a summary line."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -43,7 +43,8 @@ class JudgeStats:
     def record_decided(self, rollouts: Sequence[Rollout], total: Counts) -> dict[str, float]:
         """Return the fraction of scored rollouts that have a judge result.
 
-        The number of these rollouts and of all scored rollouts are added to `total`.
+        The number of scored rollouts with a judge result and the number of all scored rollouts are
+        added to `total`.
         """
         scored = [rollout for rollout in rollouts if rollout.is_scored]
         num = _add(total, "decided", sum(bool(rollout.verdicts) for rollout in scored))

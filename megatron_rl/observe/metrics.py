@@ -233,7 +233,7 @@ class StepTimer:
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add seconds that were measured elsewhere to a span.
 
-        They are subtracted from the currently open span.
+        The same seconds are subtracted from the currently open span.
         """
         self._add_to_span(name, seconds)
         if self._open:
@@ -252,7 +252,7 @@ class StepTimer:
         return times
 
     def _charge_open_span(self) -> None:
-        """Add the time since the last change of spans to the open span."""
+        """Add the time since the last span change to the open span."""
         now = self._clock()
         if self._open:
             self._add_to_span(self._open[-1], now - self._mark)

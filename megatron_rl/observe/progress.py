@@ -76,7 +76,7 @@ class ProgressDisplay:
         print(line, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Stop the bar."""
+        """Stop the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 

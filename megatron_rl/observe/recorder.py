@@ -1,11 +1,12 @@
-"""Rollout files: best and worst rollouts of every step for inspection, or others for replay.
+"""Rollout files: the best and worst rollouts of every step for inspection, or rollouts for replay.
 
 - RUN/rollouts/step_000012.jsonl: one RecordedRollout per line (io/rollout_codec.py).
 - RUN/rollouts/images/KEY.png: an image; KEY is Image.key, so that equal pixels are stored once.
 
 The images of a rollout file are in the folder `images` next to it, so that both can be moved
 together. A rollout takes about 1 kB, plus 25 bytes per observed token and 56 bytes per sampled
-token, plus its images. If old and reference logprobs are known, the bytes per token are 37 and 98.
+token, plus its images. If old and reference logprobs are recorded too, an observed token takes 37
+bytes and a sampled token 98 bytes.
 """
 
 import io
@@ -34,7 +35,7 @@ IMAGES_FOLDER = "images"
 NUM_WRITER_THREADS = 4
 """Number of threads that write images; each thread waits until its file is on disk."""
 MAX_IMAGE_BYTES, MAX_PIXELS = 256 << 20, 1 << 26
-"""Maximum file size and number of pixels of a recorded image when it is read.
+"""Maximum file size in bytes and maximum number of pixels of a recorded image when reading it.
 
 Images that a policy receives are always smaller.
 """
@@ -48,7 +49,7 @@ class RecordedRollout:
 
     step: int
     kind: str
-    """"best" or "worst" for such rollouts of the step; "kept" if the file contains all rollouts."""
+    """"best" or "worst" for the step's best or worst rollouts; "kept" in files of all rollouts."""
     num_rollouts: int
     """Number of rollouts in the whole step."""
     num_failed: int
@@ -91,7 +92,7 @@ def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_wor
 
 
 def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, step: int, step_rollouts: Sequence[Rollout]) -> None:
-    """Write rollouts of a step by kind, and the images of these rollouts that this rank has.
+    """Write rollouts of a step by kind, and write the images of these rollouts that this rank has.
 
     `step_rollouts` are all rollouts of the step.
     """
@@ -132,7 +133,7 @@ def _save_image(folder: Path, image: Image) -> None:
 def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollout]:
     """Return the rollouts in a file.
 
-    Without `with_images`, an image has only its size and key; its file is at `image_path`.
+    Without `with_images`, images contain only their size and key; `image_path` returns their files.
 
     Raises:
         ValueError: the file is damaged or of another version, or an image is missing. The message

@@ -264,7 +264,7 @@ def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_
     """Return the rollouts in the given rows of a step, in the given order.
 
     If `row_indices` is None, return all rollouts. Only the row groups that contain the requested
-    rows are read. Without `with_images`, an image has only its size and key.
+    rows are read. Without `with_images`, images contain only their size and key.
 
     Raises:
         ValueError: the file is damaged or of another version, or an image is missing.

@@ -12,12 +12,12 @@ from megatron_rl.types import Rollout, Status, StopReason
 MAX_SOURCES = 32
 """Maximum number of data sources per step that get separate metrics.
 
-Less frequent sources are merged as `others`.
+The remaining, less frequent sources are merged as `others`.
 """
 
 
 def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[str, float]:
-    """Return the metrics of a step's rollouts, most of them over the scored rollouts.
+    """Return the metrics of a step's rollouts; most metrics cover only the scored rollouts.
 
     `num_gen_batches` is the number of generation batches in the step.
     """
@@ -132,7 +132,7 @@ class EngineBusyCounter:
 
 
 def idle_metrics(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
-    """Return the fraction of a step in which the engine was idle, and in which the trainer waited.
+    """Return the fractions of a step in which the engine was idle and in which the trainer waited.
 
     Args:
         times: result of StepTimer.collect. The trainer waits during time/engine and
@@ -183,9 +183,9 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
     """Return the mean absolute logprob difference over the tokens sampled by the current weights.
 
-    An update's own value of rollout_mismatch/logprob_abs_diff is a mean over all its tokens, in
-    which tokens from older weights count as 0. This function corrects it. The result is 0 if no
-    token was sampled by the current weights.
+    An update's own value of rollout_mismatch/logprob_abs_diff is a mean over all tokens of the
+    update, in which tokens from older weights count as 0. This function corrects the mean. The
+    result is 0 if no token was sampled by the current weights.
     """
     return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 

@@ -18,7 +18,7 @@ class SweepCurve:
     steps: Sequence[int]
     returns: Sequence[float]
     success: float | None = None
-    """Greedy success rate in the last evaluation."""
+    """Success rate with greedy decoding in the last evaluation."""
     interval: tuple[float, float] | None = None
 
 

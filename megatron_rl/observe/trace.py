@@ -1,7 +1,7 @@
 """Execution trace for Perfetto and chrome://tracing, with spans of every rank and its episodes.
 
-RUN/trace/step_000003.json is in Chrome's trace event format. It has complete events (ph X) with
-times in microseconds of the host's clock.
+RUN/trace/step_000003.json is in Chrome's trace event format. The file contains complete events (ph
+X) with timestamps in microseconds since the Unix epoch, read from the host's clock.
 
 Each rank is a process in the trace. Its first row contains the spans of a step. Each further row
 contains the spans of an episode: responses of the engine, steps of the environment (with the name
@@ -22,7 +22,7 @@ TRACE_FOLDER = "trace"
 STEP_ROW = "step"
 """Name of the row that contains a step's spans."""
 TraceEvent = tuple[str, str, float, float]
-"""Row, name, start and end of an event; times are in seconds of the trace's clock."""
+"""Row, name, start and end of an event; times are in seconds and read from the trace's clock."""
 
 
 class StepTrace:
@@ -34,7 +34,7 @@ class StepTrace:
 
     @property
     def is_enabled(self) -> bool:
-        """True while more steps are to be traced."""
+        """True while there are more steps to trace."""
         return self._left > 0
 
     @contextmanager

@@ -52,7 +52,7 @@ class Segments:
     """
 
     def __init__(self, offset_S1: Sequence[int], prefix_S: Sequence[int] | None = None, *, device: torch.device) -> None:
-        """Store offsets and prefixes; the indices are computed at first use.
+        """Store offsets and prefixes; the indices are computed on first use.
 
         `prefix_S` holds, for each segment, the index of the segment that it continues, or -1 (see
         MicroBatch.prefix_S). None means that no segment continues another.
@@ -75,10 +75,9 @@ class Segments:
 
     @cached_property
     def group_by_length(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """List of pairs: query rows [S, L] and key rows [S, before + L].
+        """Query rows [S, L] and key rows [S, before + L], one pair per distinct segment shape.
 
-        Each pair contains the S segments that have the same number of queries, L, and the same
-        number of keys.
+        The S segments of a pair have the same number of queries, L, and the same number of keys.
         """
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
@@ -118,7 +117,8 @@ class VarlenInputs:
     cu_key_S1: torch.Tensor
     """int32 offsets of the segments in the gathered keys."""
     row_K: torch.Tensor | None
-    """Row in the packed keys of each gathered key; None if no segment continues another."""
+    """Row index into the packed keys for each gathered key; None if no segment continues another.
+    """
     max_query_length: int
     max_key_length: int
 
@@ -134,7 +134,7 @@ class SharedPromptParams(PackedSeqParams):
     """Per-micro-batch parameters that Megatron passes through its layers unchanged.
 
     The attention functions of this module read `segments`. Transformer Engine's attention reads the
-    inherited offsets.
+    offsets inherited from PackedSeqParams.
     """
 
     segments: Segments | None = None
@@ -144,7 +144,7 @@ class SharedPromptParams(PackedSeqParams):
 def packed_attention(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, segments: Segments, *, causal: bool, scale: float
 ) -> torch.Tensor:
-    """Compute attention of each segment to itself and to all segments that it continues.
+    """Compute attention from each segment to itself and to all segments that it continues.
 
     Returns [T, N, D].
     """
@@ -223,7 +223,7 @@ def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: 
 
 
 class PackedCoreAttention(MegatronModule):
-    """Megatron's `core_attention` for packed tokens.
+    """Implementation of Megatron's `core_attention` for packed tokens.
 
     This class has the interface of DotProductAttention in megatron-core 0.16.1. The packed tokens
     are passed to Megatron as one sequence in the format sbhd, [T, 1, N, D], for which Megatron

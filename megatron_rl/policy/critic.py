@@ -17,7 +17,7 @@ from megatron_rl.types import LossMetrics, MicroBatch, ValueLoss
 
 
 class Critic(TrainableModel):
-    """Value model with its own backbone and optimizer, at the policy's parallel layout."""
+    """Value model with its own backbone and optimizer, using the policy's parallel layout."""
 
     def __init__(
         self, settings: CriticSettings, layout: Layout, *,
@@ -29,12 +29,12 @@ class Critic(TrainableModel):
         Args:
             settings: Critic settings. `settings.path` is the checkpoint of the backbone; if it is
                 empty, the backbone is loaded from `model.path`.
-            layout: Parallel layout of policy and critic.
+            layout: Parallel layout shared by policy and critic.
             model: Model settings of the policy. The critic uses the same dtype and frozen parts.
             parallel: Settings for offloading and for overlapping gradient reduction.
             optim: Optimizer and learning-rate settings of the critic.
             num_steps: Number of steps that the learning-rate schedule spans.
-            seed: Seed of new adapters and of the value head.
+            seed: Seed for initializing new adapters and the value head.
             patches: Function that returns the patches of an image.
         """
         spec = read_spec(settings.path or model.path, key="critic.path" if settings.path else "model.path")
@@ -49,7 +49,7 @@ class Critic(TrainableModel):
         )  # fmt: skip
 
     def update(self, batches: list[MicroBatch], loss: ValueLoss, *, step: int) -> dict[str, float]:
-        """Run one optimizer update with this loss; see Network.update.
+        """Run one optimizer update with the given loss; see Network.update.
 
         Returns the metrics value/loss, value/grad_norm and value/lr.
         """

@@ -24,9 +24,10 @@ class DeepStack:
     added: list[torch.Tensor]
     """Features [T, 1, H] for each of the first decoder layers; zero at text tokens."""
     gradients: list[torch.Tensor | None]
-    """Gradient of the features of each layer, stored in that layer's backward pass."""
+    """Gradient of each layer's features, stored during that layer's backward pass."""
     is_trained: bool
-    """True if the vision tower needs the gradients; otherwise they are not stored."""
+    """True if the vision tower needs the feature gradients; if False, the gradients are not stored.
+    """
 
 
 def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) -> tuple[torch.Tensor, DeepStack | None]:
@@ -34,8 +35,9 @@ def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) ->
 
     Returns the input [T, 1, width] and the features for the first n - 1 layers; the features are
     None if n is 1. Set `is_trained` to True if parameters of the vision tower need the features'
-    gradient. Ranks that share a sequence must pass the same value, even ranks without an image:
-    each rank computes the gradient of one part of the sequence, and the other ranks need it.
+    gradient. Ranks that share a sequence must pass the same value, including ranks without an
+    image: each rank computes the gradient for one part of the sequence, and the other ranks need
+    that gradient.
     """
     if embedded.shape[-1] == width:
         return embedded, None
@@ -45,7 +47,7 @@ def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) ->
 
 
 def add_to_layer(number: int, layer: nn.Module, inputs: tuple, kwargs: dict, output: tuple) -> tuple:
-    """Add the DeepStack features of layer `number` to its hidden states.
+    """Add the DeepStack features of layer `number` to the layer's hidden states.
 
     Register this function as a forward hook of the layer. `number` is the zero-based index of the
     decoder layer in the whole model.
@@ -69,7 +71,7 @@ class _Add(torch.autograd.Function):
 
 
 class _PassThrough(torch.autograd.Function):
-    """Identity on `hidden`; the gradient of `added` is read from `DeepStack.gradients`."""
+    """Returns `hidden` unchanged; the gradient of `added` is read from `DeepStack.gradients`."""
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, added: torch.Tensor, stacked: DeepStack) -> torch.Tensor:  # noqa: ANN001

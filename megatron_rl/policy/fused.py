@@ -1,10 +1,10 @@
 """RMSNorm and gated activation: fused kernels on a GPU, plain torch on a CPU.
 
-On a GPU the fused kernels save activation memory: autograd stores only the input of the norm, one
-number per row, and the input of the activation. With plain torch, autograd would also store three
-copies of the hidden state and two copies of the intermediate state per layer, so that recomputation
-would be needed. On a CPU plain torch is equally fast: torch's rms_norm runs the same operations on
-a CPU, and Megatron's SwiGLU would have to be compiled.
+On a GPU the fused kernels save activation memory: autograd stores only the inputs of the norm and
+of the activation, and one number per row of the norm. With plain torch, autograd would also store
+three copies of the hidden state and two copies of the intermediate state per layer, so that
+recomputation would be needed. On a CPU plain torch is equally fast: torch's rms_norm runs the same
+operations on a CPU, and Megatron's SwiGLU would have to be compiled.
 """
 
 import torch

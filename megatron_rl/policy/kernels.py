@@ -39,7 +39,7 @@ def transformer_engine_error() -> str:
     The reason has the form `transformer_engine=VERSION: ...`. The result is '' if the machine has
     no GPU, if Transformer Engine is not installed, or if it can be used.
 
-    If importing Transformer Engine fails, Megatron treats it as not installed
+    If importing Transformer Engine fails, Megatron treats the package as not installed
     (extensions/transformer_engine.py, lines 61 to 77). If the import succeeds but a module of
     Transformer Engine is missing, importing Megatron itself fails (fp8_utils.py, line 668); the
     command line reports that error (cli/app.py).

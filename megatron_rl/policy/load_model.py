@@ -31,7 +31,7 @@ class LoadedModel:
     adapter_rows: list[ParamMapping]
     """Name mappings of the adapters; empty without adapters."""
     placement: ShardLocation
-    """Position of this rank's chunks in the layout."""
+    """Position of this rank's chunks in the parallel layout."""
 
 
 @with_megatron_on_cpu
@@ -42,7 +42,7 @@ def load_model(
 
     Adapters are loaded from lora.path; if lora.path is empty, they are initialized. `seed` is used
     to initialize new adapters and the value head. `key` is the config key that contains `path`,
-    used in messages.
+    used in error messages.
     """
     chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # use_cpu_initialization creates parameters on the CPU

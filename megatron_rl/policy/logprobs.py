@@ -1,9 +1,9 @@
 """Logprobs and entropy of the policy's token distribution, with vocabulary parallelism.
 
-The distribution is softmax(logits / temperature) over all ids except the banned ones. The rollout
+The distribution is softmax(logits / temperature) over all token ids except banned ids. The rollout
 engine bans the same ids.
 
-Shapes: R rows (sampled tokens), V this rank's part of the vocabulary, H hidden size.
+Shapes: R rows (sampled tokens), V vocabulary entries on this rank, H hidden size.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class TokenDistribution:
     """Id of the first entry of this rank's part of the vocabulary."""
     group: dist.ProcessGroup
     rows_per_block: int
-    """Maximum number of rows for which logits are in memory at the same time."""
+    """Maximum number of rows of logits held in memory at once."""
 
     def __call__(
         self, head: Callable[[torch.Tensor], torch.Tensor], hidden_RH: torch.Tensor, target_R: torch.Tensor

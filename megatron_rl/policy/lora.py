@@ -55,7 +55,7 @@ def _rank_rng() -> AbstractContextManager:
 
 
 class LoraAdapter(nn.Module):
-    """Adapters of one linear layer. All sizes are those of this rank's shard."""
+    """Adapters of one linear layer; all sizes refer to this rank's shard."""
 
     def __init__(
         self, lora: LoraSettings, num_inputs: int, num_outputs: dict[str, int], *,
@@ -176,7 +176,7 @@ def _make_sharded_state(
 class LoraLinear(nn.Linear):
     """Linear layer of the vision tower with an adapter, replicated on every tensor-parallel rank.
 
-    It shares the parameters of the linear layer that it replaces.
+    The layer shares its base parameters with the linear layer that it replaces.
     """
 
     def __init__(self, base: nn.Linear, lora: LoraSettings, *, name: str) -> None:
@@ -190,7 +190,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
-    """Replace the linear layers selected by lora.targets with LoRA layers in a layer's spec.
+    """Replace the linear layers of a layer spec that lora.targets selects with LoRA layers.
 
     `layer` is Megatron's local spec of a decoder layer; it is changed in place.
     """
@@ -228,7 +228,7 @@ def _adapters(chunks: nn.Module) -> Iterator[tuple[str, LoraAdapter]]:
 
 @contextmanager
 def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
-    """Disable all adapters in the `with` block, so that outputs are exactly the base model's."""
+    """Disable all adapters inside the `with` block, so that the model is exactly the base model."""
     adapters: Sequence[LoraAdapter] = [adapter for _, adapter in _adapters(chunks)]
     for adapter in adapters:
         adapter.enabled = False
@@ -242,7 +242,7 @@ def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
 def merged_weight_fns(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]]:
     """Map the name of each adapted weight to a function that merges its adapters.
 
-    The function returns this rank's shard of the weight with the adapters merged in.
+    Each function returns this rank's shard of the weight with the adapters merged in.
     """
     linears = ((name.removesuffix(".adapter"), adapter) for name, adapter in _adapters(chunks))
     return {f"{name}.weight": partial(adapter.merge_into, chunks.get_submodule(name).weight) for name, adapter in linears}

@@ -1,6 +1,7 @@
 """Copies the metrics of an update from the device and reduces them over micro-batches and ranks.
 
-Metrics are sums, losses, maxima, histograms and the checks for non-finite numbers.
+The metrics are sums, losses, maxima and histograms, and the results of checks for non-finite
+numbers.
 """
 
 import math
@@ -26,7 +27,7 @@ CollectedMetrics = dict[str, dict[str, Any]]
 def read_metrics(collected: Sequence[LossMetrics]) -> list[CollectedMetrics]:
     """Copy the metrics of all micro-batches to the host.
 
-    Waits for the device once, however many micro-batches and metrics there are.
+    Waits for the device only once, regardless of the number of micro-batches and metrics.
     """
     tables = [{each.name: getattr(metrics, each.name) for each in fields(metrics)} for metrics in collected]
     tensors = [number for table in tables for named in table.values() for number in named.values() if isinstance(number, torch.Tensor)]
@@ -54,9 +55,9 @@ def nonfinite_error(collected: Sequence[CollectedMetrics]) -> str:
 def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict[str, float]:
     """Reduce metrics over micro-batches and all ranks.
 
-    Sums, losses and histograms are added; of the maxima, the largest is kept. Then loss terms are
-    divided by the global denominator, and sums are divided by the number of sampled tokens. Each
-    histogram is replaced by its 99th percentile, as the metric NAME_p99.
+    Sums, losses and histograms are added; for each maximum, the largest value is kept. Loss terms
+    are then divided by the global denominator, and sums are divided by the number of sampled
+    tokens. Each histogram is replaced by the metric NAME_p99, its 99th percentile.
 
     Tensor-parallel ranks other than the first must pass an empty `collected`, because their metrics
     are copies of the first rank's. Raises NonFiniteValue on every rank if any rank passes a
@@ -89,7 +90,7 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict
 
 
 def _histograms(collected: Sequence[CollectedMetrics]) -> dict[str, dict[int, int]]:
-    """Return the counts summed over micro-batches, {name: {bin: count}}, without empty bins."""
+    """Return histograms summed over micro-batches, {name: {bin: count}}, without empty bins."""
     counts: dict[str, Counter[int]] = {}
     for numbers in collected:
         for name, bins in numbers["histograms"].items():
@@ -103,7 +104,7 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
 
 
 def _update_maxima(maxima: dict[str, float], more: dict[str, float]) -> None:
-    """Update `maxima` with the larger value of each metric; NaN if either value is NaN."""
+    """Set each metric in `maxima` to the larger of the two values, or NaN if either is NaN."""
     for name, value in more.items():
         known = maxima.get(name, value)
         maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

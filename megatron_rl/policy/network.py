@@ -33,9 +33,10 @@ from megatron_rl.types import LossMetrics, MicroBatch
 
 HiddenReader = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function (batch, rows_R, hidden_RH) -> [R] that computes one number for each sampled target.
-`rows_R` holds the positions of the sampled targets in the batch, `hidden_RH` the hidden states at
-these positions. Example: the micro-batch with target_T [6 7 8 0 4 0] and mask_T [0 1 1 0 1 0] has
-rows_R [1 2 4], so R = 3. hidden_RH is [3, H], and hidden_RH[0] belongs to target 7.
+`rows_R` holds the positions of the sampled targets in the batch; `hidden_RH` holds the hidden
+states at these positions.
+Example: the micro-batch with target_T [6 7 8 0 4 0] and mask_T [0 1 1 0 1 0] has rows_R [1 2 4], so
+R = 3. hidden_RH is [3, H], and hidden_RH[0] belongs to target 7.
 """
 SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tensor, LossMetrics]]
 """Function (batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
@@ -179,7 +180,7 @@ class Network:
 
         `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. An
         interleaved pipeline requires that pp divides the number of micro-batches, so empty
-        micro-batches are appended and their results removed.
+        micro-batches are appended, and their results are removed.
         """
         lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
@@ -257,7 +258,10 @@ class Network:
 
     @with_megatron_on_cpu
     def load(self, folder: Path, *, seed: int) -> None:
-        """Restore a training state that was saved at any layout; see training_state.load."""
+        """Restore a training state; see training_state.load.
+
+        The state may have been saved with any parallel layout.
+        """
         self.num_updates = load(self._state(), folder, seed=seed)
 
     def restart_optimizer(self) -> None:

@@ -1,9 +1,9 @@
 """Host copies of parameters, for offloading and for the reference policy.
 
 Offloading frees device memory while the rollout engine needs it. Host memory is allocated once and
-kept. On a GPU machine it is page-locked, because transfers from pageable memory reach only 2 to 4
-GB/s, a tenth of the bus bandwidth. The buffers are ordinary memory registered with CUDA, not blocks
-of torch's page-locked pool: the pool rounds every block up to a power of two (torch 2.13,
+kept. On a GPU machine this memory is page-locked, because transfers from pageable memory reach only
+2 to 4 GB/s, a tenth of the bus bandwidth. The buffers are ordinary memory registered with CUDA, not
+blocks of torch's page-locked pool: the pool rounds every block up to a power of two (torch 2.13,
 ATen/core/CachingHostAllocator.h), and the parameters of a model form one block.
 """
 

@@ -1,6 +1,6 @@
 """Builds Megatron's gradient buffers, optimizer and learning-rate schedule from the settings.
 
-Also freezes parts of the model and sets the learning rates of its parts.
+Also freezes parts of the model and sets a learning rate for each part.
 """
 
 import gc
@@ -24,7 +24,7 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
-    """Disable gradients of frozen parts; with `all_but_adapters`, also of the whole base model.
+    """Disable gradients for frozen parts; `all_but_adapters` also freezes the whole base model.
 
     The value head stays trainable. Call this function before gradient buffers are created, so that
     frozen parameters get neither gradient buffers nor optimizer state.
@@ -41,8 +41,8 @@ def wrap_with_grad_buffers(
     """Freeze parameters and wrap the chunks with gradient buffers for the trained parameters.
 
     bfloat16 gradients are accumulated and reduced in fp32. If `overlap` is True, each buffer is
-    split into buckets of 40 million entries (1 million per data-parallel rank if there are more
-    than 40 of them), as overlap.py requires.
+    split into buckets, as overlap.py requires. The bucket size is 40 million entries, or 1 million
+    entries per data-parallel rank if there are more than 40 ranks.
     """
     for chunk in chunks:
         freeze_parameters(chunk, frozen, all_but_adapters=lora.rank > 0)
@@ -55,13 +55,13 @@ def wrap_with_grad_buffers(
 def build_optimizer(
     settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool, head_lr: float = 0.0
 ) -> MegatronOptimizer:
-    """Build AdamW over data-parallel shards (Megatron's distributed optimizer).
+    """Build Megatron's distributed AdamW, with state sharded over data-parallel ranks.
 
     bfloat16 parameters have fp32 main weights and fp32 moments. Parts of the model can have their
     own learning rates. Megatron's standard overrides (no weight decay for biases and norms) apply
     to these parts too, because Megatron merges all overrides that match a parameter. `head_lr` is
-    the peak learning rate of the value head, if the model has one. `offload` keeps the optimizer on
-    the host. Raises ValueError if `offload` is set for float32 weights.
+    the peak learning rate of the value head, if the model has one. If `offload` is True, the
+    optimizer stays on the host. Raises ValueError if `offload` is set for float32 weights.
     """
     dtype = chunks[0].config.params_dtype
     require(not offload or dtype == torch.bfloat16, "parallel.offload_optimizer", True, "needs model.dtype=bfloat16")
@@ -125,13 +125,13 @@ def take_step(optimizer: MegatronOptimizer) -> float:
 
 @contextmanager
 def _using_own_cores() -> Iterator[None]:
-    """Set torch's number of threads to this rank's share of the node's cores, if that is larger.
+    """Raise torch's number of threads to this rank's share of the node's cores inside the block.
 
     torchrun sets one thread per process (OMP_NUM_THREADS=1). With one thread, torch's fused AdamW
     takes an estimated 10 to 15 s for 1e9 to 4e9 parameters.
     """
     before = torch.get_num_threads()
-    # A rank may be bound to a part of the node's cores.
+    # A rank may be bound to a subset of the node's cores.
     allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // read_world().local_size
     torch.set_num_threads(max(before, min(allowed, share)))
     try:
@@ -141,7 +141,7 @@ def _using_own_cores() -> Iterator[None]:
 
 
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
-    """Build the learning-rate schedule; its steps count from 1.
+    """Build the learning-rate schedule; steps of the schedule are numbered from 1.
 
     The learning rate peaks at step warmup_steps, or at step 1 if warmup_steps is 0. It then decays
     towards min_lr, unless the schedule is constant. The decay would reach min_lr one step after the

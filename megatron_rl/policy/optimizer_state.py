@@ -2,11 +2,11 @@
 
 Every rank writes and reads only the entries that it updates. megatron-core 0.16.1 has two formats
 (optimizer/distrib_optimizer.py, sharded_state_dict):
-- `dp_reshardable` is written in parallel. It stores flat buffers, which cannot be read at another
-  tp, pp or vpp.
-- `fully_reshardable` stores tensors. It gathers them on the first rank of each data-parallel group,
-  and every rank reads the tensors of its whole group. For a 7B model at tp 2, the first rank needs
-  memory for three times 46 GB.
+- `dp_reshardable` is written in parallel. It stores flat buffers, which cannot be read with a
+  different tp, pp or vpp.
+- `fully_reshardable` stores tensors. The tensors are gathered on the first rank of each
+  data-parallel group, and every rank reads the tensors of its whole group. For a 7B model with
+  tp=2, the first rank needs 3 x 46 GB of memory.
 
 This module writes `fully_reshardable` files, which Megatron can read, but writes them in parallel,
 as in `dp_reshardable`. The range of a flattened parameter that a rank updates consists of a few
@@ -32,7 +32,7 @@ _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedStateDict], *, vocab_size: int) -> dict[str, ShardedTensor]:
-    """Return this rank's part of main weights and moments as sharded tensors.
+    """Return this rank's part of the main weights and moments as sharded tensors.
 
     The result is keyed by checkpoint key and offset. The sharded tensors are views of the
     optimizer's state, so loading fills the state in place. `weights` holds the sharded state dicts
@@ -132,10 +132,10 @@ def reset_optimizer_state(optimizer: ChainedOptimizer) -> None:
 
 
 def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
-    """Set AdamW's step count to the number of updates that produced main weights and moments.
+    """Set AdamW's step count to `updates`, the number of updates applied so far.
 
-    Call this function last when loading a checkpoint: it also copies main weights and moments to an
-    optimizer on the host.
+    Call this function last when loading a checkpoint: it also copies the main weights and moments
+    to the optimizer if the optimizer is on the host.
     """
     for part in own_optimizers(optimizer):
         for moments in part.optimizer.state.values():  # read by torch's AdamW

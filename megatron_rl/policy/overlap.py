@@ -5,7 +5,7 @@ distributed/param_and_grad_buffer.py) reduces a bucket as soon as all of its par
 gradient, in the same order on every rank. It raises an AssertionError if a parameter has no
 gradient. This can happen here: a micro-batch without an image produces no gradient for the vision
 tower, and a micro-batch without a sampled token produces no gradient for the output heads. The
-ranks therefore agree before every update whether to overlap.
+ranks therefore agree before every update on whether to overlap.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class GradReduceOverlap:
         chunk.module.config.finalize_model_grads_func = self._finalize
 
     def require_same_counts(self, batches: list[MicroBatch], *, is_partial: bool) -> None:
-        """Decide on all ranks whether this update can overlap its gradient reduction.
+        """Decide, collectively over all ranks, whether this update overlaps its gradient reduction.
 
         Overlapping is possible if the last micro-batch of every rank produces a gradient for every
         trained parameter. Otherwise the reduction runs after the backward pass. `is_partial` is
@@ -46,7 +46,7 @@ class GradReduceOverlap:
     def _no_sync(self) -> Iterator[None]:
         """Defer gradient reduction.
 
-        Megatron enters this context manager for all micro-batches of an update but the last.
+        Megatron enters this context manager for every micro-batch of an update except the last one.
         """
         with self._chunk.no_sync():
             yield

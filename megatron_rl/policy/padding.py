@@ -2,7 +2,7 @@
 
 Padding rows follow the vocabulary. They stay zero, because they are initialized to zero, are never
 looked up or sampled, and have no gradient. Checkpoints contain no padding rows, so that checkpoints
-can be read at every layout.
+can be read with any parallel layout.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def strip_padding(weights: ShardedStateDict, vocab_size: int) -> ShardedStateDic
 def strip_tensor_padding(part: object, vocab_size: int) -> object:
     """Return a sharded tensor without its padding rows.
 
-    Other objects, other tensors, and tensors without padding are returned unchanged.
+    Any object other than a padded vocabulary tensor is returned unchanged.
     """
     if not isinstance(part, ShardedTensor) or part.key not in PADDED_KEYS or part.global_shape[0] == vocab_size:
         return part

@@ -41,7 +41,7 @@ class Layout:
         return self.pp_rank == self.pp - 1
 
     def first_stage_rank(self, dp_rank: int, tp_rank: int) -> int:
-        """Return the global rank on the first pipeline stage with these coordinates.
+        """Return the global rank of the process with these coordinates on the first pipeline stage.
 
         In the numbering of global ranks, the tensor-parallel rank varies fastest, then the
         data-parallel rank, then the pipeline stage (megatron-core 0.16.1,
@@ -58,8 +58,8 @@ class Layout:
 def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, *, model_label: str = "the model") -> None:
     """Raise ValueError if the layout does not fit the model and the world size.
 
-    The error message names the key, its value and the valid sizes. No process group is needed:
-    every rank raises the same error.
+    The error message names the key, its value and the valid sizes. No process group is needed,
+    because every rank raises the same error.
     """
     require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), model_label=model_label)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
@@ -134,7 +134,7 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
 
 
 def destroy_layout() -> None:
-    """Destroy Megatron's process groups, so that this process can create others.
+    """Destroy Megatron's process groups, so that this process can create new groups.
 
     Call this function even if torch has already destroyed the groups, because Megatron still holds
     references to them.
@@ -146,7 +146,7 @@ def seed_generators(seed: int) -> None:
     """Seed Megatron's random streams for this rank.
 
     Streams differ between pipeline stages and between data-parallel replicas. Tensor-parallel ranks
-    share one stream, and each of them has one stream of its own.
+    share one stream, and each tensor-parallel rank also has a stream of its own.
     """
     place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + place)

@@ -1,4 +1,4 @@
-"""Computes the patches of a micro-batch's images ahead of time, on the rank that encodes them."""
+"""Computes the patches of images ahead of time, on the rank that encodes the images."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def patch_bytes(image: Image) -> torch.Tensor:
-    """Return the patches stored in an image, which must not have been dropped."""
+    """Return the patches stored in an image; fail if the patches were dropped."""
     assert image.patch_PC is not None, f"image {image.key} came without its patches: hand in a renderer's"
     return image.patch_PC
 
@@ -51,8 +51,8 @@ def attach_patches(batch: MicroBatch, patches: ImagePatchFn, layout: Layout, *, 
 def _join_patches(images: Sequence[Image], patches: ImagePatchFn, *, dtype: torch.dtype, pinned: bool) -> torch.Tensor:
     """Concatenate the patches of all images.
 
-    Each image's patches are copied as soon as they are computed, so that at most one image's
-    patches are in memory twice.
+    The patches of each image are copied as soon as they are computed, so that the patches of at
+    most one image are in memory twice.
     """
     first = patches(images[0])
     joined_PC = torch.empty(sum(image.num_patches for image in images), first.shape[1], dtype=dtype, pin_memory=pinned)

@@ -1,7 +1,7 @@
 """Policy: logprobs, updates and export of the trained vision-language model.
 
-This module hides Megatron from the training loop: callers pass micro-batches and get numbers per
-token, metrics, or weights under Hugging Face names.
+This module hides Megatron from the training loop: callers pass micro-batches and receive per-token
+values, metrics, or weights under Hugging Face names.
 
 Methods of `Policy` that run the model or read its weights are collective: call them on all ranks.
 Each rank passes the micro-batches of its own data-parallel rank, and every rank receives the
@@ -59,7 +59,7 @@ class Policy(TrainableModel):
         critic: CriticSettings | None = None,
         patches: ImagePatchFn = patch_bytes,
     ) -> None:
-        """Load the model of `settings.path` and build its optimizer.
+        """Load the model at `settings.path` and build its optimizer.
 
         Args:
             settings: Path and dtype of the model, its frozen parts, and pixel limits for images.
@@ -69,7 +69,7 @@ class Policy(TrainableModel):
             optim: Settings of optimizer and learning-rate schedule.
             num_steps: Number of steps that the learning-rate schedule spans.
             lora: Adapter settings; None trains the model itself.
-            seed: Seed of new adapters and of the value head.
+            seed: Seed for initializing new adapters and the value head.
             banned_ids: Token ids that are never sampled; their probability is 0.
             image_token_id: Id of the image placeholder token.
             temperature: Sampling temperature; logits are divided by it.
@@ -107,7 +107,7 @@ class Policy(TrainableModel):
             self.reference.copy_to_host()
 
     def pack(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> list[MicroBatch]:
-        """Shard one optimizer update over data-parallel ranks and pack this rank's sequences.
+        """Shard one optimizer update over data-parallel ranks and pack this rank's share.
 
         Returns at least one micro-batch.
         """
@@ -147,7 +147,7 @@ class Policy(TrainableModel):
         return found
 
     def logprobs(self, batches: list[MicroBatch], *, weights: str = "current") -> list[torch.Tensor]:
-        """Return the logprob [T] of each target under the current or the reference weights.
+        """Return the logprobs [T] of each micro-batch under the current or the reference weights.
 
         Runs without dropout. Entries where mask_T is False are 0. `weights` is "current" or
         "reference".
@@ -182,7 +182,7 @@ class Policy(TrainableModel):
         step: int, value_head_only: bool = False, record: Callable[[MicroBatch, torch.Tensor, LossInputs], None] | None = None,
         check: Callable[[Mapping[str, float]], None] | None = None,
     ) -> dict[str, float]:  # fmt: skip
-        """Run one optimizer update with this loss; see Network.update.
+        """Run one optimizer update with the given loss; see Network.update.
 
         Args:
             batches: Micro-batches of this data-parallel rank.
@@ -191,8 +191,8 @@ class Policy(TrainableModel):
             value_head_only: Train only the value head: the gradient of the value loss is not
                 propagated into the backbone. Requires a loss that uses the policy's logprobs for
                 metrics only (algo.value.warmup_value_loss).
-            record: Called with each micro-batch, its rows_R and their LossInputs, on the last
-                pipeline stage.
+            record: Called on the last pipeline stage with each micro-batch, its rows_R and its
+                LossInputs.
             check: Called with the reduced metrics before any weight changes; see Network.update.
 
         Returns:
@@ -241,7 +241,7 @@ class Policy(TrainableModel):
         write_on_rank_zero(named, lambda stream: write_hf_folder(out, stream, like=like, pixels=pixels, card=card))
 
     def _base_digest(self) -> str:
-        """Return the digest of the adapters' base model; computed at the first call."""
+        """Return the digest of the adapters' base model, computed on the first call."""
         if not self._digest:
             self._digest = compute_base_digest(open_source(Path(self.settings.path), self.spec, key="model.path"))
         return self._digest

@@ -1,10 +1,11 @@
 """Training state on disk, in Megatron's `torch_dist` format.
 
-All ranks plan the files together, a thread on each rank writes them, and they can be read at any
-layout. A folder contains the weights under `ParamMapping.checkpoint_key`, optimizer tensors under
-keys with the prefix `optimizer.`, and the file common.pt with everything else: the number of
-updates, the layout, and the states of the random generators of every rank. AdamW's step count and
-the learning rate are not stored: they follow from the number of updates and the step of the run.
+All ranks plan the files together, a thread on each rank writes them, and the files can be read with
+any parallel layout. A folder contains the weights under `ParamMapping.checkpoint_key`, optimizer
+tensors under keys with the prefix `optimizer.`, and the file common.pt with everything else: the
+number of updates, the layout, and the states of the random generators of every rank. AdamW's step
+count and the learning rate are not stored: they follow from the number of updates and the step of
+the run.
 
 A thread of this process writes in the background with torch's FileSystemWriter. megatron-core
 0.16.1's AsyncCallsQueue (dist_checkpointing/strategies/async_utils.py) is not used because it fails
@@ -47,7 +48,7 @@ from megatron_rl.weights.formats import torch_dist_load
 from megatron_rl.weights.formats.digests import compute_sha256
 
 _METADATA = {"non_homogeneous_layers": True}
-"""Option with which Megatron's sharded state dicts store each layer under its own key."""
+"""Option that makes Megatron's sharded state dicts store each layer under its own key."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,18 +64,18 @@ class TrainingState:
 
 
 def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
-    """Return Megatron's sharded state dict of each of this rank's chunks, keyed by chunk number.
+    """Return one Megatron sharded state dict per model chunk of this rank, keyed by chunk number.
 
-    `dist_checkpointing.load` can fill the state dicts at any layout. The `_extra_state` entries of
-    linear layers are left out, so that files do not depend on the layer spec. These entries are
-    empty except for fp8.
+    `dist_checkpointing.load` can fill the state dicts with any parallel layout. The `_extra_state`
+    entries of linear layers are left out, so that files do not depend on the layer spec. These
+    entries are empty unless fp8 is used.
     """
     states = {str(number): chunk.sharded_state_dict(metadata=dict(_METADATA)) for number, chunk in enumerate(chunks)}
     return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
 
 
 class AsyncSave:
-    """Checkpoint that is being written.
+    """Checkpoint that is being written, possibly in the background.
 
     The constructor and all methods are collective. The checkpoint contains the state at the time of
     construction, so training can continue immediately.
@@ -150,9 +151,9 @@ class AsyncSave:
 def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     """Load a checkpoint into the model and optimizer and return its number of updates.
 
-    The checkpoint may have been written at any layout. If the layout is the same, the states of the
-    random generators are restored; otherwise the generators are seeded with `seed` plus the number
-    of updates. Raises ValueError if the checkpoint does not fit this model.
+    The checkpoint may have been written with any parallel layout. If the layout is the same, the
+    states of the random generators are restored; otherwise the generators are seeded with `seed`
+    plus the number of updates. Raises ValueError if the checkpoint does not fit this model.
     """
     with _naming_errors(folder):
         common = _read_common(folder)

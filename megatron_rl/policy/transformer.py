@@ -1,6 +1,6 @@
 """Vision-language model on Megatron-Core: a Hugging Face vision tower and Megatron's GPTModel.
 
-A rank holds the whole model, or one or several pipeline chunks of it.
+A rank holds the whole model, or one or more of its pipeline chunks.
 """
 
 from collections.abc import Sequence
@@ -137,15 +137,15 @@ class HeadConfig:
     has_lm_head: bool = True
     """True if the model computes logits over the vocabulary."""
     value_sizes: Sequence[int] | None = None
-    """Widths of the hidden layers of the value head; None for no value head."""
+    """Widths of the value head's hidden layers; None if the model has no value head."""
     normalizes_returns: bool = False
-    """True if the value head works on normalized returns; see ValueHead."""
+    """True if the value head predicts normalized returns; see ValueHead."""
 
 
 class ModelChunk(MegatronModule):
     """Chunk of the model: the whole model, one pipeline stage, or one of several parts of a stage.
 
-    A stage has several chunks under an interleaved schedule. `forward` returns the hidden states
+    With an interleaved schedule, a stage has several chunks. `forward` returns the hidden states
     that the next chunk receives. On the last chunk, `forward` returns the hidden states of the
     requested rows, which are the input of `head`.
     """
@@ -198,7 +198,7 @@ class ModelChunk(MegatronModule):
     def shared_embedding_or_output_weight(self) -> torch.Tensor:
         """Return the weight of the token embeddings.
 
-        Megatron calls this if tied embeddings are on two pipeline stages.
+        Megatron calls this method if tied embeddings are on two pipeline stages.
         """
         return self.language.shared_embedding_or_output_weight()
 
@@ -267,5 +267,5 @@ class ModelChunk(MegatronModule):
 def build_chunks(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: HeadConfig = HeadConfig()
 ) -> nn.ModuleList:
-    """Build this rank's part of the model: layout.vpp chunks."""
+    """Build the model chunks of this rank; their number is layout.vpp."""
     return nn.ModuleList(ModelChunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))

@@ -11,10 +11,10 @@ from torch.nn.functional import linear, silu
 class ValueHead(nn.Module):
     """MLP with SiLU activations that is replicated over tensor-parallel ranks.
 
-    Values are computed in fp32, whatever the dtype of the weights. The last layer is initialized to
-    zero, so a new head predicts 0. With `normalize_returns` the head predicts normalized returns,
-    (return - mean) / standard deviation, using the statistics of all returns seen so far. Without
-    it, the head predicts the returns themselves.
+    Values are computed in fp32, regardless of the dtype of the weights. The last layer is
+    initialized to zero, so a new head predicts 0. With `normalize_returns` the head predicts
+    normalized returns, (return - mean) / standard deviation, using the statistics of all returns
+    seen so far. Without `normalize_returns`, the head predicts unnormalized returns.
     """
 
     def __init__(self, hidden_size: int, head_sizes: Sequence[int], *, dtype: torch.dtype, normalize_returns: bool) -> None:
@@ -43,7 +43,7 @@ class ValueHead(nn.Module):
         self.weights[-1].zero_()
 
     def forward(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Compute values [R]; with `normalize_returns` they are normalized."""
+        """Compute values [R]; the values are normalized if `normalize_returns` is set."""
         x = hidden_RH.float()
         for number, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = linear(silu(x) if number else x, weight.float(), bias.float())
@@ -65,7 +65,7 @@ class ValueHead(nn.Module):
         self.seen.copy_(torch.stack([total, mean + apart * more.numel() / total, squares]))
 
     def normalize(self, x_R: torch.Tensor) -> torch.Tensor:
-        """Normalize returns; returns them unchanged without `normalize_returns`."""
+        """Return normalized returns, or unchanged returns if `normalize_returns` is not set."""
         mean, scale = self._moments()
         return (x_R - mean) / scale
 
@@ -75,9 +75,9 @@ class ValueHead(nn.Module):
         return value_R * scale + mean
 
     def _moments(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return mean and standard deviation of the returns seen so far.
+        """Return the mean and the standard deviation of all returns seen so far.
 
-        Returns 0 and 1 without `normalize_returns`, and as long as all returns were equal.
+        Returns 0 and 1 if `normalize_returns` is not set, or if all returns so far were equal.
         """
         count, mean, squares = self.seen
         return torch.where(squares > 0, mean, 0.0), torch.where(squares > 0, (squares / count).sqrt(), 1.0)

@@ -34,7 +34,7 @@ class LinearPatchEmbed(nn.Conv3d):
     """Patch embedding as one matrix product instead of a convolution.
 
     The matrix product equals the convolution, because the convolution's kernel is as large as a
-    patch. vLLM does the same for torch 2.9 and later (0.32.0, model_executor/layers/conv.py),
+    patch. vLLM does the same with torch 2.9 and later (0.32.0, model_executor/layers/conv.py),
     because cuDNN has no efficient engine for this convolution in bfloat16.
     """
 
@@ -97,9 +97,9 @@ def encode_images(
 ) -> tuple[torch.Tensor, int]:
     """Return the embeddings [V, H] of all images, and the number of images that this rank encoded.
 
-    `patch_PC` holds the patches of this rank's share only, `grid_I3` the grids of all images. With
-    DeepStack the embeddings are [V, (1 + num_deepstack_layers) * H]. The grids are on the host, so
-    that this function does not wait for the device.
+    `patch_PC` holds only the patches of this rank's share; `grid_I3` holds the grids of all images.
+    With DeepStack the embeddings are [V, (1 + num_deepstack_layers) * H]. The grids are on the
+    host, so that this function does not wait for the device.
     """
     grids = grid_I3.tolist()
     if layout.tp == 1:
@@ -131,8 +131,8 @@ def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Gri
     """Return the vision tower's embeddings [V, H] of patches.
 
     All inputs that depend on the grids are computed here and passed to the tower. Otherwise the
-    tower would compute them with about ten device synchronizations, and one more in every block.
-    Offsets are passed as `Segments`, which the tower forwards unchanged to `attend_patches`.
+    tower would compute these inputs itself, with about ten device synchronizations plus one per
+    block. Offsets are passed as `Segments`, which the tower forwards unchanged to `attend_patches`.
     """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""Checks of everything that a run needs, on the machine of the run (launch/doctor.py)."""
+"""Checks everything that a run needs, on the machine that will run it (launch/doctor.py)."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 SANDBOX_TASKS = ("visual_python", "visual_search")
-"""Names of the tasks with episodes that may run code in a sandbox."""
+"""Names of the tasks that may run code in a sandbox."""
 DATA_TASKS = ("visual_python", "vqa")
 """Names of the tasks that read the user's own data."""
 SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
@@ -47,7 +47,7 @@ SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
     """Check the model's directory, tokenizer and processor.
 
-    Return the renderer, or None if one of them is unusable. Without a renderer, the length of
+    Return the renderer, or None if any of the three is unusable. Without a renderer, the length of
     prompts cannot be checked.
     """
     if not check_model_folder(settings.model.path, report, key="model.path"):
@@ -80,7 +80,7 @@ def folder_error_line(error: Exception, path: str, *, key: str) -> str:
 
 
 def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Task | None:
-    """Build the task from its settings, and return it, or None if the settings are invalid."""
+    """Return the task built from its settings, or None if the settings are invalid."""
     try:
         task = build_task(settings.task, plugins)
     except ValueError as error:
@@ -118,7 +118,7 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
 
 
 def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Renderer | None) -> None:
-    """Check every row in the demonstration files, and its length if there is a renderer."""
+    """Check every row in the demonstration files, and the rows' lengths if there is a renderer."""
     data = settings.task.data
     try:
         roots = {"images_root": data.images, "image_roots": data.image_roots}
@@ -136,8 +136,8 @@ def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Rend
 def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer) -> int:
     """Return the number of tokens that the task's prompt adds to a question.
 
-    This is measured on the first question, as in a run (preflight/prompts.py). Return 0 if the
-    question cannot be rendered.
+    The number is measured on the first question, as in a run (preflight/prompts.py). Return 0 if
+    the question cannot be rendered.
     """
     if settings.task.name not in DATA_TASKS or not questions_by_split:
         return 0

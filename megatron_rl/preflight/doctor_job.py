@@ -22,8 +22,8 @@ from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
 
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""Timeout of the rendezvous in seconds. It is long because some nodes may have to check more data
-than others.
+"""Timeout of the rendezvous in seconds. A long timeout is needed because some nodes may have to
+check more data than other nodes.
 """
 ALL_REDUCE_BYTES, NUM_ROUNDS = 64 << 20, 5
 MIN_BYTES_PER_S = 1e9
@@ -57,7 +57,7 @@ def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Calla
 
 
 def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
-    """Merge the reports of all nodes; an error that not all nodes have gets the nodes' names."""
+    """Merge the nodes' reports; if only some nodes report an error, their names are added to it."""
     whole = CheckReport(findings=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.findings])
     for kind in ("errors", "warnings"):
         told = {node: getattr(report, kind) for node, report in reports.items()}
@@ -109,7 +109,7 @@ def check_all_reduce(world: World, report: CheckReport) -> None:
 
 
 def check_clocks(world: World, report: CheckReport) -> None:
-    """Compare the clock of each node with that of rank 0; both are read after a barrier."""
+    """Compare each node's clock with rank 0's clock; all clocks are read after a barrier."""
     rounds = []
     for _ in range(NUM_ROUNDS):
         dist.barrier()

@@ -111,7 +111,7 @@ def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
 def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: CheckReport) -> None:
     """Check that the job's GPUs on this node have the same type and enough shared memory.
 
-    Outside of a job, these are the first plan.world_size GPUs of the machine, or all GPUs if
+    Outside of a job, the first plan.world_size GPUs of the machine are checked, or all GPUs if
     plan.world_size is 0.
     """
     here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
@@ -165,8 +165,8 @@ def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
 def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
     """Check that the memory plan fits the host memory, and the GPU memory if there are GPUs.
 
-    If plan.world_size is set, GPU memory is planned even without GPUs. The expected time per step
-    is also reported.
+    If plan.world_size is set, GPU memory is planned even on a machine without GPUs. The expected
+    time per step is also reported.
     """
     from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # imports Megatron
     from megatron_rl.memory_plan.gpu_specs import closest_gpu_name, format_gb
@@ -192,7 +192,7 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
     if not (settings.plan.world_size or torch.cuda.device_count()):
         return
     try:
-        memory = 0 if settings.plan.world_size else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # 0: that of plan.gpu
+        memory = 0 if settings.plan.world_size else min(gpu.memory_bytes for gpu in gpus.visible_gpus())  # 0: use the memory of plan.gpu
         at = (
             settings
             if not memory

@@ -56,9 +56,9 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
     Args:
         settings: Settings of the run.
         world: Ranks of the job.
-        needed: Planned number of bytes on the GPU that needs the most memory, 0 without a plan, or
-            the error that prevented a plan. The error is raised only if the other checks pass,
-            because for a MIG slice or mixed GPU types it would name the wrong cause.
+        needed: Planned peak memory in bytes of the GPU that needs the most, 0 if there is no plan,
+            or the error that prevented the plan. This error is raised only if the other checks
+            pass, because with a MIG slice or mixed GPU types it would name the wrong cause.
     """
     devices, driver = visible_gpus(), read_driver_version(DRIVER)
     troubles = []
@@ -78,7 +78,7 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
 
 
 def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: int) -> list[str]:
-    """Return one error line for each problem of a node's GPUs.
+    """Return one error line for each problem with a node's GPUs.
 
     The problems are MIG slices in a job of several ranks, GPUs of different types, and a
     tensor-parallel size that would span nodes.

@@ -1,8 +1,9 @@
 """Checks of a job on several nodes, before the model is built (docs/running.md).
 
 The checks ensure that all nodes have the same files, and that no engine spans nodes. A node is the
-set of processes started by one launcher. Rank 0 creates marker files, which the other nodes look
-for. The markers have new, random names, so that network file systems cannot answer from a cache.
+set of processes started by one launcher. Rank 0 creates marker files, and the other nodes check
+that these files are visible. Each marker has a new random name, so that network file systems cannot
+answer from a cache.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ SHARED_FOLDER_REMEDY = "put it on a folder that all nodes share"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NodeReport:
-    """Observations of the first process on a node."""
+    """State of a node as observed by the first process on it."""
 
     host: str
     node: int
@@ -42,7 +43,7 @@ class NodeReport:
 
 
 def check_nodes(settings: Settings, world: World) -> None:
-    """Raise ValueError on every rank if the nodes do not fit together, e.g. have different files.
+    """Raise ValueError on every rank if the nodes are inconsistent, e.g. have different files.
 
     Collective over all ranks. Rank 0 must hold the lock of the run directory.
     """
@@ -61,7 +62,8 @@ def check_nodes(settings: Settings, world: World) -> None:
 def marker_paths(settings: Settings, nonce: str) -> list[Path]:
     """Return the paths of the marker files that rank 0 creates for the other nodes.
 
-    One is in the run directory. Another is next to the judge's cache file if the run will write it.
+    One marker file is in the run directory. If the run will write the judge's cache file, another
+    marker file is next to the cache file.
     """
     cache = Path(settings.task.judge.cache)
     beside = [cache.with_name(f".node_{nonce}")] if cache.name and settings.task.judge.urls and cache.parent.is_dir() else []
@@ -69,7 +71,7 @@ def marker_paths(settings: Settings, nonce: str) -> list[Path]:
 
 
 def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
-    """Return the observations of this process about its node."""
+    """Return the state of this process's node."""
     in_run, *beside = marker_paths(settings, nonce)
     own, trouble = in_run.with_name(f"{in_run.name}_{world.node}"), ""
     if not in_run.exists():

@@ -15,7 +15,7 @@ from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.types import Example, TokenSequence
 
 SHOWN_CHARACTERS = 500
-"""Number of characters of the first prompt that are logged from its start and from its end."""
+"""Number of characters to log from the start and from the end of the first prompt."""
 MAX_SHOWN_MISMATCHES = 5
 """Maximum number of warnings about long prompts per split; the doctor lists more."""
 
@@ -71,7 +71,7 @@ def report_long_prompts(
 ) -> None:
     """Warn about questions that do not fit into a sequence, with file and row.
 
-    The rest of each prompt is assumed to be as long as in the first prompt.
+    The text around each question is assumed to be as long as in the first prompt.
     """
     beside = measure_prompt_overhead(questions["train"][0], prompt, settings, rollout_manager.renderer)
     for split, of_split in questions.items():

@@ -1,4 +1,4 @@
-"""Checks of settings against model, algorithm and number of processes, before the rendezvous."""
+"""Checks the settings against model, algorithm and number of processes, before the rendezvous."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -37,7 +37,7 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
 def check_examples(task: Task, splits: tuple[str, ...]) -> None:
     """Raise ValueError if a split has no examples.
 
-    The check is made at the start of the run, because the first evaluation may be hours later.
+    The run checks this at its start, because the first evaluation may be hours later.
     """
     for split in splits:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
@@ -46,7 +46,7 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
     """Raise ValueError if the settings do not fit the model or the number of processes.
 
-    The settings of algorithm, parallel layout, frozen modules and engine are checked.
+    This function checks the settings of algorithm, parallel layout, frozen modules and engine.
     """
     algorithms = {**ALGORITHMS, **plugins.algorithms}
     check_algorithm(settings.algo, algorithms)
@@ -133,8 +133,8 @@ def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> No
     """Raise ValueError if the critic cannot read the policy's batches.
 
     Patches, placeholder tokens and positions of the critic must match the policy's. The vocabulary
-    sizes may differ in rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 rows fewer than
-    7B).
+    sizes may differ in rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 fewer rows than
+    Qwen2.5-VL-7B).
     """
     for name, of in VISION_KEYS.items():
         remedy = f"has {name}={of(critic)}, the policy {of(model)}; take a model of the policy's family: it reads the same batches"

@@ -9,10 +9,10 @@ switched off (math-verify 0.9.0, parser.py and utils.py). Only its LaTeX parser 
 parser for plain expressions calls SymPy's parse_expr, which evaluates Python.
 
 Both sides are converted to LaTeX first (typed_math.py). Some texts are not compared at all: texts
-longer than MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other labels of
-digits (labels.py), quantities (`5 km`) and statements about numbers alone (`1=1`). SymPy would read
-adjacent letters as a product, so `listen` would equal `silent`, and `A12` would equal `12A`. The
-removal of units by math-verify is switched off, because with it `5 km` would equal `5 m`, and `x +
+longer than MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other digit
+labels (labels.py), quantities (`5 km`) and statements about numbers alone (`1=1`). SymPy would read
+adjacent letters as a product, so `listen` would equal `silent`, and `A12` would equal `12A`.
+Math-verify's removal of units is switched off, because otherwise `5 km` would equal `5 m`, and `x +
 2t` would equal `x + 2`.
 """
 
@@ -46,8 +46,8 @@ Chains = Sequence[tuple[str, str, bool]]
 MAX_EXPRESSION_CHARS = 200
 CPU_LIMIT_S = 2.0
 WALL_LIMIT_S = 30.0
-"""Wall-clock limit per question in seconds, for machines so busy that a fork does not get its CPU
-time.
+"""Wall-clock limit per question in seconds. It applies on busy machines, where a fork may not get
+its two seconds of CPU time.
 """
 MEMORY_LIMIT_MIB = 1024
 """Limit on the address space per question in MiB."""
@@ -81,8 +81,8 @@ _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s
 adjacent numbers: `1 2` would be 3, and `1 1/2` would be 1.
 """
 _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])|\^\{[^{}]*[A-Za-z]")
-"""Matches a sum, difference, inequality or power with a letter, which do not occur in codes and
-quantities. A leading sign does not match.
+"""Matches notation that does not occur in codes and quantities: a sum, a difference, an inequality,
+or a power with a letter in its exponent. A leading sign does not match.
 """
 _UNREADABLE = re.compile(
     r"[^ -~]|\.\s*\.|\\[lc]?dots|[-+]\s*[-+]|\d\s*:\s*\d|\d\s*_|\d\s*(?:\\?\{|\[)"

@@ -54,8 +54,8 @@ def read_strict_boxed(reply: str) -> str | None:
 def read_tagged(reply: str) -> str | None:
     r"""Return the content of the last <answer> block after the last </think>, without \boxed{}.
 
-    If there is no block, return the content of the last box, or else the final answer of a reply in
-    GSM8K's format (`#### 18`).
+    If there is no block, return the content of the last box. If there is no box either, return the
+    final answer of a reply in GSM8K's format (`#### 18`).
     """
     spoken = _text_after_thinking(reply)
     blocks = _answer_blocks(spoken)
@@ -118,7 +118,7 @@ def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | N
     """Return the verdict of the text rules, or None if mathematics or a judge must decide.
 
     Equal texts are right. Other texts are compared by value if both are choices (among the options
-    listed in the question), labels of digits such as times and dates, numbers, or lists of numbers.
+    listed in the question), digit labels such as times and dates, numbers, or lists of numbers.
     """
     options = find_options(question)
     if same_text(truth, answer):
@@ -132,7 +132,7 @@ def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | N
 
 
 def _has_similar_options(text: str, options: Mapping[str, str]) -> bool:
-    """Return True if several options equal the text up to case and marks (`BB`, `bb`)."""
+    """Return True if several options equal the text after normalization (`BB`, `bb`)."""
     forms = [comparison_form(option) for option in options.values()]
     return forms.count(comparison_form(text)) > 1
 

@@ -1,8 +1,8 @@
 """Numbers and options in answers to published benchmarks, for the rules in benchmark_rules.py.
 
-A number is read with its sign, decimals and exponent. If a part of it cannot be parsed, the result
-is no number rather than a wrong one: `-(5)`, `5^2`, `1:2` and `A12` are neither 5 nor 12. All
-functions take time linear in the length of the text.
+A number is read with its sign, decimals and exponent. If any part of it cannot be parsed, no number
+is returned, because a part alone would be a wrong number: `-(5)` and `5^2` are not 5, `1:2` is not
+1, and `A12` is not 12. All functions take time linear in the length of the text.
 """
 
 import math
@@ -27,7 +27,9 @@ _PAIR = re.compile(rf"(?<![\w.+-])({_NUMERAL})\s*,\s*({_NUMERAL})", re.ASCII)
 _PLAIN = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,300})?|\.\d{1,300})(?:[eE][-+]?\d{1,2})?", re.ASCII)
 _RUN = re.compile(r"[\d\s,]+", re.ASCII)
 _GOES_ON = re.compile(r"\d|[.eE/:^][-+]?\d|[\^\u03c0]")
-"""Matches text after some digits which means that the digits are only a part of a number."""
+"""Matches text that continues a number, so that the digits before it are only part of the
+number.
+"""
 _CHANGED = re.compile(
     r"-[^\w\s-]+\.?\d|[\u221a\u221b\u03c0]|\^(?!\s*\{?\s*\\circ)|\d\s*!|\d\s*pi\b|\bpi\b"
     r"|[A-Za-z]\(?-?\.?\d|\b(?:hundred|thousand|million|billion|dozen|half)\b"
@@ -58,7 +60,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def read_number_with_pi(text: str) -> float | None:
-    """Return the only number in a text, which may be a multiple of pi; None if there is none.
+    """Return the only number in a text, including multiples of pi, or None if there is none.
 
     Examples: `2.5π` -> 7.853981633974483, `-π/2` -> -1.5707963267948966.
     """
@@ -95,7 +97,7 @@ def read_numbers(text: str) -> list[Fraction] | None:
 
 
 def read_pair(text: str) -> tuple[Fraction, Fraction] | None:
-    """Return the first two numbers that a comma separates, or None."""
+    """Return the first two numbers that are separated by a comma, or None."""
     text = normalize_signs(text)
     found = _PAIR.search(text)
     return None if found is None or _GOES_ON.match(text, found.end()) else (Fraction(found[1]), Fraction(found[2]))
@@ -131,7 +133,7 @@ def read_bare_letter(answer: str) -> str:
 def find_option(answer: str, options: Sequence[str]) -> str | None:
     """Return the letter of the option that an answer selects.
 
-    Return an empty string for a letter beyond the options, and None if no option is selected. A
+    Return an empty string for a letter that no option has, and None if no option is selected. A
     letter takes precedence over the text of an option: with the options `B`, `C`, `D`, the answer
     `C` selects the third option. Likewise, `C. red` selects option C even if `red` is the text of
     another option.

@@ -29,8 +29,8 @@ ScoringRule = Callable[[str, str, Mapping[str, object]], float | None]
 """Maps (truth, answer, benchmark item) to a score in [0, 1], or None if undecided."""
 DYNAMATH_MARGIN = 0.001
 VSI_ERRORS = tuple(float(error) for error in 1 - np.linspace(0.5, 0.95, 10))
-"""Maximum relative error for each threshold, with the rounding of thinking-in-space's float
-arithmetic: there, `1 - 0.8` is 0.19999999999999996, so an error of 0.2 exceeds it.
+"""Maximum relative error for each threshold, computed in floating point as in thinking-in-space.
+There, `1 - 0.8` is 0.19999999999999996, so an error of 0.2 exceeds the limit.
 """
 _WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
 _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
@@ -62,7 +62,8 @@ def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float |
 def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score an answer by its letter or by the text of the right option.
 
-    That text is right even if it is also another option's letter (MATH-V, evaluate.py).
+    The text of the right option is accepted even if it is also the letter of another option
+    (MATH-V, evaluate.py).
     """
     options = _options(item)
     if truth in [*LETTERS[: len(options)]] and same_text(options[LETTERS.index(truth)], answer):
@@ -71,7 +72,7 @@ def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> flo
 
 
 def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score choices, numbers and lists like MathVista (calculate_score.py).
+    """Score choices, numbers and lists as in MathVista (calculate_score.py).
 
     A choice is the selected option, or the option with the smallest edit distance if none is
     selected. Numbers are truncated to integers or rounded to the item's precision. Lists are
@@ -110,7 +111,7 @@ def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score an answer by its task's rule, like TIR-Bench (calculate_score.py).
 
-    Unlike TIR-Bench, this does not search for the option nearest to the answer's text.
+    Unlike TIR-Bench, this function does not search for the option nearest to the answer's text.
     """
     answer = answer.replace("*", "").strip()
     match item["task"]:
@@ -236,7 +237,7 @@ def _options(item: Mapping[str, object]) -> Sequence[str]:
 
 
 def _choices(item: Mapping[str, object]) -> Sequence[str]:
-    """Return the options in the question's text; without options, one empty string per letter."""
+    """Return the question's options, or one empty string per letter if there are no options."""
     choices = item.get("choices") or ("",) * len(LETTERS)
     assert isinstance(choices, tuple), f"{item}"
     return choices

@@ -39,9 +39,9 @@ MAX_IMAGE_SIDE; shrinking leaves no side shorter than MIN_IMAGE_SIDE, one patch 
 
 
 MAX_REASONING_CHARS = 500
-"""Maximum number of characters of a judge's reasoning that are kept."""
+"""Maximum number of characters of a judge's reasoning to keep."""
 MAX_CACHED_REASONINGS = 10_000
-"""Maximum number of verdicts for which the reasoning is kept in memory, for repeated requests."""
+"""Maximum number of verdicts with reasoning kept in memory, to answer repeated requests."""
 Judgement = tuple[float, str]
 """Pair of a verdict and the judge's reasoning."""
 
@@ -49,7 +49,7 @@ Judgement = tuple[float, str]
 class Judge:
     """Requests verdicts from the judge's servers and caches them.
 
-    `get_counts` returns the counters of verdicts, and `endpoints` has the counters of each server.
+    `get_counts` returns the verdict counters; `endpoints` holds the counters of each server.
     """
 
     def __init__(self, settings: JudgeSettings, *, backoff_s: float = 0.5) -> None:
@@ -72,7 +72,9 @@ class Judge:
         """
         self._pending: dict[str, asyncio.Task[Judgement]] = {}
         self._reasonings: dict[str, str] = {}
-        """Maps the cache key of a verdict to the judge's reasoning, if there was any."""
+        """Maps the cache key of a verdict to the judge's reasoning; verdicts without reasoning are
+        absent.
+        """
         self._cache: VerdictCache | None = None
         """Cache of verdicts, opened by `start`."""
 
@@ -113,7 +115,7 @@ class Judge:
     async def score_rollout(
         self, rollout: Rollout, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = (), turn: int | None = None
     ) -> float:  # fmt: skip
-        """Return the verdict on one turn or, if `turn` is None, on the episode, and record it.
+        """Return and record the verdict on a turn, or on the whole episode if `turn` is None.
 
         The verdict is added to `rollout.verdicts`. Raises InfraError like `get_judgement`.
         """
@@ -134,7 +136,7 @@ class Judge:
         return (await self.get_judgement(prompt, fields=fields, images=images))[0]
 
     async def get_judgement(self, prompt: JudgePrompt, *, fields: Mapping[str, str], images: Sequence[Picture] = ()) -> Judgement:
-        """Return verdict and reasoning, from the cache or from a server.
+        """Return the verdict and the reasoning, from the cache or from a server.
 
         Raises:
             InfraError: All attempts failed. The message names the last server and reason.
@@ -200,7 +202,7 @@ class Judge:
 
 
 def parse_judgement(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -> Judgement:
-    """Return verdict and reasoning in a reply, with `secret` redacted. Raises MalformedVerdict."""
+    """Return a reply's verdict and reasoning, with `secret` redacted. Raises MalformedVerdict."""
     words = message.thoughts.replace(secret, "***") if secret else message.thoughts
     return parse_verdict(message.content, prompt, secret=secret), words[:MAX_REASONING_CHARS]
 
@@ -247,7 +249,7 @@ def cache_key(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: 
 
 
 def encode_data_url(picture: Picture) -> str:
-    """Encode an image as a JPEG data URL of quality 85.
+    """Encode an image as a data URL in JPEG format with quality 85.
 
     Transparent pixels are composited over white. The longest side is at most MAX_IMAGE_SIDE.
     """

@@ -3,11 +3,11 @@ r"""Measures which attacks of a policy flip a judge's verdict, and prints a tabl
     python -m megatron_rl.rewards.judge_attack_suite --url http://HOST:18901/v1
 
 Controls come first: plain right answers must be judged right and wrong answers wrong, otherwise the
-results are meaningless. Then each attack (called a trick; judge_attacks.py) is applied to wrong
-answers and to low-quality responses. An attack flips a verdict if the wrong answer is judged right,
-or if the response scores higher than without the attack. A verdict counts as withheld if a healthy
-judge returns none; in a run, the episode would then fail instead of being wrong. The rules and
-vetoes of a run are not applied here.
+results are meaningless. Then each attack (option --trick; see judge_attacks.py) is applied to
+wrong answers and to low-quality responses. An attack flips a verdict if the wrong answer is judged
+right, or if the response scores higher than without the attack. A verdict counts as withheld if a
+healthy judge returns none; in a run, such an episode counts as failed and not as wrong. The rules
+and vetoes of a run are not applied here.
 
 exit status: 0 no verdict was flipped, 1 some were flipped or withheld,
              2 the controls failed, or no server could be used
@@ -39,7 +39,9 @@ from megatron_rl.rewards.rubrics import MAX_RESPONSE_CHARS
 EXIT_HELD, EXIT_FLIPPED, EXIT_NO_JUDGE = 0, 1, 2
 """Exit statuses of the command: no verdict flipped, some flipped or withheld, no usable judge."""
 MAX_POOR_WORK_SCORE = 0.75
-"""Score at which a low-quality response without an attack makes the control fail."""
+"""Score limit for low-quality responses without an attack; a control fails if a response reaches
+it.
+"""
 TABLE_WIDTH = 120
 """Width of the table in columns when the output is not a terminal."""
 

@@ -1,4 +1,4 @@
-"""Attacks on judges: texts that could make a judge accept a wrong answer or poor work.
+"""Attacks on judges: texts that could make a judge accept a wrong answer or low-quality work.
 
 Each attack (a trick) transforms a text without adding information about the question. The attacks
 come from papers on judges (Zheng et al. 2025, "Cheating Automatic LLM Benchmarks"; Zhao et al.
@@ -18,7 +18,7 @@ class AttackQuestion:
     """Question with a wrong answer and paraphrases of the right answer.
 
     `family` selects the worked examples in the judge's prompt. No rule recognizes the texts in
-    `right_answers`, so the judge has to.
+    `right_answers`, so the judge must recognize them.
     """
 
     family: str

@@ -1,4 +1,4 @@
-"""Prompts of judges, each in a versioned file in rewards/prompts/, and the parsing of verdicts.
+"""Judge prompts, which are versioned files in rewards/prompts/, and the parsing of verdicts.
 
 version: 2
 key: correct                 the reply must be exactly {"correct": true} or {"correct": false}
@@ -79,7 +79,7 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    r"""Replace each image placeholder by a blank, or by a line break if one is next to it.
+    r"""Replace each image placeholder by a blank, or by a line break next to a line break.
 
     Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered
     placeholders such as `<image 2>` are part of the text and are kept.

@@ -74,8 +74,8 @@ def same_label(truth: str, answer: str) -> bool | None:
     - The kinds differ: `1:30` and `1:30:00`, since 1:30 may be minutes or hours.
     - Two codes differ, because a judge may know that a ratio of 1:2 equals 2:4.
 
-    Two sizes are compared in order, with any multiplication sign: `1920 x 1080` does not equal
-    `1080 x 1920`. If only one text is a size, it counts as a product and not as a label.
+    The sides of two sizes are compared in order, with any multiplication sign: `1920 x 1080` does
+    not equal `1080 x 1920`. If only one text is a size, it counts as a product and not as a label.
     """
     size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:

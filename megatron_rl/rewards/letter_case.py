@@ -1,8 +1,8 @@
 r"""Letter case in formulas.
 
-Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. This module makes case
-count for Greek letters, and for texts that contain some letter in both cases. In other texts, case
-is ignored: `X^2` equals `x^2`.
+Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. This module treats
+case as significant for Greek letters, and in texts that contain some letter in both cases. In other
+texts, case is ignored: `X^2` equals `x^2`.
 """
 
 import re

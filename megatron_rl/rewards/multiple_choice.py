@@ -1,7 +1,7 @@
-"""Multiple choice: parses the option letters that a text selects.
+"""Parses the option letters that an answer to a multiple-choice question selects.
 
-A text may select an option by its letter, its letter and text, its text alone, or its position in
-the list of options (from 1). Several letters select a set of options.
+A text may select an option by its letter, its letter and text, its text alone, or its one-based
+position in the list of options. Several letters select a set of options.
 """
 
 import re
@@ -32,8 +32,8 @@ _NUMBER_WORD = re.compile(
 may be a value instead of a position.
 """
 _OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]]|\s*[-.:,(]|\s)+(.*?)\)?", re.DOTALL)
-"""Matches an option's letter with its text: `B - red`, `b. red`, `B (red)`. It selects option B if
-the text of option B is `red`.
+"""Matches an option's letter with its text: `B - red`, `b. red`, `B (red)`. These texts select
+option B if the text of option B is `red`.
 """
 _BARE_LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})[)\]]?[.:]?")
 """Matches a single letter of either case or a number, for questions that list options."""
@@ -75,8 +75,8 @@ def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | N
 def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = None) -> bool | None:
     """Return True if both texts select the same options, False if not, None if undecided.
 
-    The result is None if one text selects nothing, or if both consist of a letter and further text
-    and differ.
+    The result is None if one text selects nothing, or if the texts differ and both consist of a
+    letter and further text.
 
     Args:
         truth: Right answer.

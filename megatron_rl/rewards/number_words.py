@@ -76,7 +76,10 @@ def _changes_value(word: str) -> bool:
 
 
 def _is_part_of(word: str, context: str) -> bool:
-    """Return True if a word in a script without blanks occurs in the question."""
+    """Return True if the context contains a non-ASCII word that does not change a value.
+
+    Scripts such as Chinese put no blanks between words, so any substring of the context counts.
+    """
     return not word.isascii() and not _changes_value(word) and word in context.casefold()
 
 

@@ -1,4 +1,4 @@
-"""Numbers in answers: the only number in a text, texts that are just a number, and lists.
+"""Parses numbers in answers: the only number in a text, texts that are just a number, and lists.
 
 A number with an unreadable sign or exponent is rejected. Values are exact. Texts are normalized
 first (data/answer_text.py), so that all kinds of minus signs, full-width digits and thin spaces are
@@ -17,8 +17,8 @@ from megatron_rl.rewards.number_words import keeps_value
 MAX_NUMBER_CHARS = 30
 """Maximum length of a number that is read from a text."""
 ROUNDED_DIGITS = 6
-"""Minimum number of digits of a decimal that counts as equal to a longer decimal if the longer one
-rounds to it.
+"""Minimum number of digits with which a decimal counts as equal to a longer decimal that rounds to
+it.
 """
 _DIGITS = r"((?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _EXPONENT = r"[-+]?\d{1,2}"
@@ -112,8 +112,8 @@ def same_number(truth: str, answer: str) -> bool | None:
 
     - A decimal of ROUNDED_DIGITS digits or more also equals a longer decimal that rounds to it:
       3.141593 and 3.14159265.
-    - A percentage equals a number without a unit that is its percent value or its fraction: 22.5%
-      and 22.5, 22.5% and 0.225.
+    - A percentage equals a number without a unit if the number is the percent value or the
+      fraction: 22.5% equals 22.5 and 0.225.
     - A percentage, an amount of money and an angle always differ from each other.
     """
     if len({_unit_mark(truth), _unit_mark(answer)} - {None}) > 1:
@@ -127,7 +127,7 @@ def same_number(truth: str, answer: str) -> bool | None:
 
 
 def _unit_mark(text: str) -> re.Pattern[str] | None:
-    """Return the pattern that matches the unit mark next to a number, or None without a mark."""
+    """Return the pattern for the unit mark next to a number, or None if there is no mark."""
     if len(text) > 2 * MAX_NUMBER_CHARS or parse_exact_number(_MARKS.sub("", normalize_text(text))) is None:
         return None
     return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
@@ -147,10 +147,10 @@ def _same_percentage(truth: str, answer: str) -> bool | None:
 def same_numbers(truth: str, answer: str) -> bool | None:
     """Return True if two lists of numbers are equal, False if not, None if undecided.
 
-    The result is None if a text is not a list, or if the lists have different kinds of brackets
-    other than braces. If a list is in braces, order and repetitions are ignored, and a list in
-    other brackets differs from it. If neither list has brackets, only order is ignored. Otherwise
-    order and repetitions count.
+    The result is None if a text is not a list, or if one list has round brackets and the other has
+    square brackets. If a list is in braces, order and repetitions are ignored, and a list in other
+    brackets differs from it. If neither list has brackets, only order is ignored. Otherwise order
+    and repetitions count.
     """
     (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
@@ -222,7 +222,7 @@ def _ten_to_the(exponents: tuple[str | None, ...]) -> Fraction:
 
 
 def _is_rounding(short: str, long: str) -> bool:
-    """Return True if the text `short` is a decimal without exponent to which `long` rounds."""
+    """Return True if `short` is a decimal without exponent and `long` rounds to it."""
     (sign, one), (other_sign, other) = _signed_literal(short), _signed_literal(long)
     digits = one.replace(",", "")
     if sign != other_sign or not re.fullmatch(r"\d*\.\d+", digits) or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS:

@@ -1,4 +1,4 @@
-r"""Checks of parsed expressions for differences that math-verify's evaluation removes.
+r"""Detects differences between parsed expressions that math-verify's evaluation would remove.
 
 Only the helper process of algebra.py imports this module, because SymPy loads slowly. Math-verify
 solves equations and evaluates both sides. For example, `f(2)=4` has no unknown, `x^2=-1` has no
@@ -57,14 +57,14 @@ def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
 def is_undefined(side: Expr) -> bool:
     """Return True if an expression has no value.
 
-    It has none if it divides by zero, is an empty interval, or is a statement that SymPy evaluated
+    This is the case for a division by zero, an empty interval, and a statement that SymPy evaluated
     to true or false.
     """
     return isinstance(side, BooleanAtom | EmptySet) or side.has(nan, zoo)
 
 
 def is_always_or_never_true(side: Expr) -> bool:
-    """Return True if a relation in the expression holds for all real values, or for none."""
+    """Return True if a relation in the expression is true for all or for no real values."""
     relations = side.atoms(Relational)
     return any(map(_is_trivial, [each for each in relations if each.free_symbols] or relations))
 
@@ -86,7 +86,7 @@ def are_numbers(*sides: Expr) -> bool:
 def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
     """Return True if two numbers differ by more than `margin`.
 
-    If `margin` is None, it is RELATIVE_TOLERANCE times the number with the larger absolute value.
+    If `margin` is None, it is RELATIVE_TOLERANCE times the larger absolute value of the two.
     """
     size = Abs(one - other).evalf()
     return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))

@@ -1,4 +1,4 @@
-"""Rubric: weighted sum of named async reward functions, with the value of each term in the score.
+"""Rubrics: weighted sums of named async reward functions; the score contains each term's value.
 
 Rubric(
     terms={
@@ -58,7 +58,7 @@ CORRECT_THRESHOLD = 0.5
 
 @dataclass(slots=True, frozen=True)
 class RewardTerm:
-    """A reward function for the whole episode, with its weight."""
+    """A reward function for the whole episode, and its weight in the sum."""
 
     reward_fn: RewardFn
     weight: float = 1.0
@@ -70,19 +70,19 @@ class RewardTerm:
 
 @dataclass(slots=True, frozen=True)
 class TurnRewardTerm:
-    """A reward function with one value per turn, with its weight."""
+    """A reward function that returns one value per turn, and its weight in the sum."""
 
     reward_fn: TurnRewardFn
     weight: float = 1.0
     averages_turns: bool = True
-    """Reward the episode with the mean of this reward over the turns to which it applies (0 if
-    there are none); False uses the sum instead.
+    """Reward the episode with the mean over the turns to which this reward applies, or 0 if there
+    are none. False uses the sum instead.
     """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RubricScore:
-    """Score of an episode, in total, per term and per turn."""
+    """Score of an episode: its total reward and the values per term and per turn."""
 
     reward: float
     """Weighted sum of all terms, including turn terms."""

@@ -3,11 +3,11 @@
     accuracy   acc
     pyvision   acc + 0.1 for every turn with executed code, if the answer is right
     deepeyes   0.8 acc + 0.2 format (0, -1) + 1.2 if a call returned an image and the answer is
-               right; 1.2 acc + 0.4 format for data sources of mathematics
-    codev      1.0 acc + 0.3 format + 0.5 process, with one verdict on the whole episode, by a
-               prompt for its kind of question; as in CodeV's released code
-    tapo       1.0 acc + 0.5 mean step reward, with a verdict on each call (1, 0.25, 0; -1 for
-               violations); as in CodeV's paper
+               right; 1.2 acc + 0.4 format for mathematical data sources
+    codev      1.0 acc + 0.3 format + 0.5 process, as in CodeV's released code: one verdict on the
+               whole episode, with a prompt for the kind of question
+    tapo       1.0 acc + 0.5 mean step reward, as in CodeV's paper: a verdict on each call (1,
+               0.25, 0; -1 for violations)
 
 Every rubric contains the term `accuracy`; an episode is solved if this term reaches
 rubric.CORRECT_THRESHOLD. If the answer is vetoed (answer.make_answer_vetoes), only penalties
@@ -36,7 +36,7 @@ from megatron_rl.rewards.tool_use import (
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
 """Prefixes of the data sources with CodeV's counting questions; SEARCH_SOURCES has the prefixes for
-its search questions. All other sources count as calculation.
+CodeV's search questions. All other sources count as calculation.
 """
 MAX_RESPONSE_CHARS = 6000
 """Maximum number of characters of an episode's replies that the process judge reads; the end of the
@@ -77,7 +77,7 @@ def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> 
 def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
     """Return DeepEyes' terms: 0.8 acc + 0.2 format + 1.2 tool.
 
-    For data sources of mathematics, 0.4 acc + 0.2 format are added, and the tool term is 0.
+    For mathematical data sources, 0.4 acc + 0.2 format are added, and the tool term is 0.
     """
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:

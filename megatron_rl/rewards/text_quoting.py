@@ -1,4 +1,4 @@
-r"""Quotation of untrusted text from a policy, a dataset or a tool.
+r"""Quoting of untrusted text from a policy, a dataset or a tool.
 
 Quoted text cannot be mistaken for special tokens, chat roles or the surrounding prompt. It is a
 JSON string on one line with these changes:
@@ -36,7 +36,7 @@ _BEYOND_ASCII = re.compile(r"[^ -~]")
 _UNSEEN_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Matches the marks and letters in Unicode's Default_Ignorable_Code_Point
-(DerivedCoreProperties.txt 16.0); its other characters are matched by category.
+(DerivedCoreProperties.txt 16.0); the property's other characters are matched by category.
 """
 
 

@@ -116,7 +116,7 @@ def _is_mixed(text: str, at: int) -> bool:
 
 
 def _end_of_arguments(text: str, at: int) -> int | None:
-    """Return the end position of the second argument after `at`, or None if there are not two.
+    """Return the end position of the second argument after `at`, or None if it is missing.
 
     An argument is a group in braces or a single character.
     """

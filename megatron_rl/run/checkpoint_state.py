@@ -34,7 +34,7 @@ class InputDigests:
 class CheckpointState:
     """State of a run after `step` steps, without the weights.
 
-    The defaults are the state of a new run.
+    The default values describe a new run.
     """
 
     step: Annotated[int, Ge(0)] = 0

@@ -44,10 +44,10 @@ _REMEDY = "no older checkpoint is intact; restore this one from a copy, or move 
 def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, CheckpointState]:
     """Return the newest intact checkpoint and its state; (None, CheckpointState()) for a new run.
 
-    All ranks must call this together and wait in `group`. Damaged checkpoints that are newer than
-    the returned checkpoint are moved to RUN/superseded/checkpoints, with one log line each. Partial
-    checkpoints of a killed attempt are removed. run/directory.py has already checked that the run
-    may resume in this directory.
+    All ranks must call this together; they synchronize through the process group `group`. Damaged
+    checkpoints that are newer than the returned checkpoint are moved to RUN/superseded/checkpoints,
+    with one log line each. Partial checkpoints of a killed attempt are removed. run/directory.py
+    has already checked that the run may resume in this directory.
 
     Raises:
         ValueError: All checkpoints are damaged.
@@ -77,7 +77,7 @@ def _try_load(checkpoint: Path) -> tuple[CheckpointState | None, str]:
 
 
 def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.ProcessGroup | None) -> str:
-    """Compare a checkpoint's files with their recorded digests; return the first difference or "".
+    """Compare a checkpoint's files with the recorded digests; return the first mismatch, or "".
 
     Each rank checks a part of the files.
     """
@@ -89,7 +89,7 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
 
 
 def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None:
-    """Move damaged checkpoints aside, since the run will write new ones for the same steps."""
+    """Move damaged checkpoints aside, since the run will write new checkpoints for their steps."""
     for checkpoint, damage in damaged.items():
         into.mkdir(parents=True, exist_ok=True)
         target = find_free_path(into / checkpoint.name)
@@ -98,7 +98,7 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
 
 
 def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
-    """Return the steps with a checkpoint to delete, given {step: greedy success or None}.
+    """Return the steps of the checkpoints to delete, given {step: greedy success or None}.
 
     None means that the step was not evaluated. Of two checkpoints with the same success, the later
     is preferred. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1} with keep_last 1 and keep_best 1 yields
@@ -135,8 +135,8 @@ class Checkpoints:
             critic: Critic with its own backbone; None without a critic or with a shared backbone.
             resume_from: Checkpoint that `find_checkpoint` returned; None for a new run.
             inputs: Digests of the run's model and data files.
-            group: Process group in which ranks wait for ranks that write more slowly
-                (world.long_timeout_group).
+            group: Process group with a long timeout (world.long_timeout_group), because some ranks
+                write more slowly than others.
             clock: Returns the time in seconds, for checkpoint.every_s.
         """
         self._settings, self._policy, self._critic, self._resume_from, self._group = settings, policy, critic, resume_from, group
@@ -191,7 +191,7 @@ class Checkpoints:
         self._pending = _Pending(folder, step, saves)
 
     def finish_step(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Add the run's state to the pending checkpoint; publish the checkpoint if it is written.
+        """Add the run's state to the pending checkpoint; publish it if all its files are written.
 
         Call this after the step is recorded, so that the state includes its evaluation.
         """
@@ -253,7 +253,7 @@ class Checkpoints:
             raise
 
     def mark_evaluated(self, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Write the evaluation that the last attempt did not finish to the restored checkpoint."""
+        """Add the evaluation that the last attempt did not finish to the restored checkpoint."""
 
         def write() -> None:
             state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))
@@ -299,7 +299,7 @@ def _remove_partial(folder: Path) -> None:
 def _create_folder(folder: Path, *, hf: Path, pixels: tuple[int, int], with_critic: bool) -> None:
     """Create a checkpoint folder with a copy of the model's Hugging Face files without weights.
 
-    In the copied processor files, the pixel limits are set to those of training.
+    In the copied processor files, the pixel limits are set to the limits used in training.
     """
     (folder / Path(STATE).parent).mkdir(parents=True)
     if with_critic:

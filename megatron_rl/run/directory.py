@@ -16,8 +16,8 @@ was lost later, all steps still count as completed. A run that stopped gracefull
 with the step of its last checkpoint. After a kill or an error, the steps after the newest
 checkpoint are repeated, and run/superseded_steps.py keeps their old records.
 
-Settings are compared with config.yaml. A setting that is missing on one side counts as changed.
-The lock is an fcntl lock on RUN/.lock, held by rank 0. It has not been tested on NFS.
+Settings are compared with config.yaml. A setting that is missing on one side counts as changed. The
+lock is an fcntl lock on RUN/.lock, held by rank 0. The lock has not been tested on NFS.
 """
 
 import fcntl
@@ -58,9 +58,9 @@ from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 LOCK = ".lock"
 """File name of the lock in a run directory."""
 ENDED = "ended.json"
-"""File name of the record of how the last attempt ended: {"state": "stopped" or "failed", "line":
-reason, "step": step of the newest checkpoint}. An attempt that finished the run or was killed does
-not write this file.
+"""Name of the file that records how the last attempt ended: {"state": "stopped" or "failed",
+"line": reason, "step": step of the newest checkpoint}. An attempt that finished the run or was
+killed does not write this file.
 """
 MUTABLE_KEYS = (
     "parallel.", "engine.", "checkpoint.", "wandb.", "trackio.", "services.", "slurm.", "run.dir", "plan.", "run.overwrite",
@@ -81,7 +81,7 @@ change instead of one change per key.
 ABSENT = "absent"
 """Placeholder for the value of a missing setting."""
 STEPS_KEYS = {"rl": "run.steps", "sft": "sft.steps"}
-"""Name of the setting that is the number of steps, keyed by stage."""
+"""Name of the setting for the number of steps, keyed by stage."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class ResumeState:
 
 @contextmanager
 def locked(settings: Settings) -> Iterator[ResumeState]:
-    """Lock the run directory inside the block and prepare it for the run.
+    """Lock the run directory for the duration of the block and prepare it for the run.
 
     All ranks must call this together.
 
@@ -191,7 +191,8 @@ def _remove_partial_files(folder: Path) -> None:
 def _entry_names(folder: Path) -> list[str]:
     """Return the names of the directory's entries; empty if the directory does not exist.
 
-    A missing directory must not raise an error here, which would hide the error that ends the run.
+    A missing directory must not raise an error here, because the new error would hide the error
+    that ends the run.
     """
     return [path.name for path in folder.iterdir()] if folder.is_dir() else []
 
@@ -216,7 +217,7 @@ def newest_saved_step(folder: Path) -> int:
 
 
 def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
-    """Compare a run directory with settings and return if and how the run can start or resume."""
+    """Compare a run directory with settings and determine if the run can start or resume."""
     metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS_FOLDER)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return ResumeState()
@@ -289,8 +290,8 @@ def read_settings(path: Path) -> dict[str, object]:
     """Return the contents of a run's config.yaml.
 
     Raises:
-        ValueError: The file does not contain settings. The message continues a sentence that starts
-            with the file's name.
+        ValueError: The file does not contain settings. The message is the rest of a sentence that
+            starts with the file's name.
         OSError: The file cannot be read.
     """
     found = read_yaml(path)
@@ -329,7 +330,7 @@ def describe_changes(changes: Mapping[str, tuple[object, object]]) -> str:
 
 
 def backup_path(folder: Path) -> Path:
-    """Return the path DIR.1, or DIR.N with the first number that is not in use."""
+    """Return DIR.N, where N >= 1 is the smallest number for which DIR.N does not exist."""
     own, number = folder.absolute(), 1
     while own.with_name(f"{own.name}.{number}").exists():
         number += 1

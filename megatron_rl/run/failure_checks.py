@@ -10,8 +10,8 @@ from megatron_rl.observe.step_metrics import mean_logprob_abs_diff
 from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_LOGPROB_ABS_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
-"""Bound on the mean absolute difference between the logprobs of engine and trainer, keyed by the
-less precise of their dtypes. Differences caused by rounding alone are below this bound
+"""Upper bound on the mean absolute difference between engine and trainer logprobs, keyed by the
+less precise of the two dtypes. Differences caused by rounding alone are below this bound
 (measurements in docs/numerics.md).
 """
 _CAUSES = (
@@ -62,13 +62,13 @@ def require_finite(rollouts: list[Rollout]) -> None:
 
 
 class MismatchCheck:
-    """Compares logprobs of engine and trainer in the first update with on-policy tokens.
+    """Compares engine and trainer logprobs in the first update that contains on-policy tokens.
 
     The check runs once per attempt.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Disable the check for replays, because their tokens may be sampled from other weights."""
+        """Disable the check for replays, because other weights may have sampled their tokens."""
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
         self._is_due = settings.run.mode != "replay"
@@ -93,7 +93,7 @@ class MismatchCheck:
 
 
 def check_improvement(returns: list[float]) -> None:
-    """Check that the mean return of the last 10 steps exceeds that of the first 10.
+    """Check that the mean return of the last 10 steps exceeds the mean of the first 10 steps.
 
     Raises:
         RunFailed: The mean return did not increase.

@@ -16,8 +16,8 @@ GROUPS = ("algo", "batch", "filter", "optim", "critic", "sft", "lora", "model", 
 configure machines and services.
 """
 PRIVATE = ("url", "token_file", "path", "log", "image_roots")
-"""Substrings of setting names. Settings with such a name are not listed in the card, because they
-contain the name of a machine or folder.
+"""Substrings of setting names. Settings with such names are not listed in the card, because the
+values contain names of machines or folders.
 """
 PACKAGES = ("megatron-rl", "megatron-core", "torch", "transformers", "vllm")
 """Packages that are listed in the card with their versions."""

@@ -48,7 +48,7 @@ class ManagedProcess:
     """Command that runs in its own session and is killed when this process dies."""
 
     def __init__(self, command: Sequence[str], *, output: Path | None = None) -> None:
-        """Start the command; without an output file, it inherits stdout and stderr."""
+        """Start the command. Without an output file, the command inherits stdout and stderr."""
         self.output_path = output
         self._output_file: IO[bytes] | None = None
         if output is not None:
@@ -68,10 +68,10 @@ class ManagedProcess:
             self._process.send_signal(signal.SIGINT if number == signal.SIGINT else signal.SIGUSR1)
 
     def poll(self) -> int | None:
-        """Return the exit code in the convention of shells, or None while the process runs.
+        """Return the exit code by shell convention, or None while the process runs.
 
-        A process that was killed by the stop request (SIGUSR1) had not yet installed a signal
-        handler. This counts as a graceful stop, with exit code EX_TEMPFAIL.
+        If the stop request (SIGUSR1) kills the process before the process has installed a signal
+        handler, this counts as a graceful stop, with exit code EX_TEMPFAIL.
         """
         code = self._process.poll()
         if code is None:

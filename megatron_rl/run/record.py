@@ -39,7 +39,7 @@ PROMPTS_FILE, ADAPTER_FOLDER = "prompts.jsonl", "adapter"
 
 @dataclass(slots=True, kw_only=True)
 class History:
-    """State of a run that is carried from step to step, without the weights.
+    """State that a run carries from step to step, except for the weights.
 
     The history is the same on every rank.
     """
@@ -54,13 +54,13 @@ class History:
     schedules these prompts first.
     """
     prompts: dict[str, list[float]] = field(default_factory=dict)
-    """Example id -> [number of scored episodes, sum of their rewards, last step with a scored
-    episode].
+    """Maps each example id to [number of scored episodes, sum of these episodes' rewards, last step
+    with a scored episode].
     """
     has_learned: int = 0
     """Number of steps with at least one nonzero advantage."""
     bad_examples: dict[str, str] = field(default_factory=dict)
-    """Example id -> first permanent error of the example (StopReason.PERMANENT_INFRA_ERROR)."""
+    """Maps each example id to the first permanent error (StopReason.PERMANENT_INFRA_ERROR)."""
     judge: dict[str, int] = field(default_factory=dict)
     """Judge counters summed over all steps: the counters of observe/judge_stats.py, the number of
     scored answers, and the number of answers that the judge decided. Empty without a judge.
@@ -87,7 +87,7 @@ class History:
 
 
 class Run:
-    """Writes the run directory on rank 0; keeps timer and history on every rank."""
+    """Writes the run directory on rank 0; keeps the timer and the history on every rank."""
 
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
         """Open the run directory after earlier attempts completed `first_step` steps.
@@ -104,9 +104,9 @@ class Run:
         self.judge_stats: JudgeStats | None = None
         """Judge statistics, set by the entry point on every rank if the task has a judge."""
         self.metrics: dict[str, float] = {}
-        """Metrics of the attempt's last step."""
+        """Metrics of the last step in this attempt."""
         self.evaluation: dict[str, float] = {}
-        """Scores of the attempt's last evaluation, as in eval.json."""
+        """Scores of the last evaluation in this attempt, as in eval.json."""
         self.is_main, self._rank, self._is_alone = world.is_main, world.rank, world.size == 1
         self._is_async = settings.run.max_staleness > 0
         self._recorded = {"num_best": settings.rollouts.keep_best, "num_worst": settings.rollouts.keep_worst}
@@ -141,8 +141,8 @@ class Run:
     def timed_rollout(self, busy_s: Callable[[], float]) -> Iterator[None]:
         """Time the generation of a step's rollouts.
 
-        Time in which the engine was busy is added to "engine"; the remaining time, for environments
-        and rewards, is added to "environment".
+        The engine's busy time is added to the "engine" timer. The remaining time, spent in
+        environments and rewards, is added to the "environment" timer.
         """
         busy = self._busy_tracker.start(busy_s)
         with self.step_timer("environment"):
@@ -210,9 +210,9 @@ class Run:
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """Record a step's rollouts after the step's updates.
 
-        All rollouts are saved with rollouts.save=all, otherwise only the best and worst. Examples
-        with a first permanent infrastructure error are logged. `metrics` stays pending in the
-        history until `record` is called.
+        With rollouts.save=all, all rollouts are saved; otherwise, only the best and worst rollouts
+        are saved. Each example with a permanent infrastructure error is logged once. `metrics`
+        stays pending in the history until `record` is called.
         """
         _, moving = groups_with_advantages(rollouts)
         self.history.has_learned += bool(moving)
@@ -280,7 +280,7 @@ class Run:
             write_lines_atomically(self.folder / PROMPTS_FILE, lines)
 
     def close(self) -> None:
-        """Close logs and progress display; keep all files."""
+        """Close the logs and the progress display. No files are deleted."""
         if self.is_main:
             self.progress.close()
             with explain_write_errors(self.folder):  # closing retries earlier failed writes
@@ -327,7 +327,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of completed steps of a published checkpoint."""
+    """Return the number of completed steps from a published checkpoint's folder name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -344,7 +344,7 @@ def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """If the block raises an OSError, re-raise it with run.dir and the fix in the message."""
+    """If the block raises an OSError, re-raise it with a message that names run.dir and the fix."""
     try:
         yield
     except OSError as error:

@@ -2,9 +2,10 @@
 
 SIGTERM, SIGUSR1 and SIGINT request a stop of the run without interrupting the current step. At the
 end of a step, all ranks stop if any rank has received a signal (`StopSignal.check`). Rollouts that
-are not complete grace_s after the signal are cancelled (`StopSignal.run_with_grace`), and the next
-attempt repeats the step. A second SIGINT ends the process at once. Without a launcher, any stop
-signal that arrives SECOND_SIGNAL_S or more after the first signal also ends the process at once.
+are still incomplete grace_s seconds after the signal are cancelled (`StopSignal.run_with_grace`),
+and the next attempt repeats the step. A second SIGINT ends the process at once. Without a launcher,
+any stop signal that arrives at least SECOND_SIGNAL_S seconds after the first signal also ends the
+process at once.
 
 Python runs signal handlers only when the main thread returns from C code. In a collective, or while
 ranks wait for each other at startup, this may take minutes. `SignalDeadline` therefore receives
@@ -14,9 +15,9 @@ signals in a separate thread and ends the process if it has not stopped by its d
     IMMEDIATE_S after the second signal             if a second one arrives
     grace_s + close_timeout_s after the signal      otherwise
 
-Without a launcher, a second limit applies after the first step began, and the earlier limit counts.
-The second limit is CLOSE_TIMEOUT_S after the end of the grace period or after the main thread last
-executed an instruction, whichever is later.
+Without a launcher, a second limit applies after the first step began, and the earlier of the two
+limits counts. The second limit is CLOSE_TIMEOUT_S after the end of the grace period or after the
+main thread last executed an instruction, whichever is later.
 """
 
 import asyncio
@@ -44,18 +45,18 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STARTUP_TIMEOUT_S = 10.0
-"""Seconds until a process is ended after a signal that arrives before the first step, when there is
-nothing to save.
+"""Seconds from a signal that arrives before the first step until the process is ended. Before the
+first step, there is nothing to save.
 """
 SECOND_SIGNAL_S = 5.0
-"""Seconds after the first signal within which a further signal counts as the same request.
-Launchers, queues and terminals may each deliver the request once.
+"""Seconds after the first signal during which further signals count as the same request. Launchers,
+queues and terminals may each deliver the request once.
 """
 IMMEDIATE_S = 3.0
-"""Seconds until a process is ended after a second signal."""
+"""Seconds from a second signal until the process is ended."""
 CLOSE_TIMEOUT_S = 120.0
-"""Seconds after the grace period for completing the step's updates, the checkpoint and the shutdown
-of the engine.
+"""Seconds after the grace period in which the process may complete the step's updates, save the
+checkpoint and shut down the engine.
 """
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that is ended after a second signal."""
@@ -195,7 +196,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def _forced_exit(self, received: Sequence[tuple[int, float]]) -> ForcedExit:
-        """Return the deadline for ending this process, by the rules in the module docstring."""
+        """Return the deadline for ending this process, according to the module docstring."""
         number, first = received[0]
         interrupts = [at for other, at in received if other == signal.SIGINT]
         again = interrupts[1:] + [at for _, at in received if at - first >= SECOND_SIGNAL_S and not has_launcher()]
@@ -213,7 +214,7 @@ class StopSignal:
         return ForcedExit(at, line, os.EX_TEMPFAIL)
 
     def _last_move(self) -> float:
-        """Return the time (time.monotonic) when the main thread was last seen to execute code."""
+        """Return the time.monotonic() value of the main thread's last observed progress."""
         frame = sys._current_frames()[threading.main_thread().ident]
         if (frame.f_code, frame.f_lasti) != self._last_location:
             self._last_location, self._last_move_at = (frame.f_code, frame.f_lasti), time.monotonic()

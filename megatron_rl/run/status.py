@@ -4,7 +4,7 @@
     running     a process holds the directory's lock, or an attempt (run/process.py) is running
     finished    eval.json and all files in final/ exist
     stopped     the run stopped on request and can be resumed with the same command
-    failed      all other cases; RunStatus.error has the error line
+    failed      all other cases; RunStatus.error contains the error line
 
 On a shared file system, a run on another machine counts as running only if the file system supports
 fcntl locks.
@@ -55,8 +55,7 @@ class RunStatus:
     num_steps: int = 0
     """Total number of steps in the run's settings; 0 if config.yaml is missing."""
     train_hours: float = 0.0
-    """Total hours of the recorded steps, without startup and without steps that were not recorded.
-    """
+    """Total duration of the recorded steps in hours, excluding startup and unrecorded steps."""
     evaluation: Mapping[str, float]
     """Scores of the last evaluation, such as greedy_success, as in eval.json."""
     settings: Mapping[str, object]
@@ -107,7 +106,7 @@ def is_running(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return True if final evaluation and weights are complete and no run is active."""
+    """Return True if the final evaluation and weights are complete and no run is active."""
     return not is_running(folder) and (folder / EVALUATION_FILE).is_file() and not find_missing_file(folder / FINAL_FOLDER)
 
 

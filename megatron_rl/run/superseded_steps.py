@@ -38,12 +38,12 @@ def supersede_records(
         first_step: First step to be repeated.
         first_line: First step for which a line is written to metrics.jsonl again. This is
             `first_step - 1` if the evaluation after that step is pending, else `first_step`.
-        num_steps: Total number of steps of the run. If it is greater than `first_step`, the final
-            evaluation of a finished shorter run is added to the metrics line of that run's last
-            step, like a periodic evaluation.
+        num_steps: Total number of steps of the run. If `num_steps` is greater than `first_step`,
+            the final evaluation of a finished shorter run is added to the metrics line of that
+            run's last step, like a periodic evaluation.
         results: Names of the result files of a finished run.
-        models: Names of the model folders of a finished run. They are moved only if at least one
-            step is repeated.
+        models: Names of the model folders of a finished run. The folders are moved only if at least
+            one step is repeated.
 
     Returns:
         The folder that the records were moved to and the number of repeated steps; None if there
@@ -87,7 +87,7 @@ def _is_final_evaluation(line: Mapping[str, float]) -> bool:
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Add the final evaluation to the last kept line if it was made after that line's step."""
+    """Add the final evaluation to the last kept line if it directly followed that step."""
     if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
         return list(kept)
     evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}
@@ -114,9 +114,9 @@ def find_free_path(wanted: Path) -> Path:
 
 
 def _move_rollouts(files: Sequence[Path], to: Path) -> None:
-    """Link the images of rollout files into a folder, then move the files there.
+    """Link the images of rollout files into the folder `to`, then move the files to that folder.
 
-    Images are linked because other steps may use them too.
+    Images are linked instead of moved, because other steps may use the same images.
     """
     for file in files:
         for name in map(image_file_name, IMAGE_KEY_READERS[file.suffix](file)):

@@ -1,7 +1,7 @@
-"""Loads Hugging Face tensors into a live Megatron model and streams its weights as such tensors.
+"""Loads Hugging Face tensors into a live Megatron model and streams the model's weights out.
 
-Loading and streaming use the name mappings of models/name_mapping.py. Streaming needs a bounded
-amount of memory.
+The stream consists of Hugging Face tensors and needs a bounded amount of memory. Loading and
+streaming use the name mappings of models/name_mapping.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +45,7 @@ class ShardLocation:
         return self._place(row)[0]
 
     def local_name(self, row: ParamMapping) -> str:
-        """Return the parameter's name in its stage's list of chunks, for example `1.language...`.
+        """Return the parameter's name within the owner stage's chunks, for example `1.language...`.
 
         The layer number in the name counts from the first layer of the chunk.
         """
@@ -105,7 +105,7 @@ def fill_parameters(
     placement: ShardLocation,
     tensors: Callable[[ParamMapping, torch.Size], Tensors],
 ) -> None:
-    """Fill all of `parameters` with their shards of the full Hugging Face tensors.
+    """Fill every parameter in `parameters` with its shard of the full Hugging Face tensors.
 
     `tensors` returns the full Hugging Face tensors for a mapping. It is called with the mapping and
     the shape of the unsharded Megatron parameter. Raises ValueError if a converted tensor does not
@@ -158,8 +158,8 @@ class HfWeightIterator:
             placement: Position of this rank in the layout.
             bucket_bytes: Maximum size in bytes of this rank's shards in one bucket; a larger
                 parameter gets its own bucket.
-            merged: For parameters that are exported with adapters merged in: function that computes
-                the shard to export, keyed by local name.
+            merged: Functions that compute a shard with its adapters merged in, keyed by the local
+                name of the parameter. Other parameters are exported as they are.
         """
         self.placement = placement
         parameters = dict(chunks.named_parameters())
@@ -215,7 +215,7 @@ class HfWeightIterator:
 
 
 def _buckets(rows: list[ParamMapping], shapes: dict[str, torch.Size], placement: ShardLocation, max_numel: int) -> list[list[ParamMapping]]:
-    """Group the mappings into buckets of at most `max_numel` elements of this rank.
+    """Group the mappings into buckets with at most `max_numel` elements on this rank.
 
     All parameters of a bucket have the same owner stage, and are either all sharded or all
     replicated.

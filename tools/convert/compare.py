@@ -1,8 +1,8 @@
 """Compares two checkpoints tensor by tensor.
 
 A checkpoint can be a Hugging Face folder or a torch_dist checkpoint of this trainer. Tensors are
-matched by the names of the released checkpoints, whichever naming style a folder uses. One tensor
-of each checkpoint is in memory at a time.
+matched by the names of the released checkpoints, regardless of the folder's naming style. Only one
+tensor of each checkpoint is in memory at a time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from tools.commands import format_error, quiet_libraries
 
 CHUNK_SIZE = 1 << 24
-"""Number of elements subtracted at once; each element takes 8 bytes in double precision."""
+"""Number of elements compared at a time; each element takes 8 bytes in double precision."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +45,7 @@ class TensorDifference:
         return "equal" if self.is_bitwise else f"{self.largest:.3g}"
 
     def is_beyond(self, atol: float) -> bool:
-        """Return True if the difference is larger than `atol`, NaN or undefined."""
+        """Return True if the difference is undefined, NaN, or larger than `atol`."""
         return self.largest is None or not self.largest <= atol
 
 
@@ -69,7 +69,7 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
 
 
 def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
-    """Yield one result per tensor name: first the names in `first`, then those only in `second`."""
+    """Yield one result per tensor name: names in `first`, then names only in `second`."""
     for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
         sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))
         if name not in first.specs or name not in second.specs or first.specs[name].shape != second.specs[name].shape:

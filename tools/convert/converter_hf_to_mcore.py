@@ -1,9 +1,9 @@
 """Converts a Hugging Face model folder to a Megatron distributed checkpoint (torch_dist).
 
-The checkpoint can be loaded at any parallel layout. It contains the tensors and, in hf/, all other
-files of the source (config, tokenizer, processor). The checkpoint is renamed to its final name only
-after it is complete and verified. Converting needs memory for a few copies of the largest tensor,
-whatever the size of the model.
+The checkpoint can be loaded with any parallel layout. It contains the tensors and, in hf/, all
+other files of the source (config, tokenizer, processor). The checkpoint is renamed to its final
+name only after it is complete and verified. Converting needs memory for a few copies of the largest
+tensor, regardless of the size of the model.
 """
 
 import argparse
@@ -85,7 +85,7 @@ def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
 
 
 def find_model_folder(hf: str) -> Path:
-    """Return the path of a local folder, or download a Hub repository (organization/name)."""
+    """Return a local model folder; a Hub repository (organization/name) is downloaded first."""
     if Path(hf).is_dir():
         return Path(hf)
     require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "is no folder, and no name on the Hugging Face Hub either")

@@ -1,7 +1,7 @@
 """Merges each checkpoint of a run into a Hugging Face folder with the same name (`step_*`).
 
-Steps that were already merged are skipped; an output folder exists only if its merge was complete.
-If merging a step fails, the remaining steps are still merged.
+Steps that were already merged are skipped. An output folder exists only if the merge into that
+folder is complete. If merging a step fails, the remaining steps are still merged.
 """
 
 import argparse

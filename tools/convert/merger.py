@@ -1,10 +1,10 @@
 """Merges a checkpoint into a complete Hugging Face folder.
 
-The source can be a checkpoint of this trainer, of classic Megatron (mp_rank_*), of verl (FSDP
-shards) or of Hugging Face. Every tensor of the checkpoint is used exactly once, and every tensor of
-the model is written exactly once, with the shape that config.json requires. The headers of the
-written files are read back before the folder is renamed to its final name. Any mismatch raises an
-error, and no output folder is left behind.
+The source can be a checkpoint of this trainer, a classic Megatron checkpoint (mp_rank_*), FSDP
+shards of verl, or a Hugging Face folder. Every tensor of the checkpoint is used exactly once, and
+every tensor of the model is written exactly once, with the shape that config.json requires. The
+headers of the written files are read back before the folder is renamed to its final name. Any
+mismatch raises an error, and no output folder is left behind.
 """
 
 import argparse
@@ -158,7 +158,7 @@ def _rename_tensors(
 
 
 def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
-    """Raise ValueError unless the files contain the planned tensors and number of bytes."""
+    """Raise ValueError unless the files contain the planned tensors with the planned total size."""
     written = HfTensors(folder, key="--out")
     check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")
     for name, spec in specs.items():

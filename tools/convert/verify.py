@@ -71,7 +71,7 @@ def make_test_prompts(spec: ModelSpec) -> dict[str, TokenSequence]:
 def compute_hf_logits(folder: Path, *, dtype: torch.dtype | None = None, key: str = "--hf") -> dict[str, torch.Tensor]:
     """Return the logits of the transformers model for each prompt: [L, vocabulary], in fp32.
 
-    The weights are first rounded to `dtype`; with None they are used as stored.
+    The weights are first rounded to `dtype`; if `dtype` is None, the weights are used as stored.
     """
     spec = read_spec(folder, key=key)
     _check_memory(spec, folder, key=key)

@@ -1,6 +1,6 @@
-"""Writes a DatasetDict in the format of `datasets` 5.2, without that package.
+"""Writes a DatasetDict in the format of `datasets` 5.2, without using that package.
 
-The files are those that save_to_disk writes and load_from_disk reads:
+The files follow the layout of save_to_disk, so that load_from_disk can read the dataset:
 
     OUT/dataset_dict.json
     OUT/train/{data-00000-of-00001.arrow, dataset_info.json, state.json}
@@ -26,9 +26,9 @@ _FILE = "data-00000-of-00001.arrow"
 def write_dataset_dict(
     out: Path, splits: Mapping[str, Sequence[Mapping[str, object]]], features: Mapping[str, Mapping[str, object]]
 ) -> None:
-    """Write the rows of each split.
+    """Write the rows of each split to `out`.
 
-    `features` maps each column, in the order of the columns, to STRING, STRINGS or IMAGE.
+    `features` maps each column to STRING, STRINGS or IMAGE; its order is the column order.
     """
     for split, rows in splits.items():
         folder = out / split

@@ -1,11 +1,13 @@
 """Extracts the images of a Parquet file into JPEG files and writes a table with their paths.
 
 Reads the columns images (a list of {bytes} or {path}) and extra_info.image_file_name (a name, or a
-list with one name per image). Writes, in --out:
-    images/NAME.jpg                     quality 95, upright, transparency on white
-    STEM_with_image_paths.parquet       the rows; images holds {path}; new are image_file_path (from
-                                        the table's folder), image_file_name and image_file_size
-                                        (bytes): lists if image_file_name is one
+list with one name per image). Writes two outputs into --out:
+
+- images/NAME.jpg: images with JPEG quality 95, rotated upright, transparent pixels on white.
+- STEM_with_image_paths.parquet: the input rows. The column images contains {path}. The columns
+  image_file_path (relative to the table's folder), image_file_name and image_file_size (bytes) are
+  added; they contain lists if the input's image_file_name is a list.
+
 Files are written atomically. If the tool is restarted, it skips images that are already extracted:
 the comment of each JPEG file contains the SHA-256 of its source. Files not written by this tool are
 never overwritten.
@@ -51,7 +53,8 @@ def extract_images(source: Path, out: Path, *, threads: int, console: Console) -
     """Write the images and the table of a Parquet file, and return a one-line summary.
 
     Raises:
-        ValueError: The file does not have the format in the module docstring, or a row is invalid.
+        ValueError: The file does not have the format described in the module docstring, or a row is
+            invalid.
     """
     require(source.is_file(), "--parquet", source, "no such file")
     require(threads >= 1, "--threads", threads, "must be at least 1")
@@ -144,7 +147,7 @@ def _write_image(image: StoredImage, name: str, digest: str, out: Path) -> Writt
 
 
 def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
-    """Return True if the image has already been extracted.
+    """Return True if the image was already extracted.
 
     Raises:
         ValueError: The output file exists but was not written by this tool, or the image's source

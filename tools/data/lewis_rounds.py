@@ -3,9 +3,9 @@
 A catalogue lists the images of each concept. Concepts are split into train and test, and rounds are
 generated for each split, following the game's reference code (Deepayan137/Lewis_Game 621d687). The
 target of a round is another view of the query's concept, by default the view that is least similar
-to the query. The distractors are taken from the concepts with the nearest mean image embeddings,
-concepts of the same category first. From each of these concepts, the image nearest to the query is
-used.
+to the query. The distractors are taken from the concepts with the nearest mean image embeddings;
+concepts of the query's category come first. Each of these concepts contributes the image that is
+nearest to the query.
 """
 
 import random
@@ -64,7 +64,7 @@ def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]
 
 
 def find_shared_concepts(splits: Mapping[str, Catalogue]) -> list[str]:
-    """Return the concepts that are in train and also in test, as <category>/<concept>."""
+    """Return the concepts that are in both train and test, as <category>/<concept>."""
     train, test = ({f"{category}/{concept}" for category in splits[name] for concept in splits[name][category]} for name in SPLITS)
     return sorted(train & test)
 
@@ -114,8 +114,8 @@ def require_views(catalogue: Catalogue, folder: Path) -> None:
 def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: int) -> dict[str, dict[str, dict[str, Sequence[str]]]]:
     """Split the concepts of each category into train and test; no concept is in both splits.
 
-    `share` is the fraction of concepts in the train split. A category with fewer than `least`
-    concepts, or with a single concept, is left out.
+    `share` is the fraction of concepts that are assigned to train. A category with fewer than
+    `least` concepts, or with a single concept, is left out.
 
     Raises:
         ValueError: No category has enough concepts.
@@ -239,8 +239,9 @@ class RoundGenerator:
     ) -> list[str]:  # fmt: skip
         """Choose the distractors for a query.
 
-        Concepts of the query's category come first; with `is_cross`, concepts of other categories
-        come first. If `drawn` is not None, it draws concepts and images at random.
+        Concepts of the query's category come first, unless `is_cross` is True: then concepts of
+        other categories come first. If `drawn` is not None, this random generator draws the
+        concepts and the images.
         """
         if drawn is not None:
             keys = drawn.sample([key for key in means if key != (category, concept)], len(means) - 1)

@@ -45,7 +45,7 @@ from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
 
 MAX_DRAFTS_PER_GAME = 20
-"""Maximum number of drafts that are tried for one game until the planner wins one of them."""
+"""Maximum number of drafts per game that are tried before the tool gives up."""
 MAX_GAME_COMMANDS = 30
 """Maximum number of commands in the planner's solution; games with longer solutions are dropped."""
 PARTIAL_SUFFIX = ".partial"
@@ -141,7 +141,7 @@ async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterat
 
 
 async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: int, processes: int, seconds: float) -> int:
-    """Generate the missing games and return their number."""
+    """Generate the missing games and return the number of generated games."""
     rules, players, kinds = find_alfworld_package(), PlayerPool(processes, timeout_s=seconds), list(ALFWORLD_NAME_BY_KIND)
     console = Console(stderr=True)
     bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console,

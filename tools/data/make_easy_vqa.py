@@ -5,9 +5,9 @@ answers that are easy to check by eye. Source: the PyPI package easy-vqa 1.0 (MI
 2019), downloaded by pip from its configured index and verified by its SHA-256.
 
 Writes train.* and eval.* with the columns that the trainer reads (megatron_rl/data/questions.py).
-The split of the package is kept: no image is in both train and eval. Questions are shuffled with
---seed; with the same seed, a smaller --num gives a prefix of a larger --num. The same arguments
-write the same bytes.
+The package's own split is kept, so no image is in both train and eval. Questions are shuffled with
+--seed; with the same seed, a smaller --num selects a prefix of the questions that a larger --num
+selects. The same arguments produce identical files.
 """
 
 import argparse

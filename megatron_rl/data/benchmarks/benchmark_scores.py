@@ -37,9 +37,10 @@ def mean_credit(scores: Sequence[ItemScore]) -> float:
 
 
 def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> HeadlineMetric:
-    """Return a metric that averages the mean credit per label value over all values of the label.
+    """Return a metric that computes the mean credit for each label value and averages these means.
 
-    Values that `merged` maps to one name are averaged first and count as one value.
+    The means of label values that `merged` maps to the same name are averaged first and count as
+    one value.
     """
 
     def headline(scored: Sequence[ItemScore]) -> float:
@@ -76,12 +77,12 @@ def worst_case_accuracy(scores: Sequence[ItemScore]) -> float:
 def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, float]:
     """Return the four metrics of We-Math (arXiv 2407.01284, section 3) and its score.
 
-    Only problems with all their parts count. If the composite question of a problem is solved, the
-    problem counts as mastered if all its steps are correct (loose variant: any step), else as
-    memorized. If the composite question is not solved, the problem counts as not generalized if all
-    steps are correct, else as lacking knowledge. The score is mastered + not_generalized / 2.
-    "memorized" is a fraction of the problems with a solved composite question; the other metrics
-    are fractions of all problems.
+    Only problems with scores for all their steps and for the composite question count. If the
+    composite question of a problem is solved, the problem counts as mastered if all its steps are
+    correct (loose variant: any step), else as memorized. If the composite question is not solved,
+    the problem counts as not generalized if all steps are correct, else as lacking knowledge. The
+    score is mastered + not_generalized / 2. "memorized" is a fraction of the problems with a solved
+    composite question; the other metrics are fractions of all problems.
     """
     counts = dict.fromkeys(("mastered", "memorized", "not_generalized", "lacking"), 0)
     for unit in group_by_unit(scores).values():

@@ -36,7 +36,7 @@ class Benchmark:
     labels: tuple[str, ...] = ()
     """Labels for which one metric per label value is reported."""
     label_metric: HeadlineMetric = mean_credit
-    """Metric that is computed for each value of a label."""
+    """Metric to compute for each value of a label."""
     extra_metrics: Callable[[Sequence[ItemScore]], Mapping[str, float]] = lambda _: {}
     """Function that computes further metrics by name."""
 

@@ -30,7 +30,7 @@ class BenchmarkItem:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Label values by which metrics are broken down, such as {"category": "single"}."""
     unit: str = ""
-    """Name of the unit of items that are scored together; "" if the item is scored alone."""
+    """Name of the unit, a set of items that are scored together; "" if the item is scored alone."""
     scoring_info: Mapping[str, object] = field(default_factory=dict)
     """Additional values used by the scoring."""
 
@@ -83,7 +83,7 @@ def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tup
 
 
 def read_text_column(record: DataRecord, *names: str, default: str | None = None) -> str:
-    """Return the value of the first of these columns that the row has, as text.
+    """Return, as text, the value of the first column in `names` that the row contains.
 
     Raises:
         ValueError: the row has none of these columns, and no default is given.

@@ -1,4 +1,4 @@
-"""Finds options that are listed in one text, as `A. red; B. blue` or `(A) red (B) blue`."""
+"""Finds the options listed in a single text, such as `A. red; B. blue` or `(A) red (B) blue`."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _REFUSAL = r"(?:^|[\s;\uff1b])[A-Z][.\uff0e:]\s*(?=No correct answer)"
 
 
 def split_options(words: str, marker: str) -> tuple[str, ...]:
-    """Return the options that follow the markers of A, B, C and so on.
+    """Return the options that follow the markers for A, B, C and so on.
 
     The search for each marker starts after the previous marker.
     """

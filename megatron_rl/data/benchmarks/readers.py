@@ -1,7 +1,7 @@
 """Readers that convert rows of published benchmark files to items.
 
-Each docstring lists the files that the reader supports. Column names are those in the dataset cards
-of the files (2024 to 2026).
+Each docstring lists the files that the reader supports. Column names follow the files' dataset
+cards (2024 to 2026).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 _OPTION = re.compile(r"^\(?([A-Z])[).:]\s*(.*)$", re.MULTILINE)
 _NUMBERED_PLACE = re.compile(r"<image\s?\d+>")
 HEAD_BYTES = 1 << 16
-"""Number of bytes at the start of an image file that are hashed to distinguish images."""
+"""Number of leading bytes of an image file to hash when distinguishing images."""
 VISION_ONLY = "Answer the question that the picture shows."
 GRID_DIFFICULTY, DIFFICULTY = ("metadata", "meta_data"), "difficulty"
 TIR_CORRECTIONS = {"60.jpg": "mobi", "62.jpg": "aires"}
@@ -27,8 +27,8 @@ TIR_CORRECTIONS = {"60.jpg": "mobi", "62.jpg": "aires"}
 def read_vstar(record: DataRecord) -> BenchmarkItem:
     """Read a row of V*.
 
-    Files: folders of images with one JSON file per image, which lists the correct option first;
-    test_questions.jsonl; a table.
+    Files: folders of images with one JSON file per image (the correct option is listed first),
+    test_questions.jsonl, or a table.
     """
     if "options" in record.row:
         options = tuple(str(option) for option in record.require_list(record.row["options"], "options"))
@@ -96,8 +96,8 @@ def read_mathverse(record: DataRecord) -> BenchmarkItem:
 def read_mathvista(record: DataRecord) -> BenchmarkItem:
     """Read a row of MathVista.
 
-    Files: testmini and test. Answers are choices, whole numbers, decimals of a given precision, or
-    lists.
+    Files: testmini and test. Answers are choices, whole numbers, decimals with a given precision,
+    or lists.
     """
     about = record.require_mapping(record.row.get("metadata", {}), "metadata")
     kind, precision = read_text_column(record, "answer_type"), int(float(read_text_column(record, "precision", default="0")))

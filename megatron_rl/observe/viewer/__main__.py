@@ -7,9 +7,9 @@
     # for other users, who open the page once as /?token=...:
     python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token
 
-The viewer reads the directories of runs and evaluations, including those in progress, and writes
-nothing. Runs with rollouts.save=all contain every rollout. Other runs contain the best and worst
-rollouts of each step.
+The viewer reads the directories of finished and ongoing runs and evaluations, and writes nothing.
+Runs with rollouts.save=all contain every rollout. Other runs contain the best and worst rollouts of
+each step.
 """
 
 import argparse

@@ -47,10 +47,10 @@ MAX_FILE_BYTES = 256 << 20
 The rest of a larger file is skipped with a note.
 """
 NUM_READER_THREADS = 4
-"""Number of files that are read at the same time."""
+"""Number of files to read at the same time."""
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_LISTED_LINES = 5
-"""Maximum number of unreadable lines that are listed by number."""
+"""Maximum number of unreadable lines to list by line number."""
 StepNumber = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -67,7 +67,7 @@ class RolloutFilters(BaseModel):
     tool: str = ""
     example: str = ""
     stale_from: StepNumber | None = None
-    """Minimum staleness of a rollout in weight updates.
+    """Minimum staleness of a rollout, in weight updates.
 
     Staleness is the number of updates from the oldest weights that sampled the rollout to the
     weights at the start of the rollout's step.
@@ -197,7 +197,7 @@ class RunFolder:
     def _image_path(self, key: str) -> Path | None:
         """Return the path of the image with this key, or None if there is no such file.
 
-        Symbolic links are not followed, because they may lead to any file of the user.
+        Symbolic links are not followed, because they may point to any file that the user can read.
         """
         path = self.path / ROLLOUTS_FOLDER / image_file_name(key)
         is_inside = path.parent.resolve().is_relative_to(self.path.resolve())
@@ -300,7 +300,8 @@ def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limi
 def label_folders(paths: Sequence[Path]) -> dict[str, RunFolder]:
     """Return the run directories, keyed by their labels on the page.
 
-    A label consists of as many last components of the path as needed to be unique.
+    A label is the end of a path. All labels have the same number of path components, which is the
+    smallest number that makes them unique.
     """
     absolute = [path.resolve() for path in dict.fromkeys(paths)]
     num = 1

@@ -1,4 +1,4 @@
-"""Access control for the viewer page by a secret token.
+"""Token-based access control for the viewer page.
 
 The token is sent as `Authorization: Bearer TOKEN`. In a browser, it is sent once as
 `/?token=TOKEN`, which sets a cookie.
@@ -16,7 +16,7 @@ REFUSAL = "this page asks for the token of its --token-file: open it once as /?t
 
 
 class TokenAccess:
-    """Passes requests with the token on to the application, and answers all others with 401."""
+    """Forwards requests that contain the token to the application; rejects all others with 401."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
         self._app, self._token = app, token.encode()
@@ -27,7 +27,7 @@ class TokenAccess:
         """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one ASGI request, or pass it on to the application."""
+        """Answer one ASGI request, or forward the request to the application."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -35,7 +35,7 @@ class TokenAccess:
         await (answer or self._app)(scope, receive, send)
 
     def _answer(self, request: Request) -> Response | None:
-        """Return the response to a request, or None if the request is to be passed on."""
+        """Return the response to a request, or None if the request is to be forwarded."""
         if hmac.compare_digest(request.query_params.get("token", "").encode(), self._token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(COOKIE, self._cookie.decode(), httponly=True, samesite="strict")

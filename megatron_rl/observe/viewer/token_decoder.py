@@ -26,7 +26,7 @@ MAX_ERROR_CHARS = 200
 
 
 class TokenDecoder:
-    """Process that decodes tokens with one tokenizer.json and starts at the first request.
+    """Process that decodes tokens with one tokenizer.json; it is started by the first request.
 
     After a failure, the process is not restarted.
     """
@@ -96,7 +96,7 @@ class TokenDecoder:
 
 
 def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
-    """Send a request and return the line of the response.
+    """Send a request and return the response line.
 
     The line has no newline if the process ended or the line is too long.
     """

@@ -39,7 +39,7 @@ SECURITY_HEADERS = {
 OTHER_SITES = ("cross-site", "same-site")
 """Values of the header Sec-Fetch-Site in requests from pages of other sites.
 
-Such requests are rejected unless the user follows a link.
+Such requests are rejected unless they result from following a link.
 """
 SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "said"))
 MAX_ROWS = 500
@@ -63,7 +63,7 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
     Args:
         folders: run directories by label.
         hosts: accepted host names. A request with any other host name may come from a foreign web
-            page that resolves to this machine.
+            page with a domain that resolves to this machine (DNS rebinding).
         token: secret that every request must contain; "" if only this machine can reach the page.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -276,7 +276,7 @@ def _prompt_images(rollout: Rollout) -> list[Image]:
 
 
 def _sequence_record(context: TokenSequence, texts: Mapping[int, str]) -> dict[str, Any]:
-    """Return the tokens of a sequence and their columns; tokens without a text are numbers."""
+    """Return a sequence's tokens and their columns; a token without text is replaced by its id."""
     columns = {
         name: getattr(context, name)
         for name in ("loss_mask", "rollout_logprobs", "weight_versions", *TOKEN_COLUMNS)

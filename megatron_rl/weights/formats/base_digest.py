@@ -1,10 +1,10 @@
-"""Digest that identifies the base model of an adapter and is equal in every checkpoint format.
+"""Digest that identifies an adapter's base model, independent of the checkpoint format.
 
 The digest is the SHA-256 of the names and shapes of all tensors and of a sample of their values.
 Values are sampled from the last decoder layer, the last block of the vision tower and the vision
 tower's merger: at most 4,096 values per tensor, evenly spread and rounded to bfloat16. A Megatron
 or float32 checkpoint thus has the same digest as the Hugging Face folder that it was converted
-from, and only half a gigabyte of a 7B model is read.
+from. For a 7B model, only half a gigabyte is read.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ def _sampled(names: Iterable[str]) -> list[str]:
 def check_base(config: dict[str, object], source: TensorSource, *, key: str, adapter: object) -> str:
     """Raise ValueError if an adapter was trained on a different base model than `source`.
 
-    `config` is the content of adapter_config.json. Returns a warning if it has no digest, as in
-    adapters written by other tools, and '' otherwise.
+    `config` is the content of adapter_config.json. Returns a warning if the config has no digest,
+    which is the case for adapters written by other tools, and '' otherwise.
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:

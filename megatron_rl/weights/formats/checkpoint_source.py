@@ -1,9 +1,9 @@
 """Reads checkpoints of any format as Hugging Face tensors and checks that they are complete.
 
 A source has `specs` and `read`. `specs` maps the tensor names of the released checkpoints to dtype
-and shape, in the best order for reading. Constructing a source reads headers only. The constructor
+and shape, in the preferred reading order. Constructing a source reads headers only. The constructor
 raises ValueError unless the checkpoint contains every tensor of the model exactly once and no other
-tensor, all with the shape required by config.json. There are two exceptions:
+tensor, and every tensor has the shape required by config.json. There are two exceptions:
 - Vocabulary rows beyond config.vocab_size are padding and are cut off.
 - A stored copy of tied embeddings is accepted if it is bitwise equal to the embeddings.
 """
@@ -107,10 +107,10 @@ def _first_names(names: list[str]) -> str:
 
 
 def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) -> TensorSpec:
-    """Return the spec without padding of the vocabulary.
+    """Return the spec without vocabulary padding.
 
     Raises ValueError if the stored shape differs from the model's `shape`. `stored` is the start of
-    the error message: file and stored name.
+    the error message and consists of file name and stored name.
     """
     found = spec.shape
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
@@ -121,7 +121,7 @@ def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) 
 
 
 def check_rows(specs: Mapping[str, TensorSpec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
-    """Raise ValueError if a token id has no row in the stored vocabulary or exceeds vocab_size.
+    """Raise ValueError if a token id has no stored vocabulary row or is not below vocab_size.
 
     `specs` maps canonical names to stored specs, and `shapes` maps them to the model's shapes.
     """
@@ -130,7 +130,7 @@ def check_rows(specs: Mapping[str, TensorSpec], shapes: Mapping[str, torch.Size]
 
 
 def trim_vocabulary(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the tensor without padding of the vocabulary."""
+    """Return the tensor without vocabulary padding."""
     return tensor if tensor.shape == spec.shape else tensor[: spec.shape[0]]
 
 
@@ -183,7 +183,7 @@ class MegatronSource:
                 contains whole tensors. All ranks have the same names (ParamMapping.mcore_name or
                 checkpoint_key).
             rows: Name mappings of the model.
-            shapes: Shapes of the model's tensors, by Hugging Face name.
+            shapes: Shapes of the model's tensors, keyed by Hugging Face name.
             leave_out: Stored names that do not belong to the model.
             num_token_ids: The tokenizer's largest token id plus one, or 0 to skip the check that
                 every token id has a row.

@@ -11,8 +11,8 @@ The language model's parameters are named as in name_mapping.py, with or without
 `language_model.`; norms may have either of their two names. The vision tower is on the first stage
 with the prefix `vision_model.`, `visual.` or `vision.`. It is either Hugging Face's tower,
 replicated, or a tower of Megatron layers, sharded by tensor parallelism (models/megatron_tower.py).
-The reader was written from descriptions of these formats, without real files, so an unknown name is
-an error and never skipped.
+The reader was written from descriptions of these formats, without real files, so an unknown name
+raises an error instead of being skipped.
 """
 
 import re
@@ -33,7 +33,7 @@ LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
 
 
 class ClassicRank:
-    """Parameters of a tensor-parallel rank from all pipeline stages, with global layer numbers."""
+    """Parameters of one tensor-parallel rank from all stages, with global layer numbers."""
 
     def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
         self.folder, self._pieces = folder, pieces
@@ -49,7 +49,7 @@ class ClassicRank:
 
 
 def open_classic(folder: Path) -> list[ClassicRank]:
-    """Return the parameters of a checkpoint, one ClassicRank per tensor-parallel rank, in order.
+    """Return one ClassicRank per tensor-parallel rank of a checkpoint, in rank order.
 
     All ranks have the same parameter names. Raises ValueError for a missing rank, file or tensor.
     """

@@ -1,6 +1,6 @@
 """Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json.
 
-Files are compared with the record when they are read. The record lists every file except
+Each file is compared with the record when the file is read. The record lists every file except
 run/state.json:
     "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}
 Folders without run/state.json are not checked. A CPU core with SHA extensions hashes more than
@@ -18,8 +18,8 @@ STATE = "run/state.json"
 """Path, relative to the checkpoint, of the file that records all other files."""
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
-"""Subfolder of a checkpoint with the critic's training state; its files are recorded in the same
-run/state.json.
+"""Subfolder of a checkpoint with the critic's training state. The files in the subfolder are
+recorded in the checkpoint's run/state.json.
 """
 FileRecord = Mapping[str, object]
 
@@ -55,7 +55,7 @@ def find_difference(folder: Path, files: Mapping[str, FileRecord], names: Iterab
 
 @dataclass(slots=True, frozen=True)
 class RecordedFiles:
-    """File records of a checkpoint, for one of its folders with tensors."""
+    """File records for one tensor folder of a checkpoint."""
 
     checkpoint: Path
     files: Mapping[str, FileRecord]
@@ -81,7 +81,7 @@ def recorded_files(folder: Path) -> RecordedFiles | None:
     """Return the file records of a training checkpoint or of its critic subfolder.
 
     Returns None for any other folder. Raises ValueError if the record cannot be read; the caller
-    puts the name of the folder in front of the message.
+    prepends the folder name to the message.
     """
     for checkpoint, prefix in ((folder, ""), (folder.absolute().parent, f"{CRITIC}/")):
         if (checkpoint / STATE).is_file() and (not prefix or folder.absolute().name == CRITIC):

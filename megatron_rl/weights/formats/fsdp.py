@@ -1,10 +1,10 @@
 """Reader of FSDP shards in verl's format: `model_world_size_N_rank_R.pt`.
 
-Each file is a state dict of DTensors under Hugging Face names. A DTensor is either replicated on
-all ranks, or sharded (Shard) along one tensor dimension over the last dimension of the mesh. In a
-(ddp, fsdp) mesh, a sharded DTensor is replicated over the first mesh dimension. Ranks are numbered
-row by row over the mesh, as in init_device_mesh, so the parts of one replica are in rank order and
-are followed by the parts of the next replica.
+Each file contains a state dict of DTensors, keyed by Hugging Face names. A DTensor is either
+replicated on all ranks, or sharded (Shard) along one tensor dimension over the last dimension of
+the mesh. In a (ddp, fsdp) mesh, a sharded DTensor is replicated over the first mesh dimension.
+Ranks are numbered row by row over the mesh, as in init_device_mesh, so the parts of one replica are
+in rank order and are followed by the parts of the next replica.
 
 The reader checks that the sizes of the parts add up to the size of the tensor, and that all
 replicas have the same shapes, before any tensor is read. Only the first replica is read. A plain
@@ -27,7 +27,7 @@ FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 class FsdpTensors:
     """Full tensors assembled from FSDP shards, under Hugging Face names.
 
-    Raises ValueError for a missing rank, tensor or part, and for layouts that are not supported.
+    Raises ValueError for a missing rank, tensor or part, and for unsupported layouts.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -63,7 +63,7 @@ class FsdpTensors:
 def rank_paths(folder: Path) -> list[Path]:
     """Return the FSDP shard files in a folder, sorted by name.
 
-    The order of the names is not the order of the ranks.
+    This is not rank order: for example, rank_10 sorts before rank_2.
     """
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 

@@ -22,10 +22,10 @@ MISSING_FILE = "none: the file is not there"
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """Return a digest of each relevant file in a model folder, keyed by path in the folder.
+    """Return a digest of each relevant file in a model folder, keyed by relative path.
 
-    The digest is the SHA-256 for each of FILES that exists, and a sampled digest for each weight
-    file (io/sampled_digest.py).
+    The digest of an existing file in FILES is its SHA-256. The digest of a weight file is a sampled
+    digest (io/sampled_digest.py).
     """
     stored = {name: compute_sha256(folder / name) for name in FILES if (folder / name).is_file()}
     weights = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS and path.is_file())

@@ -95,7 +95,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
 def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
     """Raise ValueError if a token id is not below config.vocab_size or has no row in the weights.
 
-    `folder` is a Hugging Face folder. Of its weights, only the headers are read.
+    `folder` is a Hugging Face folder. Only the headers of its weight files are read.
     """
     has_weights = any(folder.glob("*.safetensors"))
     specs = HfTensors(folder, key=key).specs if has_weights else {}
@@ -104,10 +104,10 @@ def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
 
 
 def find_critic_parts(folder: Path, *, key: str) -> list[str]:
-    """Return the parts of a checkpoint of this trainer that belong to the critic.
+    """Return the names of the critic's parts in a checkpoint written by this trainer.
 
-    These parts are the names of a value head's tensors (critic on the policy's backbone), or the
-    subfolder "critic/" (separate critic).
+    If the critic shares the policy's backbone, the parts are the value head's tensors.
+    If the critic is a separate model, the only part is the subfolder "critic/".
     """
     if detect_format(folder, key=key) != "torch_dist":
         return []

@@ -1,9 +1,9 @@
 """LoRA adapters (arXiv 2106.09685) in PEFT's format: name mappings, initialization, load and save.
 
-PEFT has one adapter for each Hugging Face linear layer, lora_A [rank, inputs] and lora_B [outputs,
-rank], which adds alpha / rank * B A x to the layer's output. In this trainer, adapters belong to
-Megatron's (fused) linear layers, are sharded like these layers, and are named
-`<linear>.adapter.lora_a.<projection>`.
+PEFT has one adapter for each Hugging Face linear layer. The adapter consists of lora_A [rank,
+inputs] and lora_B [outputs, rank], and adds alpha / rank * B A x to the layer's output. In this
+trainer, adapters belong to Megatron's (fused) linear layers, are sharded like these layers, and are
+named `<linear>.adapter.lora_a.<projection>`.
 """
 
 import json
@@ -55,8 +55,9 @@ LANGUAGE_TARGETS = {
         ("mlp.linear_fc2", "mlp.down_proj", 1),
     ),
 }
-"""Linear layers of a decoder layer that each target adapts. Each entry consists of Megatron's
-linear layer, Hugging Face's projection, and the weight dimension that tensor parallelism shards.
+"""Adapted linear layers of a decoder layer, keyed by value of lora.targets. Each entry consists of
+Megatron's linear layer, Hugging Face's projection, and the weight dimension that tensor parallelism
+shards.
 """
 
 
@@ -114,7 +115,7 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 
 def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
-    """Initialize adapters as PEFT does: B zero, A uniform in +-1 / sqrt(inputs).
+    """Initialize adapters as PEFT does: B is zero, A is uniform in +-1 / sqrt(inputs).
 
     The values depend on the seed and the layer's name, but not on the parallel layout.
     """
@@ -132,8 +133,8 @@ def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: Sh
 def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, folder: Path, *, rank: int, alpha: float) -> None:
     """Load the adapters from a PEFT folder.
 
-    Raises ValueError if the folder's rank, alpha or targets differ from the settings, or if it
-    contains more than plain LoRA.
+    Raises ValueError if the folder's rank, alpha or targets differ from the settings, or if the
+    adapter uses features beyond plain LoRA.
     """
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
@@ -155,9 +156,9 @@ def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardL
 def read_peft_config(folder: Path, *, key: str) -> dict:
     """Return the content of a plain LoRA adapter's adapter_config.json.
 
-    In the result, `r` is a positive integer and `lora_alpha` a finite number. Raises ValueError if
-    the file is missing, damaged, or describes more than plain LoRA. `key` is the setting or option
-    that names the folder, used in error messages.
+    In the result, `r` is a positive integer and `lora_alpha` is a finite number. Raises ValueError
+    if the file is missing or damaged, or if the adapter uses features beyond plain LoRA. `key` is
+    the setting or option that names the folder, used in error messages.
     """
     path = folder / CONFIG
     if not path.is_file():

@@ -25,7 +25,7 @@ from megatron_rl.weights.formats.safe_unpickler import UNPICKLING_ERRORS, InertR
 from megatron_rl.weights.formats.torch_dist_metadata import make_shape
 
 MAX_PICKLE_BYTES = 16 << 20
-"""Maximum size of data.pkl. A DTensor state dict needs 1.5 KB per tensor."""
+"""Maximum size of data.pkl in bytes. A DTensor state dict needs 1.5 KB per tensor."""
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
     "LongStorage": torch.int64, "IntStorage": torch.int32, "ShortStorage": torch.int16, "CharStorage": torch.int8,
@@ -213,9 +213,9 @@ def _first_argument(tensor: object, *_: object) -> object:
 
 
 def _rebuild_typed(function: object, kind: object, arguments: tuple, state: object) -> object:
-    """Rebuild a tensor with attributes or a tensor subclass.
+    """Rebuild a tensor that has attributes or is an instance of a tensor subclass.
 
-    For a DTensor, returns the part of the rank that saved the file.
+    For a DTensor, returns the local part saved by the rank that wrote the file.
     """
     made = function(*arguments)
     if not isinstance(made, InertRecord) or kind().name != "DTensor":

@@ -1,9 +1,9 @@
-"""Reads and writes the limits on an image's number of pixels in a model's processor files.
+"""Reads and writes the minimum and maximum pixels per image in a model's processor files.
 
 transformers 5 reads the section `image_processor` of processor_config.json, or
 preprocessor_config.json if that section is missing. Older versions read only
 preprocessor_config.json. The field `size` contains the limits as shortest_edge and longest_edge,
-both in pixels of the whole image; older files use the fields min_pixels and max_pixels.
+both counted in pixels per image; older files use the fields min_pixels and max_pixels.
 """
 
 import json

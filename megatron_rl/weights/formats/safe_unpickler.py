@@ -4,8 +4,8 @@ Memory and time are proportional to the size of the data. Names in a pickle are 
 set of constructors for the file format. Depending on the format, other names are rejected or become
 an `InertRecord`, which stores its arguments and does nothing. The implementation extends the Python
 version of pickle's unpickler, because the C version (Python 3.11, Modules/_pickle.c,
-_Unpickler_ResizeMemoList) allocates 34 GB for nine bytes that write to position 2**31 - 1 of its
-memo.
+_Unpickler_ResizeMemoList) allocates 34 GB for a nine-byte pickle that writes to position
+2**31 - 1 of the memo.
 
 Some opcodes are reimplemented. NEWOBJ calls the format's constructor. BUILD sets no attributes of
 classes or functions. Keys of dicts must not be nested tuples, because hashing a deeply nested tuple
@@ -85,7 +85,7 @@ class SafeUnpickler(pickle._Unpickler):
         return self._known(module, name)
 
     def persistent_load(self, pid: object) -> object:
-        """Return the object for a persistent id, or raise UnpicklingError without `load_stored`."""
+        """Return the object for a persistent id; raise UnpicklingError if `load_stored` is None."""
         if self._stored is None:
             raise pickle.UnpicklingError("it refers to something outside of itself")
         return self._stored(pid)

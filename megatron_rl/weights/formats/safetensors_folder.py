@@ -24,19 +24,19 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSpec
 from megatron_rl.weights.formats.tensor_files import FlushedFile, atomic_folder, copy_companions, is_file_name, list_companions, map_tensor
 
 INDEX_FILE = "model.safetensors.index.json"
-"""Name of the file that maps tensors to files."""
+"""Name of the index file, which maps tensor names to file names."""
 HEADER_BYTES = 1 << 16
-"""Space reserved for the header of a written file, enough for about 400 tensors. A new file is
-started when the header or the data of a file is full.
+"""Number of bytes reserved for the header of a written file, enough for about 400 tensors. A new
+file is started when the header or the data of the current file is full.
 """
 MAX_HEADER_BYTES = 8 << 20
-"""Maximum header size of a file that is read, enough for about 80,000 tensors."""
+"""Maximum accepted header size in bytes when reading a file, enough for about 80,000 tensors."""
 MAX_ENTRY_BYTES = 1 << 10
-"""Number of free header bytes required to add a tensor to a file; an entry is always smaller."""
+"""Number of free header bytes required to add a tensor to a file; every header entry is smaller."""
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 """Supported dtypes, keyed by their names in safetensors."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-"""Names in safetensors, keyed by dtype."""
+"""Names of the supported dtypes in safetensors, keyed by torch dtype."""
 
 
 def find_missing_file(folder: Path) -> str:
@@ -130,8 +130,8 @@ class HfTensors:
     def _read_entries(self, path: Path) -> list[_Entry]:
         """Return the header entries of one file.
 
-        The safetensors library checks the header, the sizes, the length of the file, and that there
-        are no gaps.
+        The safetensors library checks the header, the tensor sizes and the file length, and rejects
+        gaps in the data.
         """
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -183,9 +183,9 @@ def write_hf_folder(
 ) -> list[str]:
     """Write a complete Hugging Face folder at `out`, atomically.
 
-    The folder contains `tensors`, and config, tokenizer and processor from `like`. It is written
-    under a temporary name, verified (headers are read back), flushed to disk and renamed last, so
-    that `out` is never incomplete.
+    The folder contains `tensors`, and config, tokenizer and processor from `like`. The folder is
+    written under a temporary name, verified (headers are read back), flushed to disk and finally
+    renamed, so that `out` is never incomplete.
 
     Args:
         out: The new folder. An existing folder is replaced.
@@ -195,15 +195,15 @@ def write_hf_folder(
         config: Content of config.json; None keeps the config.json of `like`.
         check: Function called with the folder before it is renamed; it raises an exception to
             reject the folder.
-        pixels: Limits on an image's number of pixels; see copy_companions.
+        pixels: Minimum and maximum number of pixels per image; see copy_companions.
         card: Text of README.md; an empty string keeps the README.md of `like`.
 
     Returns:
-        Names of the parts of a complete folder that `like` lacks.
+        Components that `like` lacks, such as "tokenizer" or "processor".
 
     Raises:
-        OSError: Writing failed (disk full, no permission). The unfinished folder is removed, as it
-            is for any exception raised by `tensors` or `check`.
+        OSError: Writing failed (disk full, no permission). The unfinished folder is removed; this
+            also happens if `tensors` or `check` raises an exception.
     """
     with atomic_folder(out) as partial:
         _write_shards(partial, tensors, shard_bytes)
@@ -229,7 +229,7 @@ class _Shard:
         self.size = 0
 
     def has_room(self, nbytes: int, shard_bytes: int) -> bool:
-        """Return True if the next tensor fits into the file; the first tensor always does."""
+        """Return True if the next tensor fits into the file; the first tensor always fits."""
         return self.size == 0 or (self.size + nbytes <= shard_bytes and self.header_bytes + MAX_ENTRY_BYTES <= HEADER_BYTES)
 
     def reserve(self, name: str, tensor: torch.Tensor) -> None:
@@ -252,7 +252,7 @@ class _Shard:
 def _write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int) -> None:
     """Write all tensors to numbered files, verify the files and write the index.
 
-    A thread writes one tensor while the next one is computed.
+    A thread writes one tensor while the next tensor is computed.
     """
     shards: list[_Shard] = []
     names: set[str] = set()

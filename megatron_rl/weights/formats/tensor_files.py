@@ -35,8 +35,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 the disk (Modules/mmapmodule.c).
 """
 WRITE_BYTES = 64 << 20
-"""Number of written bytes after which the kernel is asked to start writing them to disk, so that
-fsync has little left to write.
+"""Number of bytes between two requests to the kernel to start writing a file to disk, so that fsync
+has little left to write.
 """
 NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
 """Suffixes of weight files in a Hugging Face folder; `*.index.json` files also count as weights."""
@@ -148,8 +148,8 @@ def atomic_folder(out: Path) -> Iterator[Path]:
 
     Leftovers of a killed process are removed by the next call with the same `out`. If the process
     was killed between the two renames that replace an existing folder, the next call restores that
-    folder. Raises OSError if the disk is full, if permission is missing, or if a file is in the
-    place of a folder that must be created.
+    folder. Raises OSError if the disk is full, if permission is missing, or if a file exists at the
+    path of a folder that must be created.
     """
     partial, replaced = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.replaced")
     if replaced.exists() and not out.exists():
@@ -213,10 +213,10 @@ def list_companions(source: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
-    """Copy all files except weights, and optionally set pixel limits in the processor's files.
+    """Copy all files except weights, and optionally set pixel limits in the processor files.
 
-    `pixels` is (min_pixels, max_pixels); see pixel_limits.py. Returns the names of the parts of a
-    complete folder that `into` then lacks. Raises ValueError under the same condition as
+    `pixels` is (min_pixels, max_pixels); see pixel_limits.py. Returns the components that `into`
+    still lacks, such as "tokenizer" or "processor". Raises ValueError under the same condition as
     `list_companions`.
     """
     into.mkdir(exist_ok=True)

@@ -52,9 +52,9 @@ class McoreImport:
         """Write the checkpoint into an empty folder and verify it.
 
         `progress` is called with the size in bytes of each written tensor. Tensors are divided into
-        chunks so that each rank at tensor-parallel size `tp` reads only its own data. The
-        checkpoint can be loaded at every layout. Raises OSError if writing fails (disk full) and
-        ValueError if the input is damaged.
+        chunks so that, with tensor-parallel size `tp`, each rank reads only its own data. The
+        checkpoint can be loaded with any parallel layout. Raises OSError if writing fails (disk
+        full) and ValueError if the input is damaged.
         """
         consumed: Counter[str] = Counter()
         with TorchDistWriter(into) as writer:
@@ -89,8 +89,9 @@ class McoreImport:
 def num_chunks(row: ParamMapping, tp: int) -> int:
     """Return the number of chunks in which a parameter is stored.
 
-    Megatron shards a parameter over ranks in equal parts. In a fused gate and up, it shards gate
-    and up separately (megatron-core 0.16.1, transformer/mlp.py, apply_swiglu_sharded_factory).
+    Megatron shards a parameter over ranks in equal parts. For a fused gate/up projection, gate and
+    up are sharded separately (megatron-core 0.16.1, transformer/mlp.py,
+    apply_swiglu_sharded_factory).
     """
     if row.shard_dim is None:
         return 1

@@ -196,8 +196,8 @@ class TorchDistWriter:
         """Write a tensor, given as a whole or as consecutive slices of rows.
 
         The tensor is stored as `parts` equal chunks along `dim`, so that a rank can read its shard
-        without the rest. With dim=0, the last chunk is shorter if `parts` does not divide the
-        number of rows.
+        without reading the rest of the tensor. With dim=0, the last chunk is shorter if `parts`
+        does not divide the number of rows.
         """
         assert key not in self._metadata.state_dict_metadata, f"{key} was written already"
         shape = _stacked_shape(runs)
@@ -221,7 +221,7 @@ class TorchDistWriter:
         self._append(metadata.MetadataIndex(key), [None])
 
     def _append(self, index: metadata.MetadataIndex, content: torch.Tensor | list[None], runs: Tensors = ()) -> None:
-        """Append torch.save of `content` to the current file.
+        """Append the output of torch.save for `content` to the current file.
 
         If `runs` is not empty, the data of these slices is written instead of the data of
         `content`, which is never accessed.

@@ -9,7 +9,7 @@ megatron-core 0.16.1 and torch 2.13 would unpickle data in four places:
 - common.pt (strategies/common.py).
 
 This module reads `.metadata`, chunks and common.pt with safe_unpickler.py instead, and never reads
-an entry of bytes.
+an entry declared as bytes.
 """
 
 from collections.abc import Iterator

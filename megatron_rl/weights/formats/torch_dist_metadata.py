@@ -22,7 +22,7 @@ from megatron_rl.weights.formats.tensor_files import is_file_name
 METADATA = ".metadata"
 """Name of the metadata file."""
 MAX_BYTES = 256 << 20
-"""Maximum size of the metadata file, enough for a million chunks."""
+"""Maximum size of the metadata file in bytes, enough for a million chunks."""
 MAX_DIMENSIONS = 8
 _RECORDS = (
     metadata.Metadata, metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata,
