@@ -145,7 +145,7 @@ class LogRateLimiter(logging.Filter):
         self.max_lines, self.window_start, self.count = max_lines, time.monotonic(), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True until `max_lines` lines were logged in the current minute."""
+        """Return True if at most `max_lines` lines, with this one, are logged in this minute."""
         now = time.monotonic()
         if now > self.window_start + 60.0:
             self.window_start, self.count = now, 0

@@ -25,7 +25,7 @@ The value is the limit net.core.wmem_default plus the size of one more buffer. A
 net.core.wmem_default only with setsockopt(2).
 """
 PIPE_BYTES = 64 << 10
-"""Capacity of a pipe in bytes: 16 pages, which a process can raise only by fcntl(2)."""
+"""Capacity of a pipe in bytes: 16 pages, which a process can raise only with fcntl(2)."""
 MAPPING_BYTES = 1 << 10
 """Kernel memory per mapping, in bytes.
 

@@ -175,8 +175,8 @@ def read_transcript(record: DataRecord) -> ParsedTranscript:
     """Return the conversation in a row together with the row's unread values.
 
     Raises:
-        ValueError: the row is not a conversation, or contains unread content that may have an
-            effect. The message names the file, row and field.
+        ValueError: the row is not a conversation, or has fields that are not read but could change
+            the training example. The message names the file, row and field.
     """
     column, given = read_conversation(record)
     check_turns(record, given, column=column)

@@ -175,7 +175,7 @@ def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
 
 
 def _num_in_flight(stage: int, parallel: ParallelSettings) -> float:
-    """Return the number of micro-batches that are between forward and backward pass on a stage.
+    """Return the number of micro-batches in flight on a stage (forward done, backward pending).
 
     The schedule is 1F1B with many micro-batches. An interleaved schedule (megatron-core 0.16.1,
     pipeline_parallel/schedules.py) counts model chunks, and each chunk is 1/vpp of the stage.

@@ -91,7 +91,7 @@ class MetricsLog:
         """Close all logs.
 
         Raises:
-            OSError: the last data of a file could not be written. All files are closed
+            OSError: buffered data could not be flushed to a file. All files are closed
                 nevertheless.
         """
         with ExitStack() as closing:

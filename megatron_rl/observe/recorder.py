@@ -35,7 +35,7 @@ IMAGES_FOLDER = "images"
 NUM_WRITER_THREADS = 4
 """Number of threads that write images; each thread waits until its file is on disk."""
 MAX_IMAGE_BYTES, MAX_PIXELS = 256 << 20, 1 << 26
-"""Maximum file size in bytes and maximum number of pixels of a recorded image when reading it.
+"""Maximum file size in bytes and maximum number of pixels accepted for a recorded image.
 
 Images that a policy receives are always smaller.
 """

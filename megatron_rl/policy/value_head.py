@@ -53,7 +53,7 @@ class ValueHead(nn.Module):
     def update_return_stats(self, returns: Sequence[float]) -> None:
         """Update mean and variance with the returns of one step.
 
-        Uses the formula of T. F. Chan et al., 1979, which merges the statistics of two samples.
+        Uses the formula of Chan et al. (1979), which merges the statistics of two samples.
         Does nothing without `normalize_returns`.
         """
         more = torch.tensor(returns, dtype=torch.float64, device=self.seen.device)

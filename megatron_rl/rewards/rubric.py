@@ -97,7 +97,7 @@ class RubricScore:
     """
     reward_deltas: list[float]
     """Contribution of each turn to `reward`: the contributions plus `outcome_reward` equal
-    `reward`. For a term that averages turns, the contribution is the change of the running mean.
+    `reward`. For a term that averages over turns, it is the change in the running mean.
     """
 
 

@@ -1,6 +1,6 @@
 """Runs a command under a supervisor, and logs its output.
 
-The supervisor (supervisor.py) ends the command however the run dies.
+The supervisor (supervisor.py) ends the command regardless of how the run ends.
 """
 
 import socket

@@ -104,7 +104,7 @@ def require_views(catalogue: Catalogue, folder: Path) -> None:
     """Check that a catalogue has concepts and that each concept has at least two images.
 
     Raises:
-        ValueError: The catalogue has no concept, or a concept has a single image.
+        ValueError: The catalogue has no concepts, or a concept has only one image.
     """
     require(bool(catalogue), "--pictures", folder, "has no pictures in folders <category>/<concept>/")
     single = [f"{category}/{concept}" for category, concepts in catalogue.items() for concept, paths in concepts.items() if len(paths) < 2]

@@ -273,7 +273,7 @@ class WeightSender:
         """Send the last update to a server that has come back, in a new process group.
 
         Raises:
-            EndpointError: The server fails to receive the update, or no update was sent yet.
+            EndpointError: The server fails to receive the update, or no update has been sent yet.
         """
         line = self._connections[url]
         with ExitStack() as held_back:

@@ -134,7 +134,7 @@ class BlackjackTask(GameTask):
 
         If the policy chose different actions in the hands of one position, the evaluated player
         chooses each action with the observed frequency. A reply without a valid action, or a
-        position without a scored rollout, counts as forfeiting the game, regardless of
+        position without a scored rollout, counts as a forfeit, regardless of
         task.options.invalid.
         """
         said: dict[Position, list[str]] = defaultdict(list)

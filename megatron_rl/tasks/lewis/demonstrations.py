@@ -4,10 +4,10 @@ All descriptions name colors (colors.py). Splits:
 
 - told: Speaker demonstrations. The reply names the colors of the object in the round's image.
 - vague: Like told, but with probability VAGUE_PROBABILITY, the reply is a description that fits
-  every image. RL must unlearn these replies.
-- heard: Listener demonstrations. The prompt is the question of the listener service. With
-  probability 1/2, the question is about the round's target (answer yes), and otherwise about
-  another candidate (answer no).
+  every image. The policy has to unlearn these replies in RL.
+- heard: Listener demonstrations. The prompt is the question that the listener service asks
+  its model. With probability 1/2, the question is about the round's target (answer yes), and
+  otherwise about another candidate (answer no).
 """
 
 import random
