@@ -61,7 +61,9 @@ def test_it_waits_for_tokens_and_compares_once() -> None:
     nothing, stale = update(0.0, tokens=0.0), update(0.0, **{"rollout/on_policy_fraction": 0.0})
     assert is_refused(settings_of(), nothing, stale, update(0.1))
     assert not is_refused(settings_of(), nothing, update(1e-5), update(0.1))
-    assert not is_refused(settings_of(replay="recorded"), update(0.1)), "other weights may have sampled what is replayed"
+    replay = settings_of()
+    replay.run.mode = "replay"
+    assert not is_refused(replay, update(0.1)), "other weights may have sampled what is replayed"
 
 
 def test_the_mean_is_over_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
