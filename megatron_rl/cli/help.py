@@ -89,7 +89,7 @@ def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str
 
 
 def read_field_docs(schema: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass, keyed by field name.
+    """Return the docstring of each field of a dataclass on one line, keyed by field name.
 
     A field that holds a settings dataclass and has no docstring gets the docstring of the
     dataclass.
@@ -101,7 +101,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
         is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
         if isinstance(node, ast.AnnAssign) and is_text:
             docs[node.target.id] = str(below.value.value)
-    return docs
+    return {name: " ".join(doc.split()) for name, doc in docs.items()}
 
 
 def format_value(value: object) -> str:
@@ -121,4 +121,4 @@ def _group_lines() -> Iterator[str]:
 
 
 def _shorten_doc(doc: str) -> str:
-    return textwrap.shorten(" ".join(doc.split()), width=100, placeholder=" ...")
+    return textwrap.shorten(doc, width=100, placeholder=" ...")
