@@ -73,8 +73,8 @@ def train_sft(
 class RenderedDemonstrations:
     """Infinite list that repeats a stage's demonstrations, rendered to token sequences on access.
 
-    Rendered items are cached, without their image patches, up to CACHE_BYTES of images. Items beyond
-    that limit are rendered again on each access.
+    Rendered items are cached, without their image patches, up to CACHE_BYTES of images. Items
+    beyond that limit are rendered again on each access.
     """
 
     def __init__(self, renderer: Renderer, demonstrations: Sequence[Demonstration]) -> None:

@@ -77,8 +77,9 @@ def find_different_conditions(baseline: EvaluationResult, candidate: EvaluationR
 def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult) -> PairedDifference:
     """Return the mean difference `candidate` minus `baseline` over their common examples.
 
-    The interval is computed by bootstrapping over examples. If both evaluations have one episode per example with
-    credit 0 or 1, the p-value is computed by McNemar's exact test, otherwise by a sign-flip test.
+    The interval is computed by bootstrapping over examples. If both evaluations have one episode
+    per example with credit 0 or 1, the p-value is computed by McNemar's exact test, otherwise by a
+    sign-flip test.
 
     Raises:
         ValueError: The evaluations have no common example.
