@@ -105,7 +105,7 @@ def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("error: task.judge.urls=...: holds @") and "SECRET" not in said
     with pytest.raises(SystemExit) as asked:
         main(["--help"])
-    assert asked.value.code == 0 and "exit status: 0 no verdict was turned" in capsys.readouterr().out
+    assert asked.value.code == 0 and "exit status: 0 no verdict was flipped" in capsys.readouterr().out
 
 
 def test_every_trick_is_a_trick() -> None:
