@@ -22,11 +22,11 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.config.task_options import AlfworldOptions
 from megatron_rl.evaluation.intervals import wilson_interval
 from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import MAX_STEPS, AlfworldTask
-from megatron_rl.tasks.task_options import AlfworldOptions
 from megatron_rl.types import Example
 from tools.data import make_alfworld
 

@@ -15,6 +15,7 @@ from functools import cache
 import numpy as np
 
 from megatron_rl.config import TaskSettings
+from megatron_rl.config.task_options import Points24Options
 from megatron_rl.evaluation.intervals import wilson_interval
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, best_policy, evaluate_policy
@@ -33,7 +34,6 @@ from megatron_rl.tasks.gym_cards.points import (
 )
 from megatron_rl.tasks.gym_cards.points_task import Points24Task
 from megatron_rl.tasks.gym_cards.solvers import find_solution, hand_probabilities, pair_probabilities
-from megatron_rl.tasks.task_options import Points24Options
 
 
 def random_points(rules: PointsRules) -> float:

@@ -32,13 +32,13 @@ from yaml import YAMLError
 from megatron_rl.cli.config_errors import FOREIGN_NAMES, format_error, reject_unknown_keys, setting_keys
 from megatron_rl.cli.help import render_help
 from megatron_rl.config import Settings, require
+from megatron_rl.config.task_options import TASK_OPTIONS
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, read_world
 from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
 from megatron_rl.run.shutdown import EXIT_INTERRUPTED, die_with_parent
-from megatron_rl.tasks.task_options import TASK_OPTIONS
 
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
 NON_MAIN_DELAY_S = 20.0

@@ -13,6 +13,7 @@ import sandbox.layers
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.clients.health_check import HealthCheck, check_endpoints, health_warning
 from megatron_rl.clients.openai import api_key, make_client
+from megatron_rl.clients.sandbox_service import make_sandbox_client
 from megatron_rl.config import JudgeSettings, SandboxSettings, Settings, service_of
 from megatron_rl.data.benchmarks.catalog import open_benchmark_questions
 from megatron_rl.data.prompt_lengths import PromptLengthChecker, measure_prompt_overhead
@@ -34,7 +35,6 @@ from megatron_rl.rewards.answer import NUMERIC_SOURCES
 from megatron_rl.rollout.manager import render_prompt
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
-from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 
 SANDBOX_TASKS = ("visual_python", "visual_search")

@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.cli.config_errors import FOREIGN_NAMES, closest_key, setting_keys
 from megatron_rl.cli.help import COMMON_SETTINGS, render_help
 from megatron_rl.config import Settings
-from megatron_rl.tasks.task_options import NumberLineOptions
+from megatron_rl.config.task_options import NumberLineOptions
 from tests.cli.mistakes import MISTAKES
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server

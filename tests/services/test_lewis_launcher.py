@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from megatron_rl.config import ListenerSettings, ServiceSettings
+from megatron_rl.config.task_options import LewisSpeakerOptions
 from megatron_rl.services.service_launcher import check_service
 from megatron_rl.services.supervised_process import make_environment
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.tasks.lewis.server.model_server import build_parser
-from megatron_rl.tasks.task_options import LewisSpeakerOptions
 from sandbox.token import read_token
 from tests.rewards.test_listener_client import held
 from tests.support.fake_listener import FakeEngineHolder

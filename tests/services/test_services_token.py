@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from megatron_rl.clients.sandbox_service import make_sandbox_client
 from megatron_rl.config import (
     JudgeSettings,
     ModelSettings,
@@ -31,7 +32,6 @@ from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.services.address import can_prove_token, find_address, is_service_running, token_file
 from megatron_rl.services.service_launcher import LaunchedService, resolve_addresses, run_services
-from megatron_rl.tasks.visual_python.task import make_sandbox_client
 from sandbox import SandboxError, SandboxPool
 from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
 from sandbox.sandbox_client import SandboxClient

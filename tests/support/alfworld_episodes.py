@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.config.task_options import AlfworldOptions
 from megatron_rl.rollout.task import Step
 from megatron_rl.tasks.alfworld.task import AlfworldTask
-from megatron_rl.tasks.task_options import AlfworldOptions
 from megatron_rl.types import Example, Message
 
 

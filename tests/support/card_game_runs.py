@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from megatron_rl.config import AlgoSettings, BatchSettings, EngineSettings, ModelSettings, RunSettings, Settings, TaskSettings
+from megatron_rl.config.task_options import BlackjackOptions, EZPointsOptions, GameOptions, Points24Options
 from megatron_rl.entrypoints.train import run
 from megatron_rl.registry import Plugins
-from megatron_rl.tasks.task_options import BlackjackOptions, EZPointsOptions, GameOptions, Points24Options
 
 COMMON_OPTIONS = {"reading": "rl4vlm", "eval_art": "classic"}
 GAMES: dict[str, tuple[GameOptions, str]] = {

@@ -3,9 +3,9 @@
 import asyncio
 
 from megatron_rl.config import TaskSettings
+from megatron_rl.config.task_options import TASK_OPTIONS
 from megatron_rl.registry import build_task
 from megatron_rl.rollout.task import Step, Task
-from megatron_rl.tasks.task_options import TASK_OPTIONS
 from megatron_rl.types import Example, Message
 
 SMALL_OPTIONS = {"points24": {"train_hands": 200, "eval_hands": 100}, "blackjack": {"train_hands": 200, "eval_drawings": 1}}

@@ -17,9 +17,9 @@ from megatron_rl.config import (
     Settings,
     TaskSettings,
 )
+from megatron_rl.config.task_options import EZPointsOptions
 from megatron_rl.entrypoints.train import run
 from megatron_rl.registry import Plugins
-from megatron_rl.tasks.task_options import EZPointsOptions
 
 if __name__ == "__main__":
     model, folder = sys.argv[1:]

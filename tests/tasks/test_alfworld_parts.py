@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.cli.help import read_field_docs
 from megatron_rl.config import DataSettings, TaskSettings
+from megatron_rl.config.task_options import AlfworldOptions
 from megatron_rl.registry import build_task
 from megatron_rl.tasks.alfworld import game_files
 from megatron_rl.tasks.alfworld.action_parser import ACTION_PARSERS, InvalidAction, parse_substring_action
@@ -21,7 +22,6 @@ from megatron_rl.tasks.alfworld.scene_image import IMAGE_SIDE, draw_blank, draw_
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
 from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import AlfworldEnv
-from megatron_rl.tasks.task_options import AlfworldOptions
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
 

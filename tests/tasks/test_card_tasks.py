@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.cli.help import read_field_docs
 from megatron_rl.config import TaskSettings
+from megatron_rl.config.task_options import TASK_OPTIONS
 from megatron_rl.registry import build_task
 from megatron_rl.tasks.gym_cards.blackjack import Blackjack
 from megatron_rl.tasks.gym_cards.blackjack_table import best_policy
@@ -17,7 +18,6 @@ from megatron_rl.tasks.gym_cards.card_action_parser import parse_json_action
 from megatron_rl.tasks.gym_cards.cards import Card
 from megatron_rl.tasks.gym_cards.points import EZPOINTS, POINTS24
 from megatron_rl.tasks.gym_cards.solvers import find_solution
-from megatron_rl.tasks.task_options import TASK_OPTIONS
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_field_docs import stands_alone
 from tests.support.card_games import build_card_task, image_and_text, play_replies

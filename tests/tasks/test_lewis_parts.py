@@ -9,6 +9,7 @@ import pytest
 from PIL import Image, ImageDraw
 
 from megatron_rl.config import DataSettings, ListenerSettings, SpeakerSettings, TaskSettings
+from megatron_rl.config.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.launcher.compose import compose_settings
 from megatron_rl.registry import build_task
@@ -17,7 +18,6 @@ from megatron_rl.tasks.lewis.demonstrations import make_demonstrations
 from megatron_rl.tasks.lewis.description import PROMPT, parse_description
 from megatron_rl.tasks.lewis.listener_protocol import make_listener_score
 from megatron_rl.tasks.lewis.sheets import GREEN, RED, ContactSheets
-from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import Rollout, Turn
 from tests.rewards.test_speaker_client import speaking
 from tests.support.fake_listener import FakeEngineHolder, yes_probability

@@ -8,12 +8,12 @@ import pytest
 from PIL import Image
 
 from megatron_rl.config import DataSettings, ListenerSettings, TaskSettings
+from megatron_rl.config.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.errors import InfraError
 from megatron_rl.registry import build_task
 from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.lewis.description import parse_description
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
-from megatron_rl.tasks.task_options import LewisListenerOptions, LewisSpeakerOptions
 from megatron_rl.types import Turn
 from tests.support.fake_listener import FakeEngineHolder, yes_probability
 from tests.support.listener_clients import serve_listener

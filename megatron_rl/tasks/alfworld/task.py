@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import TaskSettings, require, require_choice
+from megatron_rl.config.task_options import AlfworldOptions
 from megatron_rl.rewards.rubric import RewardFn, RewardInput, RewardTerm, Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.tasks.alfworld.action_parser import ACTION_PARSERS, InvalidAction
@@ -39,7 +40,6 @@ from megatron_rl.tasks.alfworld.scene_image import SceneRenderer, draw_blank, dr
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation, write_prompt, write_reply, write_thoughts
 from megatron_rl.tasks.gym_cards.card_action_parser import find_action_start
 from megatron_rl.tasks.gym_cards.game import INVALID_ACTION_REWARD, LazyTranscripts, make_user_message
-from megatron_rl.tasks.task_options import AlfworldOptions
 from megatron_rl.types import Example, Message, ToolCall
 
 MAX_STEPS = 50

@@ -23,13 +23,13 @@ from itertools import islice
 import numpy as np
 
 from megatron_rl.config import TaskSettings, require_choice
+from megatron_rl.config.task_options import BlackjackOptions
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.tasks.gym_cards.blackjack import ACTIONS, MAX_STEPS, Blackjack, BlackjackState, deal_card, draw_state, hand_total
 from megatron_rl.tasks.gym_cards.blackjack_table import POSITIONS, Position, add_card, best_policy, evaluate_policy
 from megatron_rl.tasks.gym_cards.cards import SUITS, Card, is_held_out_drawing
 from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, LazyTranscripts, StateView, make_user_message, parse_reply
 from megatron_rl.tasks.gym_cards.points import CardStyle
-from megatron_rl.tasks.task_options import BlackjackOptions
 from megatron_rl.types import Example, Message, Rollout
 
 PROMPT = (

@@ -25,9 +25,9 @@ import gymnasium
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import TaskSettings, require
+from megatron_rl.config.task_options import GameOptions
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.tasks.gym_cards.card_action_parser import ACTION_PARSERS, InvalidAction, find_action_start
-from megatron_rl.tasks.task_options import GameOptions
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
 INVALID_ACTION_REWARD = -1.0

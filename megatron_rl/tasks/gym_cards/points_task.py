@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_rl.config import TaskSettings, require, require_choice
+from megatron_rl.config.task_options import EZPointsOptions, Points24Options
 from megatron_rl.tasks.gym_cards.cards import SUITS, Card, is_held_out_drawing
 from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, LazyTranscripts, StateView, make_user_message
 from megatron_rl.tasks.gym_cards.points import (
@@ -35,7 +36,6 @@ from megatron_rl.tasks.gym_cards.points import (
     unused_numbers,
 )
 from megatron_rl.tasks.gym_cards.solvers import find_pair_solution, find_solution, hand_probabilities, pair_probabilities
-from megatron_rl.tasks.task_options import EZPointsOptions, Points24Options
 from megatron_rl.types import Example, Message, Rollout
 
 HELD_OUT_RATIO = 5

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from megatron_rl.config import TaskSettings, require_choice
+from megatron_rl.config.task_options import GameOptions, NumberLineOptions
 from megatron_rl.tasks.gym_cards.game import GameEnv, GameTask, StateView, make_user_message
 from megatron_rl.tasks.gym_cards.number_line import (
     ACTIONS,
@@ -29,7 +30,6 @@ from megatron_rl.tasks.gym_cards.number_line import (
     optimal_action,
     start_probabilities,
 )
-from megatron_rl.tasks.task_options import GameOptions, NumberLineOptions
 from megatron_rl.types import Demonstration, Example, Message
 
 PROMPT = (

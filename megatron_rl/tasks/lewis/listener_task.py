@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
+from megatron_rl.config.task_options import LewisListenerOptions
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.tasks.lewis.demonstrations import DEMONSTRATION_SPLITS, make_color_question, make_demonstrations
@@ -24,7 +25,6 @@ from megatron_rl.tasks.lewis.games import (
 )
 from megatron_rl.tasks.lewis.rewards import listener_rubric
 from megatron_rl.tasks.lewis.speaker_client import SpeakerClient
-from megatron_rl.tasks.task_options import LewisListenerOptions
 from megatron_rl.tasks.vqa import VqaEnv
 from megatron_rl.types import Demonstration, Example
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config import TaskSettings
+from megatron_rl.config.task_options import LewisSpeakerOptions
 from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.lewis.demonstrations import DEMONSTRATION_SPLITS, make_demonstrations
@@ -23,7 +24,6 @@ from megatron_rl.tasks.lewis.games import (
 from megatron_rl.tasks.lewis.listener_client import ImageFile, ListenerClient, ListenerConfigKeys, make_listener_client
 from megatron_rl.tasks.lewis.rewards import make_listener_fn, speaker_rubric
 from megatron_rl.tasks.lewis.sheets import ContactSheets
-from megatron_rl.tasks.task_options import LewisSpeakerOptions
 from megatron_rl.types import Demonstration, Example, Rollout
 
 

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from PIL.Image import Image as Picture
 
 import sandbox
+from megatron_rl.clients.sandbox_service import make_sandbox_client
 from megatron_rl.config import SandboxSettings, TaskSettings
 from megatron_rl.data.benchmarks.catalog import compute_benchmark_metrics, load_benchmark_questions
 from megatron_rl.data.prompt_lengths import HIDDEN_IMAGE_ENV
@@ -21,7 +22,6 @@ from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME, PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example, Rollout
 from sandbox.sandbox_client import SandboxClient
-from sandbox.token import read_token
 
 MAX_INPUT_BYTES = 512 << 20
 """Maximum total size of an episode's images in PNG format, in bytes. The limit is large enough for
@@ -169,15 +169,3 @@ def make_sandbox(settings: SandboxSettings) -> sandbox.SandboxPool | SandboxClie
         call_timeout_s=settings.call_timeout_s, memory=settings.memory_mib << 20, text=MAX_OUTPUT_CHARS, input_bytes=MAX_INPUT_BYTES
     )
     return sandbox.SandboxPool(size=settings.size, limits=limits, isolation=settings.isolation, allow_missing=settings.allow_missing)
-
-
-def make_sandbox_client(settings: SandboxSettings) -> SandboxClient:
-    """Return a client of the sandbox server at `settings.url`.
-
-    Raises:
-        ValueError: The token file contains no token.
-    """
-    try:
-        return SandboxClient(settings.url, token=read_token(settings.token_file) if settings.token_file else "")
-    except ValueError as error:
-        raise ValueError(f"task.sandbox.token_file={error}") from error

@@ -1,14 +1,13 @@
 """Task-specific options of the built-in tasks (`task.options`).
 
-The classes are defined outside of gym_cards/, so that configs can be validated without importing
-gymnasium.
+The classes are defined outside of tasks/, so that configs can be validated without importing tasks
+and their libraries.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from megatron_rl.config import require, require_choice
-from megatron_rl.config.checks import require_address
+from megatron_rl.config.checks import require, require_address, require_choice
 
 CARD_ART_NAMES = ("large", "classic", "night")
 
