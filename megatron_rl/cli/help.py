@@ -94,7 +94,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
     A field that holds a settings dataclass and has no docstring gets the docstring of the
     dataclass.
     """
-    sources = [inspect.getsource(each) for each in schema.__mro__ if is_dataclass(each)]
+    sources = [inspect.getsource(each) for each in reversed(schema.__mro__) if is_dataclass(each)]
     body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
     docs = {field.name: str(field.type.__doc__) if is_dataclass(field.type) else "" for field in fields(schema)}
     for node, below in pairwise(body):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from megatron_rl.config.algo import AlgoSettings
 from megatron_rl.config.batch import AGGREGATIONS, BatchSettings
 from megatron_rl.config.checks import require, require_choice
+from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.critic import CriticSettings
 from megatron_rl.config.evaluation import EvaluationSettings
 from megatron_rl.config.filter import DROPS, ENDS, FilterSettings
@@ -36,6 +37,7 @@ __all__ = [
     "AlgoSettings",
     "BatchSettings",
     "CheckpointSettings",
+    "ClientSettings",
     "ColumnSettings",
     "CriticSettings",
     "DataSettings",

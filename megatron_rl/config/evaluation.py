@@ -1,13 +1,13 @@
 """Settings of a standalone evaluation (launch/evaluate.py)."""
 
-import math
 from dataclasses import dataclass, field
 
-from megatron_rl.config.checks import require, require_address, require_choice
+from megatron_rl.config.checks import require, require_choice
+from megatron_rl.config.client import ClientSettings
 
 
 @dataclass(kw_only=True, slots=True)
-class EvaluationSettings:
+class EvaluationSettings(ClientSettings):
     """Settings of launch/evaluate.py; evaluations during training use `task` and `run` instead."""
 
     split: str = "eval"
@@ -31,11 +31,6 @@ class EvaluationSettings:
     outage_timeout_s: float = 120.0
     """Maximum time in seconds that a request waits while all endpoints are in backoff after
     failures."""
-    max_attempts: int = 5
-    """Maximum number of attempts to get one response; if all fail, the episode counts as failed,
-    not as wrong."""
-    concurrency: int = 32
-    """Maximum total number of concurrent requests to all endpoints."""
 
     def __post_init__(self) -> None:
         require_choice("evaluation.split", self.split, ("eval", "train"))
@@ -43,13 +38,7 @@ class EvaluationSettings:
         require(self.temperature >= 0, "evaluation.temperature", self.temperature, "must not be negative; 0 is greedy")
         remedy = "greedy episodes of an example are all alike: raise evaluation.temperature, or play one"
         require(self.samples == 1 or self.temperature > 0, "evaluation.samples", self.samples, remedy)
-        for url in self.urls:
-            require_address("evaluation.urls", url)
+        self.check_client("evaluation")
         remedy = "an endpoint serves weights of its own; leave this out"
         require(not (self.urls and self.weights), "evaluation.weights", self.weights, remedy)
-        require(self.timeout_s > 0, "evaluation.timeout_s", self.timeout_s, "must be positive")
-        remedy = "must be a number of seconds; 0 waits for none"
-        require(0 <= self.outage_timeout_s < math.inf, "evaluation.outage_timeout_s", self.outage_timeout_s, remedy)
-        for key in ("max_attempts", "concurrency"):
-            require(getattr(self, key) >= 1, f"evaluation.{key}", getattr(self, key), "must be at least 1")
         require(self.chunk >= 1, "evaluation.chunk", self.chunk, "must be at least 1")

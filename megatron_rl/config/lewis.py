@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass, field
 
 from megatron_rl.config.checks import require, require_address, require_choice
+from megatron_rl.config.client import ClientSettings
 
 
 @dataclass(kw_only=True, slots=True)
-class ListenerSettings:
+class ListenerSettings(ClientSettings):
     """Settings of clients for Lewis listeners (megatron_rl.tasks.lewis.server.listener_app)."""
 
     urls: list[str] = field(default_factory=list)
@@ -23,19 +24,9 @@ class ListenerSettings:
     chunk_delay_s: float = 0.05
     """Maximum time in seconds that a request with fewer than chunk_size descriptions waits for more
     descriptions."""
-    timeout_s: float = 60.0
-    """Timeout of one request, in seconds."""
-    outage_timeout_s: float = 60.0
-    """Maximum time in seconds that a request waits while all listeners are in backoff after
-    failures."""
-    max_attempts: int = 5
-    """Maximum number of attempts to score one description; if all fail, the rollout counts as
-    failed and gets no reward."""
     backoff_s: float = 0.5
     """Initial backoff of a listener after a failure, in seconds; it doubles with each consecutive
     failure."""
-    concurrency: int = 32
-    """Maximum total number of concurrent requests to all listeners."""
     cache: str = ""
     """File that caches scores across runs, keyed by image, description and listener version; if
     empty, scores are cached in memory for this run only."""
@@ -50,14 +41,11 @@ class ListenerSettings:
     during the run, each description is scored with the current weights, and no score is cached."""
 
     def __post_init__(self) -> None:
-        for url in self.urls:
-            require_address("task.listener.urls", url)
+        self.check_client("task.listener")
         require_choice("task.listener.send", self.send, ("files", "paths"))
-        for key in ("timeout_s", "backoff_s"):
-            require(0 < getattr(self, key) < math.inf, f"task.listener.{key}", getattr(self, key), "must be positive")
-        for key in ("outage_timeout_s", "chunk_delay_s"):
-            require(0 <= getattr(self, key) < math.inf, f"task.listener.{key}", getattr(self, key), "must be a number of seconds")
-        for key in ("max_attempts", "concurrency", "chunk_size", "cache_entries"):
+        require(0 < self.backoff_s < math.inf, "task.listener.backoff_s", self.backoff_s, "must be positive")
+        require(0 <= self.chunk_delay_s < math.inf, "task.listener.chunk_delay_s", self.chunk_delay_s, "must be a number of seconds")
+        for key in ("chunk_size", "cache_entries"):
             require(getattr(self, key) >= 1, f"task.listener.{key}", getattr(self, key), "must be at least 1")
         remedy = (
             "keeps what a listener said, and one in training says something else soon (task.listener.partner_is_training); leave it out"
@@ -70,7 +58,7 @@ class ListenerSettings:
 
 
 @dataclass(kw_only=True, slots=True)
-class SpeakerSettings:
+class SpeakerSettings(ClientSettings):
     """Settings of clients for Lewis speakers (megatron_rl.tasks.lewis.server.speaker_app)."""
 
     urls: list[str] = field(default_factory=list)
@@ -78,26 +66,9 @@ class SpeakerSettings:
     busy healthy replica. Empty means no speaker."""
     token_file: str = ""
     """File with the access token of the speakers; not needed for a service that the run starts."""
-    timeout_s: float = 60.0
-    """Timeout of one request, in seconds."""
-    outage_timeout_s: float = 60.0
-    """Maximum time in seconds that a request waits while all speakers are in backoff after
-    failures."""
-    max_attempts: int = 5
-    """Maximum number of attempts to get one description; if all fail, the rollout counts as
-    failed."""
-    concurrency: int = 32
-    """Maximum total number of concurrent requests to all speakers."""
 
     def __post_init__(self) -> None:
-        for url in self.urls:
-            require_address("task.speaker.urls", url)
-        require(0 < self.timeout_s < math.inf, "task.speaker.timeout_s", self.timeout_s, "must be positive")
-        require(
-            0 <= self.outage_timeout_s < math.inf, "task.speaker.outage_timeout_s", self.outage_timeout_s, "must be a number of seconds"
-        )
-        for key in ("max_attempts", "concurrency"):
-            require(getattr(self, key) >= 1, f"task.speaker.{key}", getattr(self, key), "must be at least 1")
+        self.check_client("task.speaker")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from megatron_rl.config.checks import require, require_address, require_choice
+from megatron_rl.config.client import ClientSettings
 from megatron_rl.config.lewis import ListenerSettings, SpeakerSettings
 
 
@@ -147,7 +148,7 @@ class SandboxSettings:
 
 
 @dataclass(kw_only=True, slots=True)
-class JudgeSettings:
+class JudgeSettings(ClientSettings):
     """Settings of the judge, a model on OpenAI-compatible servers that judges answers."""
 
     urls: list[str] = field(default_factory=list)
@@ -162,16 +163,6 @@ class JudgeSettings:
     """Sampling temperature of the judge."""
     max_tokens: int = 512
     """Maximum number of tokens in one response of the judge."""
-    timeout_s: float = 60.0
-    """Timeout of one request, in seconds."""
-    outage_timeout_s: float = 60.0
-    """Maximum time in seconds that a request waits while all servers are in backoff after failures.
-    The backoff itself has the same limit, unless a server requests a longer backoff."""
-    max_attempts: int = 5
-    """Maximum number of attempts to get one verdict; if all fail, the rollout counts as failed and
-    gets no reward."""
-    concurrency: int = 32
-    """Maximum total number of concurrent requests to all servers of the judge."""
     cache: str = ""
     """File that caches verdicts across runs; if empty, verdicts are cached for this run only."""
     always_ask: bool = False
@@ -179,19 +170,10 @@ class JudgeSettings:
     it; false sends only answers that rules and benchmark scoring leave undecided."""
 
     def __post_init__(self) -> None:
-        for url in self.urls:
-            require_address("task.judge.urls", url)
+        self.check_client("task.judge")
         has_judge = bool(self.urls or self.cache or self.model)
         require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "there is no judge; give task.judge.urls")
-        require(self.timeout_s > 0, "task.judge.timeout_s", self.timeout_s, "must be positive")
-        require(
-            0 <= self.outage_timeout_s < math.inf,
-            "task.judge.outage_timeout_s",
-            self.outage_timeout_s,
-            "must be a number of seconds; 0 waits for none",
-        )
-        for key in ("max_attempts", "concurrency", "max_tokens"):
-            require(getattr(self, key) >= 1, f"task.judge.{key}", getattr(self, key), "must be at least 1")
+        require(self.max_tokens >= 1, "task.judge.max_tokens", self.max_tokens, "must be at least 1")
 
 
 @dataclass(kw_only=True, slots=True)
