@@ -91,7 +91,7 @@ def shown(folder: Path) -> None:
             row_s, found = seconds("rollouts", run=run["name"], limit=50)
             text_s, _ = seconds("rollouts", run=run["name"], text="heat the apple")
             first = found["rows"][0]
-            episode_s, _ = seconds("episode", run=run["name"], step=first["step"], place=first["place"])
+            episode_s, _ = seconds("episode", run=run["name"], step=first["step"], row_index=first["row_index"])
             mib = psutil.Process(served.pid).memory_info().rss / 2**20
         finally:
             served.terminate()

@@ -116,7 +116,7 @@ def asked(client: httpx.Client, last: int) -> str:
     again_s, _ = timed("rollouts", run=name, limit=50, sort="reward")
     text_s, _ = timed("rollouts", run=name, text="heat the pear")
     curves_s, _ = timed("curves", run=name)
-    episode_s, _ = timed("episode", run=name, step=last, place=PER_STEP - 1)
+    episode_s, _ = timed("episode", run=name, step=last, row_index=PER_STEP - 1)
     read = f"{rows.get('total', 0)}, {len(rows.get('skipped', []))}" if rows else "none"
     return " | ".join((runs_s, rows_s, again_s, text_s, curves_s, episode_s, read))
 

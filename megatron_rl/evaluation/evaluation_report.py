@@ -20,7 +20,7 @@ from megatron_rl.rollout.vllm.server_command import VLLM_VERSION
 from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES = 10_000
-RESULT_COLUMNS = ("solved", "credit", "rewards", "ends", "said")
+RESULT_COLUMNS = ("solved", "credit", "rewards", "stop_reasons", "responses")
 """Result columns with one entry per episode of an example. `credit` is the accuracy term; for tasks
 without one, it is 1 for a solved episode and 0 otherwise.
 """
@@ -40,8 +40,8 @@ def collect_example_results(task: Task, examples: Sequence[Example], rollouts: S
         line["solved"].append(solved)
         line["credit"].append(rollout.reward_terms.get(ACCURACY_TERM, solved))
         line["rewards"].append(rollout.reward)
-        line["ends"].append(str(rollout.stop_reason))
-        line["said"].append([turn.text for turn in rollout.turns])
+        line["stop_reasons"].append(str(rollout.stop_reason))
+        line["responses"].append([turn.text for turn in rollout.turns])
     return [lines[group] for group in sorted(lines)]
 
 

@@ -94,13 +94,13 @@ def select_best(paths: Mapping[int, Path], *, max_per_example: int, min_reward: 
     """
     found: dict[str, dict[str, ScoredRollout]] = {}
     for step, path in paths.items():
-        for row in read_columns(path, ["place", "example_id", "reward", "status", "said"]).to_pylist():
+        for row in read_columns(path, ["row_index", "example_id", "reward", "status", "responses"]).to_pylist():
             if row["status"] == Status.FAILED or row["reward"] is None:
                 continue
             summary.num_scored += 1
             if row["reward"] >= min_reward:
-                of_example, each = found.setdefault(row["example_id"], {}), ScoredRollout(row["reward"], step, row["place"])
-                of_example[row["said"]] = max(each, of_example.get(row["said"], each))
+                of_example, each = found.setdefault(row["example_id"], {}), ScoredRollout(row["reward"], step, row["row_index"])
+                of_example[row["responses"]] = max(each, of_example.get(row["responses"], each))
     taken = [each for of_example in found.values() for each in sorted(of_example.values(), reverse=True)[:max_per_example]]
     return sorted(taken, key=lambda each: (each.step, each.row_index))
 

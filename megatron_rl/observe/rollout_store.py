@@ -40,14 +40,15 @@ SCALAR_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa
 IMAGE_TYPE = pa.struct([("name", pa.string()), ("grid", pa.list_(pa.int64())), ("merge", pa.int64())])
 SUMMARY_SCHEMA = pa.schema(
     [
-        ("step", pa.int64()), ("place", pa.int64()), ("num_turns", pa.int64()), ("num_tokens", pa.int64()), ("num_sampled", pa.int64()),
+        ("step", pa.int64()), ("row_index", pa.int64()), ("num_turns", pa.int64()), ("num_tokens", pa.int64()), ("num_sampled", pa.int64()),
         ("num_images", pa.int64()), ("tools", pa.list_(pa.string())), ("num_errors", pa.int64()), ("oldest_version", pa.int64()),
-        ("said", pa.string()),
+        ("responses", pa.string()),
     ]
 )  # fmt: skip
 """Columns derived from a rollout for searching.
 
-`place` is the row index; `said` contains the policy's responses, joined by line breaks.
+`row_index` is the index within the step; `responses` contains the policy's responses, joined by
+line breaks.
 """
 
 
@@ -198,7 +199,7 @@ def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[st
     calls = [turn.tool_call for turn in rollout.turns if turn.tool_call is not None]
     return {
         "step": step,
-        "place": row_index,
+        "row_index": row_index,
         "num_turns": len(rollout.turns),
         "num_tokens": sum(len(context.token_ids) for context in rollout.sequences),
         "num_sampled": rollout.num_sampled,
@@ -206,7 +207,7 @@ def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[st
         "tools": [call.tool for call in calls],
         "num_errors": sum(bool(call.error) for call in calls),
         "oldest_version": rollout.oldest_version,
-        "said": "\n".join(turn.text for turn in rollout.turns),
+        "responses": "\n".join(turn.text for turn in rollout.turns),
     }
 
 

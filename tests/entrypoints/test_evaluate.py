@@ -154,7 +154,7 @@ def test_all_that_was_played_needs_no_engine(rows: Path, unbroken: Path) -> None
     line = json.loads(before.splitlines()[2])
     assert [each["example_id"] for each in kept] == ["eval/2", "eval/2", "eval/3", "eval/3"] and line["id"] == "eval/2"
     assert line["rewards"] == [each["reward"] for each in kept[:2]]
-    assert line["said"] == [[turn["text"] for turn in each["turns"]] for each in kept[:2]]
+    assert line["responses"] == [[turn["text"] for turn in each["turns"]] for each in kept[:2]]
 
 
 def test_asked_to_stop_it_stops_between_chunks(rows: Path, tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def test_a_real_server_says_what_our_engine_says(url: str, random_model: Path, t
     evaluated(tmp_path / "far", *GAME, f"model.path={random_model}", f"evaluation.urls=[{url}]", "evaluation.chunk=11")
     own, far = (read_lines(tmp_path / name / "examples.jsonl") for name in ("own", "far"))
     for line in (*own, *far):
-        line["said"] = [[reply.rstrip("\ufffd") for reply in said] for said in line["said"]]
-    assert own == far and all(all(said) for line in own for said in line["said"])
+        line["responses"] = [[reply.rstrip("\ufffd") for reply in said] for said in line["responses"]]
+    assert own == far and all(all(said) for line in own for said in line["responses"])
     found = {name: json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("own", "far")}
     assert found["own"]["scores"] == found["far"]["scores"] and 0 < found["own"]["scores"]["success"] < 1
     stated = found["far"]["stated"]

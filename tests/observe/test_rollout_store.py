@@ -194,7 +194,7 @@ def test_damage_is_told_in_a_line(whole: Path, tmp_path: Path, data: st.DataObje
     path.write_bytes(content[: data.draw(st.sampled_from((len(content), len(content) // 2, 3)))])
     for read in (
         lambda: read_rollouts(path, with_images=False),
-        lambda: read_columns(path, ["reward", "said"]),
+        lambda: read_columns(path, ["reward", "responses"]),
         lambda: read_num_gen_batches(path),
     ):
         told = told_by(read)

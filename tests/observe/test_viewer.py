@@ -113,7 +113,9 @@ def found(client: TestClient, what: str, **params: object) -> object:
 )
 def test_the_table_has_what_is_asked_for(filters: dict, expected: list, client: TestClient) -> None:
     told = found(client, "rollouts", **filters)
-    assert [(row["step"], row["place"]) for row in told["rows"]] == expected and told["total"] == len(expected) and told["skipped"] == []
+    assert (
+        [(row["step"], row["row_index"]) for row in told["rows"]] == expected and told["total"] == len(expected) and told["skipped"] == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,11 +133,11 @@ def test_what_one_set_of_weights_has_played_is_never_stale(name: str, content: s
 def test_the_table_is_sorted_and_paged(client: TestClient) -> None:
     """By a column and then as played; a failed rollout has no reward and comes last."""
     rows = found(client, "rollouts", sort="reward", descending=True, step_to=1, limit=4)["rows"]
-    assert [(row["reward"], row["step"], row["place"]) for row in rows] == [(1.5, 1, 2), (1.25, 1, 1), (1.25, 1, 4), (1.0, 1, 0)]
+    assert [(row["reward"], row["step"], row["row_index"]) for row in rows] == [(1.5, 1, 2), (1.25, 1, 1), (1.25, 1, 4), (1.0, 1, 0)]
     rest = found(client, "rollouts", sort="reward", descending=True, step_to=1, limit=50, offset=4)
     assert len(rest["rows"]) == 8 and rest["rows"][-1]["reward"] is None and rest["total"] == 12
-    assert len(found(client, "rollouts", reward_from=9)["rows"][6]["said"]) == 400, "huge texts are cut in the table"
-    for wrong in ({"sort": "said"}, {"limit": 501}, {"offset": -1}, {"step_from": "x"}):
+    assert len(found(client, "rollouts", reward_from=9)["rows"][6]["responses"]) == 400, "huge texts are cut in the table"
+    for wrong in ({"sort": "responses"}, {"limit": 501}, {"offset": -1}, {"step_from": "x"}):
         assert client.get("/api/rollouts", params={"run": "run", **wrong}).status_code == 422
 
 
@@ -143,13 +145,13 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     """Means by hand; every token with its columns; the pictures of the prompt told from those of a turn; NaN is null."""
     told = found(client, "group", step=0, group=1)
     assert (told["mean"], told["std"]) == (0.25, pytest.approx(0.25 * math.sqrt(2 / 3)))
-    assert [(each["place"], each["reward"], each["advantage"]) for each in told["members"]] == [
+    assert [(each["row_index"], each["reward"], each["advantage"]) for each in told["members"]] == [
         (3, 0.0, 0.0),
         (4, 0.25, 0.0),
         (5, 0.5, 0.0),
     ]
-    one = found(client, "episode", step=0, place=1)
-    shown = [found(client, "episode", step=step, place=place) for step, place in ((0, 0), (1, 0), (1, 5))]
+    one = found(client, "episode", step=0, row_index=1)
+    shown = [found(client, "episode", step=step, row_index=place) for step, place in ((0, 0), (1, 0), (1, 5))]
     neighbors = [[each[name] for name in ("before", "after")] for each in shown]
     assert neighbors == [[None, [0, 1]], [[0, 5], [1, 1]], [[1, 4], [2, 0]]] and one["missing"] == []
     assert (one["turns"][0]["generation_s"], one["turns"][0]["env_s"]) == (0.5, 1.25)
@@ -180,8 +182,8 @@ def test_what_is_refused(client: TestClient, run: Path) -> None:
         assert reply.status_code == 404 and b"secret" not in reply.content
     for path in (
         "/api/curves?run=nobody",
-        "/api/episode?run=run&step=9&place=0",
-        "/api/episode?run=run&step=0&place=99",
+        "/api/episode?run=run&step=9&row_index=0",
+        "/api/episode?run=run&step=0&row_index=99",
         "/..%2f..%2fsetup.py",
     ):
         assert client.get(path).status_code == 404
@@ -208,13 +210,13 @@ def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
     BestWorstRecorder(folder, num_best=1, num_worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(3)])
     app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     assert [(row["step"], row["sample_index"], row["reward"]) for row in found(app, "rollouts")["rows"]] == [(4, 2, 2.0), (4, 0, 0.0)]
-    assert found(app, "episode", step=4, place=1)["sample_index"] == 0
+    assert found(app, "episode", step=4, row_index=1)["sample_index"] == 0
     lines = folder / "rollouts" / "step_000004.jsonl"
     best, worst = lines.read_text().splitlines()
     lines.write_text(f"{best.replace('told one', 'told ' + chr(92) + 'ud800')}\n{{no line\n{worst}\n")
     told = found(app, "rollouts")
-    assert [row["place"] for row in told["rows"]] == [0, 2] and "step_000004.jsonl line 2: " in told["skipped"][0]
-    assert found(app, "episode", step=4, place=0)["turns"][0]["tool_call"]["text"] == "told ?"
+    assert [row["row_index"] for row in told["rows"]] == [0, 2] and "step_000004.jsonl line 2: " in told["skipped"][0]
+    assert found(app, "episode", step=4, row_index=0)["turns"][0]["tool_call"]["text"] == "told ?"
     write_step(step_path(folder / "rollouts", 5), [rollout(0, 5.0, step=5)], step=5, num_gen_batches=1)
     assert found(app, "rollouts")["total"] == 3
     step_path(folder / "rollouts", 5).write_bytes(b"PAR1 no such thing")
@@ -247,11 +249,11 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     assert "lacks source; it was written by another version of this program" in skipped
     assert "metrics.jsonl line 1, 3, 4, 5, 6 and 2 more: is no step of a run" in skipped
     for step in (1, 2, 3):
-        assert app.get("/api/episode", params={"run": "run", "step": step, "place": 0}).status_code == 404
+        assert app.get("/api/episode", params={"run": "run", "step": step, "row_index": 0}).status_code == 404
         step_path(folder / "rollouts", step).unlink()
     assert [line for line in found(app, "rollouts")["skipped"] if "metrics" not in line] == []
     assert app.get("/api/rollouts", params={"run": "run", "step_from": "9" * 30}).status_code == 422
-    one = found(app, "episode", step=0, place=0)
+    one = found(app, "episode", step=0, row_index=0)
     assert one["missing"] == [picture(0, width=28, height=28).key, picture(1).key]
     assert (one["before"], one["after"]) == (None, None)
     assert app.get(f"/picture/run/{picture(1).key}.png").status_code == 404
@@ -277,13 +279,13 @@ def test_the_demo(tmp_path: Path) -> None:
     about = app.get("/api/runs").json()
     assert [(each["rollouts"], each["last_step"], each["skipped"]) for each in about] == [(192, 11, [])]
     for row in app.get("/api/rollouts", params={"run": "demo", "limit": 20, "sort": "reward", "descending": True}).json()["rows"]:
-        one = app.get("/api/episode", params={"run": "demo", "step": row["step"], "place": row["place"]}).json()
+        one = app.get("/api/episode", params={"run": "demo", "step": row["step"], "row_index": row["row_index"]}).json()
         shown = app.get(f"/picture/demo/{one['turns'][0]['images'][0]['key']}.png").content
         crop = pil.open(io.BytesIO(shown))
-        assert one["turns"][1]["text"] == f"<answer>{row['said'].partition('<answer>')[2]}"
+        assert one["turns"][1]["text"] == f"<answer>{row['responses'].partition('<answer>')[2]}"
         assert (
             crop.size == (56, 56)
-            and f"<answer>{next(name for name in COLORS if ImageColor.getrgb(name) == crop.getpixel((5, 5)))}<" in row["said"]
+            and f"<answer>{next(name for name in COLORS if ImageColor.getrgb(name) == crop.getpixel((5, 5)))}<" in row["responses"]
         )
 
 
@@ -315,18 +317,18 @@ VIEWS = {
     "curves?run=run": ["reward/mean", "time/total"],
     "rollouts?run=run": ["27 rollouts, 1 to 27", "said 1 2", "javascript:alert(1)"],
     "group?run=run&step=0&group=1": ["group 1", "standard deviation", "said 0 2"],
-    "episode?run=run&step=0&place=1&color=rollout_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
-    "episode?run=run&step=0&place=1&color=entropies": [
+    "episode?run=run&step=0&row_index=1&color=rollout_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
+    "episode?run=run&step=0&row_index=1&color=entropies": [
         "judge j, evidence 2 0.25",
         "judge &lt;b&gt;j, whole 1 1asked for 2.5 s&lt;b&gt;hm",
         "reply 0.5 stool 1.25 s",
         "6 tokens, entropy from 0.5 to 0.75",
     ],
-    "episode?run=demo&step=11&place=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
+    "episode?run=demo&step=11&row_index=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
 }
 BOX = 'class="box" style="left: 3.57143%; top: 5%; width: 14.2857%; height: 20%;"'
 """[2, 4, 10, 20] of 56 x 80 pixels, drawn on a picture of 28 x 28."""
-HOSTILE = [f"episode?run=run&step=2&place={6 + number}" for number in range(len(ATTACKS))]
+HOSTILE = [f"episode?run=run&step=2&row_index={6 + number}" for number in range(len(ATTACKS))]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")

@@ -62,7 +62,7 @@ def url(runs: tuple[Path, Path]) -> Iterator[str]:
 
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-VIEWS = ("curves?run=one&run=two", "rollouts?run=one", "group?run=one&step=1&group=1", "episode?run=one&step=1&place=3")
+VIEWS = ("curves?run=one&run=two", "rollouts?run=one", "group?run=one&step=1&group=1", "episode?run=one&step=1&row_index=3")
 
 
 @needs_chromium
@@ -101,14 +101,14 @@ def test_keys(page: BrowserPage, url: str) -> None:
     page.navigate(f"{url}#/rollouts?run=one")
     for key in ("j", "j", "ArrowDown", "k", "Enter"):
         page.press_key(key)
-    page.wait_until("document.body.dataset.shown == 'episode' && location.hash.includes('place=1')")
+    page.wait_until("document.body.dataset.shown == 'episode' && location.hash.includes('row_index=1')")
     last = 3 + len(ATTACKS) - 1
-    page.navigate(f"{url}#/episode?run=one&step=0&place={last - 1}")
+    page.navigate(f"{url}#/episode?run=one&step=0&row_index={last - 1}")
     for step, place, sample in ((0, last, len(ATTACKS) - 1), (1, 0, 0), (1, 1, 1)):
         page.press_key("j")
         page.wait_until(f"document.querySelector('h2').innerText.includes('step {step}, sample {sample} ')")
-        assert page.evaluate("location.hash").endswith(f"step={step}&place={place}")
-    page.navigate(f"{url}#/episode?run=one&step=1&place={last}")
+        assert page.evaluate("location.hash").endswith(f"step={step}&row_index={place}")
+    page.navigate(f"{url}#/episode?run=one&step=1&row_index={last}")
     page.press_key("j")
     page.press_key("k")
     page.wait_until(f"document.querySelector('h2').innerText.includes('step 1, sample {len(ATTACKS) - 2} ')")
@@ -118,7 +118,7 @@ def test_keys(page: BrowserPage, url: str) -> None:
     for key in ("j", "ArrowDown", "k", "j", "Enter"):
         page.press_key(key)
     page.wait_until("document.body.dataset.shown == 'episode'")
-    assert page.evaluate("location.hash").endswith("place=4")
+    assert page.evaluate("location.hash").endswith("row_index=4")
 
 
 @needs_chromium
@@ -154,7 +154,7 @@ def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: BrowserPage, u
     try:
         file.unlink()
         page.console_messages.clear()
-        page.navigate(f"{url}#/episode?run=one&step=1&place=0")
+        page.navigate(f"{url}#/episode?run=one&step=1&row_index=0")
         assert f"its file is missing: {picture(1).key}" in page.evaluate("document.body.innerText") and page.console_messages == []
     finally:
         file.write_bytes(content)
@@ -164,7 +164,7 @@ def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: BrowserPage, u
 def test_tokens_are_colored(page: BrowserPage, url: str) -> None:
     """By each column: sampled tokens have two shades where their numbers differ, none where they are alike."""
     for color in COLORS:
-        page.navigate(f"{url}#/episode?run=one&step=1&place=0&color={color}")
+        page.navigate(f"{url}#/episode?run=one&step=1&row_index=0&color={color}")
         shades = page.evaluate("[...document.querySelectorAll('.tokens .sampled')].map(each => each.style.backgroundColor)")
         assert len(shades) == 2 and (len(set(shades)) == 2) == (color not in ("loss_mask", "weight_versions")), (color, shades)
 
@@ -199,7 +199,7 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     made.sequences, made.turns[0].token_span, made.turns[0].images = [context], (len(ids), len(ids) + len(said)), []
     folder = tmp_path / "run"
     write_step(step_path(folder / "rollouts", 0), [made], step=0, num_gen_batches=1)
-    asked: dict[str, object] = {"run": "run", "step": 0, "place": 0}
+    asked: dict[str, object] = {"run": "run", "step": 0, "row_index": 0}
     client = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     assert client.get("/api/episode", params=asked).json()["prompt"] == "", "nobody says where its tokenizer lies"
     (folder / "config.yaml").write_text(f"model: {{path: {random_model}}}\n")

@@ -53,7 +53,7 @@ def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> 
     for path in ("*a4", "[a, b]", "!!int ''"):
         (folder / "config.yaml").write_text(f"{text}model: {{path: {path}}}\n")
         assert RunFolder(folder).model_path() == "" and not RunFolder(folder).has_fixed_weights()
-        assert found(client, "episode", step=0, place=0)["sequences"][0]["tokens"][:2] == ["1", "2"]
+        assert found(client, "episode", step=0, row_index=0)["sequences"][0]["tokens"][:2] == ["1", "2"]
     (folder / "config.yaml").write_text("model: {path: a}\nrun: {mode: rollout_only}\n")
     assert RunFolder(folder).model_path() == "a" and RunFolder(folder).has_fixed_weights()
 
@@ -82,7 +82,7 @@ def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: Te
     elif kind == "sparse":
         bombs.write_sparse_file(file, 1 << 40, b"\x89PNG\r\n\x1a\n")
     assert client.get(f"/picture/run/{key}.png").status_code == 404
-    assert (key in found(client, "episode", step=0, place=0)["missing"]) == (kind not in ("text", "sparse"))
+    assert (key in found(client, "episode", step=0, row_index=0)["missing"]) == (kind not in ("text", "sparse"))
 
 
 @pytest.mark.parametrize("key", ["x" * 65, "x" * 300, "../../../etc/passwd", "a b", "\u0660", "", "a/b", "a\\u0000"])
@@ -95,10 +95,10 @@ def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
     lines.write_text(f"{best.replace(picture(1).key, key)}\n{worst}\n")
     app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     told = found(app, "rollouts")
-    assert [row["place"] for row in told["rows"]] == [1] and "no key of a picture" in told["skipped"][0]
-    assert app.get("/api/episode", params={"run": "run", "step": 4, "place": 0}).status_code == 404
-    assert app.get("/api/episode", params={"run": "run", "step": 10**300, "place": 0}).status_code == 404
-    assert found(app, "episode", step=4, place=1)["sample_index"] == 0
+    assert [row["row_index"] for row in told["rows"]] == [1] and "no key of a picture" in told["skipped"][0]
+    assert app.get("/api/episode", params={"run": "run", "step": 4, "row_index": 0}).status_code == 404
+    assert app.get("/api/episode", params={"run": "run", "step": 10**300, "row_index": 0}).status_code == 404
+    assert found(app, "episode", step=4, row_index=1)["sample_index"] == 0
 
 
 def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
@@ -128,7 +128,7 @@ def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
         "step_000003.jsonl: is no regular file",
     ]
     for step in (1, 2, 3):
-        assert client.get("/api/episode", params={"run": "run", "step": step, "place": 0}).status_code == 404
+        assert client.get("/api/episode", params={"run": "run", "step": step, "row_index": 0}).status_code == 404
 
 
 def tokenizer(path: Path, words: list[str], decoder: decoders.Decoder) -> Path:
@@ -173,11 +173,11 @@ def test_a_tokenizer_that_has_changed_is_read_again(folder: Path, client: TestCl
     """What has failed is not kept for ever; tokens without words are numbers."""
     (folder / "final").mkdir()
     (folder / "final" / "tokenizer.json").write_text("{}")
-    told = found(client, "episode", step=0, place=0)
+    told = found(client, "episode", step=0, row_index=0)
     assert "final/tokenizer.json cannot be read" in told["no_words"] and told["sequences"][0]["tokens"][0] == "1"
     words = ["zero", "one", "two", "three", "four", "five"]
     tokenizer(folder / "final" / "tokenizer.json", words, decoders.Fuse())
-    told = found(client, "episode", step=0, place=0)
+    told = found(client, "episode", step=0, row_index=0)
     assert (told["no_words"], told["sequences"][0]["tokens"][:2]) == ("", ["one", "two"])
 
 
@@ -247,9 +247,9 @@ def test_a_file_that_stands_for_more_than_the_memory(folder: Path, url: str) -> 
     table = pq.read_table(step_path(folder / "rollouts", 0))
     table = pa.concat_tables([table] * 64)
     said = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int32()), pa.array(["x" * (64 << 20)]))
-    table = table.set_column(SCHEMA.get_field_index("said"), "said", said)
+    table = table.set_column(SCHEMA.get_field_index("responses"), "responses", said)
     pq.write_table(table, bomb, compression="zstd", store_schema=False)
-    assert bomb.stat().st_size < 1 << 20 and read_columns(bomb, ["place"]).num_rows == 64
+    assert bomb.stat().st_size < 1 << 20 and read_columns(bomb, ["row_index"]).num_rows == 64
     with httpx.Client(trust_env=False, timeout=60, headers={"Authorization": f"Bearer {TOKEN}"}) as client:
         told = client.get(f"{url}/api/rollouts", params={"run": "run"}).json()
         assert told["total"] == 1 and len(told["skipped"]) == 1 and told["skipped"][0].startswith(f"{bomb}: ")

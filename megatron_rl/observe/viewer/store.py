@@ -33,9 +33,9 @@ from megatron_rl.observe.rollout_store import (
 from megatron_rl.types import Rollout
 
 TABLE_COLUMNS = (
-    "step", "place", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
+    "step", "row_index", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
     "num_turns", "num_tokens",
-    "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "said",
+    "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "responses",
 )  # fmt: skip
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
 MAX_TEXT_CHARS = 400
@@ -97,7 +97,7 @@ class RolloutFilters(BaseModel):
             behind = pc.subtract(table["step"], table["step"] if folder.has_fixed_weights() else table["oldest_version"])
             table = table.filter(pc.greater_equal(behind, self.stale_from))
         if self.text:
-            table = table.filter(pc.match_substring(table["said"], self.text, ignore_case=True))
+            table = table.filter(pc.match_substring(table["responses"], self.text, ignore_case=True))
         return table
 
 
@@ -174,11 +174,11 @@ class RunFolder:
         Rollouts are ordered by step, then by row within the step. A neighbor that does not exist is
         None.
         """
-        table = self.rollout_table().select(["step", "place"])
-        order = table.take(pc.sort_indices(table, sort_keys=[("step", "ascending"), ("place", "ascending")]))
-        at = pc.index(pc.and_(pc.equal(order["step"], step), pc.equal(order["place"], row_index)), True).as_py()
+        table = self.rollout_table().select(["step", "row_index"])
+        order = table.take(pc.sort_indices(table, sort_keys=[("step", "ascending"), ("row_index", "ascending")]))
+        at = pc.index(pc.and_(pc.equal(order["step"], step), pc.equal(order["row_index"], row_index)), True).as_py()
         neighbors = [order.slice(each, 1).to_pylist() if at >= 0 <= each else [] for each in (at - 1, at + 1)]
-        before, after = ([row[0]["step"], row[0]["place"]] if row else None for row in neighbors)
+        before, after = ([row[0]["step"], row[0]["row_index"]] if row else None for row in neighbors)
         return before, after
 
     def missing_images(self, keys: Sequence[str]) -> list[str]:
@@ -211,15 +211,17 @@ class RunFolder:
         """
         path = step_path(self.path / ROLLOUTS_FOLDER, step)
         if is_regular(path):
-            rows = read_columns(path, ["place", "group", "sample_index"]).to_pylist()
-            places = [row["place"] for row in rows if is_wanted(row)]
+            rows = read_columns(path, ["row_index", "group", "sample_index"]).to_pylist()
+            places = [row["row_index"] for row in rows if is_wanted(row)]
             return list(zip(places, read_rollouts(path, places, with_images=False), strict=True))
         lines = self.path / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
         if not is_regular(lines):
             raise ValueError(f"{self.path}: no rollout of step {step} is kept")
         found, _ = _read_jsonl_rollouts(lines)
         return [
-            (place, each) for place, each in found if is_wanted({"place": place, "group": each.group, "sample_index": each.sample_index})
+            (row_index, each)
+            for row_index, each in found
+            if is_wanted({"row_index": row_index, "group": each.group, "sample_index": each.sample_index})
         ]
 
     def model_path(self) -> str:
@@ -291,10 +293,10 @@ def replace_surrogates(value: object) -> object:
 
 def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limit: int) -> list[dict[str, Any]]:
     """Return one page of a table as plain values, sorted by a column and then by step and row."""
-    keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "place") if name != sort)]
+    keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "row_index") if name != sort)]
     index = pc.sort_indices(table.select([name for name, _ in keys]), sort_keys=keys)[offset : offset + limit]
     rows = table.take(index).to_pylist()
-    return [{**row, "said": row["said"][:MAX_TEXT_CHARS]} for row in rows]
+    return [{**row, "responses": row["responses"][:MAX_TEXT_CHARS]} for row in rows]
 
 
 def label_folders(paths: Sequence[Path]) -> dict[str, RunFolder]:

@@ -41,7 +41,7 @@ OTHER_SITES = ("cross-site", "same-site")
 
 Such requests are rejected unless they result from following a link.
 """
-SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "said"))
+SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "responses"))
 MAX_ROWS = 500
 TOKENIZER_FILE = "tokenizer.json"
 PAD_TOKEN_RUN = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
@@ -97,8 +97,8 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
         return _group_response(_read_or_404(lambda: folder(run).load_rollouts(step, lambda row: row["group"] == group)))
 
     @app.get("/api/episode")
-    def episode(run: str, step: int, place: int) -> dict[str, Any]:
-        return _to_json_value(_episode_response(folder(run), step, place, decoders))
+    def episode(run: str, step: int, row_index: int) -> dict[str, Any]:
+        return _to_json_value(_episode_response(folder(run), step, row_index, decoders))
 
     @app.get("/picture/{run:path}/{key}.png")
     def picture(run: str, key: str) -> Response:
@@ -121,7 +121,7 @@ def _group_response(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
     """Return the members of a group, with the mean and standard deviation of their rewards."""
     rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
     figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
-    return _to_json_value({**figures, "members": [_member_record(place, rollout) for place, rollout in members]})
+    return _to_json_value({**figures, "members": [_member_record(row_index, rollout) for row_index, rollout in members]})
 
 
 class _DecoderCache:
@@ -147,13 +147,13 @@ class _DecoderCache:
         return self._found[folder.path][1]
 
 
-def _episode_response(folder: RunFolder, step: int, place: int, decoders: _DecoderCache) -> dict[str, Any]:
+def _episode_response(folder: RunFolder, step: int, row_index: int, decoders: _DecoderCache) -> dict[str, Any]:
     """Return an episode, its previous and next episode, and the keys of its missing images."""
-    found = _read_or_404(lambda: folder.load_rollouts(step, lambda row: row["place"] == place))
+    found = _read_or_404(lambda: folder.load_rollouts(step, lambda row: row["row_index"] == row_index))
     if not found:
-        raise HTTPException(404, f"step {step} has no rollout {place}")
+        raise HTTPException(404, f"step {step} has no rollout {row_index}")
     shown = _episode_record(found[0][1], decoders.get_decoder(folder))
-    before, after = folder.neighbors(step, place)
+    before, after = folder.neighbors(step, row_index)
     keys = [image.key for part in (*found[0][1].sequences, *found[0][1].turns) for image in part.images]
     return {**shown, "before": before, "after": after, "missing": folder.missing_images(keys)}
 
@@ -185,7 +185,7 @@ def _run_summary(name: str, folder: RunFolder) -> dict[str, Any]:
     return {"name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped}
 
 
-def _member_record(place: int, rollout: Rollout) -> dict[str, Any]:
+def _member_record(row_index: int, rollout: Rollout) -> dict[str, Any]:
     sampled = [
         advantage
         for context in rollout.sequences
@@ -194,7 +194,7 @@ def _member_record(place: int, rollout: Rollout) -> dict[str, Any]:
         if mask
     ]
     return {
-        "place": place, "sample_index": rollout.sample_index, "reward": rollout.reward, "reward_terms": rollout.reward_terms,
+        "row_index": row_index, "sample_index": rollout.sample_index, "reward": rollout.reward, "reward_terms": rollout.reward_terms,
         "status": str(rollout.status),
         "stop_reason": str(rollout.stop_reason), "filter_reason": rollout.filter_reason, "reason": rollout.reason,
         "advantage": fmean(sampled) if sampled else None, "turns": [_turn_record(turn) for turn in rollout.turns],

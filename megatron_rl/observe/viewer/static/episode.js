@@ -99,8 +99,8 @@ function turn(run, each, place, first, said, missing) {
 }
 
 export async function episodeView(at, main) {
-  const [run, step, place] = ["run", "step", "place"].map(name => at.params.get(name));
-  const found = await ask("episode", { run, step, place });
+  const [run, step, row_index] = ["run", "step", "row_index"].map(name => at.params.get(name));
+  const found = await ask("episode", { run, step, row_index });
   const names = [PLAIN, ...new Set(found.sequences.flatMap(context => Object.keys(context.columns))), GAP].filter(name => name === PLAIN || found.sequences.some(context => column(context, name)));
   const select = el("select", {}, ...names.map(name => el("option", { value: name }, TITLES[name] || name)));
   select.value = names.includes(at.params.get("color")) ? at.params.get("color") : "rollout_logprobs";
@@ -124,7 +124,7 @@ export async function episodeView(at, main) {
   const go = other => {
     if (!other) return;
     const next = new URLSearchParams(at.params);
-    next.set("step", other[0]); next.set("place", other[1]);
+    next.set("step", other[0]); next.set("row_index", other[1]);
     location.hash = link("episode", next);
   };
   const [later, earlier] = [() => go(found.after), () => go(found.before)];

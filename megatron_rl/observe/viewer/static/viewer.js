@@ -90,12 +90,12 @@ async function rollouts(at) {
     });
     return el("th", {}, button);
   });
-  const to = row => link("episode", new URLSearchParams({ run: run.name, step: row.step, place: row.place }));
+  const to = row => link("episode", new URLSearchParams({ run: run.name, step: row.step, row_index: row.row_index }));
   const body = found.rows.map(row => {
     const cells = SHOWN.map(([column]) => el("td", {}, column === "step" ? el("a", { href: to(row) }, String(row.step))
       : column === "group" ? el("a", { href: link("group", new URLSearchParams({ run: run.name, step: row.step, group: row.group })) }, String(row.group))
       : number(row[column])));
-    return el("tr", {}, ...cells, el("td", { class: "said" }, row.said));
+    return el("tr", {}, ...cells, el("td", { class: "responses" }, row.responses));
   });
   const pages = el("p", { class: "hint" }, `${found.total} rollouts, ${Math.min(offset + 1, found.total)} to ${Math.min(offset + limit, found.total)} `);
   for (const [title, next, possible] of [["earlier", offset - limit, offset > 0], ["later", offset + limit, offset + limit < found.total]]) {
@@ -106,7 +106,7 @@ async function rollouts(at) {
   }
   banner.textContent = found.skipped.length ? `left out: ${found.skipped.join("; ")}` : "";
   main.replaceChildren(el("div", { class: "filters" }, ...FIELDS.map(filter)), pages,
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, el("th", {}, "said"))), el("tbody", {}, ...body))),
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, el("th", {}, "responses"))), el("tbody", {}, ...body))),
     el("p", { class: "hint" }, "keys: j and k choose a row, Enter opens it, ? tells all"));
   keys = choosing(body, place => to(found.rows[place]));
 }
@@ -115,7 +115,7 @@ async function group(at) {
   const [run, step] = [at.params.get("run"), at.params.get("step")];
   const found = await ask("group", { run, step, group: at.params.get("group") });
   const members = found.members.map(each => el("div", { class: "card" },
-    el("h3", {}, el("a", { href: link("episode", new URLSearchParams({ run, step, place: each.place })) }, `sample ${each.sample_index}`)),
+    el("h3", {}, el("a", { href: link("episode", new URLSearchParams({ run, step, row_index: each.row_index })) }, `sample ${each.sample_index}`)),
     el("div", { class: "facts" }, ...[["reward", each.reward], ["less the mean", each.reward === null || found.mean === null ? null : each.reward - found.mean],
       ["advantage", each.advantage], ["stop reason", each.stop_reason], ["filtered", each.filter_reason || null], ...Object.entries(each.reward_terms)]
       .filter(([, value]) => value !== null).map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
@@ -123,7 +123,7 @@ async function group(at) {
   main.replaceChildren(el("h2", {}, `${run}, step ${step}, group ${at.params.get("group")}`),
     el("div", { class: "facts" }, el("div", {}, "mean reward ", el("b", {}, number(found.mean))), el("div", {}, "standard deviation ", el("b", {}, number(found.std)))),
     el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k choose a member, Enter opens it, ? tells all"));
-  keys = choosing(members, place => link("episode", new URLSearchParams({ run, step, place: found.members[place].place })));
+  keys = choosing(members, place => link("episode", new URLSearchParams({ run, step, row_index: found.members[place].row_index })));
 }
 
 // Keys that step through `parts` of a view and open the chosen one, which stays chosen when the view is drawn again.
