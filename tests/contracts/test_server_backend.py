@@ -27,7 +27,7 @@ def test_vllms_server_has_the_protocols_members() -> None:
 
 
 def test_no_url_path_is_known_outside_of_it() -> None:
-    """A string that begins like a path, in a module of rollout/ beside vllm/. /weights is of the services that a run publishes to."""
+    """No string in a module directly in rollout/ begins like a path, except /weights of the services that a run publishes to."""
     modules = sorted((ROOT / "megatron_rl" / "rollout").glob("*.py"))
     strings = {
         f"{path.name}:{node.lineno}: {node.value}" for path in modules for node in ast.walk(ast.parse(path.read_text()))

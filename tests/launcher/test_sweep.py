@@ -1,6 +1,6 @@
 """launch/sweep.py and its table, with a launcher that ends as it is told: what is composed first, who is started, what is said of it.
 
-The real thing is tests/e2e/test_slurm.py.
+The real thing is tests/e2e/test_slurm_cluster.py.
 """
 
 import json

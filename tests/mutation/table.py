@@ -1,63 +1,11 @@
-"""All mutants, of every package."""
+"""All mutants: those of each module of this package that has any."""
 
-from tests.mutation import (
-    algo,
-    batching,
-    cli,
-    clients,
-    config,
-    data,
-    distributed,
-    entrypoints,
-    evaluation,
-    explain,
-    export,
-    io,
-    launch,
-    launcher,
-    memory_plan,
-    models,
-    observe,
-    policy,
-    rewards,
-    rollout,
-    run,
-    sandbox,
-    services,
-    tasks,
-    tools,
-    training,
-    weights,
-)
+from importlib import import_module
+from pathlib import Path
+
 from tests.mutation.mutant import Mutant
 
-PACKAGES = (
-    algo,
-    batching,
-    cli,
-    clients,
-    config,
-    data,
-    distributed,
-    entrypoints,
-    evaluation,
-    explain,
-    export,
-    io,
-    launch,
-    launcher,
-    memory_plan,
-    models,
-    observe,
-    policy,
-    rewards,
-    rollout,
-    run,
-    sandbox,
-    services,
-    tasks,
-    tools,
-    training,
-    weights,
+PACKAGES = sorted(path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in ("__main__", "mutant", "table"))
+MUTANTS: tuple[Mutant, ...] = tuple(
+    mutant for package in PACKAGES for mutant in import_module(f"tests.mutation.{package}").MUTANTS
 )
-MUTANTS: tuple[Mutant, ...] = tuple(mutant for package in PACKAGES for mutant in package.MUTANTS)

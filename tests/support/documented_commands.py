@@ -175,7 +175,7 @@ def check_shell(words: list[str], config: pytest.Config) -> None:
 
 
 def check_job(words: list[str]) -> None:
-    """Words of sbatch, a script, and what it hands on. sbatch itself reads its words in tests/e2e/test_slurm.py."""
+    """Words of sbatch, a script, and what it hands on. sbatch itself reads its words in tests/e2e/test_slurm_cluster.py."""
     script, *arguments = dropwhile(is_option, words)
     check_executable(script)
     if script == "launch/slurm/sweep.sbatch":

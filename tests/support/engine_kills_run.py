@@ -41,7 +41,7 @@ class EngineKill:
     position: int
     """The request after the update, or the bucket of it, from 0."""
     version: int = -1
-    """Of the update that it came with, or after."""
+    """Version of the update that the kill came with or after."""
     down_s: float = -1.0
     """From the kill until both served again; -1: nobody waited for it."""
 
@@ -75,7 +75,7 @@ class EngineKiller:
         send(connection, bucket, flat)
 
     async def ask(self, client: GenerateClient, server: object, request: object, partial: object, **labels: str) -> object:
-        if request.sampling.max_tokens > 1:  # the lookout asks for one
+        if request.sampling.max_tokens > 1:  # the health monitor requests one
             asyncio.get_running_loop().call_later(0.02, self.kill_if_due, server.url, "generation")
         return await ask(client, server, request, partial, **labels)
 
@@ -92,7 +92,7 @@ class EngineKiller:
             send_kill_signal(self.killed_process._supervisor.pid, kill.method)
 
     def is_unnoticed(self) -> bool:
-        """Whether the last kill was not noticed yet."""
+        """Return True while the last kill has not been noticed."""
         return self.killed_process is not None and any(each.process is self.killed_process for each in self.supervisor._engines.values())
 
 

@@ -1,7 +1,6 @@
-"""What tests/support/fork_server.py imports before it forks: packages that a run loads, in the environment that the engine makes for
-itself.
+"""Imports, for tests/support/fork_server.py, the packages that a run loads, in the environment of an engine.
 
-This project's own modules are forgotten again: every process loads them itself, and a test may change one before another imports it.
+This project's own modules are removed again: every process imports them itself, because a test may change one before that.
 """
 
 import atexit

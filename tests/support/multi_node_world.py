@@ -1,5 +1,5 @@
-"""Run by test_nodes.py under two launchers, and by one torchrun: two training steps at each layout, as the ranks of parallel_layouts.py
-train.
+"""Run by test_multi_node.py under two launchers, and by one torchrun: two training steps at each
+layout, as the ranks of parallel_layouts.py train.
 
 usage: multi_node_world.py MODELS OUT LAYOUT ... [until_lost]
 

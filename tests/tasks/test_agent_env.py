@@ -1,4 +1,4 @@
-"""The agents' environment around a sandbox that gives back what the test says; with the real one: tests/e2e/test_agent_env.py."""
+"""The agents' environment around a sandbox that gives back what the test says; with the real one: tests/e2e/test_agent_env_run.py."""
 
 import asyncio
 from collections.abc import Sequence
