@@ -133,19 +133,21 @@ def build_rollout_manager(
         make_timer: See `RolloutManager`.
     """
     size, num = settings.engine.tp, settings.engine.max_num_seqs
-    seat = EngineRank(index=world.rank // size, num_engines=world.size // size, max_episodes=num, counter=default_store())
+    engine_rank = EngineRank(index=world.rank // size, num_engines=world.size // size, max_episodes=num, counter=default_store())
     if settings.engine.mode == "server":
         engine = build_server_engine(settings, renderer, world, image_exchange=image_exchange, log=log, supervisor=supervisor)
-        seat = replace(seat, index=world.rank, num_engines=world.size, max_episodes=max(1, num * len(engine.urls) // world.size))
+        engine_rank = replace(
+            engine_rank, index=world.rank, num_engines=world.size, max_episodes=max(1, num * len(engine.urls) // world.size)
+        )
     else:
         engine = build_colocated_engine(settings, renderer, world)
     return RolloutManager(
         task,
         engine=engine, renderer=renderer, trainer=trainer, gather_rollouts=image_exchange.gather_rollouts,
-        all_gather=image_exchange.broadcast_rollouts,
+        all_gather=image_exchange.all_gather,
         episode_settings=episode_settings(settings),
         generation_settings=generation_settings(settings),
-        engine_rank=seat, run_with_grace=stop_signal.run_with_grace, outage_timeout_s=settings.run.outage_timeout_s, log=log,
+        engine_rank=engine_rank, run_with_grace=stop_signal.run_with_grace, outage_timeout_s=settings.run.outage_timeout_s, log=log,
         make_timer=make_timer,
     )  # fmt: skip
 
@@ -200,7 +202,7 @@ def build_server_engine(
     return ServerEngine(
         servers, given, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids,
         decode_tokens=renderer.tokenizer.decode,
-        all_gather=image_exchange.broadcast_rollouts, sender=sender, supervisor=supervisor, first_server=world.rank, log=log,
+        all_gather=image_exchange.all_gather, sender=sender, supervisor=supervisor, first_server=world.rank, log=log,
     )  # fmt: skip
 
 
@@ -273,15 +275,15 @@ class TrainerContext:
             own = PolicyAndCritic(self.policy, self.critic) if self.critic else self.policy
             trainer = NoOffload() if settings.engine.mode == "server" else own
             trainer.sleep()
-            fleet = self.rollout_manager = build_rollout_manager(
+            rollout_manager = self.rollout_manager = build_rollout_manager(
                 settings, self.task,
                 trainer=trainer, renderer=self.renderer, world=self.world, image_exchange=self.image_exchange, stop_signal=self.stop,
                 log=self.run.log,
                 supervisor=self.supervisor, make_timer=self.run.trace.episode_tracer,
             )  # fmt: skip
-            self.closing.push(lambda failure, *_: fleet.close(all_ranks=failure is None))
-            fleet.start()
-        return fleet
+            self.closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))
+            rollout_manager.start()
+        return rollout_manager
 
     def save_progress(self) -> None:
         """Save a checkpoint after the completed steps, so that the next attempt can resume."""
@@ -312,8 +314,8 @@ def build_context(
     closing.callback(destroy_layout)
     renderer = raise_on_all_ranks(lambda: build_renderer(settings, appends_to_sequence=is_rl and task.appends_to_sequence))
     algorithms, has_values = {**ALGORITHMS, **plugins.algorithms}, has_critic(settings, plugins)
-    gallery = ImageExchange(patch_size=renderer.patch_size, group=group)
-    patches = partial(renderer.patches, load_image=gallery.image)
+    image_exchange = ImageExchange(patch_size=renderer.patch_size, group=group)
+    patches = partial(renderer.patches, load_image=image_exchange.image)
     policy = build_policy(
         settings, layout, renderer, patches=patches, num_steps=num_steps, is_rl=is_rl, has_value_head=has_values
     )  # fmt: skip
@@ -332,7 +334,7 @@ def build_context(
     checkpoints = Checkpoints(settings, policy, critic, resume_from=checkpoint, inputs=inputs, group=group)
     return TrainerContext(
         world=world, task=task, algorithms=algorithms, renderer=renderer, policy=policy, critic=critic, run=record,
-        checkpoints=checkpoints, stop=stop, image_exchange=gallery, closing=closing,
+        checkpoints=checkpoints, stop=stop, image_exchange=image_exchange, closing=closing,
     )  # fmt: skip
 
 

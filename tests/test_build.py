@@ -57,7 +57,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], final_pixels=(111, 222))
     policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
+    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", all_gather="share")
     given = {"trainer": policy, "renderer": renderer, "world": world, "image_exchange": gallery, "stop_signal": stop, "log": print}
     fleet = build.build_rollout_manager(SETTINGS, "task", **given)
     assert (fleet.run_with_grace, fleet.gather_rollouts, fleet.all_gather) == ("grace", "gather", "share")
@@ -102,7 +102,7 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
     decode = object()
     renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], tokenizer=SimpleNamespace(decode=decode))
     world = World(rank=rank, size=6, local_rank=rank, device=torch.device(device))
-    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", broadcast_rollouts="share")
+    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", all_gather="share")
     trainer, supervisor = build.NoOffload(), object() if is_own and rank == 0 else None
     fleet = build.build_rollout_manager(
         settings, "task", trainer=trainer, renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=print,

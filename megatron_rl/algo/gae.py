@@ -78,10 +78,10 @@ def split_into_actions(rollout: Rollout, algo: AlgoSettings) -> list[ActionSpan]
     actions, costs = [], [kl_costs(context, algo) for context in rollout.sequences]
     for turn, earned in zip(rollout.turns, turn_rewards(rollout, rollout.outcome_reward), strict=True):
         context, (first, stop) = rollout.sequences[turn.sequence], turn.token_span
-        paid = costs[turn.sequence][first:stop]
+        token_costs = costs[turn.sequence][first:stop]
         if algo.gae_level == "turns":
-            actions.append(ActionSpan(context, first, stop, earned - math.fsum(paid)))
+            actions.append(ActionSpan(context, first, stop, earned - math.fsum(token_costs)))
         else:
-            rewards = [-cost for cost in paid[:-1]] + [earned - paid[-1]]
+            rewards = [-cost for cost in token_costs[:-1]] + [earned - token_costs[-1]]
             actions += [ActionSpan(context, place, place + 1, reward) for place, reward in enumerate(rewards, first)]
     return actions

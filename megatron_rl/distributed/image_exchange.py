@@ -53,7 +53,7 @@ class TransferPlan:
 class ImageExchange:
     """Exchanges rollouts and images between ranks.
 
-    All ranks must call `broadcast_rollouts`, `gather_rollouts` and `fetch` together.
+    All ranks must call `all_gather`, `gather_rollouts` and `fetch` together.
     """
 
     def __init__(self, *, patch_size: int, group: dist.ProcessGroup | None = None) -> None:
@@ -75,7 +75,7 @@ class ImageExchange:
         self._memory_fd = -1
         """File descriptor of the shared memory that other ranks read; -1 if none is allocated."""
 
-    def broadcast_rollouts(self, mine: T) -> list[T]:
+    def all_gather(self, mine: T) -> list[T]:
         """Gather one value from every rank and return the values in rank order on every rank."""
         return all_gather_large_object(mine, group=self._group)
 
@@ -109,20 +109,20 @@ class ImageExchange:
                 sizes[image.key] = 3 * image.num_patches * self._patch_size**2
                 if holders.setdefault(image.key, leader) == self._rank and image.pil is not None:
                     self._local_images[image.key] = image.pil
-        hanging = plan_transfers({rank: [image.key for image in images] for rank, images in needed.items()}, holders, self._nodes, sizes)
-        self._fill_local(hanging, sizes)
+        plan = plan_transfers({rank: [image.key for image in images] for rank, images in needed.items()}, holders, self._nodes, sizes)
+        self._fill_local(plan, sizes)
 
     def _fill_local(self, plan: TransferPlan, sizes: Mapping[str, int]) -> None:
-        shelf = plan.offsets.get(self._rank, {})
+        offsets = plan.offsets.get(self._rank, {})
         own = memoryview(b"")
-        if shelf:
+        if offsets:
             self._memory_fd = os.memfd_create("pictures")
-            os.ftruncate(self._memory_fd, sum(sizes[key] for key in shelf))
+            os.ftruncate(self._memory_fd, sum(sizes[key] for key in offsets))
             own = memoryview(mmap.mmap(self._memory_fd, 0))
         mine = [route for route in plan.transfers if self._rank in (route.sender, route.receiver)]
-        for key in shelf.keys() - {route.key for route in mine if route.receiver == self._rank}:
-            own[shelf[key] : shelf[key] + sizes[key]] = self._local_images[key].tobytes()
-        self._transfer(mine, shelf, own, sizes)
+        for key in offsets.keys() - {route.key for route in mine if route.receiver == self._rank}:
+            own[offsets[key] : offsets[key] + sizes[key]] = self._local_images[key].tobytes()
+        self._transfer(mine, offsets, own, sizes)
         addresses = all_gather_object((os.getpid(), self._memory_fd))  # also a barrier, after which all shared memory is filled
         needs = plan.sources.get(self._rank, {})
         seen = {rank: own if rank == self._rank else _map_sibling_memory(*addresses[rank]) for rank in set(needs.values())}

@@ -160,18 +160,17 @@ def _make_generator(
         return EvaluationGenerator(
             lambda examples, first: player.run_examples(examples, samples=given.samples, first_group=first), lambda _: player.prompt_text
         )
-    fleet = _start_rollout_manager(settings, task, source, world=world, stop=stop, closing=closing)
+    rollout_manager = _start_rollout_manager(settings, task, source, world=world, stop=stop, closing=closing)
 
     def prompt(rollout: Rollout) -> str:
         if not rollout.sequences:
             return ""
         stop = rollout.turns[0].token_span[0] if rollout.turns else None
         first = rollout.sequences[0]
-        return fleet.renderer.describe_sequence(TokenSequence(token_ids=first.token_ids[:stop], images=first.images))
+        return rollout_manager.renderer.describe_sequence(TokenSequence(token_ids=first.token_ids[:stop], images=first.images))
 
-    return EvaluationGenerator(
-        lambda examples, first: fleet.run_examples(examples, num_samples=given.samples, settings=episode, first_group=first), prompt
-    )  # fmt: skip
+    run_examples = partial(rollout_manager.run_examples, num_samples=given.samples, settings=episode)
+    return EvaluationGenerator(lambda examples, first: run_examples(examples, first_group=first), prompt)
 
 
 def _start_rollout_manager(
@@ -179,19 +178,21 @@ def _start_rollout_manager(
 ) -> RolloutManager:
     allowed = settings.task.data.allow_grounding_tokens
     renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)
-    gallery = ImageExchange(patch_size=renderer.patch_size, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s))
+    image_exchange = ImageExchange(
+        patch_size=renderer.patch_size, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
+    )
 
     def tell(line: str) -> None:
         if world.is_main:
             print(line, flush=True)
 
-    fleet = build_rollout_manager(
-        settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=tell
+    rollout_manager = build_rollout_manager(
+        settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=image_exchange, stop_signal=stop, log=tell
     )
-    closing.push(lambda failure, *_: fleet.close(all_ranks=failure is None))
-    fleet.start()
-    fleet.update_weights(iterate_tensors(source), version=0)
-    return fleet
+    closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))
+    rollout_manager.start()
+    rollout_manager.update_weights(iterate_tensors(source), version=0)
+    return rollout_manager
 
 
 def _generate_or_load(

@@ -51,29 +51,30 @@ def run_rollout_only(
         with run.step_timer("start"):
             allowed = settings.task.data.allow_grounding_tokens
             renderer = Renderer(settings.model, max_inline_pixels=max_inline_pixels(settings.engine), allow_grounding_tokens=allowed)
-            gallery = ImageExchange(
+            image_exchange = ImageExchange(
                 patch_size=renderer.patch_size, group=long_timeout_group(timeout_s=settings.parallel.straggler_timeout_s)
             )
-            fleet = build_rollout_manager(
-                settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=run.log,
+            rollout_manager = build_rollout_manager(
+                settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=image_exchange,
+                stop_signal=stop, log=run.log,
                 supervisor=supervisor,
             )  # fmt: skip
-            closing.push(lambda failure, *_: fleet.close(all_ranks=failure is None))
-            fleet.start()
-            report_prompts(settings, rollout_manager=fleet, log=run.log)
-            fleet.scheduler.num_generation_batches = history.num_generation_batches
+            closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))
+            rollout_manager.start()
+            report_prompts(settings, rollout_manager=rollout_manager, log=run.log)
+            rollout_manager.scheduler.num_generation_batches = history.num_generation_batches
         with run.step_timer("sync"):
-            fleet.update_weights(iterate_tensors(source), version=0)
+            rollout_manager.update_weights(iterate_tensors(source), version=0)
         for step in range(first, settings.run.steps):
             stop.check()
             enough = partial(has_enough_rollouts, settings=settings, algorithm=algorithm, run=run, step=step)
-            with run.timed_rollout(fleet.busy_s):
-                rollouts = fleet.generate(step, is_enough=enough)
-            rounds = fleet.scheduler.num_generation_batches - run.history.num_generation_batches
+            with run.timed_rollout(rollout_manager.busy_s):
+                rollouts = rollout_manager.generate(step, is_enough=enough)
+            rounds = rollout_manager.scheduler.num_generation_batches - run.history.num_generation_batches
             run.history.add(step, rollouts, num_new_batches=rounds)
             with run.step_timer("record"):
                 metrics = compute_step_metrics(rollouts, settings, algorithm, num_gen_batches=rounds)
-                run.history.has_learned += "rollout/all_groups_zero_std" not in metrics
+                run.history.num_learning_steps += "rollout/all_groups_zero_std" not in metrics
                 run.log_step(step, rollouts, metrics)
             run.record(step, metrics)
         run.finish({})

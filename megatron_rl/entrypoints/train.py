@@ -68,21 +68,21 @@ class TrainingStage:
 
 def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
     """Run RL training with rollout engines and return the rollout manager."""
-    fleet = context.build_rollout_manager(settings)
+    rollout_manager = context.build_rollout_manager(settings)
     with context.run.step_timer("start"):
-        report_prompts(settings, rollout_manager=fleet, log=context.run.log)
-    audience = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=context.world.is_main, log=context.run.log)
-    _run_training_loop(settings, context, fleet, audience)
-    return fleet
+        report_prompts(settings, rollout_manager=rollout_manager, log=context.run.log)
+    weight_publisher = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=context.world.is_main, log=context.run.log)
+    _run_training_loop(settings, context, rollout_manager, weight_publisher)
+    return rollout_manager
 
 
 def run_replay(settings: Settings, context: TrainerContext) -> None:
     """Run RL training on recorded rollouts (run.mode=replay), without a rollout engine."""
-    fleet = RolloutReplay(
+    rollout_manager = RolloutReplay(
         Path(settings.rollouts.replay_from), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
         generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
     )  # fmt: skip
-    _run_training_loop(settings, context, fleet, None)
+    _run_training_loop(settings, context, rollout_manager, None)
 
 
 def _run_training_loop(
@@ -102,10 +102,10 @@ def run_sft(settings: Settings, context: TrainerContext) -> RolloutManager:
     parts = {"task": context.task, "renderer": context.renderer, "checkpoints": context.checkpoints, "stop_signal": context.stop}
     report_column_warnings({"eval": context.task.examples("eval")}, log=run.log)
     train_sft(settings, policy=policy, run=run, **parts)
-    fleet = context.build_rollout_manager(settings)
+    rollout_manager = context.build_rollout_manager(settings)
     with run.step_timer("sync"):
-        fleet.update_weights(policy.hf_weights(), version=0)
-    return fleet
+        rollout_manager.update_weights(policy.hf_weights(), version=0)
+    return rollout_manager
 
 
 STAGES: Mapping[str, TrainingStage] = {
@@ -169,26 +169,26 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
                 if enabled_services(settings.services) and stage is not REPLAY:
                     urls = closing.enter_context(run_services(settings, world, raise_if_stopped=stop.check_start))
                     task = build_task(resolve_addresses(settings.task, urls, run=folder), plugins)
-                household, playing = None, settings
+                supervisor, rollout_settings = None, settings
                 if settings.engine.num_local_servers and stage is not REPLAY:
-                    urls, household = closing.enter_context(run_engine_servers(settings, world, raise_if_stopped=stop.check_start))
+                    urls, supervisor = closing.enter_context(run_engine_servers(settings, world, raise_if_stopped=stop.check_start))
                     asked = replace(settings.engine, urls=urls, num_local_servers=0, token_file=str(token_file(folder, ENGINES_TOKEN_NAME)))
-                    playing = replace(settings, engine=asked)
+                    rollout_settings = replace(settings, engine=asked)
             except GracefulStop:
                 step = raise_on_all_ranks(lambda: newest_saved_step(folder))
                 return Result(folder=folder, step=step, num_steps=num_steps, metrics={}, is_finished=False)
             if settings.run.mode == "rollout_only":
                 algorithm = {**ALGORITHMS, **plugins.algorithms}[settings.algo.name]
                 return run_rollout_only(
-                    playing, task=task, algorithm=algorithm, world=world, stop=stop, supervisor=household, closing=closing
+                    rollout_settings, task=task, algorithm=algorithm, world=world, stop=stop, supervisor=supervisor, closing=closing
                 )
-            parts = build_context(
+            context = build_context(
                 settings, resume_state=standing, task=task, plugins=plugins, world=world, stop=stop, closing=closing,
                 num_steps=num_steps, is_rl=stage.is_rl, is_replay=stage is REPLAY,
             )  # fmt: skip
-            parts.supervisor = household
-            reason = train_and_finalize(settings, parts, lambda: stage.run(playing, parts))
-            done = parts.run
+            context.supervisor = supervisor
+            reason = train_and_finalize(settings, context, lambda: stage.run(rollout_settings, context))
+            done = context.run
             return Result(
                 folder=folder, step=done.num_done, num_steps=num_steps, metrics=done.evaluation, is_finished=done.is_finished, reason=reason
             )  # fmt: skip

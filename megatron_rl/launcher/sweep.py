@@ -144,17 +144,17 @@ class SweepRunner:
 
 def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, *, max_parallel: int, should_requeue: bool = False) -> int:
     """Run the unfinished tasks. Return 0 if all tasks are finished, else the highest exit code."""
-    with SignalForwarder() as hearing:
+    with SignalForwarder() as signal_forwarder:
         settings = compose_tasks(sweep.tasks)
         todo = find_pending_tasks(tasks, [settings[task.index] for task in tasks])
         for task in tasks:
             if task not in todo:
                 print(f"{task.index:>3}  is finished  ({task.folder})", flush=True)
         player = SweepRunner(sweep, scripts, num_tasks=len(tasks))
-        player.run(todo, max_parallel=max_parallel, signals=hearing)
+        player.run(todo, max_parallel=max_parallel, signals=signal_forwarder)
         code = max(player.exit_codes, default=0)
         if should_requeue and code:
-            requeue_job(hearing.received)
+            requeue_job(signal_forwarder.received)
     return code
 
 

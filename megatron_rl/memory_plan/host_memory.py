@@ -74,10 +74,12 @@ def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: i
     run is on this machine (`on_this_machine`), the smaller of the two applies.
     """
     ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.plan.host_gb, psutil.virtual_memory().total
-    room, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
-    if needed <= room:
+    available_bytes, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
+    if needed <= available_bytes:
         return ""
-    whose = f"its {format_gb(room)} are" if room == stated * GB else f"this machine's {format_gb(room)} are"
+    whose = (
+        f"its {format_gb(available_bytes)} are" if available_bytes == stated * GB else f"this machine's {format_gb(available_bytes)} are"
+    )
     remedy = (
         "state another node's memory by plan.host_gb, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
         "or what is offloaded"

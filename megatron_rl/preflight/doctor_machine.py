@@ -114,11 +114,11 @@ def check_job_gpus(settings: Settings, devices: Sequence[gpus.Gpu], report: Chec
     Outside of a job, the first plan.world_size GPUs of the machine are checked, or all GPUs if
     plan.world_size is 0.
     """
-    here, room = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
+    here, free_bytes = read_world(), shutil.disk_usage(gpus.SHARED_MEMORY).free
     size = here.size if here.size > 1 else settings.plan.world_size or len(devices)
     mine = devices[: here.local_size if here.size > 1 else size]
     refused, doubted = (
-        gpus.shared_memory_error(room, len(mine), bytes_per_rank=each) for each in (gpus.MIN_SHARED_BYTES, gpus.SHARED_BYTES)
+        gpus.shared_memory_error(free_bytes, len(mine), bytes_per_rank=each) for each in (gpus.MIN_SHARED_BYTES, gpus.SHARED_BYTES)
     )
     report.errors += gpus.find_mismatches(settings, mine, num_ranks=size) + ([refused] if refused else [])
     report.warnings += [doubted] if doubted and not refused else []

@@ -82,13 +82,13 @@ def _check_staleness(settings: Settings, *, num_engines: int) -> None:
 
     If some episodes had to wait in a queue, they would become stale unnecessarily.
     """
-    staleness, batch, room = settings.run.max_staleness, settings.batch, settings.engine.max_num_seqs
+    staleness, batch, max_num_seqs = settings.run.max_staleness, settings.batch, settings.engine.max_num_seqs
     num = (staleness + 1) * batch.prompts_per_step * batch.group_size
     remedy = (
         f"{staleness + 1} times batch.prompts_per_step={batch.prompts_per_step} times batch.group_size={batch.group_size} episodes are "
-        f"under way, and {num_engines} engines hold engine.max_num_seqs={room} each; set that to {-(-num // num_engines)}"
+        f"under way, and {num_engines} engines hold engine.max_num_seqs={max_num_seqs} each; set that to {-(-num // num_engines)}"
     )
-    require(staleness == 0 or num <= num_engines * room, "run.max_staleness", staleness, remedy)
+    require(staleness == 0 or num <= num_engines * max_num_seqs, "run.max_staleness", staleness, remedy)
 
 
 def _check_adaptive_kl(settings: Settings) -> None:

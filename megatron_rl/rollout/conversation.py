@@ -167,8 +167,8 @@ class TokenConversation:
         """Sample a response, append it to the last sequence, and return its text."""
         context = self.sequences[-1]
         start = len(context.token_ids)
-        room = self._limits.max_sequence_tokens - start
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        num_remaining = self._limits.max_sequence_tokens - start
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining))
         self._requested_version = self._engine.weight_version if self._requested_version is None else self._requested_version
         completion = await self._engine.generate(context.token_ids, context.images, sampling)
         context.extend(completion.token_ids, logprobs=completion.logprobs, versions=completion.weight_versions)

@@ -158,8 +158,8 @@ class ServerEngine:
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
         placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
-        room = self._settings.max_model_len - len(token_ids)
-        request = GenerateRequest(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, room)))
+        num_remaining = self._settings.max_model_len - len(token_ids)
+        request = GenerateRequest(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining)))
         completion, failed_urls = Completion([], [], is_stopped=False, weight_versions=[]), []
         while len(completion.token_ids) < request.sampling.max_tokens:
             async with self._slots:

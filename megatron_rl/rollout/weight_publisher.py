@@ -81,7 +81,7 @@ class WeightPublisher:
                 if fault
             ]
         for fault in faults:
-            self._log(f"audience: {fault}")
+            self._log(f"weight_publish: {fault}")
         return {"weight_publish/num_behind": float(len(faults))}
 
     def _send_with_retries(self, url: str, parts: list[str], update: str) -> str:

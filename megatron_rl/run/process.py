@@ -151,14 +151,14 @@ def run_attempt(command: Sequence[str], *, logs: Path | None = None, requeues: b
     output = open_output(logs) if logs else None
     if output:
         print(output, flush=True)
-    with SignalForwarder() as hearing:
+    with SignalForwarder() as signal_forwarder:
         begun = ManagedProcess(command, output=output)
-        hearing.processes.append(begun)
-        if hearing.received:  # a signal arrived before the process was registered
+        signal_forwarder.processes.append(begun)
+        if signal_forwarder.received:  # a signal arrived before the process was registered
             begun.forward_signal(signal.SIGUSR1)
         code = begun.wait()
         if output:
             print(begun.last_line(), flush=True)
         if requeues and code:
-            requeue_job(hearing.received)
+            requeue_job(signal_forwarder.received)
     return code

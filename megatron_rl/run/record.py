@@ -57,7 +57,7 @@ class History:
     """Maps each example id to [number of scored episodes, sum of these episodes' rewards, last step
     with a scored episode].
     """
-    has_learned: int = 0
+    num_learning_steps: int = 0
     """Number of steps with at least one nonzero advantage."""
     bad_examples: dict[str, str] = field(default_factory=dict)
     """Maps each example id to the first permanent error (StopReason.PERMANENT_INFRA_ERROR)."""
@@ -215,7 +215,7 @@ class Run:
         stays pending in the history until `record` is called.
         """
         _, moving = groups_with_advantages(rollouts)
-        self.history.has_learned += bool(moving)
+        self.history.num_learning_steps += bool(moving)
         metrics["rollout/bad_prompts"] = float(len(self.history.bad_examples))
         if self.judge_stats is not None:
             metrics |= self.judge_stats.record_decided(rollouts, self.history.judge)
@@ -267,7 +267,7 @@ class Run:
             return
         if self.judge_stats is not None:
             self.log(self.judge_stats.format_summary(self.history.judge))
-        if self.history.returns and not self.history.has_learned:
+        if self.history.returns and not self.history.num_learning_steps:
             remedy = (
                 "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
             )

@@ -20,8 +20,8 @@ MUTANTS = (
     Mutant(
         "every chunk of an evaluation has the first one's seeds",
         "megatron_rl/entrypoints/evaluate.py",
-        "settings=episode, first_group=first)",
-        "settings=episode, first_group=0)",
+        "run_examples(examples, first_group=first)",
+        "run_examples(examples, first_group=0)",
         "tests/entrypoints/test_evaluate.py",
     ),
     Mutant(

@@ -69,7 +69,7 @@ MUTANTS = (
     Mutant(
         "no clamp at the context's end",
         "megatron_rl/rollout/conversation.py",
-        "max_tokens=min(sampling.max_tokens, room)",
+        "max_tokens=min(sampling.max_tokens, num_remaining)",
         "max_tokens=sampling.max_tokens",
         "tests/rollout/test_conversation.py tests/rollout/test_manager.py",
     ),

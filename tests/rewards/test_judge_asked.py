@@ -170,7 +170,7 @@ def run_of(
         run.history.add(step, rollouts, num_new_batches=1)
         run.log_step(step, rollouts, metrics := rollout_metrics(rollouts, num_gen_batches=1))
         run.record(step, metrics)
-    run.history.has_learned = 1
+    run.history.num_learning_steps = 1
     run.finish({})
     run.close()
     return read_metrics(folder / "metrics.jsonl"), shown.getvalue().splitlines()[-1], run.history

@@ -293,14 +293,14 @@ def _cut_runs(runs: Tensors, dim: int, parts: int) -> Iterator[Tensors]:
 
 
 def _cut_rows(runs: Tensors, num_rows: int) -> Iterator[Tensors]:
-    chunk, room = [], num_rows
+    chunk, num_remaining = [], num_rows
     for run in runs:
         left = run
         while len(left):
-            chunk.append(left[:room])
-            left, room = left[room:], room - len(chunk[-1])
-            if not room:
+            chunk.append(left[:num_remaining])
+            left, num_remaining = left[num_remaining:], num_remaining - len(chunk[-1])
+            if not num_remaining:
                 yield tuple(chunk)
-                chunk, room = [], num_rows
+                chunk, num_remaining = [], num_rows
     if chunk:
         yield tuple(chunk)

@@ -89,13 +89,13 @@ def split_by_image_count(counts: Sequence[int]) -> list[list[int]]:
         One list of item indices per group.
     """
     found: list[list[int]] = []
-    room = 0
+    num_remaining = 0
     for place, count in enumerate(counts):
-        if count > room:
+        if count > num_remaining:
             found.append([])
-            room = MAX_RENDERED_PER_REQUEST
+            num_remaining = MAX_RENDERED_PER_REQUEST
         found[-1].append(place)
-        room -= count
+        num_remaining -= count
     return found
 
 
@@ -230,11 +230,11 @@ class ListenerService:
 
     async def health(self) -> dict[str, Any]:
         """Return status, name, version, tokens and limits, for GET /health."""
-        room = self.scorer.engine
-        if not room.is_healthy:
+        engine = self.scorer.engine
+        if not engine.is_healthy:
             raise make_retry_error(503, "the engine has failed; start the server anew")
         tokens = {"yes": self.scorer.yes_ids, "no": self.scorer.no_ids}
-        return {"status": "ok", "name": self.name, "version": room.version, "tokens": tokens, "limits": self.limiter.limits.to_json()}
+        return {"status": "ok", "name": self.name, "version": engine.version, "tokens": tokens, "limits": self.limiter.limits.to_json()}
 
 
 def create_app(service: ListenerService, *, token: str = "", receiver: WeightUpdateHandler | None = None, host: str = "") -> FastAPI:

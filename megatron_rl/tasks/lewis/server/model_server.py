@@ -138,15 +138,15 @@ def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str,
             line = ConnectionRegistry(
                 max_connections=reserve_connections(EXTRA_DESCRIPTORS, max_connections=ConnectionRegistry().max_connections)
             )
-            room = EngineHolder(model, settings)
+            engine = EngineHolder(model, settings)
             try:
-                receiver = WeightUpdateHandler(room) if words.trained else None
+                receiver = WeightUpdateHandler(engine) if words.trained else None
                 app = make_app(
-                    room, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver, host=words.host
+                    engine, pictures, limits=limits, name=words.name, log=words.log, token=token, receiver=receiver, host=words.host
                 )
                 asyncio.run(serve_until_signal(app, listener, registry=line))
             finally:
-                room.close()
+                engine.close()
     except (ValueError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 1

@@ -199,7 +199,7 @@ def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
     with serve_hostile("body by drops") as url:
         audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1, timeout_s=0.3), run="r", is_main=True, log=told.append)
         assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 1.0}
-    assert told == [f"audience: {url}: no whole answer within 0.3 s"]
+    assert told == [f"weight_publish: {url}: no whole answer within 0.3 s"]
 
 
 def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() -> None:
@@ -208,7 +208,7 @@ def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() 
     with serve_listener(room, receives_weights=True) as url:
         audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1), run="r", is_main=True, log=told.append)
         assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 1.0}
-        assert told == [f'audience: {url}: HTTP 503: {{"detail":"the engine has not taken the weights"}}']
+        assert told == [f'weight_publish: {url}: HTTP 503: {{"detail":"the engine has not taken the weights"}}']
         room.fails = False
         assert audience.publish(pairs, step=2) == {"weight_publish/num_behind": 0.0} and room.loads == 1
 
