@@ -12,8 +12,8 @@ verified), offload of the policy, wake-up of the KV cache, requests with images 
 the engine, reload of the policy, and an update. Columns are in GB (10^9 bytes). Used: memory of the
 device used by all processes at the end of the phase. Reserved: the part reserved by torch. Peak:
 used, with torch's peak allocation of the phase in place of its reservation;
-memory_plan/gpu_memory.py counts the same. Plan: its rollout, sync or update for --gpu; the target
-is within 10% of the peak. On a CPU, measured columns are "-".
+memory_plan/gpu_memory.py counts the same. Plan: its rollout, sync or update for --gpu, with the
+memory that the device reports; the target is within 10% of the peak. On a CPU, measured columns are "-".
 """
 
 import argparse
@@ -258,7 +258,9 @@ def main() -> None:
         as_it_is = engine_core.device_arguments
         engine_core.device_arguments = lambda settings, *, cuda: as_it_is(settings, cuda=cuda) | {"enforce_eager": True}
     settings = settings_of(given)
-    planned = plan_gpu_memory(read_spec(given.model, key="--model"), settings, world_size=1).ranks[0] if given.gpu else None
+    memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
+    model = read_spec(given.model, key="--model")
+    planned = plan_gpu_memory(model, settings, world_size=1, memory=memory).ranks[0] if given.gpu else None
     print(f"{given.model}, {given.dtype}, {machine()}; plan: {given.gpu or 'none'}")
     print_head("turn", "phase", "s", "used", "reserved", "peak", "plan", "peak / plan")
     cycle(settings, given, Ledger(planned))

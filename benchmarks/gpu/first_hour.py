@@ -1,30 +1,32 @@
-"""Tests for the first hour on a new kind of GPU, in four parts of less than ten minutes each.
+"""Tests for a new kind of GPU, in two parts.
 
-    # The trainer: kernels, tests/gpu, MFU at half of 3B:
+    # Everything runs: engine and policy alternating, tests/gpu, GRPO with a resume in bfloat16:
     python benchmarks/gpu/first_hour.py --part 1 --out $OUT
-    # MFU at 7B with adapters, with shared and separate prompts; a profile:
+    # Measurements: kernels, MFU, engine and policy alternating at 7B, a profile:
     python benchmarks/gpu/first_hour.py --part 2 --out $OUT
-    # Engine and policy alternating: nano, then 7B:
-    python benchmarks/gpu/first_hour.py --part 3 --out $OUT
-    # Whole runs in bfloat16, with a resume:
-    python benchmarks/gpu/first_hour.py --part 4 --out $OUT
+    # Some steps alone:
+    python benchmarks/gpu/first_hour.py --part 2 --out $OUT --only 'conv|profile'
     # Smoke test, on a CPU too:
-    python benchmarks/gpu/first_hour.py --part 4 --out /tmp/hour --kit /tmp/kit --tiny
+    python benchmarks/gpu/first_hour.py --part 1 --out /tmp/hour --kit /tmp/kit --tiny
 
-README.md in this folder lists the files to carry. Every step is a command with its own time limit
-(--patience 8: eight times as long, for a busy CPU). A step that fails or times out does not stop
-the others, and its partial output is deleted. All output is in OUT/partN.txt. The exit code is 1 if
-a step failed.
+README.md in this folder lists the files to carry and how long the steps take. Every step is a
+command with its own time limit (--patience 8: eight times as long, for a busy CPU). A step that
+fails or times out does not stop the others, and its partial output is deleted. All output is in
+OUT/partN.txt. The exit code is 1 if a step failed.
 """
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
@@ -37,16 +39,8 @@ RUN = (f"{HERE}/older_torch.py",)
 TINY_MFU = ("--sequences", "4", "--text", "16", "--image", "56", "--updates", "1")
 TINY_RUNS = {
     "sft": ("sft.steps=[1,1]", "sft.num_demonstrations=8", "sft.batch_size=4", "task.eval_samples=1"),
-    "grpo": ("batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=1", "task.max_turns=1"),
+    "grpo": ("batch.prompts_per_step=2", "batch.group_size=2", "task.max_turns=1"),
 }
-KERNELS = """
-import torch, vllm
-from vllm.platforms import current_platform
-current_platform.import_kernels()
-found = [name for name in ("rms_norm", "silu_and_mul") if hasattr(torch.ops._C, name)]
-print(vllm.__version__, torch.__version__, current_platform.get_device_name(), found)
-assert len(found) == 2, "vLLM's kernels are not there"
-"""
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,96 +60,102 @@ class Step:
     """
 
 
-def models(kit: Path, *sizes: str) -> list[Step]:
-    """Return steps that make folders of random weights.
+@dataclass(slots=True, frozen=True)
+class Stage:
+    """Steps that run in order, beside others that run in the background."""
 
-    Those of a released size have the tokenizer of the nano model.
-    """
-    tools, words = "tools/data/", ("--words", str(kit / "nano"))
-    known = {
-        "nano": (20, (f"{tools}make_tiny_qwen2_5_vl.py", "--preset", "nano")),
-        "3B18": (50, (f"{tools}make_shapes.py", "--size", "3B", "--layers", "18", *words)),
-        "7B": (110, (f"{tools}make_shapes.py", "--size", "7B", *words)),
-    }
-    steps = ((size, *known[size]) for size in ("nano", *sizes))
-    return [Step(f"make {size}", limit, (*how, "--out", str(kit / size)), makes=kit / size) for size, limit, how in steps]
+    steps: Sequence[Step]
+    background: Sequence[Step] = ()
+
+    def only(self, pattern: str) -> "Stage":
+        """Return the stage with the steps whose name contains a match of a regular expression."""
+        steps, background = ([step for step in found if re.search(pattern, step.name)] for found in (self.steps, self.background))
+        return Stage(steps, background)
 
 
-def mfu(kit: Path, size: str, limit_s: int, *how: str, tiny: bool) -> Step:
+@dataclass(slots=True, frozen=True)
+class Folders:
+    """Where the parts read and write."""
+
+    kit: Path
+    models: Path
+    tiny: bool
+
+    def model(self, size: str) -> Path:
+        """Return the folder of a model: nano in the kit, which is carried, and others in `models`."""
+        return self.kit / "nano" if self.tiny or size == "nano" else self.models / size
+
+
+def make_models(folders: Folders) -> list[Step]:
+    """Return steps that make folders of random weights with the tokenizer of the nano model."""
+    sizes = {} if folders.tiny else {"3B18": (60, ("3B", "--layers", "18")), "7B": (120, ("7B",))}
+    words = ("--words", str(folders.model("nano")))
+    return [
+        Step(f"make {name}", limit, ("tools/data/make_shapes.py", "--size", *how, *words, "--out", str(folders.model(name))),
+             makes=folders.model(name))
+        for name, (limit, how) in sizes.items()
+    ]  # fmt: skip
+
+
+def mfu(folders: Folders, size: str, *how: str) -> Step:
     """Return a step that measures MFU."""
-    real = ("--dtype", "bfloat16", "--sequences", "16", "--updates", "3")
-    model = kit / ("nano" if tiny else size)
-    return Step(
-        f"mfu {size} {' '.join(how)}", limit_s, (*RUN, "benchmarks/mfu.py", "--model", str(model), *(TINY_MFU if tiny else real), *how)
-    )
+    work = TINY_MFU if folders.tiny else ("--dtype", "bfloat16", "--sequences", "16", "--updates", "3")
+    words = (*RUN, "benchmarks/mfu.py", "--model", str(folders.model(size)), *work, *how)
+    return Step(f"mfu {size} {' '.join(how)}", 90, words)
 
 
-def first(kit: Path, *, tiny: bool) -> list[Step]:
-    """Return the steps of part 1."""
-    site, wheels, small = kit / "site", kit / "whl", ("--tiny",) * tiny
-    pip = ("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site))
-    fa3 = [] if tiny else [Step("FA3", 30, (*RUN, f"{HERE}/varlen.py", "--implementation", "FA3"))]
-    return [
-        Step("wheels", 60, (*pip, *map(str, sorted(wheels.glob("*.whl")))), needs=wheels),
-        Step("conv", 45, (*RUN, f"{HERE}/conv.py", *small)),
-        Step("varlen", 45, (*RUN, f"{HERE}/varlen.py", *small)),
-        *fa3,
-        *models(kit, *([] if tiny else ["3B18"])),
-        Step("tests/gpu", 160, (*RUN, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "120")),
-        *(mfu(kit, "3B18", 60, "--recompute", how, tiny=tiny) for how in ("none", "vision", "full")),
-    ]
+def prepare(folders: Folders) -> Stage:
+    """Return a stage that unpacks the packages, if they were carried, and makes the nano model."""
+    archive, site, nano = folders.kit / "site.tar.xz", folders.kit / "site", folders.model("nano")
+    return Stage([
+        Step("unpack", 60, ("-m", "tarfile", "-e", str(archive), str(folders.kit)), makes=site, needs=archive),
+        Step("compile", 60, ("-m", "compileall", "-q", "-j", "0", str(site)), needs=archive),
+        Step("make nano", 60, ("tools/data/make_tiny_qwen2_5_vl.py", "--preset", "nano", "--out", str(nano)), makes=nano),
+    ])  # fmt: skip
 
 
-def second(kit: Path, *, tiny: bool) -> list[Step]:
-    """Return the steps of part 2."""
-    lora = ("--lora-rank", "4" if tiny else "64")
-    group = (*lora, "--recompute", "none", "--group", "2" if tiny else "8")
-    return [
-        unzipped(kit, kit / "a" / "vllm_a.zip"),
-        *models(kit, *([] if tiny else ["7B"])),
-        mfu(kit, "7B", 90, *lora, "--recompute", "none", tiny=tiny),
-        mfu(kit, "7B", 90, *lora, "--recompute", "full", "--micro-batch-tokens", "16384", tiny=tiny),
-        mfu(kit, "7B", 90, *group, tiny=tiny),
-        mfu(kit, "7B", 90, *group, "--unshared", tiny=tiny),
-        mfu(kit, "3B18", 60, "--recompute", "full", "--updates", "1", "--profile", tiny=tiny),
-    ]
-
-
-def third(kit: Path, *, tiny: bool) -> list[Step]:
-    """Return the steps of part 3."""
-    cycle, nano, small = (*RUN, f"{HERE}/cycle.py", "--model"), str(kit / "nano"), ("--tiny",) * tiny
-    large = (*cycle, nano, *small) if tiny else (*cycle, str(kit / "7B"), "--lora-rank", "64", "--image", "560", "--max-model-len", "4096")
-    return [
-        unzipped(kit, kit / "b" / "vllm_b.zip"),
-        *models(kit, *([] if tiny else ["7B"])),
-        *([] if tiny else [Step("vLLM's kernels", 40, ("-c", KERNELS))]),
-        Step("cycle nano, eager", 130, (*cycle, nano, "--eager", *small)),
-        Step("cycle 7B", 260, large),
-    ]
-
-
-def fourth(kit: Path, *, tiny: bool) -> list[Step]:
-    """Return the steps of part 4."""
-    sft, grpo, dtype = kit / "sft", kit / "grpo", "float32" if tiny else "bfloat16"
+def check(folders: Folders) -> list[Stage]:
+    """Return part 1: everything runs on the device."""
+    kit, tiny = folders.kit, folders.tiny
+    nano, sft, dtype = folders.model("nano"), kit / "sft", "float32" if tiny else "bfloat16"
     train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_params=true")
-    warm = (*train, "experiment=numberline_sft_cpu", f"model.path={kit / 'nano'}", f"run.dir={sft}")
-    learn = (*train, "experiment=numberline_grpo_cpu", f"model.path={sft / 'final'}", f"run.dir={grpo}", "checkpoint.every=4",
-             "parallel.offload_optimizer=true", "algo.rollout_correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()))  # fmt: skip
-    return [
-        *models(kit),
-        Step("warm start", 160, (*warm, *(TINY_RUNS["sft"] if tiny else ())), makes=sft / "final"),
-        Step("GRPO, 8 steps", 220, (*learn, "run.steps=8")),
-        Step("goes on to 10", 150, (*learn, "run.steps=10")),
+    warm = (*train, "experiment=numberline_sft_cpu", f"model.path={nano}", f"run.dir={sft}", *(TINY_RUNS["sft"] if tiny else ()))
+    learn = (
+        *train, "experiment=numberline_grpo_cpu", f"model.path={sft / 'final'}", f"run.dir={kit / 'grpo'}", "checkpoint.every=4",
+        "task.eval_samples=1", "parallel.offload_optimizer=true", "algo.rollout_correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()),
+    )  # fmt: skip
+    steps = [
+        Step("cycle nano, eager", 180, (*RUN, f"{HERE}/cycle.py", "--model", str(nano), "--eager", *("--tiny",) * tiny)),
+        Step("tests/gpu", 120, (*RUN, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "120")),
+        Step("warm start", 160, warm, makes=sft / "final"),
+        Step("GRPO, 8 steps", 240, (*learn, "run.steps=8")),
+        Step("goes on to 10", 180, (*learn, "run.steps=10")),
     ]
+    return [prepare(folders), Stage(steps, background=make_models(folders))]
 
 
-def unzipped(kit: Path, archive: Path) -> Step:
-    """Return a step that unpacks an archive, if it was carried."""
-    return Step(f"unzip {archive.name}", 30, ("-m", "zipfile", "-e", str(archive), str(kit / "site")), needs=archive)
+def measure(folders: Folders) -> list[Stage]:
+    """Return part 2: measurements, the most important first."""
+    small, lora = ("--tiny",) * folders.tiny, ("--lora-rank", "4" if folders.tiny else "64")
+    group = (*lora, "--recompute", "none", "--group", "2" if folders.tiny else "8")
+    fa3 = [] if folders.tiny else [Step("FA3", 30, (*RUN, f"{HERE}/varlen.py", "--implementation", "FA3"))]
+    real = () if folders.tiny else (*lora, "--image", "560", "--max-model-len", "4096", "--turns", "3")
+    kernels = [Step("conv", 45, (*RUN, f"{HERE}/conv.py", *small)), Step("varlen", 45, (*RUN, f"{HERE}/varlen.py", *small)), *fa3]
+    steps = [
+        mfu(folders, "3B18", "--recompute", "none", "--profile"),
+        mfu(folders, "7B", *lora, "--recompute", "none", "--profile"),
+        Step("cycle 7B", 300, (*RUN, f"{HERE}/cycle.py", "--model", str(folders.model("7B")), *real, *small)),
+        mfu(folders, "7B", *group),
+        mfu(folders, "7B", *group, "--unshared"),
+        mfu(folders, "3B18", "--recompute", "full"),
+        mfu(folders, "3B18", "--recompute", "vision"),
+        mfu(folders, "7B", *lora, "--recompute", "full", "--micro-batch-tokens", "16384"),
+    ]
+    return [prepare(folders), Stage(kernels, background=make_models(folders)), Stage(steps)]
 
 
-PARTS = {1: first, 2: second, 3: third, 4: fourth}
-BROUGHT = {4: ["grpo/metrics.jsonl"]}
+PARTS = {1: check, 2: measure}
+RESULTS = {1: ["grpo/metrics.jsonl"]}
 """Part -> files of the kit that are results."""
 
 
@@ -200,29 +200,40 @@ def is_due(step: Step) -> bool:
     return (step.needs is None or step.needs.exists()) and (step.makes is None or not step.makes.exists())
 
 
-def hour(part: int, steps: list[Step], *, kit: Path, out: Path, patience: float = 1.0) -> bool:
-    """Run the steps of a part and return True if all of them succeeded."""
-    kit.mkdir(parents=True, exist_ok=True)
-    out.mkdir(parents=True, exist_ok=True)
-    ended, path = [], out / f"part{part}.txt"
-    path.write_text(gpus())
+def run_steps(steps: Sequence[Step], *, log: Path, kit: Path, patience: float) -> list[tuple[object, ...]]:
+    """Run steps in order and return one row of the summary for each; a step that is not due has none."""
+    rows: list[tuple[object, ...]] = []
     for step in (replace(step, limit_s=round(patience * step.limit_s)) for step in steps):
         if not is_due(step):
             continue
-        with path.open("a") as log:
-            print(f"\n== {step.name}: {' '.join(step.words)[:300]}", file=log, flush=True)
-            begins = log.tell()
-            seconds, how = play(step, log, environment_of(kit))
+        with log.open("a+") as file:
+            print(f"\n== {step.name}: {' '.join(step.words)[:300]}", file=file, flush=True)
+            begins = file.tell()
+            seconds, how = play(step, file, environment_of(kit))
+        said = log.read_bytes()[begins:].decode(errors="replace").splitlines()
         # A partial model would be taken for a complete one by the next part.
         if how != "well" and step.makes is not None:
             shutil.rmtree(step.makes, ignore_errors=True)
-        ended.append((step.name, f"{seconds:.1f}", step.limit_s, how))
-        said = path.read_bytes()[begins:].decode(errors="replace").splitlines()
         print(f"\n{step.name}: ended {how} after {seconds:.1f} s", *(tables(said) if how == "well" else said[-15:]), sep="\n", flush=True)
+        rows.append((step.name, f"{seconds:.1f}", step.limit_s, how))
+    return rows
+
+
+def hour(part: int, stages: list[Stage], *, kit: Path, out: Path, patience: float = 1.0) -> bool:
+    """Run the stages of a part and return True if all steps succeeded."""
+    kit.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    ended, log, other_log = [], out / f"part{part}.txt", out / f"part{part}_background.txt"
+    log.write_text(gpus())
+    run = partial(run_steps, kit=kit, patience=patience)
+    with ThreadPoolExecutor(1) as pool:
+        for stage in stages:
+            background = pool.submit(run, stage.background, log=other_log)
+            ended += [*run(stage.steps, log=log), *background.result()]
     print_head("step", "s", "limit s", "ended")
     for row in ended:
         print_row(*row)
-    for name in BROUGHT.get(part, []):
+    for name in RESULTS.get(part, []):
         if (kit / name).exists():
             shutil.copy(kit / name, out)
     return all(how == "well" for *_, how in ended)
@@ -243,12 +254,14 @@ def main() -> None:
     parser.add_argument("--part", type=int, choices=list(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
     parser.add_argument("--kit", type=Path, default=ROOT / ".gpu", metavar="DIR", help="what was carried, and what is made on the way")
+    parser.add_argument("--models", type=Path, metavar="DIR", help="models of released sizes, 21 GB; default: the kit")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only the steps with such a name, as 'GRPO|goes on'")
     parser.add_argument("--tiny", action="store_true", help="the nano model alone, and as little of it as there is")
     parser.add_argument("--patience", type=float, default=1.0, help="times the steps' limits")
     given = parser.parse_args()
-    kit = given.kit.resolve()
-    steps = PARTS[given.part](kit, tiny=given.tiny)
-    sys.exit(0 if hour(given.part, steps, kit=kit, out=given.out, patience=given.patience) else 1)
+    folders = Folders(given.kit.resolve(), (given.models or given.kit).resolve(), given.tiny)
+    stages = [stage.only(given.only) for stage in PARTS[given.part](folders)]
+    sys.exit(0 if hour(given.part, stages, kit=folders.kit, out=given.out, patience=given.patience) else 1)
 
 
 if __name__ == "__main__":

@@ -1,56 +1,110 @@
-"""Cuts vLLM 0.32.0's CUDA wheel into two zips of less than 64 MiB each.
+"""Unpacks vLLM 0.32.0's CUDA wheel for one GPU architecture, small enough to be carried.
 
-    python benchmarks/gpu/slices.py .gpu/src/vllm-0.32.0-*.whl .gpu
+    python benchmarks/gpu/slices.py .gpu/src/vllm-0.32.0-*.whl .gpu/site
 
-The zips hold only what a dense model in bfloat16 on sm90 needs. README.md in this folder explains
-how to download the wheel. Writes a/vllm_a.zip (the kernels) and b/vllm_b.zip (flash attention 3,
-the sleep-mode allocator, all Python) below the folder. Left out are flash attention 2 (its import
-is in a try block), expert kernels, deep_gemm, the Rust server and headers.
+The folder then holds what a dense model in bfloat16 on sm_90 needs: the kernels, flash attention 3,
+the sleep-mode allocator, and all Python files. Code for other architectures is overwritten with
+zeros, which compress to nothing; the CUDA driver reads only the headers of such entries. Left out
+are flash attention 2 (its import is in a try block), expert kernels, deep_gemm, the Rust server and
+C headers.
+
+The format of a fat binary is not documented by NVIDIA. The fields used here (magic number, kind,
+sizes, architecture) are checked: every container must consist of entries that lie within it.
 """
 
 import argparse
+import struct
 import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 64 << 20
+ARCHITECTURE = 90
 KERNELS = "vllm/_C_stable_libtorch.abi3.so"
 LIBRARIES = {
-    "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/cumem_allocator.abi3.so", "vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so",
+    KERNELS, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/cumem_allocator.abi3.so", "vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so",
 }  # fmt: skip
+CONTAINER = struct.Struct("<IHHQ")
+"""Header of a container of a fat binary: magic number, version, header size, bytes of all entries."""
+CONTAINER_START = struct.pack("<IHH", 0xBA55ED50, 1, CONTAINER.size)
+ENTRY = struct.Struct("<HHIQIIHHI")
+"""Start of an entry's header: kind, version, header size, payload size, ..., architecture."""
+PTX, MACHINE_CODE = 1, 2
 
 
-def is_in_second(name: str) -> bool:
-    """Return True if a file of the wheel belongs to the second zip."""
+@dataclass(slots=True, frozen=True)
+class Entry:
+    """Code for one architecture within a container."""
+
+    kind: int
+    architecture: int
+    start: int
+    """Offset of the payload."""
+    size: int
+
+
+def containers(library: bytes) -> Iterator[list[Entry]]:
+    """Yield the entries of each container in a library. Raises ValueError if one does not parse."""
+    at = library.find(CONTAINER_START)
+    while at >= 0:
+        end = at + CONTAINER.size + CONTAINER.unpack_from(library, at)[3]
+        at, entries = at + CONTAINER.size, []
+        while at < end:
+            kind, _, header, size, *_, architecture = ENTRY.unpack_from(library, at)
+            if header < ENTRY.size or at + header + size > end:
+                raise ValueError(f"a fat binary that ends at byte {end} has an entry of {header} + {size} bytes at byte {at}")
+            entries.append(Entry(kind, architecture, at + header, size))
+            at += header + size
+        yield entries
+        at = library.find(CONTAINER_START, end)
+
+
+def unused_entries(entries: list[Entry], architecture: int) -> list[Entry]:
+    """Return the entries that the driver does not choose on an architecture.
+
+    It takes machine code for the architecture itself, or else compiles PTX for an older one.
+    """
+    own = [entry for entry in entries if (entry.kind, entry.architecture) == (MACHINE_CODE, architecture)]
+    kept = own or [entry for entry in entries if entry.kind == PTX and entry.architecture <= architecture]
+    return [entry for entry in entries if entry not in kept]
+
+
+def prune(library: bytes, architecture: int = ARCHITECTURE) -> bytes:
+    """Return a library of equal size with code for other architectures overwritten with zeros."""
+    pruned = bytearray(library)
+    for entries in containers(library):
+        for entry in unused_entries(entries, architecture):
+            pruned[entry.start : entry.start + entry.size] = bytes(entry.size)
+    return bytes(pruned)
+
+
+def is_kept(name: str) -> bool:
+    """Return True if a file of the wheel belongs in the archive."""
     if name.endswith(".so"):
         return name in LIBRARIES
     return not (name.endswith("/") or name == "vllm/vllm-rs" or "/include/" in name or "/static/" in name)
 
 
-def cut(wheel: Path, folder: Path) -> list[Path]:
-    """Write the two zips and return their paths. Raises ValueError if the wheel lacks a library."""
+def cut(wheel: Path, folder: Path) -> None:
+    """Unpack the wheel into a folder. Raises ValueError if the wheel lacks a library."""
     with zipfile.ZipFile(wheel) as source:
         names = source.namelist()
-        lacking = sorted({KERNELS, *LIBRARIES}.difference(names))
+        lacking = sorted(LIBRARIES.difference(names))
         if lacking:
             raise ValueError(f"{wheel} has no {', '.join(lacking)}: cut by the list of vLLM 0.32.0")
-        parts = {folder / "a" / "vllm_a.zip": [KERNELS], folder / "b" / "vllm_b.zip": [name for name in names if is_in_second(name)]}
-        for path, kept in parts.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as out:
-                for name in kept:
-                    out.writestr(name, source.read(name))
-    return list(parts)
+        for name in filter(is_kept, names):
+            path = Path(source.extract(name, folder))
+            if name.endswith(".so"):
+                path.write_bytes(prune(path.read_bytes()))
 
 
 def main() -> None:
-    """Cut the wheel and print the sizes."""
+    """Unpack the wheel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("folder", type=Path)
     given = parser.parse_args()
-    for path in cut(given.wheel, given.folder):
-        size = path.stat().st_size
-        print(f"{path}: {size / 2**20:.1f} MiB{'' if size < LIMIT else ', MORE than the 64 MiB that a call carries'}")
+    cut(given.wheel, given.folder)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ The plan is determined by the largest of three phases:
 
 Weights, gradients and optimizer state are counted on the real model (rank_shares.py). Activations
 are computed by a formula (activations.py). The engine's memory is computed by engine_memory.py. The
-constants below cover the rest. The plan has not been compared with measurements on a GPU yet;
-tests/gpu/test_memory_on_gpu.py will do this.
+constants below cover the rest. On one H100, the peaks of the three phases were measured with a 7B
+model and adapters (benchmarks/results/h100_2026-11-26.md).
 """
 
 from dataclasses import dataclass
@@ -26,18 +26,19 @@ from megatron_rl.memory_plan.rank_shares import EMPTY_FOOTPRINT, ModelShare, com
 from megatron_rl.models.model_spec import ModelSpec
 
 CUDA_CONTEXT_BYTES = 6 * GB // 10
-"""Estimated bytes of a process's CUDA context with loaded kernels, for Hopper with CUDA 13."""
+"""Bytes of a process's CUDA context; 0.55 GB measured on an H100 with CUDA 13."""
 LIBRARY_BYTES = 4 * GB // 10
-"""Estimated bytes of library workspaces and of the rounding of small blocks.
+"""Bytes of loaded kernels, library workspaces and the rounding of small blocks.
 
-The workspaces belong to cuBLAS (32 MiB per handle and stream on Hopper: torch 2.13,
-aten/src/ATen/cuda/CublasHandlePool.cpp) and to Triton.
+On an H100, the kernels of one update took 0.24 GB. The workspaces belong to cuBLAS (32 MiB per
+handle and stream on Hopper: torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp) and to Triton.
 """
 COMMUNICATOR_BYTES = 5 * GB // 10
-"""Estimated bytes of NCCL's buffers per process group.
+"""Bytes of an NCCL communicator.
 
-With the number of channels that NCCL 2.29 uses on NVLink, the buffers are estimated at 0.2 to 0.5
-GB.
+On an H100, communicators of one rank took 0.59 GB (the first, with NCCL's kernels), 0.41 GB and
+0.41 GB. Larger communicators have not been measured; from the number of channels that NCCL 2.29
+uses on NVLink, the buffers were estimated at 0.2 to 0.5 GB.
 """
 
 
@@ -119,10 +120,7 @@ def plan_gpu_memory(
         engine=engine,
         host=plan_host_memory(found, model, settings, world_size=world_size, uses_sandbox=uses_sandbox),
         ranks=[
-            _plan_rank(
-                share, model, settings, engine=engine, num_tokens=num_tokens, unplanned=unplanned_bytes(settings, world_size=world_size)
-            )
-            for share in found
+            _plan_rank(share, model, settings, engine=engine, num_tokens=num_tokens, unplanned=unplanned_bytes(settings)) for share in found
         ],
     )
 
@@ -139,17 +137,18 @@ def require_fit(planned: MemoryPlan) -> str:
     return f"{peak} of the {usable} that are {USABLE_FRACTION:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
 
 
-def unplanned_bytes(settings: Settings, *, world_size: int) -> int:
+def unplanned_bytes(settings: Settings) -> int:
     """Return the bytes on a GPU that no other part of the plan counts.
 
-    These bytes are used by CUDA, by the libraries, and by NCCL for each process group with more
-    than one rank (tensor-parallel, pipeline, data-parallel, world and engine). Together with the
-    engine's CUDA graphs, they amount to 2.5 GB on one GPU and to 4 GB per GPU on eight GPUs with
-    parallel.tp=2. For eight GPUs, the source code of the libraries suggests 3.5 to 5 GB.
+    These bytes are used by CUDA, by the libraries, and by NCCL for each process group that takes
+    part in a collective operation on GPU tensors. Megatron uses three groups in every update, even
+    if they have one rank: data-parallel (gradients and weights), pipeline (the last broadcast) and
+    optimizer (the norm of the gradients). Other groups, which are tensor-parallel, world (between
+    pipeline stages) and the engine's, are used only if they have more than one rank.
     """
-    tp, pp = settings.parallel.tp, settings.parallel.pp
-    groups = [tp, pp, world_size // (tp * pp), world_size, settings.engine.tp]
-    return CUDA_CONTEXT_BYTES + LIBRARY_BYTES + COMMUNICATOR_BYTES * sum(size > 1 for size in groups)
+    parallel = settings.parallel
+    num_groups = 3 + sum(size > 1 for size in (parallel.tp, parallel.pp, settings.engine.tp))
+    return CUDA_CONTEXT_BYTES + LIBRARY_BYTES + COMMUNICATOR_BYTES * num_groups
 
 
 def _plan_rank(

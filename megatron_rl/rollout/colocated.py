@@ -315,8 +315,7 @@ class ColocatedEngine:
     def sleep(self) -> None:
         """Free memory for the trainer.
 
-        On CUDA (not tested on hardware yet), the weights are discarded too, since every step sends
-        all weights again.
+        On CUDA, the weights are discarded too, since every step sends all weights again.
         """
         self._core.sleep()
 

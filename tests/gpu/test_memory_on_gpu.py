@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from PIL import Image as Pillow
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
@@ -14,12 +15,15 @@ from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.memory_plan.activations import compute_activation_memory
 from megatron_rl.memory_plan.rank_shares import measure_footprint
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import LossMetrics, TokenSequence
+from megatron_rl.types import Image, LossMetrics, TokenSequence
 
 pytestmark = pytest.mark.gpu
-NUM_TOKENS = 32768
+NUM_SAMPLED = 2048
+NUM_IMAGES, SIDE = 28, 64
+"""Images of SIDE x SIDE patches, a quarter as many tokens each."""
 
 
 @pytest.fixture
@@ -30,20 +34,27 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path, recompute: str) -> None:
-    """A text of 32,768 tokens whose last 2,048 were sampled: what is held is counted exactly, the rest is planned at up to twice."""
-    parallel = ParallelSettings(recompute=recompute)
-    settings = ModelSettings(path=str(random_model), dtype="bfloat16", frozen=["vision", "merger"])
+def make_sequence(model: ModelSpec) -> TokenSequence:
+    """28 images of 1,024 tokens, some text, and 2,048 sampled tokens: 30,804 tokens."""
+    patch_PC = torch.randn(SIDE * SIDE, model.vision.patch_dim)
+    sequence = TokenSequence()
+    for number in range(NUM_IMAGES):
+        image = Image(Pillow.new("RGB", (1, 1)), patch_PC, (1, SIDE, SIDE), key=str(number), merge=model.vision.spatial_merge_size)
+        sequence.extend([model.vision_start_id, *[model.image_token_id] * image.num_tokens, model.vision_end_id, 11], images=(image,))
+    sequence.extend([12] * NUM_SAMPLED, logprobs=[0.0] * NUM_SAMPLED)
+    return sequence
+
+
+def measure_step(model: ModelSpec, settings: ModelSettings, parallel: ParallelSettings) -> tuple[int, int, int]:
+    """Return bytes that a policy and its optimizer hold, those that the plan counts for them, and those that a step takes beside them."""
     before = torch.cuda.memory_allocated()
     policy = Policy(
         settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2,
-        banned_ids=[], image_token_id=7,
+        banned_ids=[], image_token_id=model.image_token_id,
     )  # fmt: skip
-    context = TokenSequence()
-    context.extend([11] * (NUM_TOKENS - 2048))
-    context.extend([12] * 2048, logprobs=[0.0] * 2048)
-    batches = policy.pack([PackItem(context)], max_tokens=NUM_TOKENS)
+    made = torch.cuda.memory_allocated()
+    batches = policy.pack([PackItem(make_sequence(model))], max_tokens=32768)
+    before += torch.cuda.memory_allocated() - made
 
     def step() -> None:
         policy.update(batches, lambda rows: (-rows.logprob_R.sum(), LossMetrics(sums={}, maxima={})), step=0)
@@ -51,11 +62,25 @@ def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path
     step()  # makes the moments
     held = measure_footprint(policy.network.model, policy.network.optimizer)
     resident = torch.cuda.memory_allocated()
-    assert resident - before == pytest.approx(held.param_bytes + held.grad_bytes + held.main_weight_bytes + held.moment_bytes, rel=0.05)
     torch.cuda.reset_peak_memory_stats()
     step()
+    counted = held.param_bytes + held.grad_bytes + held.main_weight_bytes + held.moment_bytes
+    return resident - before, counted, torch.cuda.max_memory_allocated() - resident
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_a_step_stays_below_the_plan_and_near_it(world: None, random_model: Path, recompute: str) -> None:
+    """What is held is counted exactly, the rest is planned at up to twice; nearly all tokens are of images, as the plan assumes.
+
+    The first step of a process also allocates the workspaces of cuBLAS, which the plan counts among the library's bytes.
+    """
+    model, parallel = read_spec(random_model), ParallelSettings(recompute=recompute)
+    settings = ModelSettings(path=str(random_model), dtype="bfloat16", frozen=["vision", "merger"])
+    measure_step(model, settings, parallel)
+    resident, counted, taken = measure_step(model, settings, parallel)
+    assert resident == pytest.approx(counted, rel=0.05)
     planned = compute_activation_memory(
-        read_spec(random_model), parallel, stage=0, num_tokens=NUM_TOKENS, max_patches=4, itemsize=2, lora=LoraSettings(),
+        model, parallel, stage=0, num_tokens=len(make_sequence(model).token_ids), max_patches=SIDE * SIDE, itemsize=2, lora=LoraSettings(),
         frozen=settings.frozen,
     ).total_bytes  # fmt: skip
-    assert planned / 2 <= torch.cuda.max_memory_allocated() - resident <= planned
+    assert planned / 2 <= taken <= planned

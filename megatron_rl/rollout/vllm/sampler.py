@@ -5,7 +5,7 @@ prompt is computed in two parts (vllm 0.32.0, v1/worker/gpu_model_runner.py::_bo
 Generator does not use offset"), and they cost a call per request and step. Instead, the noise here
 is a hash of (seed, position), so it is the same however requests are batched, split or preempted.
 
-On CUDA (not tested on hardware yet), one generator per request would cost a kernel launch per
+On CUDA, one generator per request would cost a kernel launch per
 request and step (v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine
 therefore share one generator. A request that arrives while the engine is idle seeds the generator
 with the request's seed. Rollouts are reproducible only if requests start and end in the same order,

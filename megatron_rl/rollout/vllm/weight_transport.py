@@ -6,8 +6,8 @@ and higher. A dead server therefore does not break the groups of other servers. 
 bucket is sent over HTTP, with vLLM's own `/update_weights` call. The layout of the last bucket
 contains a digest of the whole update.
 
-Written against vLLM 0.32.0: distributed/weight_transfer/{base,nccl_common}.py. NCCL has not been
-tested on hardware yet.
+Written against vLLM 0.32.0: distributed/weight_transfer/{base,nccl_common}.py. The transport over
+NCCL has not been tested on hardware yet.
 """
 
 import hashlib

@@ -1,0 +1,38 @@
+"""Process groups that communicate in an update; on a GPU, each of them makes an NCCL communicator."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_rl.algo.objective import make_policy_objective
+from megatron_rl.config import AlgoSettings, OptimSettings
+from tests.support.packed_example import make_example_items
+from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
+
+
+def test_an_update_uses_three_groups_of_one_rank(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as memory_plan/gpu_memory.py counts. The world's group is used for host tensors only."""
+    used: set[str] = set()
+
+    def record(name: str) -> None:
+        collective = getattr(dist, name)
+
+        def call(tensor: torch.Tensor, *given: object, group: dist.ProcessGroup | None = None, **named: object) -> object:
+            if group is not None and group is not dist.group.WORLD:
+                used.add(group.group_desc)
+            return collective(tensor, *given, group=group, **named)
+
+        for module in list(sys.modules.values()):
+            if vars(module).get(name) is collective:
+                monkeypatch.setattr(module, name, call)
+
+    with single_process_world():
+        policy, renderer = make_policy_and_renderer(random_model, OptimSettings())
+        batches = policy.pack(make_example_items(renderer), max_tokens=200)
+        for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "broadcast"):
+            record(name)
+        policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
+    assert len(used) == 3, used
