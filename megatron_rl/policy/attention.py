@@ -5,8 +5,8 @@ each sequence is another segment, which continues the prefix segment. Segments t
 
 On a CPU, and in fp32 on any device, attention runs scaled_dot_product_attention once for all
 segments of equal shape. In bfloat16 on a GPU without Transformer Engine it runs torch's
-variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not support fp32. Tests on
-CPUs replace the kernel with a function of the same interface; tests/gpu and
+variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not support fp32. Tests
+on CPUs replace the kernel with a function of the same interface; tests/gpu and
 benchmarks/gpu/varlen.py compare it with float64 on a GPU.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and
