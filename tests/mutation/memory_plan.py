@@ -38,4 +38,11 @@ MUTANTS = (
         "buckets = int(",
         "tests/memory_plan/test_gpu_memory.py -k two_buckets",
     ),
+    Mutant(
+        "groups of one rank are not counted",
+        "megatron_rl/memory_plan/gpu_memory.py",
+        "num_groups = 3 + sum(",
+        "num_groups = sum(",
+        "tests/memory_plan/test_gpu_memory.py -k groups_in_use",
+    ),
 )
