@@ -1,4 +1,4 @@
-"""Packing against hand numbers."""
+"""Tests the packing of sequences into micro-batches against numbers computed by hand."""
 
 from functools import partial
 from itertools import groupby, pairwise
@@ -87,7 +87,9 @@ def test_padding_is_a_sequence_of_its_own_without_weight(tokens: int, multiple: 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 50)), max_size=40), st.integers(1, 8), st.integers(1, 120), st.booleans())
 def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], ranks: int, max_tokens: int, share: bool) -> None:
-    """Prompts of one of three kinds (10, 20 or 30 tokens) with 1 to 50 sampled tokens."""
+    """Splitting over ranks and micro-batches keeps every sequence, and every limit holds. Prompts
+    are of three kinds (10, 20 or 30 tokens), with 1 to 50 sampled tokens.
+    """
     contexts = [
         make_pack_item(sequence([kind] * (10 * kind), [5] * length), advantage=float(i), weight=1.0, denominator=1)
         for i, (kind, length) in enumerate(shapes)
@@ -113,12 +115,15 @@ def fits(batch: MicroBatch, max_tokens: int) -> bool:
 
 
 def num_keys(batch: MicroBatch) -> int:
-    """What attention gathers for the batch."""
+    """Return the number of keys that attention gathers for the batch."""
     return sum(map(len, Segments(batch.offset_S1, batch.prefix_S, device=torch.device("cpu")).key_rows))
 
 
 def chain(turns: int) -> list[PackItem]:
-    """Each a context that goes on where the one before it ended: four tokens are observed, two are sampled."""
+    """Return one sequence per turn.
+
+    Each continues the previous one with four observed tokens and two sampled tokens.
+    """
     past, contexts = [], []
     for turn in range(turns):
         seen, said = [*past, *range(10, 14)], [20 + turn, 21 + turn]
@@ -128,7 +133,7 @@ def chain(turns: int) -> list[PackItem]:
 
 
 def test_a_chain_of_turns_is_cut_where_its_keys_become_too_many() -> None:
-    """50 turns of 6 tokens: 300 tokens, which attend to 6 * (1 + 2 + ... + 50) = 7650."""
+    """50 turns of 6 tokens have 300 tokens, which attend to 6 * (1 + 2 + ... + 50) = 7650 keys."""
     loads = pack_costs(chain(50), PAD, share_prompts=True)
     packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     whole = packed([load.item for load in loads])
@@ -141,7 +146,9 @@ def test_a_chain_of_turns_is_cut_where_its_keys_become_too_many() -> None:
 
 @pytest.mark.parametrize(("room", "expected"), [(12, [3]), (11, [2, 1]), (9, [2, 1]), (8, [1, 2]), (7, [1, 1, 1])])
 def test_keys_are_counted_by_hand(room: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The docstring's example has 4, 2 + 3 more, and 3 more keys; the second and the third alone 3, and 2 + 3 more."""
+    """The example in the docstring of split_by_cost has 4 keys, then 2 + 3 more, then 3 more. The
+    second and third sequence alone have 3 keys, then 2 + 3 more.
+    """
     texts = [1, 2, 3, 4], [1, 2, 5], [1, 2, 6]
     made = [make_pack_item(sequence(text[:-1], text[-1:]), advantage=1.0, weight=1.0, denominator=1) for text in texts]
     loads = [
@@ -154,7 +161,9 @@ def test_keys_are_counted_by_hand(room: int, expected: list[int], monkeypatch: p
 
 
 def test_a_shared_prompt_is_one_segment() -> None:
-    """With an image in the prompt, and one sequence whose prompt differs only in the image."""
+    """Two sequences share a prompt with an image, and a third has a prompt that differs only in the
+    image.
+    """
     first, second = image(2, 2, "a"), image(2, 2, "b")
     contexts = [
         make_pack_item(sequence([PAD, 6], [7], first), advantage=1.0, weight=1.0, denominator=1),
@@ -177,8 +186,10 @@ def test_a_shared_prompt_is_one_segment() -> None:
 
 
 def test_what_is_shared_is_a_tree() -> None:
-    """The docstring's example; then a context of two turns, one that repeats its first turn without having sampled it, and one that leaves
-    both before that turn."""
+    """The first batch is the example in the docstring of pack. The second has a sequence of two
+    turns, a sequence that repeats its first turn without having sampled it, and one that diverges
+    from both before that turn.
+    """
     by_hand = [sequence([5, 6], [7]), sequence([5, 6], [8]), sequence([5, 6, 8, 3], [4])]
     batch = pack([make_pack_item(each) for each in by_hand], image_token_id=PAD, positions=POSITIONS, share_prompts=True)
     assert batch.token_T.tolist() == [5, 6, 7, 6, 8, 3, 4]
@@ -193,7 +204,8 @@ def test_what_is_shared_is_a_tree() -> None:
         [make_pack_item(each) for each in (parent, sequence([5, 6, 1, 7, 4], [8]), sequence([5, 6, 3], [1]))],
         image_token_id=PAD, positions=POSITIONS, share_prompts=True,
     )  # fmt: skip
-    #                                [5 6] [1 7] [8 2 3] [4 8] [3 1]: the branch left within the parent's first turn
+    # [5 6] [1 7] [8 2 3] [4 8] [3 1]: the second sequence diverges within the first one's first
+    # turn
     assert batch.token_T.tolist() == [5, 6, 1, 7, 8, 2, 3, 4, 8, 3, 1]
     assert batch.target_T.tolist() == [6, 1, 7, 8, 2, 3, 0, 8, 0, 1, 0]
     assert batch.mask_T.int().tolist() == [0, 0, 1, 1, 0, 1, 0, 1, 0, 1, 0]
@@ -207,7 +219,10 @@ def test_what_is_shared_is_a_tree() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.sampled_from("12xyab"), max_size=7), max_size=7))
 def test_a_tree_holds_every_context(trees: list[list[str]]) -> None:
-    """Digits are observed, x and y are sampled (the same numbers), a and b are images of 1 and 2 tokens."""
+    """Each sequence can be recovered from the batch, and no prompt is packed twice. Digits are
+    observed tokens, x and y are sampled tokens (with the same ids), and a and b are images of 1 and
+    2 tokens. Oracle: each sequence packed alone.
+    """
     rollouts = [rollout(number, 0, (grown(["1", *parts, "x"]), 1.0)) for number, parts in enumerate(trees)]
     for number, each in enumerate(rollouts):
         each.sequences[0].set_column("advantages", [100.0 * number + place for place in range(len(each.sequences[0].token_ids))])
@@ -247,7 +262,10 @@ def grown(parts: list[str]) -> TokenSequence:
 
 
 def rollout(group: int, sample: int, *turns: tuple[TokenSequence, float]) -> Rollout:
-    """Each turn its own context, its sampled tokens credited with one number."""
+    """Return a rollout with one sequence per turn.
+
+    All sampled tokens of a turn have the same advantage.
+    """
     for context, advantage in turns:
         context.set_column("advantages", [advantage * sampled for sampled in context.loss_mask])
     return Rollout(task="t", example_id="e", group=group, sample_index=sample, sequences=[context for context, _ in turns])
@@ -282,7 +300,9 @@ def test_an_episodes_share_goes_with_its_first_context_that_is_packed() -> None:
 
 
 def test_what_cannot_move_the_policy_counts_in_the_denominator_alone() -> None:
-    """Two groups of two: one with advantages 1 and -1, one whose rewards were equal."""
+    """Two groups of two rollouts: one with the advantages 1 and -1, one with equal rewards and
+    therefore advantages of zero.
+    """
     rollouts = [rollout(group, 0, (sequence([1], [2] * 3), credit)) for group, credit in ((0, 1.0), (0, -1.0), (1, 0.0), (1, 0.0))]
 
     def cut_with(*, with_idle: bool = False, minibatches: int = 1) -> list[list[tuple[float, int]]]:
@@ -296,7 +316,10 @@ def test_what_cannot_move_the_policy_counts_in_the_denominator_alone() -> None:
 
 @pytest.mark.parametrize("share", [False, True])
 def test_what_is_said_of_a_batch_returns_to_the_tokens_it_is_of(share: bool) -> None:
-    """Two rollouts that share a prompt with a picture, one of them with a second context; by hand: entry t is about token t + 1."""
+    """Two rollouts share a prompt with an image, and one of them has a second sequence. The values
+    are written back to the tokens they belong to: entry t belongs to token t + 1. Expected values
+    are computed by hand.
+    """
     shown = image(2, 2, "a")
     first, second = sequence([PAD, 6], [7, 8], shown), sequence([PAD, 6], [4], shown)
     later = sequence([1], [2])
@@ -362,7 +385,9 @@ def test_contexts_stay_aligned() -> None:
 
 
 def test_a_turn_is_what_is_sampled_between_two_observations() -> None:
-    """Turns of 2 and 1 tokens in a context, of 1 in the next: neighbors in the batch, turns of their own; turn_mean's weights, too."""
+    """A sequence with turns of 2 tokens and 1 token, followed by a sequence with a turn of 1 token:
+    adjacent turns in the batch keep separate ids and separate turn_mean weights.
+    """
     two, one = TokenSequence(), TokenSequence()
     for context, parts in ((two, ([5], [7, 8], [1, 2], [3])), (one, ([6], [4]))):
         for number, tokens in enumerate(parts):

@@ -1,5 +1,6 @@
-"""What a run's record says that the trainer saw of each token, where a step makes one update and where it makes four: against the engine
-that sampled (recorded), and against Hugging Face's model."""
+"""Tests the per-token statistics in a run's record, with one update and with four updates per step.
+Oracles: the recorded logprobs of the engine, and Hugging Face's model.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,16 @@ from tests.support.golden_rollouts import CASES, LOGPROB_BOUND, build_golden_pol
 from tests.support.single_process_policy import single_process_world
 
 FAST = 3.0
-"""A learning rate that moves logprobs far beyond BOUND from one update to the next."""
+"""Learning rate that changes logprobs by far more than LOGPROB_BOUND from one update to the
+next.
+"""
 
 
 def noted(settings: Settings) -> tuple[list[RecordedSequence], set[tuple[int, int]]]:
-    """The contexts that were trained on in a step whose updates move its weights far; and those of its first update."""
+    """Return the sequences that one step trained on, and the sources of those in the first update.
+
+    The step's updates change the weights by a large amount.
+    """
     rollouts, algorithm = load_rollouts(), ALGORITHMS[settings.algo.name]
     with single_process_world():
         policy, notes = build_golden_policy(settings), build_token_stats(settings)
@@ -83,7 +89,7 @@ def test_the_first_look_at_each_token_is_kept(name: str, num: int, random_model:
             {"rollout_correction": "bypass"},
             {"epochs": 2},
             False,
-        ),  # nobody says what the second update's tokens were worth before the first
+        ),  # after the first update, the logprobs of the second update's tokens under the step's first weights are not available
     ],
 )
 def test_what_is_not_of_the_steps_weights_is_not_noted(record: str, algo: dict, batch: dict, notes: bool) -> None:

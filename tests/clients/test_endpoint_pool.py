@@ -1,4 +1,6 @@
-"""Who is asked, how often, who rests and in whose name it fails, without a network. With one: tests/rewards/test_judge.py."""
+"""Tests how requests are distributed over endpoints, retries, backoff and errors, without a
+network. Tests with a network are in tests/rewards/test_judge.py.
+"""
 
 import asyncio
 import time
@@ -38,7 +40,7 @@ def raising(error: Exception) -> Callable[[Endpoint], Awaitable[str]]:
 
 
 def outcome(made: EndpointPool, call: Callable[[Endpoint], Awaitable[str]]) -> str:
-    """What is raised for the caller."""
+    """Return the message of the error that the caller receives."""
 
     async def main() -> str:
         with pytest.raises(InfraError) as caught:
@@ -120,7 +122,9 @@ def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
 
 
 def test_failures_that_overlap_are_one_failure() -> None:
-    """Eight requests are under way when the first fails; seven more fail one by one, after its rest even: they began before it."""
+    """Eight requests are in flight when the first fails. The other seven fail one by one, some even
+    after the backoff, but count as the same failure because they began before it.
+    """
     made = servers("http://a", concurrency=8, max_attempts=1, backoff_s=0.02)
 
     async def call(endpoint: Endpoint) -> str:
@@ -137,7 +141,9 @@ def test_failures_that_overlap_are_one_failure() -> None:
 
 
 def test_no_rest_is_longer_than_the_patience() -> None:
-    """Nine failures in a row of a lone server; the time-out of a request is shorter than any of its rests and does not matter."""
+    """After nine failures in a row of the only endpoint, the backoff is at most outage_timeout_s.
+    The request timeout is shorter than any backoff and has no effect.
+    """
     made = servers("http://a", max_attempts=9, backoff_s=0.05, outage_timeout_s=0.1, timeout_s=0.01)
     assert "nothing after 9 of 9 tries" in outcome(made, raising(EndpointError("no memory")))
     (endpoint,) = made.endpoints
@@ -145,7 +151,9 @@ def test_no_rest_is_longer_than_the_patience() -> None:
 
 
 def test_trouble_that_waiting_cannot_mend_is_told_apart() -> None:
-    """A server that was in trouble once may be well later; one that is well and says nothing of use, or refuses, stays as it is."""
+    """An endpoint that has failed once may recover, so the error is an InfraError. If it only sent
+    invalid replies or rejected requests, the error is permanent.
+    """
 
     def raised(*errors: Exception) -> type:
         made, remaining = servers("http://a", max_attempts=len(errors)), iter(errors)

@@ -1,4 +1,6 @@
-"""Who is asked through the environment's proxy, by real HTTP: a judge that is served here, and a proxy that counts, or that refuses."""
+"""Tests which requests use the environment's proxy, over real HTTP: a judge that is served here,
+and a proxy that records or refuses requests.
+"""
 
 import ast
 import asyncio
@@ -32,7 +34,7 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def proxying(*, status: int = 200) -> Iterator[tuple[str, list[str]]]:
-    """A proxy that answers for everybody, and the addresses that it was asked for."""
+    """Serve a proxy that answers all requests itself; yield its URL and the requested addresses."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -45,7 +47,7 @@ def proxying(*, status: int = 200) -> Iterator[tuple[str, list[str]]]:
             self.wfile.write(MODELS)
 
         def log_message(self, *given: object) -> None:
-            """It keeps silent."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -55,7 +57,7 @@ def proxying(*, status: int = 200) -> Iterator[tuple[str, list[str]]]:
 
 
 def refusing() -> str:
-    """An address where nobody listens."""
+    """Return a URL that refuses connections."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -149,7 +151,7 @@ OWN = next(each.address for found in psutil.net_if_addrs().values() for each in 
         ("http://a.lab.org/v1", "*.lab.org", False),
         ("http://alab.org/v1", "lab.org", True),
         ("http://anything/v1", "*", False),
-        ("https://anything/v1", "", False),  # HTTP_PROXY alone is set
+        ("https://anything/v1", "", False),  # only HTTP_PROXY is set
     ],
 )
 def test_who_is_asked_through_a_proxy(url: str, no_proxy: str, is_asked_through: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +161,9 @@ def test_who_is_asked_through_a_proxy(url: str, no_proxy: str, is_asked_through:
 
 
 def test_no_other_client_reads_the_environment() -> None:
-    """Every httpx client of the product says trust_env=False, brings its transport, or takes its proxies from proxy_options."""
+    """Every httpx client of the packages passes trust_env=False or a transport, or gets its proxies
+    from proxy_options.
+    """
     makers, found = {"get", "post", "put", "delete", "request", "stream", "Client", "AsyncClient", "DefaultAsyncHttpx2Client"}, []
     for path in (*(ROOT / "megatron_rl").rglob("*.py"), *(ROOT / "sandbox").rglob("*.py")):
         if "attack" in path.parts:

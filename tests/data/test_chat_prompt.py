@@ -1,4 +1,6 @@
-"""Questions that are given as messages: each message reaches the policy, or the row is refused. Oracles: payloads by hand."""
+"""Tests questions that are given as chat messages: each message is part of the prompt, or the row
+is refused. Oracle: payloads written by hand.
+"""
 
 import base64
 import json
@@ -33,7 +35,7 @@ def said(role: str, content: str = "A") -> dict:
 
 
 def asked(messages: object, tmp_path: Path, *, columns: ColumnSettings | None = None, **more: object) -> tuple[str, str, list[str]]:
-    """Question, system and the colors of the pictures."""
+    """Return the question, the system message and the colors of the images."""
     name = "talk" if columns else "messages"
     path = write_rows(tmp_path / "q.jsonl", [{name: messages, "answer": "x", **more}])
     payload = load_questions([str(path)], images_root="", name="train", columns=columns)[0].payload
@@ -115,7 +117,9 @@ def test_what_does_not_reach_the_policy_is_refused(messages: object, error: str,
 
 
 def test_pictures_of_messages_and_of_a_column(tmp_path: Path) -> None:
-    """Places without a picture of their own take those of the column, in order; none is left over."""
+    """Placeholders without an image in the messages take the images of the column in order. The
+    numbers must match.
+    """
     places = [user([{"type": "image"}, SHOWN_BLUE, TEXT])]
     assert asked(places, tmp_path, images=["red.png"]) == ("<image><image>Which?", "", ["red", "blue"])
     assert asked([user("<image>a"), user([SHOWN_BLUE])], tmp_path, images=["red.png"]) == ("<image>a\n<image>", "", ["red", "blue"])
@@ -128,7 +132,9 @@ def test_pictures_of_messages_and_of_a_column(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["<image>", "Here: <image>", [{"type": "image"}], [SHOWN, TEXT]])
 def test_a_picture_that_answers_is_not_shown(content: object, tmp_path: Path) -> None:
-    """The column's picture would otherwise stand before the question."""
+    """An image in a message after the question is refused. Otherwise the column's image would be
+    placed before the question.
+    """
     for role in ("assistant", "tool"):
         talk = [user("Draw a cat."), said("assistant"), said(role, content)]
         with pytest.raises(ValueError, match=r"messages\[2\]: shows a picture behind the question; only the pictures of the question"):
@@ -141,7 +147,9 @@ def test_a_picture_in_the_column_system_is_refused(tmp_path: Path) -> None:
 
 
 def test_parts_that_are_numbered(tmp_path: Path) -> None:
-    """As llava-instruct-mix has them: the number is that of the picture in the column."""
+    """Image parts with an index, as in llava-instruct-mix, take the image of the column with this
+    index.
+    """
     parts = [{"type": "image", "index": 0}, {"type": "image", "index": 1}, TEXT]
     assert asked([user(parts)], tmp_path, images=["red.png", "blue.png"])[2] == ["red", "blue"]
     with pytest.raises(ValueError, match=r"messages\[0\].content\[0\].index: is 1, and the part is picture 0; list pictures in order"):

@@ -1,4 +1,6 @@
-"""Reference answers: numbers keep their decimal form, and what no reply can match is refused with file and row."""
+"""Tests reference answers: numbers keep their decimal form, and an answer that no response can
+match is refused with file and row.
+"""
 
 import datetime
 import json
@@ -23,7 +25,9 @@ def answers_in(path: Path) -> list[object]:
 
 
 def test_numbers_keep_their_decimal_form(tmp_path: Path) -> None:
-    """R8, from JSON, Parquet (double, float, decimal, date) and Arrow alike. Expected texts are what a person writes."""
+    """Numbers from JSON, Parquet (double, float, decimal, date) and Arrow become the text that a
+    person would write, without an exponent (public case R8).
+    """
     wanted = ["0.00001", "10000000000000000000000", "0.1", "-0.0000025", "3.0", "123456789.125"]
     values = [1e-5, 1e22, 0.1, -2.5e-6, 3.0, 123456789.125]
     lines = tmp_path / "numbers.jsonl"
@@ -121,7 +125,9 @@ def test_references_that_no_reply_matches_are_refused(answer: object, says: str,
     ],
 )
 def test_doubtful_references_are_named(answer: str, question: str, says: str, tmp_path: Path) -> None:
-    """Once for all rows of a file, beside that there are no pictures."""
+    """Warn once for all rows of a file. The file has no images, so its first warning is about
+    images.
+    """
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(json.dumps({"question": question, "answer": answer}) for _ in range(3)))
     _, *found = load_questions([str(path)], images_root="", name="train").warnings

@@ -1,4 +1,4 @@
-"""Which changes of data files are other rows to a run that goes on."""
+"""Tests which changes of data files prevent a run from resuming."""
 
 import hashlib
 import re
@@ -19,7 +19,9 @@ def rows(num: int) -> str:
 
 
 def test_what_is_digested_is_size_and_content(tmp_path: Path) -> None:
-    """By hand: of a small file all of it, and of a setting the digests of its files in their order."""
+    """Example by hand: the digest of a small file covers its size and its content, and the digest
+    of a setting covers the digests of its files in order.
+    """
     (tmp_path / "a.jsonl").write_text(rows(2))
     size = len(rows(2))
     of_file = hashlib.sha256(f"{size}\n{rows(2)}".encode()).hexdigest()
@@ -51,7 +53,9 @@ def test_other_rows_are_refused_with_both_digests(change: str, tmp_path: Path) -
 
 
 def test_a_change_in_the_middle_of_a_large_file_is_seen(tmp_path: Path) -> None:
-    """Blocks are spread over the whole file: 2 MB of changed rows are met by some of them."""
+    """Blocks of the file are sampled over its whole length, so a change of 2 MB in a file of 64 MB
+    is detected.
+    """
     content = bytearray(b"x" * (64 << 20))
     (tmp_path / "large.jsonl").write_bytes(content)
     before = data_digests(settings_of(tmp_path, "large.jsonl"))

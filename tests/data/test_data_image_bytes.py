@@ -1,4 +1,6 @@
-"""What rows may hold for a picture: base64 of all kinds, data: and file: URLs, paths; and what is said of bytes that are no picture."""
+"""Tests the values that a row may contain for an image: base64 of all kinds, data: and file: URLs,
+and paths. Bytes that are no image are refused with their kind.
+"""
 
 import base64
 import gzip
@@ -62,7 +64,9 @@ NO_PICTURES = {
 @pytest.mark.parametrize("kind", [*OTHERS, *NO_PICTURES])
 @pytest.mark.parametrize("is_file", [True, False])
 def test_bytes_that_are_no_picture_are_named(kind: str, is_file: bool, tmp_path: Path) -> None:
-    """At the start and in an episode; a file by its name, a picture of another format with those that are read."""
+    """The kind is named at the start of a run and in an episode. A file is named, and the message
+    for an unsupported image format lists the supported ones.
+    """
     content, said = OTHERS.get(kind) or NO_PICTURES[kind]
     said += f".*; {READ}" if kind in OTHERS else ""
     (tmp_path / "odd.png").write_bytes(content)
@@ -73,7 +77,7 @@ def test_bytes_that_are_no_picture_are_named(kind: str, is_file: bool, tmp_path:
     assert "object at" not in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(PermanentInfraError, match=said.removesuffix("$")):
         image.open()
-    assert "Größe" not in str(error.value)  # a listener would show a file's words to whoever names it
+    assert "Größe" not in str(error.value)  # the message of a service must not reveal a file's content to a client that names the file
 
 
 def test_a_file_of_another_kind_is_named(tmp_path: Path) -> None:
@@ -111,7 +115,7 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("is_mapping", [False, True], ids=["text", "bytes"])
 def test_base64_of_every_kind_is_read(variant: str, is_mapping: bool, tmp_path: Path) -> None:
-    """PNG holds bytes that differ between the two alphabets."""
+    """The bytes of the image contain values whose base64 differs between the two alphabets."""
     assert "-" in url_safe(PNG) + url_safe(NOISE) and len(PNG) % 3
     value = {"bytes": VARIANTS[variant]} if is_mapping else VARIANTS[variant]
     assert make_stored_image(value, folder=tmp_path, where="here").source == PNG
@@ -169,7 +173,9 @@ def test_a_data_url_of_another_kind_is_named_at_the_start(url: str, said: str, t
 
 @pytest.mark.parametrize("form", ["file://{}", "file://localhost{}", "FILE://{}", "file:{}"])
 def test_a_file_url_is_a_path(form: str, tmp_path: Path) -> None:
-    """Percent signs are decoded, and it must lie where a path may lie."""
+    """Percent signs in a file: URL are decoded, and the file must lie in a permitted folder, like
+    any path.
+    """
     (tmp_path / "data").mkdir()
     for path in (tmp_path / "data" / "a b%.png", tmp_path / "outside.png"):
         path.write_bytes(PNG)

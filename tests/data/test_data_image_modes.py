@@ -1,6 +1,8 @@
-"""What becomes of pictures of every mode, from the start of a run to the levels that a model sees.
+"""Tests how images of every mode are read, from the checks at the start of a run to the pixel
+values that the model receives.
 
-Oracles: samples that the test wrote, and OpenCV's own libtiff and BMP reader (IMREAD_UNCHANGED gives the stored samples).
+Oracles: samples that the test has written, and OpenCV's own libtiff and BMP readers
+(IMREAD_UNCHANGED returns the stored samples).
 """
 
 import struct
@@ -23,7 +25,9 @@ ORDERS = pytest.mark.parametrize("order", ["<", ">"], ids=["little", "big"])
 
 
 def opened(content: bytes) -> np.ndarray:
-    """The levels [H, W, 3] of a picture that passes the start."""
+    """Return the pixel values [H, W, 3] of an image that passes the checks at the start of a
+    run.
+    """
     image = StoredImage(content, "rows.jsonl row 3: images[0]")
     size, picture = start(image), image.open()
     assert (picture.mode, picture.size) == ("RGB", size)
@@ -31,14 +35,17 @@ def opened(content: bytes) -> np.ndarray:
 
 
 def start(image: StoredImage) -> tuple[int, int]:
-    """Look at the picture as a run's start does (data/survey.py)."""
+    """Check the image as the start of a run does (data/survey.py)."""
     size = image.size()
     image.check_complete()
     return size
 
 
 def refusal(content: bytes) -> str:
-    """What the start says of a picture, in one line; open() refuses it as well."""
+    """Return the one-line error of the checks at the start of a run.
+
+    `open()` must refuse the image, too.
+    """
     image = StoredImage(content, "rows.jsonl row 3: images[0]")
     with pytest.raises(ValueError, match=r"^rows.jsonl row 3: images\[0\]: ") as error:
         start(image)
@@ -49,7 +56,7 @@ def refusal(content: bytes) -> str:
 
 
 def unchanged(content: bytes) -> np.ndarray:
-    """The samples as OpenCV reads them, as RGB or RGBA."""
+    """Return the samples as read by OpenCV, in the order RGB or RGBA."""
     samples = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED)
     return samples if samples.ndim == 2 else samples[:, :, [2, 1, 0, 3][: samples.shape[2]]]
 
@@ -63,7 +70,7 @@ def gray(levels_HW: np.ndarray) -> np.ndarray:
 
 
 def over_white(samples_HWS: np.ndarray, *, premultiplied: bool = False) -> np.ndarray:
-    """Colors under their last sample as alpha, on white."""
+    """Composite the colors on white, with the last sample as alpha."""
     colors, alpha = samples_HWS[:, :, :-1].astype(float), samples_HWS[:, :, -1:].astype(float) / 255
     flat = (colors if premultiplied else colors * alpha) + 255 * (1 - alpha)
     return np.broadcast_to(flat, (*flat.shape[:2], 3))
@@ -74,7 +81,9 @@ RAMP = np.tile(np.linspace(0, 65535, 256), (8, 1))
 
 @ORDERS
 def test_the_files_of_case_i1(order: str) -> None:
-    """All 256 levels, or a refusal at the start: 16 bits, floats of 0..1, 32 bits, 32 bits that hold 0..255."""
+    """Images of 16 bits keep all 256 levels. Floats in 0..1, 32 bits, and 32 bits with values in
+    0..255 are refused at the start (public case I1).
+    """
     assert np.unique(opened(write_tiff(RAMP.astype("u2"), photometric=1, order=order))).size == 256
     assert "has samples that are floating-point numbers; save it as 8-bit RGB or gray" in refusal(
         write_tiff((RAMP / 65535).astype("f4"), photometric=1, order=order)
@@ -91,7 +100,7 @@ def test_gray_tiffs_of_all_depths(bits: int, photometric: int, order: str) -> No
     values = noise(9, 13, kind="u2" if bits == 16 else "u1", below=1 << bits)
     content = write_tiff(values, photometric=photometric, order=order, bits=bits if bits < 8 else 0)
     shown = values if photometric == tiff.BLACK_IS_ZERO else (1 << bits) - 1 - values.astype(int)
-    if (bits, photometric, order) == (16, tiff.WHITE_IS_ZERO, ">"):  # Pillow 13 has no mode for it
+    if (bits, photometric, order) == (16, tiff.WHITE_IS_ZERO, ">"):  # Pillow 13 has no mode for this layout
         assert "begins like a TIFF, but its header is damaged, or of a kind that is not read" in refusal(content)
         return
     levels = shown >> 8 if bits == 16 else shown * (255 // ((1 << bits) - 1))
@@ -113,7 +122,9 @@ def test_samples_without_a_stated_range_are_refused_at_the_start(kind: str, phot
 
 @pytest.mark.parametrize("kind", ["tiff", "tiff rgb", "png", "png rgb"])
 def test_16_bits_that_hold_8_are_refused(kind: str) -> None:
-    """Scaled by 16 bits they would be black."""
+    """Values below 256 in samples of 16 bits are refused, because scaling them to 8 bits would make
+    the image black.
+    """
     values = noise(9, 13, *([3] if "rgb" in kind else []), kind="u2", below=256)
     is_color = "rgb" in kind
     content = write_tiff(values, photometric=2 if is_color else 1) if "tiff" in kind else write_png(values, color=2 * is_color, depth=16)
@@ -132,9 +143,11 @@ def test_16_bits_that_hold_8_are_refused(kind: str) -> None:
     ids=["rgb", "4", "x", "premultiplied", "a", "ax"],
 )
 def test_color_tiffs(samples: int, extra: Sequence[int], depth: int, planar: bool, order: str) -> None:
-    """Read right, or refused: alpha and unknown samples, planes, 16 bits."""
+    """Color TIFFs with alpha, unknown extra samples, planes or 16 bits are read correctly or
+    refused. Oracle: the samples composited on white.
+    """
     values = noise(9, 13, samples, kind=f"u{depth // 8}", below=1 << depth)
-    if extra[:1] == (1,):  # a color is at most its alpha
+    if extra[:1] == (1,):  # a premultiplied color is at most its alpha
         values[:, :, :3] = np.minimum(values[:, :, :3], values[:, :, 3:])
     tags = {tiff.EXTRA: extra} if extra else {}
     content = write_tiff(values, photometric=tiff.RGB, order=order, planar=planar, tags=tags)
@@ -172,7 +185,9 @@ def test_palette_tiffs(bits: int, order: str) -> None:
 @ORDERS
 @pytest.mark.parametrize("photometric", [tiff.YCBCR, tiff.LAB, 9, 10, 32803, 34892])
 def test_other_color_spaces_are_refused(photometric: int, order: str) -> None:
-    """CIE L*a*b*, ICC and ITU Lab, camera sensors, linear raw; YCbCr whose chroma may be subsampled."""
+    """Images in CIE L*a*b*, ICC Lab or ITU Lab, camera sensor data, linear raw data, and YCbCr with
+    possibly subsampled chroma are refused.
+    """
     assert refusal(write_tiff(noise(8, 12, 3), photometric=photometric, order=order))
 
 
@@ -185,7 +200,7 @@ def test_tiff_layouts(layout: str, order: str) -> None:
         values, photometric=1 if is_deep else 2, order=order, planar="planes" in layout, big="big" in layout,
         rows_per_strip=7 if "strips" in layout else 0, tile=(16, 16) if "tiles" in layout else (0, 0),
     )  # fmt: skip
-    if layout.startswith("big") and order == ">":  # Pillow 13 reads no BigTIFF of that order
+    if layout.startswith("big") and order == ">":  # Pillow 13 cannot read big-endian BigTIFF
         assert "begins like a TIFF" in refusal(content)
         return
     np.testing.assert_array_equal(opened(content), gray(values >> 8) if is_deep else values)
@@ -198,7 +213,7 @@ COMPRESSIONS = {"none": 1, "lzw": 5, "deflate": 8, "packbits": 32773}
 @pytest.mark.parametrize("shape", [(33, 40), (33, 40, 3), (33, 40, 4)], ids=["gray", "rgb", "rgba"])
 @pytest.mark.parametrize("kind", ["u1", "u2"])
 def test_compressed_tiffs_of_another_writer(kind: str, shape: tuple[int, ...], compression: str) -> None:
-    """Written by OpenCV's libtiff, with its predictor."""
+    """The files are written by OpenCV's libtiff, with its predictor."""
     values = noise(*shape, kind=kind, below=256 ** int(kind[1]))
     content = cv2.imencode(".tiff", values, [cv2.IMWRITE_TIFF_COMPRESSION, COMPRESSIONS[compression]])[1].tobytes()
     levels = (unchanged(content) >> (8 if kind == "u2" else 0)).astype(np.uint8)
@@ -208,7 +223,7 @@ def test_compressed_tiffs_of_another_writer(kind: str, shape: tuple[int, ...], c
 
 @pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "tiff_deflate", "packbits", "jpeg", "lzma", "zstd"])
 def test_compressed_tiffs_of_pillow(compression: str) -> None:
-    """Its JPEG is YCbCr: colors may differ by what the codec loses."""
+    """Pillow writes JPEG in YCbCr, so colors may differ by the loss of the codec: at most 6."""
     picture = Image.linear_gradient("L").resize((48, 40)).convert("RGB")
     buffer = BytesIO()
     picture.save(buffer, "TIFF", compression=compression)
@@ -226,7 +241,9 @@ def test_fax_tiffs(compression: str) -> None:
 
 @pytest.mark.parametrize("compression", [6, 33003, 33005, 34712, 32809, 34676, 65000])
 def test_unknown_compressions_are_refused_at_the_start(compression: int) -> None:
-    """JPEG of the old style, JPEG 2000 of three kinds, ThunderScan, SGI Log, none that exists."""
+    """Old-style JPEG, three kinds of JPEG 2000, ThunderScan, SGI Log, and a compression that does
+    not exist.
+    """
     assert refusal(write_tiff(noise(9, 13, 3), photometric=tiff.RGB, tags={tiff.COMPRESSION: (compression,)}))
 
 
@@ -261,7 +278,9 @@ def test_a_tiff_that_is_cut_off_is_found_at_the_start(how: str) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 4, 8, 16])
 def test_gray_pngs_with_a_transparent_level(depth: int) -> None:
-    """R16 of public case I3: the transparent level is white, at each depth; the others keep their levels."""
+    """The transparent level becomes white at each depth, and the other levels are unchanged (public
+    case I3).
+    """
     values = noise(9, 13, kind="u2", below=1 << depth)
     values[0, 0] = 1
     levels = values >> 8 if depth == 16 else values * (255 // ((1 << depth) - 1))
@@ -297,7 +316,9 @@ def test_indexed_pngs(depth: int) -> None:
 
 
 def test_an_interlaced_png_is_the_same() -> None:
-    """Written by hand for Adam7 (PNG 1.2, 2.6): seven reduced pictures, one after the other."""
+    """The file is written by hand with Adam7 (PNG 1.2, 2.6): seven reduced images, one after the
+    other.
+    """
     values = noise(9, 13, 3)
     passes = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2), (1, 0, 2, 1)]
     parts = [values[y::dy, x::dx] for y, x, dy, dx in passes]
@@ -309,9 +330,11 @@ def test_an_interlaced_png_is_the_same() -> None:
 
 @pytest.mark.parametrize("has_marker", [True, False])
 def test_cmyk_jpegs(has_marker: bool) -> None:
-    """They are stored inverted (Adobe's Technical Note 5116); without its marker APP14, too, for OpenCV as for Pillow."""
+    """CMYK JPEGs are stored inverted (Adobe's Technical Note 5116). OpenCV and Pillow both assume
+    this even without Adobe's APP14 marker.
+    """
     inks = np.zeros((16, 16, 4), np.uint8)
-    inks[:, :, 1:3] = 255  # magenta and yellow: red
+    inks[:, :, 1:3] = 255  # magenta and yellow ink make red
     buffer = BytesIO()
     Image.fromarray(inks, "CMYK").save(buffer, "JPEG", quality=95)
     content = buffer.getvalue()
@@ -332,7 +355,9 @@ def test_of_a_moving_picture_the_first_frame_is_read(form: str) -> None:
 
 
 def bmp(rows: bytes, *, width: int, height: int, bits: int, masks: Sequence[int] = (), info: int = 40) -> bytes:
-    """A BMP without compression, or with bit fields where there are masks (BITMAPINFOHEADER, BITMAPV4HEADER)."""
+    """Return a BMP without compression, or with bit fields if masks are given (BITMAPINFOHEADER,
+    BITMAPV4HEADER).
+    """
     table = struct.pack("<IiiHHIIiiII", info, width, height, 1, bits, 3 if masks else 0, len(rows), 2835, 2835, 0, 0)
     table += struct.pack(f"<{len(masks)}I", *masks)
     table = table.ljust(max(info, len(table)), b"\0")
@@ -342,7 +367,9 @@ def bmp(rows: bytes, *, width: int, height: int, bits: int, masks: Sequence[int]
 
 @pytest.mark.parametrize("is_top_down", [False, True])
 def test_bmps(is_top_down: bool) -> None:
-    """16 bits (5-5-5 and 5-6-5), 24, 32 without and with alpha; rows from the bottom, or from the top."""
+    """BMPs with 16 bits (5-5-5 and 5-6-5), 24 bits, and 32 bits with and without alpha, stored from
+    the bottom row or from the top row.
+    """
     values = noise(6, 8, 4)
     stored, height = (values, -6) if is_top_down else (values[::-1], 6)
     bgra = stored[:, :, [2, 1, 0, 3]].tobytes()

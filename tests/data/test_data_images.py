@@ -1,4 +1,6 @@
-"""Stored pictures: what open() makes of them, what is refused by its header, what damage does. Oracles: by hand, Pillow's."""
+"""Tests stored images: the result of open(), images that are refused because of their header, and
+damaged files. Oracles: values by hand and Pillow's results.
+"""
 
 import random
 import struct
@@ -31,7 +33,9 @@ def test_a_picture_is_upright_rgb_on_white(tmp_path: Path) -> None:
 
 
 def exif(*entries: tuple[int, int, int, bytes]) -> bytes:
-    """A JPEG's EXIF of these entries: tag, type, count, value (EXIF 2.3, section 4.6.2)."""
+    """Return the EXIF data of a JPEG with these entries of tag, type, count and value (EXIF 2.3,
+    section 4.6.2).
+    """
     table, behind = b"", b""
     for tag, kind, count, value in entries:
         place = value.ljust(4, b"\0") if len(value) <= 4 else struct.pack("<I", 14 + 12 * len(entries) + len(behind))
@@ -41,7 +45,7 @@ def exif(*entries: tuple[int, int, int, bytes]) -> bytes:
 
 
 def saved(form: str, **options: object) -> bytes:
-    """9x6 pixels of noise."""
+    """Return an encoded image of 9x6 pixels of noise."""
     buffer = BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)).save(buffer, format=form, **options)
     return buffer.getvalue()
@@ -72,7 +76,9 @@ def test_a_turned_picture_is_what_pillow_makes_of_it(form: str, orientation: int
 @pytest.mark.parametrize("odd", [(0x011A, 2, 3, b"72\0"), (0x010E, 11, 1, struct.pack("<f", 1.5))], ids=["resolution", "description"])
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
 def test_exif_of_odd_types_is_no_reason_to_refuse(form: str, odd: tuple[int, int, int, bytes]) -> None:
-    """XResolution as text, ImageDescription as a number: Pillow 13 reads both, and cannot write them again."""
+    """XResolution as text and ImageDescription as a number do not prevent reading. Pillow 13 reads
+    both, but cannot write them again.
+    """
     content = saved(form, exif=exif(*sorted([odd, turned(6)])))
     with Image.open(BytesIO(content)) as picture, pytest.raises((TypeError, AttributeError)):
         ImageOps.exif_transpose(picture)
@@ -92,14 +98,16 @@ def test_an_orientation_of_any_type(kind: int) -> None:
 
 
 def test_damaged_headers_are_read_or_refused_alike() -> None:
-    """Bytes of EXIF and of TIFF's table change; size() and open() raise nothing but their own errors, and agree where both read."""
+    """With random changes in the bytes of EXIF and of TIFF's table, size() and open() raise only
+    their own errors, and return the same size if both succeed.
+    """
     draw, outcomes = random.Random(0), {True: 0, False: 0}
     entries = (0x010E, 2, 8, b"a house\0"), turned(6), (0x011A, 5, 1, struct.pack("<II", 72, 1))
     wholes = [saved(form, exif=exif(*entries)) for form in ("JPEG", "WEBP", "TIFF")]
     for _ in range(3000):
         content = bytearray(draw.choice(wholes))
         start = max(content.find(b"II*\0"), 0)
-        if content.startswith(b"II"):  # TIFF's table lies where its head says
+        if content.startswith(b"II"):  # the header of a TIFF has the offset of its table
             start = struct.unpack("<I", content[4:8])[0]
         for _ in range(draw.randint(1, 4)):
             content[min(start + draw.randrange(100), len(content) - 1)] = draw.choice((draw.randrange(256), draw.randrange(13), 0, 255))
@@ -122,7 +130,7 @@ HEADER = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR"
 
 
 def with_crc(width: int, height: int) -> bytes:
-    """The head of a PNG of that size; there are no pixels behind it."""
+    """Return the header of a PNG of this size, without pixels."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return HEADER + head + struct.pack(">I", zlib.crc32(b"IHDR" + head)) + b"\0\0\0\0IDAT" + struct.pack(">I", zlib.crc32(b"IDAT"))
 

@@ -1,6 +1,7 @@
-"""Data as others keep it: rows of other trainers, columns by other names, folders, data sets of the hub, pictures that are cut off.
+"""Tests data in the formats of other projects: rows of other trainers, columns with other names,
+folders, Hugging Face datasets and truncated images.
 
-Oracles: payloads by hand, files written by pyarrow and Pillow themselves.
+Oracles: payloads written by hand, and files written by pyarrow and Pillow.
 """
 
 import base64
@@ -25,13 +26,15 @@ from tests.support.data_files import make_png, write_rows
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
 
 def test_files_of_other_trainers(tmp_path: Path) -> None:
-    """The same question as TRL, ms-swift and R1-V have it. Oracle: the payload by hand."""
+    """The same question in the formats of TRL, ms-swift and R1-V has the same payload. Oracle: the
+    payload by hand.
+    """
     image, solution = [{"bytes": make_png("red")}], "<think>It is.</think>\n<answer> red </answer>"
     system, asked = {"role": "system", "content": "Be brief."}, "Which color?"
     parts = [{"type": "image"}, {"type": "text", "text": asked}]
@@ -85,7 +88,9 @@ def test_what_must_not_be_trained_on(row: dict, said: str, tmp_path: Path) -> No
 
 
 def test_columns_by_other_names(tmp_path: Path) -> None:
-    """What is chosen wins over what would be recognised; what is chosen and lacking is an error with file and row."""
+    """A column that the settings name takes precedence over columns with recognized names. If it is
+    missing, the error names file and row.
+    """
     row = {"q": "What?", "a": "4", "pics": [{"bytes": make_png("lime")}], "question": "no", "answer": "no", "image": "no.png",
            "prompt": "no", "reward_model": {"ground_truth": "no"}, "extra_info": {"question": "no", "answer": "no", "kept": 1}}  # fmt: skip
     columns = ColumnSettings(question="q", answer="a", images="pics")
@@ -105,7 +110,9 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
 
 
 def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As save_to_disk writes them (Arrow streams), as the hub has them (Parquet), and by name where its cache has them."""
+    """Datasets are read as save_to_disk writes them (Arrow streams), in the layout of the Hugging
+    Face hub (Parquet), and by their name from the hub's cache.
+    """
     rows = {split: [{"question": "?", "answer": f"{split} {number}"} for number in range(5)] for split in ("train", "test")}
     saved, hub = tmp_path / "saved", tmp_path / "hub"
     for split, of_split in rows.items():
@@ -150,7 +157,9 @@ def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> None:
-    """In every format, as files and as bytes; what is whole and only ends in something else is not. TIFF is not looked at so."""
+    """Truncated images in five formats are refused, as files and as bytes. A complete image with
+    trailing bytes is accepted. TIFF is not included.
+    """
     pixels = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
     for form in ("PNG", "JPEG", "WEBP", "GIF", "BMP"):
         buffer = BytesIO()
@@ -166,7 +175,7 @@ def test_pictures_that_are_cut_off_are_refused_at_the_start(tmp_path: Path) -> N
 
 
 def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
-    """Its rule of comparison would be another one, in silence."""
+    """Otherwise the rows would silently be scored by another comparison rule."""
     path = str(write_rows(tmp_path / "mine.jsonl", [{"question": "?", "answer": "1", "kind": "vstar"}]))
     named = ColumnSettings(data_source="kind")
     assert load_questions([path], images_root="", name="train", columns=named)[0].payload["data_source"] == "vstar"
@@ -175,7 +184,9 @@ def test_a_source_column_that_no_row_has(tmp_path: Path) -> None:
 
 
 def test_pictures_inside_of_messages(tmp_path: Path) -> None:
-    """As in transcripts: each where its part stands; a web address is named as one."""
+    """Images in message parts are read at the position of their part, as in transcripts. A web
+    address is refused.
+    """
     (tmp_path / "a.png").write_bytes(make_png(size=(30, 20)))
     url = f"data:image/png;base64,{base64.b64encode(make_png(size=(8, 9))).decode()}"
 

@@ -1,4 +1,6 @@
-"""Questions with pictures: every shape of row, laziness, errors by name. Oracles: payloads by hand, pixels we painted, counted opens."""
+"""Tests questions with images: all forms of rows, lazy decoding, and errors with file and row.
+Oracles: payloads by hand, the colors of generated images, and counted opens.
+"""
 
 import base64
 import hashlib
@@ -24,7 +26,7 @@ from tests.support.data_files import SUFFIXES, make_png, write_rows
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -46,7 +48,7 @@ PAYLOAD = {
 
 
 def read(path: Path, **given: str) -> list[dict]:
-    """Payloads with the pictures opened."""
+    """Return the payloads, with opened images."""
     found = load_questions([str(path)], images_root=given.get("images_root", ""), name="train")
     return [{**example.payload, "images": [image.open() for image in example.payload["images"]]} for example in found]
 
@@ -91,7 +93,9 @@ def test_pictures_as_bytes_path_hash_hint_and_none(suffix: str, tmp_path: Path) 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_pictures_in_base64(format: str, suffix: str, tmp_path: Path) -> None:
-    """Of 900 pixels, where the text is a file name that could be, and of 90,000 of noise, where it is too long for one."""
+    """Base64 text of 900 pixels, which is short enough to be a file name, and of 90,000 pixels of
+    noise, which is too long for one.
+    """
     for width in (30, 300):
         content = BytesIO()
         pixels = np.random.default_rng(0).integers(0, 255, (width, width, 3), dtype=np.uint8)
@@ -194,7 +198,9 @@ def test_what_a_row_lacks(row: dict, said: str, tmp_path: Path) -> None:
 
 
 def test_decoding_is_lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures with a sound header and broken pixels are found by who opens them, and by nobody else; opens are counted."""
+    """An image with a valid header and damaged pixels raises an error only when it is opened.
+    Loading the questions decodes no image; opens are counted.
+    """
     rows = [{"question": "?", "answer": str(number), "image": f"{number}.png"} for number in range(50)]
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8))
     for number in range(50):

@@ -1,4 +1,6 @@
-"""Rows of JSON lists, JSON lines and Parquet. Oracles: the json module and pandas reading the whole file, the kernel's peak memory."""
+"""Tests rows of JSON lists, JSON lines and Parquet. Oracles: the json module and pandas reading the
+whole file, and the process's peak memory.
+"""
 
 import json
 import pickle
@@ -23,7 +25,7 @@ from tests.support.data_files import SUFFIXES, write_rows
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     folder = tmp_path / "cache"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
@@ -54,7 +56,9 @@ def test_rows_travel_to_another_process_and_between_threads(suffix: str, tmp_pat
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_a_file_that_changes_under_a_run_is_no_other_question(suffix: str, tmp_path: Path) -> None:
-    """The same rows in another order: some of the bytes that a row had are another row now, and would be trained on without a word."""
+    """The file is rewritten with the same rows in another order. A read of a row then fails,
+    because the row's bytes may belong to another row, which would be trained on silently.
+    """
     path = write_rows(tmp_path / f"table{suffix}", PLAIN)
     read = open_rows(path)
     assert list(read) == PLAIN
@@ -92,7 +96,9 @@ def test_any_json_is_found_wherever_a_chunk_ends(
 
 
 def without_nulls(row: dict) -> dict:
-    """By another way: json's own hook sees every object."""
+    """Remove nulls in a way that is independent of the code under test: the json module's hook
+    receives every object.
+    """
     return json.loads(json.dumps(row), object_pairs_hook=lambda pairs: {key: value for key, value in pairs if value is not None})
 
 
@@ -123,7 +129,7 @@ def without_nulls(row: dict) -> dict:
 )
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
 def test_a_list_that_is_cut_off_or_goes_on(content: str, said: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a file is left out without a word, wherever a chunk ends."""
+    """No part of a file is ignored silently, wherever a chunk ends."""
     monkeypatch.setattr(list_rows, "_CHUNK", chunk)
     path = tmp_path / "bad.json"
     path.write_text(content)
@@ -225,12 +231,16 @@ read = open_rows(Path(sys.argv[1]))
 assert [row["id"] for row in read] == list(range(len(read)))
 print(len(read), peak_mib() - before)
 """
-"""VmHWM and not ru_maxrss, which a child inherits from the process that started it."""
+"""READS uses VmHWM instead of ru_maxrss, because a child inherits ru_maxrss from its parent
+process.
+"""
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_memory_does_not_grow_with_the_file(suffix: str, tmp_path: Path) -> None:
-    """A file of 240 MB or more, Parquet in a single row group, is opened and read to its end within 100 MiB."""
+    """A file of at least 240 MB (Parquet with a single row group) is opened and read to its end
+    with less than 100 MiB of additional memory.
+    """
     path = tmp_path / f"large{suffix}"
     run = {"cwd": ROOT, "check": True, "timeout": 120, "env": {"PATH": "", "TMPDIR": str(tmp_path)}}
     num_rows = 30_100 if suffix == ".parquet" else 15_000

@@ -1,4 +1,4 @@
-"""Rows of tables as text. Oracle: csv and pandas reading the whole file."""
+"""Tests rows of CSV and TSV files. Oracle: csv and pandas reading the whole file."""
 
 import csv
 import io
@@ -20,7 +20,9 @@ FIELD = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 @settings(deadline=None)
 @given(st.lists(st.lists(FIELD, min_size=3, max_size=3), max_size=8), st.sampled_from([".tsv", ".csv"]), st.booleans())
 def test_every_table_is_read_as_it_was_written(rows: list[list[str]], suffix: str, marked: bool) -> None:
-    """Quotation marks, tabs and line ends in fields, with a byte order mark or without; empty fields are absent."""
+    """Fields may contain quotation marks, tabs and line ends, and the file may have a byte order
+    mark. Empty fields are absent from the row.
+    """
     text = io.StringIO()
     writer = csv.writer(text, delimiter="\t" if suffix == ".tsv" else ",")
     writer.writerows([["a", "b b", "\u00fc"], *rows])
@@ -33,7 +35,9 @@ def test_every_table_is_read_as_it_was_written(rows: list[list[str]], suffix: st
 
 
 def test_a_picture_is_written_once(tmp_path: Path) -> None:
-    """Other rows name the index of the row that has it, before it or behind it; what names no row stays."""
+    """An image that is stored in one row can be referenced from earlier and later rows by the index
+    of that row. Other values stay unchanged.
+    """
     rows = [{"index": 3, "image": "5"}, {"index": 5, "image": "x" * 65}, {"index": 6, "image": "5"}, {"index": 7, "image": "a.png"}]
     pd.DataFrame(rows).to_csv(tmp_path / "t.tsv", sep="\t", index=False)
     assert [row["image"] for row in open_rows(tmp_path / "t.tsv")] == ["x" * 65] * 3 + ["a.png"]
@@ -71,7 +75,7 @@ def test_a_file_that_changes_under_a_run_is_no_other_question(tmp_path: Path) ->
 
 
 def test_a_json_file_may_be_one_object(tmp_path: Path) -> None:
-    """Over several lines; on one it is a line as any other."""
+    """An object on several lines is one row. An object on a single line is a JSON line."""
     (tmp_path / "one.json").write_text('{\n "a": 1,\n "b": [2]\n}\n')
     (tmp_path / "line.json").write_text('{"a": 1}\n{"a": 2}\n')
     assert list(open_rows(tmp_path / "one.json")) == [{"a": 1, "b": [2]}] and list(open_rows(tmp_path / "line.json")) == [

@@ -1,4 +1,6 @@
-"""Forms and flags of other trainers' transcripts. Oracles: messages by hand, one meaning in every form, pixels we painted."""
+"""Tests the transcript formats and loss flags of other trainers. Oracles: messages by hand, the
+same conversation in every format, and the colors of generated images.
+"""
 
 import json
 import tempfile
@@ -13,7 +15,7 @@ from tests.support.transcripts import REPLY, SHAREGPT_MESSAGES, USER, load_conve
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -25,7 +27,7 @@ HALF = [("user", "Which?"), ("MASKED", "bad"), ("user", "Which?"), ("assistant",
 IMAGE = {"type": "image"}
 WHICH = {"type": "text", "text": "Which?"}
 READ = {
-    # forms
+    # formats
     "messages of OpenAI": ({"messages": [USER, REPLY]}, PLAIN),
     "messages in conversations": ({"conversations": [USER, REPLY]}, PLAIN),
     "from and value in messages": ({"messages": SHAREGPT_MESSAGES}, PLAIN),
@@ -92,7 +94,7 @@ READ = {
         {"messages": [USER, REPLY, {"role": "tool", "name": "crop", "tool_call_id": "1", "content": ""}, REPLY]},
         [*PLAIN, ("tool",), ("assistant", "Red.")],
     ),
-    # flags
+    # loss flags
     "loss": (reply_pair_row(loss=False), HALF),
     "weight of OpenAI": (reply_pair_row(weight=0), HALF),
     "trainable": (reply_pair_row(trainable=False), HALF),
@@ -118,7 +120,7 @@ READ = {
     ),
     "a user that is not learned": ({"messages": [USER | {"loss": 0}, REPLY | {"loss": 1}]}, PLAIN),
     "a row that is learned": ({"weight": 1, "messages": [USER, REPLY]}, PLAIN),
-    # pictures
+    # images
     "Qwen's script": (
         {"image": "red.png", "conversations": [SHAREGPT_MESSAGES[0] | {"value": "<image>\nWhich?"}, SHAREGPT_MESSAGES[1]]},
         SHOWN,
@@ -182,7 +184,9 @@ def test_a_form_is_read(name: str, tmp_path: Path) -> None:
     "name", ["loss", "weight of OpenAI", "loss_scale of ms-swift", "alpaca with history", "Qwen's script", "TRL's pictures"]
 )
 def test_a_form_is_read_alike_from_parquet(name: str, tmp_path: Path) -> None:
-    """Where a column of messages has one type, and a key that a message lacks is null."""
+    """All messages of a Parquet column have the same keys, and a missing key is null. The
+    messages are read as from JSON.
+    """
     row, expected = READ[name]
     assert load_conversation(tmp_path, row, suffix=".parquet") == expected
 

@@ -1,4 +1,6 @@
-"""What a transcript holds and the trainer does not read is refused with file, row, field and remedy. Oracle: rows by hand."""
+"""Tests that transcript content that the trainer does not read is refused with file, row, field and
+remedy. Oracle: rows written by hand.
+"""
 
 from pathlib import Path
 
@@ -11,7 +13,7 @@ CHAT, IMAGE = [USER, REPLY], {"type": "image"}
 LEARNED = r"must be 0, 1, true or false, is"
 VIDEO, MEDIA = r"is not read; .*videos and audio are not read", r"is not read; pictures stand in the column images"
 REFUSED = {
-    # flags
+    # loss flags
     "a weight between": (reply_pair_row(weight=0.5), rf"messages\[1\].weight: {LEARNED} 0.5"),
     "a weight above": (reply_pair_row(weight=2), rf"messages\[1\].weight: {LEARNED} 2"),
     "loss as a word": (reply_pair_row(loss="false"), rf"messages\[1\].loss: {LEARNED} 'false'"),
@@ -114,7 +116,7 @@ REFUSED = {
     "image_url": (user_row("x", image_url="https://a.b/c"), r"image_url: .* is a URL, and URLs are not read; download the picture"),
     "image_0": (user_row("x", image_0="red.png"), rf"image_0: .+ and {MEDIA}"),
     "two columns of pictures": (user_row("x", image="red.png", images=["blue.png"]), "image and images: each name pictures; keep one"),
-    # places
+    # image placeholders
     "<video>": (user_row("<video>Why?"), r"messages\[0\]: holds <video>, which stands for media"),
     "<audio>": (user_row("Hear <audio>!"), r"messages\[0\]: holds <audio>, which stands for media"),
     "<img> of Qwen-VL": (user_row("Picture 1: <img>red.png</img>"), r"messages\[0\]: holds <img>, which stands for media"),
@@ -158,7 +160,7 @@ REFUSED = {
         user_row([IMAGE | {"image": "red.png"}], images=["blue.png"]),
         "images: 1 pictures for 0 places",
     ),
-    # parts
+    # message parts
     "a part of video": (
         user_row([{"type": "video", "video": "a.mp4"}]),
         r"messages\[0\].content\[0\]: a part of type video is not read: transcripts show",

@@ -1,4 +1,6 @@
-"""Conversations for the warm start. Oracles: messages by hand, one meaning in every spelling, pixels we painted."""
+"""Tests transcripts for SFT. Oracles: messages by hand, the same conversation in every format, and
+the colors of generated images.
+"""
 
 import base64
 import pickle
@@ -13,7 +15,7 @@ from tests.support.data_files import SUFFIXES, make_png, write_rows
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -30,7 +32,7 @@ SAID = [
     ("user", "Look: ", "blue", "!"),
     ("assistant", "It is blue."),
 ]
-"""Roles and parts; a color is a picture of it."""
+"""Roles and message parts; a color stands for an image of this color."""
 SPELLINGS = {
     "parts with their pictures": {
         "messages": [
@@ -86,7 +88,7 @@ SPELLINGS = {
 
 
 def said(messages: list) -> list[tuple]:
-    """What SAID would be for these messages; a tool speaks as the user does."""
+    """Return the messages in the form of SAID. The role `tool` is returned as `user`."""
     colors = {(255, 0, 0): "red", (0, 0, 255): "blue"}
     return [
         (
@@ -101,7 +103,7 @@ def said(messages: list) -> list[tuple]:
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_every_spelling_means_the_same(spelling: str, suffix: str, tmp_path: Path) -> None:
     row = SPELLINGS[spelling]
-    if suffix == ".parquet" and spelling == "parts with their pictures":  # a column has one type
+    if suffix == ".parquet" and spelling == "parts with their pictures":  # all values of a Parquet column have the same type
         row = {"messages": [{**turn, "content": [text(turn["content"])] if isinstance(turn["content"], str) else turn["content"]}
                             for turn in row["messages"]]}  # fmt: skip
     read = load_transcripts([str(write_rows(tmp_path / f"sft{suffix}", [row, row]))], images_root="")

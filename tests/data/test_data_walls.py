@@ -1,4 +1,6 @@
-"""Files of questions and pictures that stand for more than they hold, or that lead elsewhere: one line, 100 MB, 10 s, nothing left."""
+"""Tests data files and images that expand to far more than their size, or that refer to other
+files. Each is refused with one line, within 100 MB and 10 s, and without temporary files.
+"""
 
 import fcntl
 import json
@@ -29,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a Parquet file's copy lies."""
+    """Return the folder for the copies of Parquet files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     return tmp_path
 
@@ -42,7 +44,10 @@ def made(folder: Path, name: str, make: object) -> Path:
 
 @pytest.mark.parametrize("name", bombs.PARQUETS)
 def test_a_parquet_file_takes_what_its_size_allows(name: str, folder: Path, copies: Path) -> None:
-    """The one text is security.md 10: 1 KB that wrote 2.5 GB. All that is left is the lock. By itself, pyarrow takes GiB for a batch."""
+    """A Parquet file is refused within 100 MB and 20 s of CPU time, and only the lock file remains.
+    One of the files has 1 KB and would expand to 2.5 GB. pyarrow itself would use GiBs for a
+    batch.
+    """
     path = made(folder, f"{name}.parquet", bombs.PARQUETS[name])
     (own,) = measure_reads(("rows", path))
     assert own.error.startswith("ValueError: ") and "could not be read as Parquet" in own.error and "\n" not in own.error
@@ -52,7 +57,9 @@ def test_a_parquet_file_takes_what_its_size_allows(name: str, folder: Path, copi
 
 
 def test_a_parquet_file_is_read_below_limits_of_the_users_own(tmp_path: Path) -> None:
-    """A cluster's `ulimit -t` is hard and lower than what the copy would take for itself."""
+    """The copy works with user limits below its own limits, such as a cluster's hard `ulimit
+    -t`.
+    """
     pq.write_table(pa.table({"question": ["?"]}), tmp_path / "one.parquet")
     command = f"ulimit -t 5; exec {sys.executable} -P {parquet_copy.__file__} {tmp_path}/one.parquet {tmp_path}/one.arrow"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -66,7 +73,9 @@ def test_by_itself_pyarrow_takes_the_memory(name: str, folder: Path) -> None:
 
 
 def test_arrow_files(folder: Path) -> None:
-    """Compressed zeros, two thousand million rows, a text that ends far behind its column. By itself pyarrow inflates the first."""
+    """Compressed zeros, two thousand million rows, and a text that ends far behind its column are
+    refused. As a control, pyarrow itself expands the first file.
+    """
     paths = [
         made(folder, "zeros.arrow", bombs.arrow_of_one_column),
         made(folder, "nulls.arrow", bombs.arrow_of_nulls),
@@ -79,7 +88,7 @@ def test_arrow_files(folder: Path) -> None:
 
 
 def test_arrow_files_that_are_compressed_are_read(tmp_path: Path) -> None:
-    """The wall is against what they would take, not against compression."""
+    """The limit applies to the expanded size; compression itself is permitted."""
     table = pa.table({"question": ["one", "two"] * 50, "answer": pa.array(["a", "b"] * 50).dictionary_encode()})
     path = tmp_path / "small.arrow"
     with (
@@ -91,7 +100,9 @@ def test_arrow_files_that_are_compressed_are_read(tmp_path: Path) -> None:
 
 
 def test_deep_rows_and_great_pictures(folder: Path) -> None:
-    """security.md 24: 900 lists in one another, a picture of 200 GB of nothing; and a JPEG that has its last pass 3000 times."""
+    """900 nested lists, sparse images of 200 GB, and a JPEG with 3000 copies of its last scan are
+    refused.
+    """
     deep, scans = made(folder, "deep.jsonl", bombs.json_of_depth), made(folder, "scans.jpg", bombs.jpeg_of_scans)
     bombs.write_sparse_file(folder / "sparse.png", 200 * bombs.GIB, b"\x89PNG")
     bombs.write_sparse_file(folder / "sparse.tif", 200 * bombs.GIB, b"II*\0\x08\0\0\0\x01\0\x0e\x01\x02\0\xff\xff\xff\xff\x10\0\0\0")
@@ -110,7 +121,9 @@ def rows_that_name(path: Path, *pictures: object) -> str:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Path:
-    """own/ with a data file's pictures, private/ with somebody's, a link between them."""
+    """Create own/ with the images of a data file, private/ with another user's image, and links
+    between them.
+    """
     for name in ("own/pictures", "private"):
         (tmp_path / name).mkdir(parents=True)
         Image.new("RGB", (30, 30)).save(tmp_path / name / "x.png")
@@ -121,7 +134,9 @@ def disk(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["../private/x.png", "{disk}/private/x.png", "link.png", "linked/x.png", "pictures/../../private/x.png"])
 def test_rows_name_pictures_below_their_folder(name: str, disk: Path) -> None:
-    """security.md 18: by .., by an absolute path, through a link; as text and as a mapping. The line says what lets them."""
+    """An image outside the data file's folder is refused: with .., as an absolute path, and through
+    a link, as text and as a mapping. The error names the setting that permits the folder.
+    """
     name = name.format(disk=disk)
     for given in (name, {"path": name}):
         data = rows_that_name(disk / "own" / "rows.jsonl", "pictures/x.png", given)
@@ -131,7 +146,9 @@ def test_rows_name_pictures_below_their_folder(name: str, disk: Path) -> None:
 
 
 def test_what_users_name_themselves_is_theirs(disk: Path) -> None:
-    """task.data.images, a folder in task.data.train, and absolute paths below the data file's own folder need no further word."""
+    """task.data.images, a folder in task.data.train, and absolute paths below the data file's
+    folder need no additional setting.
+    """
     data = rows_that_name(disk / "own" / "rows.jsonl", "x.png", str(disk / "own" / "pictures" / "x.png"))
     assert len(load_questions([data], images_root=str(disk / "private"), name="train")) == 2
     (disk / "own" / "data").mkdir()
@@ -141,7 +158,7 @@ def test_what_users_name_themselves_is_theirs(disk: Path) -> None:
 
 
 def test_a_hub_data_set_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There every file is a link to blobs/, out of its folder."""
+    """Every file of a dataset in the hub's cache is a link to blobs/, outside of its folder."""
     home = tmp_path / "datasets--org--name"
     snapshot = home / "snapshots" / ("0" * 40)
     for part in (home / "blobs", home / "refs", snapshot):
@@ -156,7 +173,9 @@ def test_a_hub_data_set_in_the_cache_is_read(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_copier_whose_starter_was_killed_keeps_others_from_its_copy(tmp_path: Path) -> None:
-    """Two that write one file would make a third: what is begun again waits until the first one, which knows nothing of it, has ended."""
+    """A copy process whose parent was killed keeps the lock until it ends. A second process
+    therefore cannot write to the same file at the same time.
+    """
     pq.write_table(pa.table({"a": [1, 2]}), tmp_path / "rows.parquet")
     (tmp_path / "slow.py").write_text("import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n")
     begin = (

@@ -1,4 +1,6 @@
-"""Which files of a folder are read, and formats that are not. Oracles: `datasets` itself, files written by other libraries."""
+"""Tests which files of a folder are read, and which formats are refused. Oracles: the `datasets`
+library, and files written by other libraries.
+"""
 
 import bz2
 import gzip
@@ -28,13 +30,13 @@ datasets.disable_progress_bars()
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
 
 def write_arrow(path: Path, table: pa.Table) -> None:
-    """As Parquet, or as Arrow's file format."""
+    """Write the table as Parquet or in Arrow's file format."""
     if path.suffix == ".parquet":
         pq.write_table(table, path)
         return
@@ -52,7 +54,9 @@ def fails(name: object, said: str) -> None:
 
 
 def test_a_folder_that_was_saved_twice_is_read_as_datasets_does(tmp_path: Path) -> None:
-    """Shards of the first save lie beside those of the second."""
+    """Only the shards of the second save are read; the shards of the first save are in the same
+    folder.
+    """
     table, saved = datasets.Dataset.from_list(ROWS), tmp_path / "saved"
     table.save_to_disk(saved, num_shards=3)
     table.select(range(2)).save_to_disk(saved, num_shards=1)
@@ -63,7 +67,7 @@ def test_a_folder_that_was_saved_twice_is_read_as_datasets_does(tmp_path: Path) 
 
 
 def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None:
-    """A split of an earlier save lies beside; splits have names of their own."""
+    """A split of an earlier save in the same folder is not read, and splits may have any name."""
     saved = tmp_path / "saved"
     table = datasets.Dataset.from_list(ROWS)
     (table.select(range(3))).save_to_disk(saved / "old")
@@ -87,7 +91,7 @@ def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None
         ),
         (["a-00000-of-00001-0123456789abcdef", "a-00000-of-00001-fedcba9876543210"], "holds a-00000-of-00001 more than once; "),
         (["train-00000-of-00002", "train-00001-of-00002"], ""),
-        (["train-00001-of-00002", "train-00002-of-00002"], ""),  # counted from 1
+        (["train-00001-of-00002", "train-00002-of-00002"], ""),  # numbered from 1
         (["a-00000-of-00001", "b-00000-of-00002", "b-00001-of-00002"], ""),
         (["a-00000-of-00002-0123456789abcdef", "a-00001-of-00002-fedcba9876543210"], ""),
         (["part-7", "part-9"], ""),
@@ -111,7 +115,9 @@ def test_shards_are_all_there_and_of_one_set(names: list[str], said: str, tmp_pa
 
 
 def test_files_of_one_kind_are_read_together(tmp_path: Path) -> None:
-    """JSON lines by both of their suffixes, and both kinds of tables. Files of a later kind describe the data."""
+    """JSON lines with either suffix are read together, and so are CSV and TSV. Files of a format
+    with lower precedence are treated as descriptions of the data.
+    """
     rows = [json.dumps(row) + "\n" for row in ROWS]
     texts = {
         "lines": {"a.jsonl": rows[0], "b.ndjson": rows[1], "c.json": "[]"},
@@ -125,7 +131,9 @@ def test_files_of_one_kind_are_read_together(tmp_path: Path) -> None:
 
 
 def test_an_old_view_that_was_saved_is_refused(tmp_path: Path) -> None:
-    """datasets before 1.9 wrote all rows and, in a file of their own, which of them count."""
+    """Before version 1.9, datasets saved all rows, and the indices of the selected rows in a
+    separate file.
+    """
     folder = tmp_path / "saved"
     folder.mkdir()
     write_arrow(folder / "dataset.arrow", pa.Table.from_pylist(ROWS))
@@ -171,7 +179,7 @@ def test_a_key_that_a_row_has_twice_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_a_map_is_a_mapping(suffix: str, tmp_path: Path) -> None:
-    """Arrow's type map, as Spark and DuckDB write it."""
+    """A column of Arrow's map type, as written by Spark and DuckDB, is read as a mapping."""
     kind = pa.map_(pa.string(), pa.string())
     table = pa.table({"question": ["?"], "reward_model": pa.array([[("ground_truth", "7")]], kind), "x": pa.array([[("a", "b")]], kind)})
     path = tmp_path / f"a{suffix}"
@@ -204,7 +212,7 @@ def test_suffixes_in_capitals(suffix: str, tmp_path: Path) -> None:
 
 
 def packed(path: Path) -> Path:
-    """A file of rows in the format of its suffix."""
+    """Write ROWS to a file in the format of its suffix."""
     lines = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
     opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
     if path.suffix in opened:
@@ -252,13 +260,15 @@ def test_content_that_is_not_what_the_suffix_says(made: str, name: str, said: st
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le"])
 def test_utf_16_is_named(encoding: str, tmp_path: Path) -> None:
-    """With a byte order mark, and without one."""
+    """UTF-16 is detected with and without a byte order mark."""
     (tmp_path / "a.csv").write_bytes("question,answer\nq,1\n".encode(encoding))
     fails(tmp_path / "a.csv", "is in UTF-16 in spite" if encoding == "utf-16" else "its first row holds NUL bytes; is it in UTF-16")
 
 
 def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
-    """An archive of pictures beside the rows is not data, and neither is another format."""
+    """Compressed data and incomplete downloads are refused. An archive of images next to the rows
+    is not data, and neither is compressed data in another format.
+    """
     folder = tmp_path / "data"
     folder.mkdir()
     write_rows(folder / "a.jsonl", ROWS)
@@ -288,14 +298,18 @@ def test_tables_that_are_separated_by_something_else(name: str, text: str, said:
 
 
 def test_answers_of_a_table_stay_text(tmp_path: Path) -> None:
-    """Oracle: the text itself. Blanks around the names of columns are not of the names."""
+    """The answers of a table are not converted. Spaces around column names are removed. Oracle: the
+    text itself.
+    """
     given = ["007", "1e5", "NA", "nan", "None", "true", "1,000", "-0", "2024-01-02"]
     (tmp_path / "a.csv").write_text("question , answer\n" + "".join(f'q,"{text}"\n' for text in given))
     assert answers(tmp_path / "a.csv") == given
 
 
 def test_a_table_that_pandas_wrote_with_its_index(tmp_path: Path) -> None:
-    """Oracle: pandas, which names the column so when it reads it."""
+    """The unnamed index column gets the same name as in pandas, which is the oracle. Other unnamed
+    columns are refused.
+    """
     frame = pd.DataFrame(ROWS)
     frame.to_csv(tmp_path / "a.csv")
     assert list(open_rows(tmp_path / "a.csv")) == pd.read_csv(tmp_path / "a.csv", dtype=str).to_dict("records")
@@ -307,7 +321,9 @@ def test_a_table_that_pandas_wrote_with_its_index(tmp_path: Path) -> None:
 
 
 def test_labels_are_read_by_their_names(tmp_path: Path) -> None:
-    """Oracle: `datasets`, which wrote the numbers. Where a column is a list or a mapping of labels, too."""
+    """Class labels are read as their names, also in lists and mappings. Oracle: the `datasets`
+    library, which wrote the numbers.
+    """
     names = datasets.ClassLabel(names=["cat", "dog"])
     other = {"all": datasets.Sequence(names), "s": {"kind": names, "n": datasets.Value("int8")}}
     features = datasets.Features({"question": datasets.Value("string"), "answer": names, **other})
@@ -340,7 +356,9 @@ def test_a_schema_that_says_nonsense_is_no_error(metadata: bytes, tmp_path: Path
 
 
 def test_a_folder_of_imagefolder_is_read_as_it_is(tmp_path: Path) -> None:
-    """metadata.csv beside its pictures, also where splits are folders. Oracle: `datasets` on the same folder."""
+    """A folder with metadata.csv and images is read, also with one folder per split. Oracle:
+    `datasets` on the same folder.
+    """
     for split, color in (("train", "red"), ("test", "blue")):
         (tmp_path / "flat" / split).mkdir(parents=True)
         (tmp_path / "flat" / split / "0.png").write_bytes(make_png(color))

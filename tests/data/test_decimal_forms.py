@@ -1,4 +1,6 @@
-"""Numbers of files keep the digits that a reply has. Oracles: JSON's text, repr of doubles and of numpy's float32s, decimals by hand."""
+"""Tests that numbers from files keep the digits that a response has. Oracles: the text of the JSON
+file, repr of doubles and of numpy's float32, and decimals by hand.
+"""
 
 import json
 import pickle
@@ -18,12 +20,12 @@ from megatron_rl.rewards.answer import compare_by_rules
 
 
 def plain(number: object) -> str:
-    """The number's own text, without an exponent."""
+    """Return the number's own text, without an exponent."""
     return format(Decimal(str(number)), "f")
 
 
 def held_in(value: float, kind: pa.DataType) -> str:
-    """What a column's value becomes: pyarrow hands a float32 over as a double."""
+    """Return the text of a column's value. pyarrow returns a float32 as a double."""
     text = decimal_text(with_decimal_forms(pa.array([value], kind)[0].as_py(), kind))
     assert text is not None
     return text
@@ -35,7 +37,9 @@ def warnings_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.float32()], ids=str)
 def test_multiples_of_powers_of_one_half_earn_by_their_own_digits(kind: pa.DataType) -> None:
-    """k/256 to k/8192, as measurements in binary steps are, also beside a whole number."""
+    """Multiples of 1/256 to 1/8192, such as measurements in binary steps, match their own digits,
+    also when added to a whole number.
+    """
     values = [whole + k / 2**n for n in range(8, 14) for k in range(1, 4033, 9) for whole in (0, 3)]
     values += [128.015625, 16384.0625, 0.126953125]
     lost = [value for value in values if np.float32(value) == value and compare_by_rules(held_in(value, kind), plain(value)) is not True]
@@ -44,7 +48,9 @@ def test_multiples_of_powers_of_one_half_earn_by_their_own_digits(kind: pa.DataT
 
 
 def test_random_numbers_earn_by_their_own_digits() -> None:
-    """A float32's own digits are numpy's; a tie of its exact value is rounded half up by the comparison, and half to even by numpy."""
+    """Doubles become their repr, and float32 values match numpy's digits. Ties are excluded: the
+    comparison rounds them half up, and numpy rounds them half to even.
+    """
     rng = random.Random(0)
     values = [rng.uniform(-1, 1) * 10 ** rng.randint(-4, 12) for _ in range(2000)]
     assert not [value for value in values if held_in(value, pa.float64()) != plain(value)]
@@ -56,7 +62,9 @@ def test_random_numbers_earn_by_their_own_digits() -> None:
 
 
 def test_decimals_of_five_digits_survive_32_bits() -> None:
-    """In a float32 column, and in a double column that was one: pandas widens silently."""
+    """Decimals of up to five digits keep their digits in a float32 column, and in a double column
+    that was converted from float32, as pandas does silently.
+    """
     rng = random.Random(1)
     for _ in range(2000):
         wanted = Decimal(rng.randint(1, 99_999)).scaleb(-rng.randint(0, 6))
@@ -74,7 +82,7 @@ JSON_NUMBERS = [
 
 
 def test_numbers_of_json_keep_their_digits(tmp_path: Path) -> None:
-    """As a column, and in the structs that hold an answer."""
+    """The digits are kept in a column, and in the structs that contain an answer."""
     path = tmp_path / "q.jsonl"
     forms = ('"answer": {}', '"reward_model": {{"ground_truth": {}}}', '"extra_info": {{"answer": {}}}')
     path.write_text("\n".join(f'{{"question": "q", {form.format(text)}}}' for form in forms for text, _ in JSON_NUMBERS))
@@ -93,7 +101,7 @@ def test_an_exponent_that_cannot_be_written_out_is_refused(text: str, tmp_path: 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_narrow_floats_in_structs_maps_and_dictionaries(suffix: str, tmp_path: Path) -> None:
-    """The same answer twice is one answer: the second column is not named as another."""
+    """Equal answers in two columns are one answer, so the second column causes no warning."""
     single = pa.array([0.1, 128.015625], pa.float32())
     columns = {
         "reward_model": pa.StructArray.from_arrays([single], ["ground_truth"]),
@@ -115,7 +123,9 @@ def test_narrow_floats_in_structs_maps_and_dictionaries(suffix: str, tmp_path: P
 
 
 def test_widened_numbers_that_were_written_as_text_are_named(tmp_path: Path) -> None:
-    """Text and JSON keep their digits, and a reply of 0.1 would earn nothing."""
+    """Texts and JSON keep the digits of the widened number, so a response of 0.1 would not match.
+    The warning names such numbers.
+    """
     for name, answer in {"q.jsonl": "0.10000000149011612", "t.jsonl": '"12.34000015258789"'}.items():
         path = tmp_path / name
         path.write_text(f'{{"question": "q", "answer": {answer}}}\n' * 2)

@@ -1,4 +1,6 @@
-"""Answers that are probably not meant are named with their count and first row. Truths by hand."""
+"""Tests the warnings about answers that are probably unintended, with the number of rows and the
+first row. The expected results are written by hand.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,7 @@ WRITTEN = "column answer is a list or a mapping, written as text"
 
 
 def named(folder: Path, rows: Sequence[Mapping[str, object]]) -> list[str]:
-    """The warnings about answers of a file with these rows."""
+    """Return the warnings about the answers of a file with these rows."""
     path = folder / "q.jsonl"
     path.write_text("\n".join(json.dumps({"question": "Which?"} | row) for row in rows))
     return [line for line in load_questions([str(path)], images_root="", name="train").warnings if "column answer" in line]
@@ -93,5 +95,7 @@ def test_a_second_box_is_named_once(answer: str, is_named: bool, tmp_path: Path)
     [("[red, blue]", True), ("[red car, blue]", True), ("[B, C]", False), ("[a, b]", False), ("[red]", False), (r"[\pi, \infty]", False)],
 )
 def test_a_list_without_quotation_marks_is_named(answer: str, is_named: bool, tmp_path: Path) -> None:
-    """Of letters it is a set of choices, and equals `B, C`; of two letters or numbers it may be an interval."""
+    """A list of letters is a set of choices and equals `B, C`. Two letters or numbers may be an
+    interval.
+    """
     assert any(WRITTEN in line for line in named(tmp_path, [{"answer": answer}])) is is_named

@@ -1,4 +1,6 @@
-"""Columns of questions: which hold pictures, and which are not read although they matter. Oracles: colors we painted, lines by hand."""
+"""Tests which columns of questions contain images, and the warnings about unread columns that
+matter. Oracles: the colors of generated images, and messages by hand.
+"""
 
 import base64
 import json
@@ -60,7 +62,7 @@ def test_names_of_picture_columns(name: str, tmp_path: Path) -> None:
 
 def test_pictures_as_bytes_and_lists_in_a_text(tmp_path: Path) -> None:
     assert colors(tmp_path, {"image_bytes": IN_BASE64}) == ["red"]
-    for text in ('["red.png", "blue.png"]', "['red.png', 'blue.png']"):  # pandas writes the second one into tables
+    for text in ('["red.png", "blue.png"]', "['red.png', 'blue.png']"):  # pandas writes the second form into tables
         assert colors(tmp_path, {"images": text}) == ["red", "blue"]
 
 
@@ -95,7 +97,9 @@ def test_columns_that_contradict_each_other(row: dict, error: str, tmp_path: Pat
     ],
 )
 def test_where_a_picture_comes_from_is_no_second_picture(row: dict, tmp_path: Path) -> None:
-    """As data sets of COCO's pictures and MathVista have it. Two columns that are both there contradict each other, see above."""
+    """A second column with the origin of the image is ignored, as in datasets with COCO images and
+    in MathVista. Two columns that both name images are an error.
+    """
     found = look(tmp_path, row)
     assert (found.errors, found.column_warnings, found.num_images) == ([], [], 1)
     (line,) = look(tmp_path, {"image": "no.png", "img": "nor.png"}).errors
@@ -105,7 +109,7 @@ def test_where_a_picture_comes_from_is_no_second_picture(row: dict, tmp_path: Pa
 
 
 def test_a_name_that_tasks_read_is_no_picture_of_its_own(tmp_path: Path) -> None:
-    """image_file_name names the row's pictures for the code of task=visual_python."""
+    """image_file_name names the row's images for the code of task=visual_python."""
     assert look(tmp_path, {"image": "red.png", "image_file_name": "blue.png"}).column_warnings == []
     (error,) = look(tmp_path, {"image_file_name": "blue.png"}).errors
     assert error.startswith("q.jsonl row 0: column image_file_name looks like paths of pictures that exist and is not read: ")
@@ -155,9 +159,11 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
     ids=range(28),
 )
 def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path: Path) -> None:
-    """An error where a row has no other picture, by file and number of rows; a warning beside one that is read.
+    """An unread column with images is an error if the row has no other image, and a warning
+    otherwise. The message has the file and the number of rows.
 
-    Names of files that are not there, and web addresses, may say where the picture that is read comes from.
+    File names that do not exist and web addresses cause no warning next to an image that is read,
+    because they may state its origin.
     """
     blind = look(tmp_path, *[{"shot": value}] * 3)
     (error,) = blind.errors
@@ -187,7 +193,7 @@ def test_values_that_are_no_pictures(value: object, tmp_path: Path) -> None:
 
 
 def test_the_same_picture_by_another_name(tmp_path: Path) -> None:
-    """A name of the picture that is read is no other picture."""
+    """A second column with the name of the image that is read causes no warning."""
     found = look(tmp_path, {"image": "red.png", "file_name": "red.png", "source": "./red.png"})
     assert (found.errors, found.column_warnings, found.num_images) == ([], [], 1)
     other = look(tmp_path, {"image": "red.png", "file_name": "blue.png"})
@@ -207,14 +213,14 @@ def test_the_same_picture_by_another_name(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_videos_and_audio_are_refused(column: str, value: object, looks: str, tmp_path: Path) -> None:
-    """Beside a picture that is read, too."""
+    """They are refused even if the row has an image that is read."""
     for more in ({}, {"image": "red.png"}):
         (error,) = look(tmp_path, {column: value} | more).errors
         assert error.startswith(f"q.jsonl row 0: column {column} {looks} and is not read: ")
 
 
 def test_keys_of_mm_hint_and_structs_that_hold_media(tmp_path: Path) -> None:
-    """What task.data.columns cannot name has another remedy."""
+    """Columns that task.data.columns cannot name have a different remedy."""
     for row, column in (
         ({"mm_hint": {"hint_type": "image", "hint_paths": ["red.png"]}}, "mm_hint.hint_paths"),
         ({"reward_model": {"ground_truth": "B", "image": "red.png"}}, "reward_model.image"),
@@ -248,7 +254,7 @@ def test_numbers_under_the_name_of_a_video_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Image", "Video", "Audio"])
 def test_the_type_in_a_files_schema(kind: str, tmp_path: Path) -> None:
-    """Whatever the bytes are: `datasets` wrote what they stand for."""
+    """The type in the schema is used whatever the bytes are, because `datasets` has written it."""
     struct = {"bytes": datasets.Value("binary"), "path": datasets.Value("string")}
     table = datasets.Dataset.from_list([ASKED | {"shot": {"bytes": b"???", "path": None}}], features=datasets.Features({
         "question": datasets.Value("string"), "answer": datasets.Value("string"), "shot": struct,
@@ -264,7 +270,9 @@ def test_the_type_in_a_files_schema(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["Video", "Audio"])
 def test_the_type_of_a_field_in_a_files_schema(kind: str, tmp_path: Path) -> None:
-    """A struct, and a list of structs, beside a picture that is read: bytes of an unknown format would be taken for one more picture."""
+    """The type of a field in a struct or a list of structs is found. The row also has an image that
+    is read; without the type, bytes of an unknown format would count as an additional image.
+    """
     feature = {"_type": kind, "decode": False}
     clip = {"bytes": b"???", "path": None}
     for column, features, value in (
@@ -370,7 +378,9 @@ def test_the_same_question_in_messages_is_no_second_one(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_one_object_around_its_rows(tmp_path: Path) -> None:
-    """As COCO and VQA v2 are published. Conversations are no rows."""
+    """COCO and VQA v2 are published in this form. The error names keys that may contain the rows,
+    except conversations.
+    """
     for given, hint in (
         ({"info": {}, "questions": [{"question": "What?", "image_id": 1}]}, r" \(the rows may be in questions: write that list,"),
         ({"images": [{"id": 1}], "annotations": [{"caption": "x"}]}, r" \(the rows may be in images or annotations: "),
@@ -384,7 +394,9 @@ def test_a_file_that_is_one_object_around_its_rows(tmp_path: Path) -> None:
 
 
 def test_columns_that_only_some_rows_fill(tmp_path: Path) -> None:
-    """Nulls in a JSON file, empty cells in a table: the one row that has a value is found."""
+    """A value in only one row is found among nulls in a JSON file and among empty cells in a
+    table.
+    """
     found = look(tmp_path, *[{"image": "red.png", "shot": None}] * 50, {"shot": "red.png"}, {"image": "red.png"})
     assert found.errors == [f"q.jsonl row 50: column shot looks like paths of pictures that exist and is not read (1 of 52 rows): {CHOOSE}"]
     (tmp_path / "q.csv").write_text("question,answer,shot\n" + "q,a,\n" * 5 + "q,a,red.png\n")
@@ -401,7 +413,9 @@ def test_data_without_pictures_is_warned_of(tmp_path: Path) -> None:
 
 
 def test_a_missing_column_is_one_line(tmp_path: Path) -> None:
-    """Of 100 rows, with empty cells; of several files; of some rows."""
+    """A missing column causes one error for 100 rows with empty cells, for several files, and for
+    only some of the rows.
+    """
     (tmp_path / "train.csv").write_text("filename,question,label\n" + "red.png,What?,red\n" * 99 + "red.png,What?,\n")
     (error,) = survey_questions(open_questions([str(tmp_path / "train.csv")], images_root="", name="train")).errors
     remedy = "Columns: filename, question, label. Name yours: 'task.data.columns={answer: label}'"
@@ -425,7 +439,7 @@ def test_a_missing_column_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ours", ["images", "id", "data_source"])
 def test_a_chosen_column_that_no_row_has(ours: str, tmp_path: Path) -> None:
-    """What would be recognised is not read in its place, in silence."""
+    """A column with a recognized name is not silently read in place of the named one."""
     row = {"image": "red.png", "id": 3, "data_source": "vstar"}
     found = look(tmp_path, row, row, columns=ColumnSettings(**{ours: "typo"}))
     assert found.errors == [f"task.data.columns.{ours}=typo: no row has that column; columns: question, answer, image, id, data_source"]

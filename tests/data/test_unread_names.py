@@ -1,4 +1,6 @@
-"""Columns that nothing reads are named in one line, of questions and of transcripts. Oracles: lines by hand, hydra's own parser."""
+"""Tests that unread columns are named in one line, for questions and for transcripts. Oracles:
+messages by hand and Hydra's own parser.
+"""
 
 import shlex
 import tempfile
@@ -45,7 +47,9 @@ def talks(tmp_path: Path, *rows: dict, ignored: tuple[str, ...] = ()) -> Transcr
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".csv", ".arrow"])
 def test_one_line_names_all_columns_that_nothing_reads(suffix: str, tmp_path: Path) -> None:
-    """The row is the first one that has such a column; those that later rows have first are in the same line."""
+    """The line names the first row that has such a column. Columns that first occur in later rows
+    are in the same line.
+    """
     rows = [ASKED, ASKED | {"distractors": "a cat"}, ASKED | {"level": "3"}]
     path = tmp_path / f"q{suffix}"
     if suffix == ".csv":
@@ -91,7 +95,7 @@ def test_one_line_names_all_columns_that_nothing_reads(suffix: str, tmp_path: Pa
     ],
 )  # fmt: skip
 def test_columns_of_questions_that_are_named(row: dict, column: str, tmp_path: Path) -> None:
-    """Not named are those that are empty, that name the row, or that have the answer once more."""
+    """Empty columns, identifiers of the row, and columns that repeat the answer are not named."""
     if row.get("id"):
         with pytest.raises(ValueError, match="index: must be text or a whole number"):
             load_questions([str(write_rows(tmp_path / "q.jsonl", [ASKED | row]))], images_root="", name="train")
@@ -103,7 +107,9 @@ def test_columns_of_questions_that_are_named(row: dict, column: str, tmp_path: P
 
 @pytest.mark.parametrize("name", ["level", "a.b", "Unnamed: 0", "null", "True", "3", "a,b", 'a"b', "a'b", "a\\", "\u00e4", "x]", "$x", ""])
 def test_the_setting_that_the_line_names(name: str, tmp_path: Path) -> None:
-    """As hydra reads it from the command line. Nothing is named any more, and the values still travel in extra."""
+    """Hydra parses the setting in the message to the names of the columns. With this setting,
+    nothing is named any more, and the values stay in extra.
+    """
     (line,) = look(tmp_path, ASKED | {name: "x", "more": "y"}).unread_columns
     (setting, *words) = shlex.split(line.partition("in extra; ")[2])
     assert words == ["ignores", "them"]
@@ -117,7 +123,9 @@ def test_the_setting_that_the_line_names(name: str, tmp_path: Path) -> None:
 
 
 def test_what_is_ignored_and_what_is_not(tmp_path: Path) -> None:
-    """Warnings about a column go, errors stay; a column that is read cannot be ignored."""
+    """An ignored column causes no warnings, but still causes errors. A column that is read cannot
+    be ignored.
+    """
     choices = {"A": "a cat", "B": "a dog", "options": ["a cat", "a dog"]}
     assert len(look(tmp_path, ASKED | choices).column_warnings) == 2
     quiet = look(tmp_path, ASKED | choices, ignored=("A", "B", "options", "typo"))
@@ -176,7 +184,9 @@ def test_columns_of_transcripts_that_are_named(row: dict, tmp_path: Path) -> Non
 
 
 def test_columns_of_transcripts_that_are_read(tmp_path: Path) -> None:
-    """Of every form; identifiers, empty columns, and what the export of recorded rollouts writes."""
+    """No column of any format is named, and neither are identifiers, empty columns and the columns
+    of exported rollouts.
+    """
     for row in (
         {"messages": [USER | {"id": 3, "date": "1 May"}, REPLY | {"turn": 0}], "images": {"path": "red.png", "width": None}},
         TALK | {"system": "Be kind.", "id": 3, "source": "x", "level": None, "tools": [], "loss": 1},
@@ -191,7 +201,9 @@ def test_columns_of_transcripts_that_are_read(tmp_path: Path) -> None:
 
 
 def test_data_that_the_tools_make_is_quiet(tmp_path: Path) -> None:
-    """Visual search's `things` are ignored by the settings of its experiment, and nothing else is."""
+    """The settings of the visual search experiment ignore `things`. No other column of the
+    generated data is unread.
+    """
     sprites = make_visual_search.split_sprites("shapes", source=None)["train"]
     rows = [*make_visual_search.make_rows("train", num=2, seed=0, level="easy", sprites=sprites, images=None)]
     with (tmp_path / "wheel").open("wb") as file, zipfile.ZipFile(file, "w") as wheel:

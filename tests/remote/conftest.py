@@ -1,4 +1,6 @@
-"""Two real servers for all tests of this folder, which take a while to start, and a run without any."""
+"""Starts two real servers for all tests of this folder, and one run without servers for
+comparison.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +26,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture(scope="session")
 def colocated(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> Path:  # noqa: ANN001
-    """The folder of a run of server_engine_run.py with an engine in its own process."""
+    """Return the run directory of a server_engine_run.py run with a colocated engine."""
     folder = tmp_path_factory.mktemp("colocated") / "run"
     torchrun(1, SUPPORT / "server_engine_run.py", random_model, folder, timeout_s=280)
     return folder

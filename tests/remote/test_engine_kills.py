@@ -1,4 +1,6 @@
-"""Runs that start two servers themselves, and lose one of them at seeded moments: no step is lost, nothing that is trained changes."""
+"""Tests runs that start two servers themselves and lose one of them at seeded moments: no step is
+lost, and the training results do not change.
+"""
 
 import itertools
 import json
@@ -14,7 +16,9 @@ from tests.support.engine_kills_run import METHODS, PHASES, draw_kills
 
 SCRIPT = SUPPORT / "engine_kills_run.py"
 SEED, LONG_SEED, STALE_SEED = 165, 1, 351
-"""The first begins with a kill in a transfer and an end with code 0 in generation."""
+"""The first kill of SEED happens in a transfer, and the second is an exit with code 0 during
+generation.
+"""
 
 
 def kills_of(folder: Path) -> list[dict]:
@@ -22,7 +26,9 @@ def kills_of(folder: Path) -> list[dict]:
 
 
 def test_moments_are_of_all_kinds() -> None:
-    """And the same for the same seed."""
+    """The moments include all pairs of phase and method and both servers, and depend only on the
+    seed.
+    """
     chosen = draw_kills(LONG_SEED, 20)
     assert {(kill.phase, kill.method) for kill in chosen} == set(itertools.product(PHASES, METHODS))
     assert {kill.server for kill in chosen} == {0, 1} and chosen == draw_kills(LONG_SEED, 20) != draw_kills(LONG_SEED + 1, 20)
@@ -30,7 +36,9 @@ def test_moments_are_of_all_kinds() -> None:
 
 @pytest.mark.timeout(900)
 def test_a_killed_engine_changes_nothing(colocated: Path, random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Twice in three steps. The first one is back, with weights that it was given anew, before the second goes."""
+    """A run of three steps loses a server twice. The server of the first loss has been restarted
+    and has received the current weights before the second loss. Oracle: a colocated run.
+    """
     folder = tmp_path / "run"
     said = torchrun(1, SCRIPT, random_model, folder, SEED, 2, timeout_s=880)
     kills = kills_of(folder)
@@ -44,8 +52,10 @@ def test_a_killed_engine_changes_nothing(colocated: Path, random_model: Path, tm
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """run.max_staleness=1, while turns of two steps are under way: no episode fails, every prompt is trained on once, its rewards count
-    once, and every token has the logprob of its version."""
+    """With run.max_staleness=1 and episodes in progress across steps, no episode fails. Every
+    prompt is trained on once, each reward counts once, and every token has the logprob of its
+    weight version.
+    """
     words = ("run.max_staleness=1", "run.steps=5")
     torchrun(1, RUN, random_model, tmp_path / "whole", *words, timeout_s=800)
     said = torchrun(1, SCRIPT, random_model, tmp_path / "run", STALE_SEED, 2, *words, timeout_s=900)
@@ -67,7 +77,9 @@ def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path
 @pytest.mark.long
 @pytest.mark.timeout(5400)
 def test_twenty_killed_engines_change_nothing(random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """In generation, in pause and in transfer; killed, stopped, and ended with code 0. Each is back before the next one goes."""
+    """Servers are killed, stopped, and exit with code 0, during generation, pause and transfer.
+    Each server is back before the next loss. Oracle: a colocated run.
+    """
     words = ("run.steps=22", "engine.health_timeout_s=5")
     torchrun(1, RUN, random_model, tmp_path / "colocated", *words, timeout_s=1200)
     said = torchrun(1, SCRIPT, random_model, tmp_path / "run", LONG_SEED, 20, *words, timeout_s=5000)

@@ -1,4 +1,6 @@
-"""Engines on real servers: what they sample, with what probability; what the engine in this process is held to, and that engine itself."""
+"""Tests engines on real servers: the sampled tokens and their logprobs, with the same checks as a
+colocated engine, and against a colocated engine.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -49,12 +51,14 @@ def engine(urls: list[str], random_model: Path, renderer: Renderer) -> Iterator[
 
 
 def test_frequencies_follow_the_probabilities(engine: ServerEngine, hf: Qwen2_5_VLForConditionalGeneration, renderer: Renderer) -> None:
-    """By 3,000 seeds."""
+    """The frequencies over 3,000 seeds match the probabilities of transformers' model."""
     frequencies_follow_the_probabilities(engine, hf, renderer)
 
 
 def test_it_samples_what_the_engine_in_this_process_does(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:
-    """The same tokens with the same logprobs, on whichever server, in conversations with pictures; their version is that of the weights."""
+    """For conversations with images, both servers sample the same tokens as a colocated engine,
+    with equal logprobs, and label them with the version of the weights.
+    """
     samplings = [SamplingSettings(max_tokens=24, temperature=1.0, seed=2**40 + index) for index in range(12)]
     contexts = (make_prompts(renderer) * 2)[: len(samplings)]
     with open_engine(random_model, renderer) as local:
@@ -68,8 +72,10 @@ def test_it_samples_what_the_engine_in_this_process_does(engine: ServerEngine, r
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, tmp_path: Path) -> None:
-    """Where limits are close to each other, a second resize, as the server's would be, makes it smaller (5 x 4 tokens of 7 x 5). By a
-    server of one process, and by one of two that halve the model."""
+    """The server must not resize an image again. With narrow limits, a second resize would shrink
+    it from 7 x 5 to 5 x 4 tokens. The server runs with one process, or with two processes that
+    split the model. Oracle: a colocated engine.
+    """
     limits = {"min_pixels": 19_600, "max_pixels": 20_000}
     renderer = Renderer(ModelSettings(path=str(random_model), **limits))
     context = renderer.prompt([user_message("what is this?", make_picture(0, 168, 112).resize((150, 100)))])
@@ -87,7 +93,9 @@ def test_a_picture_is_read_as_the_renderer_made_it(tp: int, random_model: Path, 
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """By picture of a request: the server, and the picture's key, or nothing where that went in its place."""
+    """Record for each image of a request the server, and the image's key if the image itself was
+    sent, else ''.
+    """
     told: list[tuple[str, str]] = []
     shown = GenerateClient.image_reference
 
@@ -101,7 +109,9 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 
 def test_a_picture_is_sent_once_to_each_server(engine: ServerEngine, renderer: Renderer, sent: list[tuple[str, str]]) -> None:
-    """In what follows its key is enough, in the rest of the same turn, too; a server that has forgotten it is sent it again."""
+    """Later requests refer to the image by its key, including the rest of the same turn. A server
+    that has dropped the image receives it again.
+    """
     context = renderer.prompt([user_message("Look.", make_picture(51, 112, 56))])
 
     async def episode() -> None:
@@ -117,14 +127,16 @@ def test_a_picture_is_sent_once_to_each_server(engine: ServerEngine, renderer: R
     engine.run(episode())
     keys = [image.key for image in context.images]
     assert {url for url, _ in sent} <= {sent[0][0]}, "an episode stays with its server"
-    third = ["", "", keys[2], *keys[:3], "", "", ""]  # asked for by what the server has forgotten, for its first token, for the rest
+    third = ["", "", keys[2], *keys[:3], "", "", ""]  # refused, then resent with all images for the first token, then the rest
     assert [key for _, key in sent] == [keys[0], "", "", keys[1], "", "", *third]
 
 
 def test_a_group_that_begins_together_sends_its_picture_once(
     engine: ServerEngine, renderer: Renderer, random_model: Path, sent: list[tuple[str, str]]
 ) -> None:
-    """To each server; what is sampled is what the engine in this process samples, the first token of who sends it, too."""
+    """The image is sent once to each server. The sampled tokens equal those of a colocated engine,
+    including the first token of the turn that sends the image.
+    """
     contexts = [renderer.prompt([user_message("Look.", make_picture(61, 112, 56))]) for _ in range(8)]
     samplings = [SamplingSettings(12, 1.0, seed=index) for index in range(8)]
     with open_engine(random_model, renderer) as local:
@@ -139,7 +151,10 @@ def test_a_group_that_begins_together_sends_its_picture_once(
 
 
 def test_a_stop_text_over_the_first_token_of_who_sends_a_picture(engine: ServerEngine, renderer: Renderer, random_model: Path) -> None:
-    """No request has sampled it whole: it ends the turn where the engine in this process ends it, at its second token."""
+    """A stop text that spans the first token of the turn that sends the image, and the second
+    token, is found although no single request sampled it whole. It ends the turn at the second
+    token, as in a colocated engine.
+    """
     context = renderer.prompt([user_message("Look.", make_picture(62, 112, 56))])
     with open_engine(random_model, renderer) as local:
         for seed in range(40):
@@ -155,7 +170,7 @@ def test_a_stop_text_over_the_first_token_of_who_sends_a_picture(engine: ServerE
 
 
 def test_episodes_are_spread_over_the_servers(engine: ServerEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each goes to the least busy one, and stays there."""
+    """Each episode is assigned to the least busy server and stays there."""
     asked: dict[int, list[str]] = {}
     ask = GenerateClient.generate
 
@@ -181,7 +196,10 @@ def test_episodes_are_spread_over_the_servers(engine: ServerEngine, renderer: Re
 
 
 def test_a_turn_that_was_cut_is_what_it_would_have_been(engine: ServerEngine, renderer: Renderer) -> None:
-    """Cut again and again by what an update does: ids, logprobs, stop texts (whole or cut in two) and stop ids as without."""
+    """Turns that are interrupted repeatedly by a pause, as in weight updates, have the same ids,
+    logprobs and ends as uninterrupted turns. Stop texts, whole or split between requests, and stop
+    ids are included.
+    """
     contexts = make_prompts(renderer) * 2
     stop = ("z", "the", "ing ")
     samplings = [SamplingSettings(80, 2.0, seed=index, stop=stop if index % 2 else ()) for index in range(len(contexts))]

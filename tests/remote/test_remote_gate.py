@@ -1,4 +1,6 @@
-"""A real server of vLLM behind the gate of engines: what a stranger, a web page and a client with the token can do."""
+"""Tests the access control of a real vLLM server: the permitted requests of a client without the
+token, a web page, and a client with the token.
+"""
 
 import socket
 import threading
@@ -18,14 +20,14 @@ PAGE = {"Host": "evil.example:18100", "Origin": "http://evil.example", "Content-
 
 @contextmanager
 def trap() -> Iterator[tuple[str, list[bytes]]]:
-    """An address that notes who comes."""
+    """Serve a URL that records the requests it receives."""
     heard: list[bytes] = []
 
     def listen() -> None:
         while True:
             try:
                 line, _ = listener.accept()
-            except OSError:  # it is closed
+            except OSError:  # the listener is closed
                 return
             with line:
                 heard.append(line.recv(300))

@@ -1,4 +1,6 @@
-"""Whole GRPO runs whose engines are servers: what is trained on them is what is trained on engines in the run's own processes."""
+"""Tests whole GRPO runs on inference servers. The training results equal those of a run with a
+colocated engine.
+"""
 
 import os
 import re
@@ -29,7 +31,9 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
 
 
 def assert_alike(folder: Path, other: Path, *, num_steps: int = 3) -> None:
-    """Step by step the same rewards, losses and gradients, and the evaluation of what was learned."""
+    """Check that two runs have equal rewards, losses and gradients in every step, and equal
+    evaluations.
+    """
     ours, theirs = steps_of(folder), steps_of(other)
     assert len(ours) == len(theirs) == num_steps
     for step, expected in zip(ours, theirs, strict=True):
@@ -47,7 +51,9 @@ def assert_alike(folder: Path, other: Path, *, num_steps: int = 3) -> None:
 
 
 def mean_gradients(folder: Path) -> dict[str, torch.Tensor]:
-    """By parameter what Adam has averaged of all steps' gradients: its first moment in the last checkpoint."""
+    """Return Adam's first moment of each parameter in the last checkpoint, which averages the
+    gradients of all steps.
+    """
     reader = FileSystemReader(list_checkpoints(folder / "checkpoints")[-1])
     kept = {name: kept for name, kept in reader.read_metadata().state_dict_metadata.items() if name.startswith("optimizer.state.exp_avg.")}
     moments = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in kept.items()}
@@ -56,8 +62,11 @@ def mean_gradients(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str], random_model: Path, tmp_path: Path) -> None:
-    """Two servers, two trainers, pictures, three turns; and when all engines are gone in the middle, the run waits engine.outage_timeout_s
-    and no longer, keeps the steps that are done though no checkpoint was due, and ends with one line; the same command goes on later."""
+    """A run with two servers, two trainer ranks, images and three turns has the same results as a
+    colocated run. When all servers become unreachable, the run waits only for
+    engine.outage_timeout_s, saves the completed steps although no checkpoint is due, and ends with
+    one line. The same command resumes it.
+    """
     words = (*SERVER_ENGINE_OVERRIDES, "engine.outage_timeout_s=2", f"engine.token_file={write_token_file(tmp_path)}")
     folder = tmp_path / "run"
     with open_proxies(urls) as two:
@@ -82,7 +91,7 @@ def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str],
 
 
 def cut_after_a_step(two: Sequence[TcpProxy], folder: Path, cut: list[float]) -> None:
-    """`cut` is given when it was."""
+    """Close the proxies after the first step and append the time to `cut`."""
     deadline = time.monotonic() + LIMIT_S
     while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text().count("\n"):
         if time.monotonic() > deadline:
@@ -94,7 +103,9 @@ def cut_after_a_step(two: Sequence[TcpProxy], folder: Path, cut: list[float]) ->
 
 
 def test_it_goes_on_while_the_trainer_works(urls: list[str], random_model: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """run.max_staleness=1: what is trained on is one update old at most, and the engine's logprobs are those of each token's version."""
+    """With run.max_staleness=1, rollouts are at most one update old, and the engine's logprobs are
+    those of each token's weight version.
+    """
     words = (
         *SERVER_ENGINE_OVERRIDES,
         "run.max_staleness=1",

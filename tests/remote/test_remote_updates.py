@@ -1,4 +1,6 @@
-"""New weights for real servers: proven on arrival, and every token's logprob is that of its own version, whatever caches hold."""
+"""Tests weight updates of real servers: the weights are verified on arrival, and every token's
+logprob is that of its own weight version, whatever the caches contain.
+"""
 
 import asyncio
 import time
@@ -32,7 +34,10 @@ def engine(urls: list[str], policies: list[Policy], renderer: Renderer) -> Itera
 
 
 def played(engine: ServerEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
-    """Each version but the last serves until a third more of all is said."""
+    """Run all episodes.
+
+    Each version except the last serves until another third of all turns is generated.
+    """
     conversations = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
     episodes: list[asyncio.Task[None]] = []
 
@@ -59,7 +64,10 @@ def played(engine: ServerEngine, renderer: Renderer, policies: list[Policy]) -> 
 
 
 def test_every_token_is_of_its_version(engine: ServerEngine, renderer: Renderer, policies: list[Policy]) -> None:
-    """Turns that an update cuts go on with it, on the tokens that are there: a trainer of each version agrees with its own tokens alone."""
+    """Turns that an update interrupts continue with the new weights after the existing tokens. A
+    trainer with a given version agrees with the logprobs of this version's tokens and with no
+    others.
+    """
     rollouts = played(engine, renderer, policies)
     versions = {version for rollout in rollouts for version in rollout.sequences[0].weight_versions if version >= 0}
     assert versions == set(range(VERSIONS))
@@ -109,7 +117,9 @@ def test_what_old_weights_computed_is_noticed(
 
 
 def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: ServerEngine, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server that got it is out and serves nothing; the other one goes on. The next update, whole, brings it back."""
+    """If one bit of the weights changes during the transfer, the server that received it is
+    unhealthy, and the other server continues. The next full update restores it.
+    """
     tensors = load_file(random_model / "model.safetensors")
     bad = engine.urls[1]
     send, num = Connection.send_bucket, 0
@@ -132,8 +142,10 @@ def test_a_bit_that_turns_over_on_the_way_is_noticed(engine: ServerEngine, rando
 
 
 def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, random_model: Path) -> None:
-    """vLLM's own /weight_checker, on CPUs: SHA-256 of every parameter. After one update both say the same; one that has another differs in
-    what was changed alone, and would not be let in beside the other."""
+    """vLLM's own /weight_checker computes the SHA-256 of every parameter (on CPUs). After an
+    update, both servers report the same values. A server with one changed parameter differs only in
+    this parameter and would not become healthy.
+    """
     tensors, (first, second) = load_file(random_model / "model.safetensors"), engine._servers
     engine.load_weights(iter(tensors.items()), version=15)
     began = time.perf_counter()
@@ -158,7 +170,7 @@ def label(engine: ServerEngine, url: str) -> str:
 
 @pytest.mark.parametrize("mistake", ["missing", "unknown", "misshapen"])
 def test_an_update_that_is_none_is_not_served(engine: ServerEngine, random_model: Path, mistake: str) -> None:
-    """No server takes it, and what they said tells why; the next one they take."""
+    """No server accepts the update, and the log names the reason. The next update is accepted."""
     tensors = load_file(random_model / "model.safetensors")
     name = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))
     changed = {
@@ -177,13 +189,15 @@ def test_an_update_that_is_none_is_not_served(engine: ServerEngine, random_model
 
 
 def test_two_runs_do_not_have_one_engine(engine: ServerEngine, urls: list[str], renderer: Renderer) -> None:
-    """The second is told whose it is; the first one goes on. Who is gone, or has let go, has it no more."""
+    """A second run is refused with the owner of the server, and the first run continues."""
     with pytest.raises(ValueError, match=f"^engine.urls={urls[0]}: cannot be had .*this engine is that of versions of a test"):
         connect_server_engine(urls, renderer, name="other").__enter__()
 
 
 def test_one_that_has_other_weights_is_given_those_that_are_served(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:
-    """As one that was started again has them: nobody asks it until it has all of them, and says so. Those who were with it go on."""
+    """A server with other weights, such as a restarted one, gets no requests until it has received
+    all weights and reports their label. Its interrupted requests are completed.
+    """
     engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=40)
     said: list[str] = []
     engine._health_monitor.log = said.append
@@ -197,7 +211,10 @@ def test_one_that_has_other_weights_is_given_those_that_are_served(engine: Serve
         return await asyncio.gather(*turns)
 
     async def until_back() -> str:
-        """Turns may have ended before it was looked at."""
+        """Wait until the server is healthy again.
+
+        The turns may have ended before its health check.
+        """
         while not said or not all(each.is_healthy for each in engine._servers):
             await asyncio.sleep(0.1)
         return await engine._health_monitor.check_version(server)

@@ -1,4 +1,4 @@
-"""The contract of rollout/server_backend.py, with a real server of vLLM."""
+"""Tests the interface of rollout/server_backend.py with a real vLLM server."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +20,9 @@ LIMIT_S = 20.0
 
 
 def test_a_server_keeps_the_contract(urls: list[str], random_model: Path, renderer: Renderer) -> None:
-    """Its label is that of the weights it was given, its counters move with its tokens alone, and an abort returns what was sampled."""
+    """The label is that of the received weights, the counters change only with generated tokens,
+    and an abort returns the tokens sampled so far.
+    """
     context = renderer.prompt([user_message("Count.")])
     with connect_server_engine(urls[:1], renderer, name="contract") as engine:
         engine.load_weights(iter(load_file(random_model / "model.safetensors").items()), version=6)

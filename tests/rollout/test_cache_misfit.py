@@ -1,4 +1,6 @@
-"""What vLLM 0.32.0 says of a KV cache that does not fit, in terms of our settings. The texts are its own, as it raised them here."""
+"""Tests that vLLM 0.32.0's KV-cache errors are translated into this project's settings. The error
+texts are the ones that vLLM raised on this project's machines.
+"""
 
 import re
 from pathlib import Path
@@ -19,7 +21,7 @@ LARGE = (
 
 
 def test_too_small_says_to_what() -> None:
-    """0.315 GiB, the most that is written as 0.31, are 322.56 MiB."""
+    """The error recommends 323 MiB: 0.31 GiB may be a rounded 0.315 GiB, which is 322.56 MiB."""
     settings = EngineSettings(kv_cache_mib=1, max_model_len=1024)
     said = "engine.kv_cache_mib=1: too small for engine.max_model_len=1024; raise it to 323, or lower the latter"
     assert kv_cache_error(SMALL, settings, cuda=False) == said

@@ -1,4 +1,6 @@
-"""The event loop of an engine that is LocalEngine but for vLLM: what it waits for, and what it does not. With vLLM: tests/parity."""
+"""Tests the event loop of a colocated engine: which work blocks the loop and which does not. The
+engine is ColocatedEngine with a stand-in for vLLM; tests with vLLM are in tests/parity.
+"""
 
 import asyncio
 import gc
@@ -34,13 +36,16 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture
 def engine(random_model: Path, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> tuple[ColocatedEngine, FixedCore]:
-    monkeypatch.setattr(colocated, "VllmCore", None)  # and back again afterwards
+    monkeypatch.setattr(colocated, "VllmCore", None)  # restored at the end of the test
     return fixed_engine(random_model, renderer, step_s=STEP_S, max_model_len=9000)
 
 
 @pytest.fixture
 def seen(renderer: Renderer, engine: tuple[ColocatedEngine, FixedCore], monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Engine steps when a picture began to be rendered, and when it was done, which takes RENDER_S."""
+    """Return a list of the engine's step counts before and after each image is rendered.
+
+    Rendering takes RENDER_S.
+    """
     image, steps = renderer.image, []
 
     def slow(picture: Picture) -> Image:
@@ -60,12 +65,14 @@ def asked(color: int, size: tuple[int, int] = LARGE) -> list[Message]:
 
 
 def of_length(num: int) -> SamplingSettings:
-    """A reply of exactly so many tokens, as FixedCore reads a seed."""
+    """Return settings for a response of exactly `num` tokens; FixedCore derives the length from the
+    seed.
+    """
     return SamplingSettings(max_tokens=num, temperature=1.0, seed=num - 1)
 
 
 async def beside(engine: ColocatedEngine, act: Callable[[], object]) -> None:
-    """`act` while another episode's long reply is under way."""
+    """Run `act` while a long response of another episode is in progress."""
     other = asyncio.create_task(engine.generate([65], [], of_length(2000)))
     await asyncio.sleep(5 * STEP_S)
     await act()
@@ -75,7 +82,9 @@ async def beside(engine: ColocatedEngine, act: Callable[[], object]) -> None:
 def test_steps_go_on_while_pictures_are_rendered(
     engine: tuple[ColocatedEngine, FixedCore], renderer: Renderer, seen: list[tuple[int, int]]
 ) -> None:
-    """A prompt, an observation and a prompt anew. In 0.3 s the engine makes 60 steps where nothing else wants the processor."""
+    """The engine continues to step while the images of a prompt, an observation and a new prompt
+    are rendered. An otherwise idle engine takes 60 steps in 0.3 s; the test requires at least 6.
+    """
     conversation = TokenConversation(engine[0], renderer, LIMITS)
 
     async def episode() -> None:
@@ -92,7 +101,10 @@ def test_steps_go_on_while_pictures_are_rendered(
 def test_small_pictures_are_rendered_at_once(
     renderer: Renderer, engine: tuple[ColocatedEngine, FixedCore], seen: list[tuple[int, int]]
 ) -> None:
-    """So that requests come in the same order every time. One pixel more, over all pictures, and the loop goes on."""
+    """Small images are rendered in the event loop, so that requests have the same order in every
+    run. If the images of a prompt have MAX_INLINE_PIXELS in total, they are rendered in a
+    thread.
+    """
     width, height = LARGE
 
     async def episode() -> None:
@@ -109,7 +121,9 @@ def test_small_pictures_are_rendered_at_once(
     False),
 ])  # fmt: skip
 def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop itself, which the episodes of engines elsewhere share by the thousand, renders no picture of theirs."""
+    """Large images are rendered in a thread. For servers, images of every size are, because
+    thousands of episodes share the event loop. Text without images is rendered in the loop.
+    """
     settings = EngineSettings(mode=kind, urls=["http://a:1"] if kind == "server" else [])
     renderer, threads = Renderer(ModelSettings(path=str(random_model)), max_inline_pixels=max_inline_pixels(settings)), []
     prompt = renderer.prompt
@@ -136,7 +150,10 @@ def test_who_renders(kind: str, size: tuple[int, int] | None, is_aside: bool, ra
 def test_the_prompt_of_a_group_is_rendered_once(
     renderer: Renderer, colors: tuple[int, ...], num_rendered: int, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other objects with the same pixels are the same pictures. Members of a group whose messages differ have prompts of their own."""
+    """Images with equal pixels are the same image even if they are different objects. Members of a
+    group with different messages get separate prompts. Oracle: each member's prompt, rendered
+    alone.
+    """
     rendered, prompt, opening = [], renderer.prompt, SharedPrompt(renderer, 4)
     monkeypatch.setattr(renderer, "prompt", lambda messages: (rendered.append(messages), prompt(messages))[1])
     members = [TokenConversation(None, renderer, LIMITS, opening) for _ in range(4)]
@@ -154,8 +171,9 @@ def test_the_prompt_of_a_group_is_rendered_once(
 
 @pytest.mark.parametrize("colors", [(7, 7, 7), (7, 8, 7)])
 def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, colors: tuple[int, ...]) -> None:
-    """Its pictures as they were given are nobody's then, while the episodes go on; and its patches are theirs and the renderer's. A member
-    that begins anew has the same prompt."""
+    """Once all members of a group have started, the shared prompt keeps neither the original images
+    nor the patches alive. A member that starts again later gets an equal prompt.
+    """
     opening = SharedPrompt(renderer, len(colors))
     members = [TokenConversation(None, renderer, LIMITS, opening) for _ in colors]
     shown = [asked(color) for color in colors]
@@ -183,7 +201,9 @@ def test_nothing_of_a_prompt_is_kept_once_a_group_has_begun(renderer: Renderer, 
 
 
 def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for ever for the first, which has failed, or was given up."""
+    """If rendering fails or is cancelled for the first member of a group, the other members render
+    the prompt themselves instead of waiting forever.
+    """
     opening, tries = SharedPrompt(renderer, 3), []
 
     def broken(messages: Sequence[Message]) -> None:
@@ -205,7 +225,9 @@ def test_a_prompt_that_cannot_be_rendered_is_everyones_own_trouble(renderer: Ren
 
 @pytest.mark.parametrize("num_iterations", range(4))
 def test_one_run_has_one_pump(engine: tuple[ColocatedEngine, FixedCore], num_iterations: int) -> None:
-    """Also where an episode left behind asks for a turn just when the run ends: a second pump would wait for followers that left."""
+    """A run has exactly one pump task, even if an episode of an earlier run requests a turn just as
+    that run ends. A second pump would wait for follower ranks that have left.
+    """
     colocated_engine, left_behind = engine[0], []
 
     async def wake() -> None:
@@ -214,7 +236,7 @@ def test_one_run_has_one_pump(engine: tuple[ColocatedEngine, FixedCore], num_ite
         colocated_engine._wake_event.set()
 
     async def main() -> None:
-        await asyncio.sleep(0.02)  # the pump waits
+        await asyncio.sleep(0.02)  # until the pump is idle
         left_behind.append(asyncio.create_task(wake()))
 
     async def count_pumps() -> int:

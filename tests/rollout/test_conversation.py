@@ -1,4 +1,6 @@
-"""What a conversation writes down: contexts, turns, and nothing that does not fit; and an episode without any tokens."""
+"""Tests the sequences and turns that a conversation records, the limits of a sequence, and an
+episode without tokens.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @dataclass
 class Talkative:
-    """An engine that says as many tokens as it may, and never ends a turn."""
+    """Engine that samples as many tokens as a request allows and never ends a turn."""
 
     weight_version: int = 4
     asked: list[SamplingSettings] = field(default_factory=list)
@@ -49,7 +51,7 @@ def hear(conversation: TokenConversation, text: str, *, is_new_prompt: bool) -> 
 
 
 def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
-    """The last reply is asked for no more tokens than there is room for."""
+    """The last response is requested with at most as many tokens as the sequence has left."""
     prompt = len(renderer.prompt(user("?")).token_ids)
     for room in (1, 5, 12, 40):
         engine = Talkative()
@@ -67,7 +69,9 @@ def test_no_context_outgrows_its_limit(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("num_held", [0, 3])
 def test_a_context_has_room_for_one_token_of_the_policy(num_held: int) -> None:
-    """Of a limit of 5 an observation may fill 4."""
+    """With a limit of 5 tokens, the observations may fill at most 4, so that one token of the
+    policy fits.
+    """
     held, limits = TokenSequence(), SequenceLimits(max_sequence_tokens=5, max_images=0)
     held.extend([1] * num_held)
     for num, end in ((4, None), (5, StopReason.MAX_TOKENS), (6, StopReason.MAX_TOKENS)):
@@ -78,7 +82,9 @@ def test_a_context_has_room_for_one_token_of_the_policy(num_held: int) -> None:
 
 @pytest.mark.parametrize("is_new_prompt", [False, True])
 def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, is_new_prompt: bool) -> None:
-    """Those of the message behind it, whether that goes on or begins anew; the last turn was not answered."""
+    """The images of a turn are the images of the observation that follows the turn, whether the
+    observation continues the sequence or starts a new one. The last turn has none.
+    """
     conversation = TokenConversation(Talkative(), renderer, SequenceLimits(max_sequence_tokens=400, max_images=3))
     asyncio.run(conversation.start(user("?")))
     pictures = [pil.new("RGB", (56, 56), color) for color in ("red", "green")]
@@ -91,7 +97,7 @@ def test_a_turn_has_the_pictures_that_answered_it(renderer: Renderer, is_new_pro
 
 
 def test_an_anew_prompt_is_a_context_of_its_own(renderer: Renderer) -> None:
-    """Together the two contexts would be too long."""
+    """The limit holds for each sequence separately: together, the two sequences would exceed it."""
     first, second = user("Where is it? " * 10), user("And now?")
     begins = [len(renderer.prompt(messages).token_ids) for messages in (first, second)]
     limits = SequenceLimits(max_sequence_tokens=sum(begins), max_images=0)
@@ -124,7 +130,7 @@ def test_what_does_not_fit_is_not_written(renderer: Renderer, is_new_prompt: boo
 
 @dataclass
 class Words:
-    """A conversation without tokens, as an OpenAI-compatible server would give it."""
+    """Conversation without tokens, such as one with an OpenAI-compatible server."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -144,7 +150,9 @@ class Words:
 
 
 class Listens(Env):
-    """An environment that answers each reply with its own words, for a reward of 1."""
+    """Environment that repeats each response in its observation and gives a reward of 1 per
+    turn.
+    """
 
     async def reset(self, seed: int) -> list[Message]:
         return user("Begin.")
@@ -153,7 +161,7 @@ class Listens(Env):
         return Step(messages=user(f"You said {text}."), reward=1.0, done=False)
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
 
 class ListensTask:

@@ -1,4 +1,6 @@
-"""An episode's limits and ends, with an engine that says what the test tells it to. Real engines play in tests/e2e and tests/parity."""
+"""Tests the limits and stop reasons of an episode with a scripted engine. Tests with real engines
+are in tests/e2e and tests/parity.
+"""
 
 import asyncio
 from collections.abc import Coroutine, Sequence
@@ -31,7 +33,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @dataclass
 class Scripted:
-    """An engine that says "ok" in every turn."""
+    """Engine that samples "ok" in every turn."""
 
     renderer: Renderer
     asked: list[SamplingSettings] = field(default_factory=list)
@@ -45,7 +47,9 @@ class Scripted:
 
 @dataclass
 class Looks(Env):
-    """Answers every reply with a picture of 56 x 56 (4 tokens), until `turns` replies were given."""
+    """Environment that answers each response with an image of 56 x 56 (4 tokens) and ends after
+    `turns` responses.
+    """
 
     turns: int = 99
     error: str = ""
@@ -122,7 +126,7 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
     assert (rollout.status, rollout.stop_reason, rollout.reason, rollout.source) == (Status.COMPLETED, StopReason.DONE, "enough", "mine")
     assert (rollout.question, rollout.answer, rollout.extra) == ("How many?", "4", '{"index": 7}')
     assert [turn.text for turn in rollout.turns] == ["ok"] * 3
-    # turn scores: none, 1, 2; their mean over the two that are steps is 1.5, weighted 0.75
+    # turn scores: none, 1, 2; the mean of the two that are steps is 1.5, weighted 0.75
     assert (rollout.reward, rollout.outcome_reward, rollout.reward_terms) == (1.75, 1.0, {"one": 1.0, "number": 1.5})
     assert [turn.step_score for turn in rollout.turns] == [None, 0.5, 1.0]
     assert [turn.reward_delta for turn in rollout.turns] == [0.0, 0.5, 0.25], "the mean so far moves from 0 to 1 to 1.5"
@@ -133,7 +137,9 @@ def test_the_environment_ends_it_and_the_rubric_scores_it(renderer: Renderer) ->
 
 
 def test_a_trace_names_its_tools(renderer: Renderer) -> None:
-    """A row of its own; the second turn's step is the last thing that the environment does."""
+    """An episode has its own row in the trace, and the row names the tools. The last environment
+    event is the second turn's step.
+    """
     trace, engine = StepTrace(1), Scripted(renderer)
     conversation = TokenConversation(engine, renderer, SETTINGS)
     told = {"settings": SETTINGS, "group": 4, "sample_index": 2, "timer": trace.episode_tracer(4, 2)}
@@ -197,7 +203,9 @@ def test_a_fault_of_ours_is_no_score(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("hangs_in", ["reset", "step"])
 def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, renderer: Renderer) -> None:
-    """It is cancelled and closed; one beside it ends as always. An environment's own TimeoutError is not taken for it."""
+    """An environment that exceeds env_timeout_s is cancelled and closed, and only its own episode
+    fails. A TimeoutError that the environment itself raises is not treated as this timeout.
+    """
 
     class Hanging(Looks):
         async def reset(self, seed: int) -> list[Message]:
@@ -251,7 +259,9 @@ def test_seeds_tell_group_sample_and_turn_apart(renderer: Renderer) -> None:
 
 
 def test_a_slow_tool_delays_only_its_own_episode(renderer: Renderer) -> None:
-    """One episode whose tool takes 0.5 s a turn beside nine quick ones: all of them are done before its second turn."""
+    """One episode with a tool of 0.5 s per turn runs together with nine fast episodes. All nine
+    finish before the slow one.
+    """
     order: list[int] = []
 
     async def numbered_episode(number: int) -> None:

@@ -1,4 +1,6 @@
-"""What of an example is recorded with its rollouts, by hand: texts and JSON, never pictures or bytes."""
+"""Tests which fields of an example are recorded with its rollouts: texts and JSON, never images or
+bytes. The expected values are written by hand.
+"""
 
 import json
 from pathlib import Path
@@ -40,7 +42,9 @@ def test_what_is_nested_without_end_is_cut() -> None:
 
 
 def test_fields_of_data_and_of_a_game(tmp_path: Path) -> None:
-    """Columns that the task does not know are in `extra`; a game has no reference answer."""
+    """Columns that the task does not use are recorded in `extra`. An example of a game has no
+    reference answer.
+    """
     row = {"question": "2 + 2?", "answer": 4, "data_source": "sums", "difficulty": {"level": 3}}
     (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
     paths = [str(tmp_path / "mine.jsonl")]

@@ -1,5 +1,7 @@
-"""Who of the servers is asked: the looks at one that dies, hangs, has other weights, or says that it is well and samples nothing. In the
-place of the wire are functions that answer as vLLM's servers do."""
+"""Tests the health monitor with servers that crash, hang, have other weights, or report to be
+healthy without generating tokens. The HTTP transport is replaced by functions that answer like
+vLLM's servers.
+"""
 
 import asyncio
 import json
@@ -23,7 +25,10 @@ GENERATE = "/inference/v1/generate"
 
 
 class Fake:
-    """A server. Its weights' label, whether it is there, answers and samples, and whether what it has sampled grows; what it was asked."""
+    """Inference server with switchable failures, which records the paths of its requests.
+
+    The label names its weights. `moves` makes the counter of generated tokens grow.
+    """
 
     def __init__(self, number: int) -> None:
         self.url, self.label = f"http://server{number}:1", "run.0"
@@ -32,7 +37,10 @@ class Fake:
         self.asked: list[str] = []
 
     gives_up = is_broken = False
-    """Another rank has it give up all that it does; its engine has died."""
+    """`gives_up`: another rank aborts all requests of the server.
+
+    `is_broken`: its engine has crashed.
+    """
 
     async def answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
@@ -60,14 +68,14 @@ class Fake:
 
 
 class Kept:
-    """A supervisor that starts nobody. What it was told."""
+    """Supervisor that starts no servers and records its calls."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, bool]] = []
         self.well: set[str] = set()
 
     def report_alive(self, url: str) -> None:
-        """Of no interest here."""
+        """Do nothing."""
 
     def report_healthy(self, url: str) -> None:
         self.well.add(url)
@@ -77,7 +85,7 @@ class Kept:
 
 
 class Giver:
-    """A sender that has given all servers their weights before it was asked."""
+    """Weight sender that sets the servers' labels without sending weights."""
 
     transfer_s = 0.0
 
@@ -98,7 +106,7 @@ class Giver:
         self.fakes[url].label, self.fakes[url].samples = "run.0", True
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -145,7 +153,9 @@ def room(request: pytest.FixtureRequest, fakes: list[Fake]) -> Iterator[Room]:
 
 
 def test_one_that_answers_and_samples_stays(room: Room, fakes: list[Fake]) -> None:
-    """Who has just sampled is not asked for a token; who has been idle is."""
+    """A server that responds and generates tokens stays healthy. A server that has generated tokens
+    recently gets no probe request; an idle server does.
+    """
     room.until(lambda: all(fake.asked.count(GENERATE) >= 3 for fake in fakes))
     assert all(server.is_healthy for server in room.servers) and room.told == [] and room.giver.admitted == []
     for server, fake in zip(room.servers, fakes, strict=True):
@@ -157,7 +167,10 @@ def test_one_that_answers_and_samples_stays(room: Room, fakes: list[Fake]) -> No
 
 
 def test_one_that_hangs_is_out_and_told(room: Room, fakes: list[Fake]) -> None:
-    """At the first look without an answer it is out, at the third it is one that hangs. It comes back by itself with the weights it had."""
+    """A server that hangs is unhealthy after the first failed check and reported as unresponsive
+    after the third. When it responds again with the same weights, it becomes healthy without an
+    update.
+    """
     fakes[1].answers = False
     room.until(lambda: not room.servers[1].is_healthy)
     assert (
@@ -175,7 +188,10 @@ def test_one_that_hangs_is_out_and_told(room: Room, fakes: list[Fake]) -> None:
 
 @pytest.mark.parametrize("trouble", ["refuses", "says 500"])
 def test_one_that_has_died_is_revived_at_once(room: Room, fakes: list[Fake], trouble: str) -> None:
-    """It may have ended, or be a server without its engine, which may go on for ever: vLLM's waits for its connections to close."""
+    """A server that refuses connections or returns 500 is reported for a restart. A server whose
+    engine has crashed may keep running forever, because vLLM's server waits until its connections
+    are closed.
+    """
     began = time.monotonic()
     fakes[0].is_there, fakes[0].is_broken = trouble != "refuses", trouble != "refuses"
     room.until(lambda: not room.servers[0].is_healthy)
@@ -188,7 +204,10 @@ def test_one_that_has_died_is_revived_at_once(room: Room, fakes: list[Fake], tro
 
 
 def test_one_that_samples_nothing_is_out(room: Room, fakes: list[Fake]) -> None:
-    """Though it says all is well: as a server does that was paused and not resumed. Others' are given all weights again, own ones end."""
+    """A server that reports to be healthy but generates no tokens is unhealthy, for example a
+    paused server that was never resumed. An external server receives all weights again; the run's
+    own server is restarted.
+    """
     fakes[0].samples = False
     room.until(lambda: not room.servers[0].is_healthy)
     assert f"engine {fakes[0].url}: says that it is well, and samples nothing within engine.health_timeout_s={PROBE_S}" in room.told
@@ -202,14 +221,18 @@ def test_one_that_samples_nothing_is_out(room: Room, fakes: list[Fake]) -> None:
 
 
 def test_one_that_is_busy_stays(room: Room, fakes: list[Fake]) -> None:
-    """A token of our own waits behind others' requests, while what it has computed grows."""
+    """A server stays healthy while the probe request waits behind other requests, as long as the
+    server's counter of generated tokens grows.
+    """
     fakes[0].samples, fakes[0].moves = False, True
     room.until(lambda: fakes[0].asked.count(GENERATE) >= 3)
     assert room.servers[0].is_healthy and room.told == []
 
 
 def test_one_that_gives_up_for_another_rank_is_as_before(room: Room, fakes: list[Fake]) -> None:
-    """In stays in; who is out comes in with a token that it has sampled alone."""
+    """Aborted probes change nothing: a healthy server stays healthy, and an unhealthy server
+    becomes healthy only once it completes a probe.
+    """
     for fake in fakes:
         fake.gives_up = True
     fakes[1].answers = False
@@ -230,7 +253,9 @@ def test_one_with_other_weights_is_given_those_that_are_served(room: Room, fakes
 
 
 def test_one_that_does_not_answer_is_given_no_update(room: Room, fakes: list[Fake]) -> None:
-    """Nobody waits for it; the update after it has answered is its, too. Where none answers all are tried."""
+    """Weight updates skip a server that does not respond, and include it again once it has
+    responded. If no server responds, the update is sent to all of them.
+    """
     fakes[1].answers = False
     room.until(lambda: not room.servers[1].is_responding)
     room.engine.load_weights(iter(()), version=1)
@@ -247,7 +272,7 @@ def test_one_that_does_not_answer_is_given_no_update(room: Room, fakes: list[Fak
 
 
 def test_a_rank_that_gives_no_weights_looks_as_well(fakes: list[Fake]) -> None:
-    """It mends nothing."""
+    """A rank without a weight sender monitors the servers, too, but never sends weights to them."""
     room = Room(fakes, own=False, gives=False)
     try:
         room.until(lambda: all(server.is_healthy for server in room.servers))
@@ -262,7 +287,9 @@ def test_a_rank_that_gives_no_weights_looks_as_well(fakes: list[Fake]) -> None:
 
 
 def test_turns_of_one_that_falls_go_on_elsewhere(room: Room, fakes: list[Fake]) -> None:
-    """Also those that are under way there."""
+    """If a server fails, its requests, including those in flight, are completed by the other
+    server.
+    """
     fakes[0].samples = fakes[1].samples = False
 
     async def main() -> list:

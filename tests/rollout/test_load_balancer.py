@@ -1,4 +1,6 @@
-"""Which engine plays which group: hand numbers, and two fleets in two threads that share a store."""
+"""Tests which engine runs which group: the assignment by position, and two rollout managers in two
+threads that share a store.
+"""
 
 import asyncio
 import threading
@@ -29,11 +31,11 @@ def renderer(random_model: Path) -> Renderer:
         (32, 8, 2, 256, 16),  # an even share of 128 episodes: all at once
         (32, 8, 2, 64, 8),  # 64 fit, which is half of the share
         (32, 8, 2, 100, 12),  # 12 whole groups fit
-        (32, 8, 2, 1, 8),  # no less than half of the share
-        (5, 4, 2, 8, 2),  # 3 for each, of which 2 at once
-        (1, 4, 3, 1, 1),  # two engines have nothing
+        (32, 8, 2, 1, 8),  # at least half of the share
+        (5, 4, 2, 8, 2),  # 3 for each engine, 2 of them at once
+        (1, 4, 3, 1, 1),  # two engines have none
         (500, 1, 4, 60, 63),  # 125 for each
-        (32, 8, 1, 64, 32),  # one engine shares with nobody
+        (32, 8, 1, 64, 32),  # a single engine
     ],
 )
 def test_every_engine_begins_with_what_it_holds(num_groups: int, size: int, num_engines: int, max_episodes: int, held: int) -> None:
@@ -50,7 +52,9 @@ def test_every_engine_begins_with_what_it_holds(num_groups: int, size: int, num_
 
 
 def test_some_of_a_round_are_dealt_as_all_of_it() -> None:
-    """Groups that are played again go where they were, as far as they were dealt by number."""
+    """When only some groups of a batch are run again, the groups that were assigned by position go
+    to the same engines as before.
+    """
     seats = [EngineRank(index=index, num_engines=2, max_episodes=8) for index in range(2)]
     hands = [seat.assign(range(10, 18), {12: 1, 13: 2, 16: 1}, assignment_id=1) for seat in seats]
     assert [(hand.own_groups, hand.remaining, hand.group_size, hand.capacity) for hand in hands] == [([12, 16], [], 2, 8), ([13], [], 2, 8)]
@@ -59,7 +63,10 @@ def test_some_of_a_round_are_dealt_as_all_of_it() -> None:
 
 
 def played_by(renderer: Renderer, engines: Sequence[DelayedEngine], *, num_groups: int, rounds: int = 1) -> list[list[list[Rollout]]]:
-    """By round, what each engine has played: 2 episodes of each of the groups, 4 at once."""
+    """Return, for each generation batch, the rollouts of each engine.
+
+    Each group has 2 episodes; max_episodes is 4.
+    """
     store, meeting, parts = dist.HashStore(), threading.Barrier(len(engines)), {}
     rounds_of: list[list[list[Rollout]]] = [[] for _ in range(rounds)]
 
@@ -87,7 +94,9 @@ def played_by(renderer: Renderer, engines: Sequence[DelayedEngine], *, num_group
 
 
 def test_the_faster_engine_plays_more_and_what_is_played_is_the_same(renderer: Renderer) -> None:
-    """Of 10 groups each begins with 3; 4 are left. In the next round it is the other way round."""
+    """Each engine starts with 3 of 10 groups. The faster engine also runs the remaining 4, and the
+    rollouts equal those of a single engine.
+    """
     engines = [DelayedEngine(reply_s=0.5), DelayedEngine(reply_s=0.005)]
     alone = strip_timings(make_rollout_manager(renderer).run_examples(EXAMPLES, num_samples=2, settings=EPISODE))
     ((slow, fast),) = played_by(renderer, engines, num_groups=10)
@@ -104,7 +113,9 @@ def test_every_round_has_a_count_of_its_own(renderer: Renderer) -> None:
 
 
 def test_an_engine_that_has_failed_takes_no_more_than_its_share(renderer: Renderer) -> None:
-    """It would be done with all that is left at once. Where all have failed every group is played all the same."""
+    """A failing engine runs only its even share, although it would finish all remaining groups at
+    once. If all engines fail, every group still runs.
+    """
     broken, whole = played_by(renderer, [DelayedEngine(fails_from=0), DelayedEngine(reply_s=0.02)], num_groups=10)[0]
     assert {rollout.stop_reason for rollout in broken} == {StopReason.PERMANENT_INFRA_ERROR} and len(
         {rollout.group for rollout in broken}
@@ -117,7 +128,9 @@ def test_an_engine_that_has_failed_takes_no_more_than_its_share(renderer: Render
 
 
 def test_what_an_episode_raises_ends_the_others(renderer: Renderer) -> None:
-    """A mistake in a program is no fault that is played again; what is under way is closed."""
+    """An exception in an episode, unlike an infrastructure error, is raised without retries. The
+    episodes in progress are cancelled.
+    """
 
     @dataclass
     class Mistaken(DelayedEngine):

@@ -1,4 +1,6 @@
-"""What joins prompts, engines, retries and devices: the fleet with an engine that says what the test tells it to."""
+"""Tests the rollout manager with a scripted engine: prompts, engines, retries, outages and the
+sharing of the device.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +29,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Pauses that a fleet makes, which take no time here."""
+    """Return the list of the manager's pauses, which take no time here."""
     made: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -38,7 +40,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def prompts(examples: list[Example], num: int, *, seed: int, rounds: Iterable[int]) -> list[str]:
-    """The names of what these rounds deal, one after the other."""
+    """Return the ids of the prompts of these generation batches, in order."""
     return [example.id for number in rounds for example in choose_prompts(examples, num, seed=seed, batch_index=number)]
 
 
@@ -52,7 +54,9 @@ def until(num_groups: int, seen: list[int] | None = None) -> Callable[[list[Roll
 
 
 def test_every_epoch_has_its_own_order_of_all_examples() -> None:
-    """Rounds of 4 of 10 examples: the third lies in two epochs. Seeds and epochs are shuffled each in its own way."""
+    """With batches of 4 out of 10 examples, the third batch spans two epochs. The order differs
+    between epochs and between seeds, and depends only on the seed and the batch index.
+    """
     dealt = prompts(EXAMPLES, 4, seed=3, rounds=range(5))
     names = {example.id for example in EXAMPLES}
     first, second = dealt[:10], dealt[10:]
@@ -64,7 +68,9 @@ def test_every_epoch_has_its_own_order_of_all_examples() -> None:
 
 
 def test_examples_with_probabilities_are_drawn_with_them() -> None:
-    """4000 draws; five standard deviations of a count of probability 0.2 are 126."""
+    """Each example's count in 4000 draws is within five standard deviations of its expectation. For
+    probability 0.2, that is 126.
+    """
     probabilities = (0.5, 0.3, 0.2)
     examples = [Example(f"{value}", {}, probability=value) for value in probabilities]
     rounds = [prompts(examples, 40, seed=1, rounds=[number]) for number in range(100)]
@@ -74,7 +80,9 @@ def test_examples_with_probabilities_are_drawn_with_them() -> None:
 
 
 def test_rounds_are_played_until_there_is_enough(renderer: Renderer) -> None:
-    """The sampler goes on where the last step stopped, be it in this life of the run or in an earlier one."""
+    """A step generates batches until it has enough groups. The next step continues with the next
+    batch, in the same attempt and in a resumed run.
+    """
     fleet, seen = make_rollout_manager(renderer), []
     first = fleet.generate(0, is_enough=until(5, seen))
     assert seen == [6, 12, 18] and fleet.scheduler.num_generation_batches == 3, (
@@ -113,8 +121,9 @@ def test_an_episode_has_three_tries(renderer: Renderer, faults: int, status: Sta
 
 
 def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[float]) -> None:
-    """Each of its two requests fails 20 times, so an episode gets through at its 41st try: the step is that of a run where nothing was ever
-    down, worlds and tokens alike."""
+    """Each episode makes two requests, each fails 20 times, and the episode succeeds at its 41st
+    try. The rollouts, environments and tokens equal those of a run without an outage.
+    """
     told: list[str] = []
     fleet = make_rollout_manager(renderer, ScriptedEngine(num_faults=20), outage_timeout_s=600.0, log=told.append)
     unbroken = make_rollout_manager(renderer)
@@ -159,7 +168,7 @@ def test_what_waiting_cannot_mend_is_not_waited_for(renderer: Renderer, pauses: 
 
 
 def test_a_key_that_is_not_accepted_ends_the_run_at_once(renderer: Renderer, pauses: list[float]) -> None:
-    """Nothing is tried again or waited for, whatever run.max_failed_fraction allows."""
+    """Nothing is retried or waited for, whatever run.max_failed_fraction is."""
     engine = ScriptedEngine(num_faults=10**6, fault_type=AccessDenied)
     fleet = make_rollout_manager(renderer, engine, outage_timeout_s=600.0)
     with pytest.raises(RunDenied, match=r"^the engine is down$"):
@@ -169,8 +178,10 @@ def test_a_key_that_is_not_accepted_ends_the_run_at_once(renderer: Renderer, pau
 
 @pytest.mark.parametrize("step", [1, 0])
 def test_what_was_done_before_a_key_was_refused_is_saved(step: int) -> None:
-    """And the run ends with an error, not to be started again: the next life would only meet the same."""
-    from megatron_rl.entrypoints.train import train_and_finalize  # brings Megatron
+    """When a key is refused, the completed steps are saved and the run ends with an error that does
+    not restart it, because the next attempt would meet the same error.
+    """
+    from megatron_rl.entrypoints.train import train_and_finalize  # imports Megatron
 
     saved: list[int] = []
     parts = SimpleNamespace(save_progress=lambda: saved.append(step), run=SimpleNamespace(num_done=step, first_step=0))
@@ -185,7 +196,9 @@ def test_what_was_done_before_a_key_was_refused_is_saved(step: int) -> None:
 
 @pytest.mark.parametrize(("faults", "status"), [(10**6, Status.FAILED), (1, Status.TRUNCATED)])
 def test_what_was_waited_for_is_waited_for_no_longer(renderer: Renderer, pauses: list[float], faults: int, status: Status) -> None:
-    """No episode is tried thrice, nobody waits run.outage_timeout_s besides: all are played once more at once: it may be back."""
+    """After an InfraTimeout, no episode is tried three times and run.outage_timeout_s is not waited
+    for again. All episodes are run once more at once, because the service may be back.
+    """
     engine, told = ScriptedEngine(num_faults=faults, fault_type=InfraTimeout), []
     fleet = make_rollout_manager(renderer, engine, outage_timeout_s=600.0, log=told.append)
     rollouts = fleet.run_examples(EXAMPLES[:2], num_samples=3, settings=replace(EPISODE, max_turns=1))
@@ -200,7 +213,10 @@ def test_what_was_waited_for_is_waited_for_no_longer(renderer: Renderer, pauses:
 
 
 def test_engines_wait_together(renderer: Renderer, pauses: list[float]) -> None:
-    """Of two engines one is down. What each of them gathers is everyone's, so both wait equally long and play their own groups again."""
+    """One of two engines is down. The gathered rollouts are the same on both engines, so both wait
+    equally long and retry only their own groups. Oracle: the rollouts of an engine without
+    faults.
+    """
     engines = [ScriptedEngine(), ScriptedEngine(num_faults=5)]
     rounds: list[list[Rollout]] = []
     whole = make_rollout_manager(renderer).run_examples(EXAMPLES[:4], num_samples=2, settings=EPISODE, first_group=3)
@@ -240,7 +256,7 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
             renderer,
             engine_rank=EngineRank(index=index, num_engines=2, max_episodes=99),
             gather_rollouts=lambda mine: parts.append(mine) or mine * 3,
-        )  # as if none were missing
+        )  # simulates a gather without missing groups
         fleet.run_examples(EXAMPLES[:5], num_samples=2, settings=EPISODE, first_group=10)
     groups = [[(rollout.group, rollout.sample_index, rollout.example_id) for rollout in part] for part in parts]
     assert groups[0] == [(10 + number, sample, f"{number}") for number in (0, 2, 4) for sample in range(2)]
@@ -260,7 +276,9 @@ def test_groups_are_dealt_whole_to_the_engines(renderer: Renderer) -> None:
 
 
 def test_the_members_of_a_group_meet_the_same_world(renderer: Renderer) -> None:
-    """Other groups, rounds and steps meet others."""
+    """The members of a group share one environment seed. Other groups, generation batches and steps
+    have other seeds.
+    """
     fleet, seeds = make_rollout_manager(renderer), set()
     for step in range(3):
         fleet.task.resets.clear()
@@ -272,7 +290,10 @@ def test_the_members_of_a_group_meet_the_same_world(renderer: Renderer) -> None:
 
 
 def test_every_request_has_its_own_seed(renderer: Renderer) -> None:
-    """2 steps of 2 rounds of 2 groups of 3 samples of 2 turns; the same in another process, others in another run."""
+    """The seeds of 2 steps of 2 batches of 2 groups of 3 samples of 2 turns (48) are all different.
+    They are equal in a second run with the same run seed, and disjoint from those of another run
+    seed.
+    """
 
     def seeds(run_seed: int) -> list[int]:
         engine = ScriptedEngine()
@@ -332,7 +353,9 @@ def test_weights_that_do_not_arrive_are_not_served(renderer: Renderer, monkeypat
 
 
 def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: list[float]) -> None:
-    """Of a judge that hangs for 40 s before it fails: tries and pauses of 40 + 1, 40 + 2 and what is left fill 100 s."""
+    """The outage timeout includes the duration of the tries. With a judge that hangs for 40 s
+    before it fails, two tries with pauses, 40 + 1 and 40 + 2, and the remaining time fill 100 s.
+    """
 
     def gather(mine: list[Rollout]) -> list[Rollout]:
         return [replace(rollout, wall_s=40.0) for rollout in mine]
@@ -345,7 +368,9 @@ def test_patience_counts_the_seconds_of_the_tries(renderer: Renderer, pauses: li
 
 
 def test_the_seconds_of_an_episode_are_those_of_all_its_tries(renderer: Renderer) -> None:
-    """Two tries fail after 0.1 s each, and the third has a reply of 0.1 s: what run.outage_timeout_s is counted by."""
+    """The duration of an episode, which counts toward run.outage_timeout_s, includes failed tries.
+    Two tries fail after 0.1 s each; the third has a response of 0.1 s.
+    """
     fleet = make_rollout_manager(renderer, DelayedEngine(num_faults=2, reply_s=0.1))
     (rollout,) = fleet.run_examples(EXAMPLES[:1], num_samples=1, settings=replace(EPISODE, max_turns=1))
     assert rollout.is_scored and 0.29 < rollout.wall_s < 5

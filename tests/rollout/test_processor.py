@@ -1,4 +1,6 @@
-"""Processors and chat templates: where transformers keeps them, and which of them cannot be trained with."""
+"""Tests where chat templates are found, and which processors and templates are refused for
+training.
+"""
 
 import json
 import shutil
@@ -21,7 +23,7 @@ CHATML = (
 
 @pytest.fixture
 def folder(random_model: Path, tmp_path: Path) -> Path:
-    """A processor's files without a chat template."""
+    """Return a folder with the files of a processor that has no chat template."""
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "processor_config.json"):
         shutil.copy(random_model / name, tmp_path)
     return tmp_path
@@ -226,7 +228,9 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 @pytest.mark.parametrize("form", [LOOPS, "{% set a = (messages | length | string) * 1500000000 %}"])
 def test_a_template_has_limits_of_time_and_memory(form: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """jinja's sandbox has none: the first rendered for ever, the second takes as much as it likes."""
+    """The template is stopped at a time and memory limit. Jinja's sandbox has no such limits: the
+    first template would render forever, and the second would allocate arbitrary memory.
+    """
     monkeypatch.setattr(processor, "TEMPLATE_CPU_S", 2)
     (folder / "chat_template.jinja").write_text(form + CHATML)
     with pytest.raises(ValueError, match=rf"^model.path={folder}: its chat template takes more than 2 s or 1024 MB for a short conv"):
@@ -237,7 +241,9 @@ def test_a_template_has_limits_of_time_and_memory(form: str, folder: Path, monke
 
 @pytest.mark.parametrize("when", ["add_generation_prompt", "messages | selectattr('role', 'eq', 'assistant') | list"])
 def test_a_template_is_tried_with_what_begins_a_reply_and_with_a_reply(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loops that nothing else of a conversation brings about."""
+    """The check renders a generation prompt and a response, so it finds loops that run only in
+    these cases.
+    """
     monkeypatch.setattr(processor, "TEMPLATE_CPU_S", 1)
     with pytest.raises(ValueError, match="^model.path=MODEL: its chat template takes more than 1 s or "):
         processor.require_bounded_template("{% if " + when + " %}" + LOOPS + "{% endif %}" + CHATML, "MODEL")

@@ -1,4 +1,6 @@
-"""Thousands of random episodes: what is trained on is what was sampled, the ids say what was shown, images and positions are HF's."""
+"""Tests 500 random episodes per tool protocol: the trained tokens are the sampled tokens, the ids
+decode to the messages, and images and positions equal those of transformers.
+"""
 
 import random
 from dataclasses import replace
@@ -31,7 +33,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture(scope="module")
 def hf(random_model: Path) -> Qwen2_5_VLModel:
-    """Without weights: it is asked for positions only."""
+    """Return the model without weights; only its positions are used."""
     with torch.device("meta"):
         return Qwen2_5_VLModel(Qwen2_5_VLConfig.from_pretrained(random_model))
 
@@ -59,7 +61,9 @@ def test_random_transcripts(renderer: Renderer, hf: Qwen2_5_VLModel, protocol: T
 
 
 def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
-    """The mask is 1 on exactly what was sampled, in its order; the engine saw what is trained on, turn by turn, images included."""
+    """Check that the loss mask is 1 exactly at the sampled tokens, and that the engine's input of
+    every turn, including the images, is what the sequence records.
+    """
     (context,) = rollout.sequences
     sampled = [0] * len(context.token_ids)
     for turn, asked, shown, said in zip(rollout.turns, engine.prompts, engine.prompt_images, engine.replies, strict=True):
@@ -73,7 +77,7 @@ def check_sampled(rollout: Rollout, engine: RandomPolicy) -> None:
 
 
 def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomEnv, renderer: Renderer) -> None:
-    """The ids decode to the conversation as it is written by hand."""
+    """Check that the ids decode to the conversation as written by hand."""
     (context,) = rollout.sequences
     names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
     images = list(context.images)
@@ -91,9 +95,11 @@ def check_text(rollout: Rollout, engine: RandomPolicy, world: RandomEnv, rendere
 
 
 def check_images(rollout: Rollout, world: RandomEnv, renderer: Renderer) -> None:
-    """One run of placeholders an image, as long as its grid says; the pictures are those shown, resized once and within the limits.
+    """Check that each image has one run of placeholders, as long as its grid requires, and that
+    each image is the image of its message, resized once and within the limits.
 
-    Qwen makes no side shorter than 28 pixels, whatever the area then is.
+    Qwen makes no side shorter than 28 pixels, even if the area exceeds the limit for that
+    reason.
     """
     (context,) = rollout.sequences
     own = renderer.image_token_id

@@ -1,4 +1,4 @@
-"""The renderer against the tokenizer's own rendering of whole conversations."""
+"""Tests the renderer against the tokenizer's own rendering of whole conversations."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ LIMITS = st.integers(784, 200_000)
 
 @pytest.fixture(scope="module")
 def limited(random_model: Path) -> Renderer:
-    """Whose limits a test sets."""
+    """Return a renderer with limits that the tests change."""
     return Renderer(ModelSettings(path=str(random_model)))
 
 
@@ -41,7 +41,10 @@ def limited(random_model: Path) -> Renderer:
 def test_what_was_resized_stays_within_the_final_limits(
     limited: Renderer, short: int, ratio: float, fewest: int, spread: float, turned: bool
 ) -> None:
-    """By transformers' own rule, whatever the limits: as a server of vLLM resizes again what it is sent."""
+    """A resized image is not resized again by transformers' `smart_resize` with `final_pixels` as
+    its limits, whatever the configured limits are. A vLLM server resizes the images that it
+    receives with this rule.
+    """
     limited.min_pixels, limited.max_pixels = fewest, int(fewest * spread)
     size = (int(short * ratio), short)[:: -1 if turned else 1]
     width, height = limited.final_size(*size)
@@ -50,7 +53,10 @@ def test_what_was_resized_stays_within_the_final_limits(
 
 
 def test_the_rule_leaves_its_own_limits(limited: Renderer) -> None:
-    """By hand: 150 x 100 is 5 x 4 tokens, 15,680 pixels; enlarged to 19,600 it would be 171 x 114, and rounded up 7 x 5 tokens."""
+    """Example by hand: 150 x 100 is 5 x 4 tokens, 15,680 pixels. Enlarged to 19,600 pixels it is
+    171 x 114, rounded up to 7 x 5 tokens, which `smart_resize` with the same limits would shrink to
+    5 x 4 again.
+    """
     limited.min_pixels, limited.max_pixels = 19_600, 20_000
     assert limited.final_size(150, 100) == (196, 140)
     assert smart_resize(140, 196, factor=28, min_pixels=19_600, max_pixels=20_000) == (112, 140)
@@ -76,7 +82,9 @@ def gradient(width: int, height: int) -> Pillow.Image:
 
 
 def test_a_prompt_is_what_the_processor_makes(renderer: Renderer, random_model: Path) -> None:
-    """Already aligned pictures: HF's own processor call gives the same ids, patches and grids."""
+    """For images that need no resize, the ids, patches and grids equal those of Hugging Face's
+    processor.
+    """
     messages = [user("Compare.", gradient(56, 84), gradient(112, 56))]
     context = renderer.prompt(messages)
     processor = AutoProcessor.from_pretrained(random_model)
@@ -89,7 +97,9 @@ def test_a_prompt_is_what_the_processor_makes(renderer: Renderer, random_model: 
 
 
 def test_patches_are_made_again_of_the_picture(renderer: Renderer, random_model: Path) -> None:
-    """Bit for bit, by another renderer too; a picture is asked for only where its patches are not remembered."""
+    """Patches that are recomputed from the image are equal bit for bit, also with another renderer.
+    The image is requested only if its patches are not cached.
+    """
     (image,) = renderer.prompt([user("Look.", gradient(300, 300))]).images
     bare, asked = image.without_patches(), []
 
@@ -106,7 +116,9 @@ def test_patches_are_made_again_of_the_picture(renderer: Renderer, random_model:
 
 
 def test_a_final_picture_is_not_resized_again(random_model: Path) -> None:
-    """Between narrow limits the final size of a picture is itself no fixed point of the resize."""
+    """With narrow limits, resizing an image of its final size would change the size again. Its
+    patches are still recomputed without a second resize.
+    """
     narrow = ModelSettings(path=str(random_model), min_pixels=19600, max_pixels=20000)
     near, far, moved = Renderer(narrow), Renderer(narrow), 0
     for width, height in [(60, 50), (50, 60), (400, 100), (70, 300), (140, 140)]:
@@ -126,7 +138,9 @@ def test_pictures_are_resized_once_within_the_limits(renderer: Renderer) -> None
 
 
 def test_threads_render_side_by_side(random_model: Path) -> None:
-    """What 8 threads make of the same pictures, in other orders, is what one makes of them alone; with room for four of twelve, too."""
+    """Eight threads that render the same images in different orders produce the same prompts as one
+    thread. This holds with a cache for all twelve images and with a cache for four.
+    """
     model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
     pictures = [gradient(150 + 7 * number, 120 + number % 3) for number in range(12)]
     alone = Renderer(model)
@@ -153,7 +167,9 @@ def test_threads_render_side_by_side(random_model: Path) -> None:
 
 
 def test_what_is_remembered_is_counted_once(random_model: Path) -> None:
-    """Room for three remembers three: pictures that were resized on the way, and that were asked for by key. What is left out is gone."""
+    """A cache for three images holds three images, including resized images and images that are
+    found by their key. An evicted image is freed.
+    """
     made = [Pillow.new("RGB", (300, 300), (number, 0, 0)) for number in range(4)]
     model, one = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800), 112 * 112 * (4 + 3 * 2 * 4)
     renderer = Renderer(model, cache_bytes=3 * one)
@@ -171,7 +187,9 @@ def test_what_is_remembered_is_counted_once(random_model: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(replies=st.lists(st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|>"), max_size=20), min_size=1, max_size=4))
 def test_continuing_equals_rendering_the_whole(renderer: Renderer, replies: list[str]) -> None:
-    """Ids of an episode grown turn by turn equal those of the whole transcript, and the mask covers what was said."""
+    """The ids of an episode that grows turn by turn equal the ids of the whole transcript, and the
+    loss mask covers the responses.
+    """
     messages = [user("Look.", gradient(56, 56))]
     grown = renderer.prompt(messages)
     for reply in replies:
@@ -207,7 +225,9 @@ SPECIAL = ("<|im_end|>", "<|im_start|>", "<|image_pad|>", "<|vision_start|>", "<
 
 @pytest.mark.parametrize("name", SPECIAL)
 def test_special_tokens_that_a_tool_or_a_data_set_wrote_are_text(renderer: Renderer, name: str) -> None:
-    """Otherwise printed text could end a turn, speak as the assistant, or stand for an image that is not there."""
+    """Otherwise, text from a tool or a dataset could end a turn, imitate the assistant, or stand
+    for an image that does not exist.
+    """
     plain, spelled = renderer.prompt([user("a b", gradient(56, 56))]), renderer.prompt([user(f"a {name} b {name}", gradient(56, 56))])
     for token in (*SPECIAL, "<|vision_end|>"):
         known = renderer.tokenizer.convert_tokens_to_ids(token)
@@ -237,7 +257,9 @@ def test_banned_are_vision_tokens_and_ids_beyond_the_tokenizer(renderer: Rendere
 
 
 def test_another_resampling_filter_is_refused(random_model: Path, tmp_path: Path) -> None:
-    """Public case I9: pictures are always resized by bicubic interpolation (3), which the model's own file must not contradict."""
+    """Public case I9: images are always resized with bicubic interpolation (3). A model whose
+    processor file names another filter is refused.
+    """
     folder = shutil.copytree(random_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     file = next(path for path in (folder / "processor_config.json", folder / "preprocessor_config.json") if path.exists())
     stored = json.loads(file.read_text())

@@ -1,4 +1,6 @@
-"""The renderer of every family against the family's own processor in transformers: ids, grids, patches, limits, bans and stops."""
+"""Tests the renderer of every model family against the family's own processor in transformers: ids,
+grids, patches, limits, banned ids and stop ids.
+"""
 
 import json
 import shutil
@@ -52,7 +54,9 @@ SIDES = st.integers(10, 400)
 def test_ids_and_grids_are_those_of_its_processor(
     family: str, sizes: list[tuple[int, int]], renderers: dict[str, Renderer], theirs: dict[str, ProcessorMixin]
 ) -> None:
-    """Pictures of any size, told the same limits: as many tokens, in the same places, of grids with the same rows and columns."""
+    """For images of any size, with the same limits, the token ids and the grids equal those of the
+    family's processor.
+    """
     renderer, pictures = renderers[family], [Pillow.new("RGB", size, "red") for size in sizes]
     messages = [user_message("Compare.", *pictures)]
     context = renderer.prompt(messages)
@@ -69,7 +73,9 @@ def test_ids_and_grids_are_those_of_its_processor(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_patches_are_those_of_its_processor(family: str, renderers: dict[str, Renderer], theirs: dict[str, ProcessorMixin]) -> None:
-    """Bit for bit, of pictures that need no resize; cut and normalized as the family's tower wants them."""
+    """For images that need no resize, the patches equal the processor's bit for bit, cut and
+    normalized for the family's vision tower.
+    """
     side = renderers[family].vision_token_side
     pictures = [make_picture(1, 112, 112).resize((3 * side, 4 * side)), make_picture(2, 112, 112).resize((5 * side, 2 * side))]
     messages = [user_message("Compare.", *pictures)]
@@ -81,7 +87,9 @@ def test_patches_are_those_of_its_processor(family: str, renderers: dict[str, Re
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_never_sampled_and_what_ends_a_turn(family: str, models: Path, renderers: dict[str, Renderer]) -> None:
-    """Every id that config.json gives to vision, and what the tokenizer has no token for; an ordinary token, never."""
+    """The banned ids are all vision ids of config.json, `<|vision_pad|>`, and the ids that the
+    tokenizer has no token for. The only stop id is `<|im_end|>`.
+    """
     renderer, config = renderers[family], AutoConfig.from_pretrained(models / family)
     vision = {config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
     pad = renderer.tokenizer.convert_tokens_to_ids("<|vision_pad|>")

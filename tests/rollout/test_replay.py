@@ -1,4 +1,4 @@
-"""Steps that were recorded, as the training loop reads them again."""
+"""Tests that the training loop reads recorded steps back."""
 
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from tests.support.single_process_policy import single_process_world
 
 
 def test_a_replayed_step_counts_the_rounds_that_it_was_dealt(tmp_path: Path) -> None:
-    """Steps of one, three and two rounds; a step's rollouts are those that were recorded, and are handed to `is_enough` whole."""
+    """Replaying steps of one, three and two generation batches restores the number of batches after
+    each step. The rollouts equal the recorded ones and are passed to `is_enough` all at once.
+    """
     played = {step: [rollout(sample + 10 * step, float(sample)) for sample in range(num)] for step, num in enumerate((2, 6, 4))}
     for step, rollouts in played.items():
         save_images(tmp_path, rollouts)

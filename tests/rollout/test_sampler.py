@@ -1,6 +1,7 @@
-"""The noise of a turn's tokens: a function of its seed and of a token's number in the turn, whoever samples it and in how many requests.
+"""Tests the sampling noise of a turn: it depends only on the turn's seed and the token's position
+in the turn, not on the engine or the number of requests.
 
-What the sampler needs of vLLM, a base class and the upkeep of its rows, is a stand-in: vLLM takes seconds to be imported.
+vLLM takes seconds to import, so a base class and the upkeep of its rows are stand-ins here.
 """
 
 import sys
@@ -12,7 +13,7 @@ import pytest
 from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY, NUM_SAMPLED_KEY, SEED_KEY, make_logits_processor, mix_seeds
 
 STEP = 0x9E3779B97F4A7C15
-"""By which SplitMix64's states go on."""
+"""Increment between consecutive states of SplitMix64."""
 
 
 @pytest.fixture
@@ -26,7 +27,10 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> object:
 
 
 def noise(processor: object, requests: list[tuple[dict[str, int], list[int]]]) -> list[int]:
-    """Of the next token of each of these requests, given by their extra_args and the tokens that they have sampled."""
+    """Return the noise seed of the next token of each request.
+
+    A request is given by its extra_args and the tokens that it has sampled so far.
+    """
     processor.update_state({index: (SimpleNamespace(extra_args=extra), [], tokens) for index, (extra, tokens) in enumerate(requests)})
     return processor.noise_seeds(len(requests)).tolist()
 
@@ -45,7 +49,10 @@ def test_requests_of_one_step_have_their_own_noise(processor: object) -> None:
 
 
 def test_no_seeds_noise_is_anothers_from_a_later_token_on() -> None:
-    """Neighbors, seeds that are apart by what a position adds, and those that differ in their upper half: all of them differ everywhere."""
+    """Neighboring seeds, seeds that differ by multiples of the per-position increment, and seeds
+    that differ only in their upper half have different noise at every position: 148 seeds at 64
+    positions.
+    """
     seeds = [*range(50), *((STEP * number) % (1 << 64) for number in range(1, 50)), *(number << 32 for number in range(1, 50))]
     found = mix_seeds(np.repeat(np.array(seeds, dtype=np.uint64), 64), np.tile(np.arange(64, dtype=np.uint64), len(seeds)))
     assert found.min() >= 0 and np.unique(found).size == found.size == 148 * 64

@@ -1,4 +1,4 @@
-"""Engines elsewhere that are not there."""
+"""Tests a server engine with no reachable server, and the timer of its requests."""
 
 import asyncio
 import time
@@ -17,7 +17,9 @@ NOBODY = "http://127.0.0.1:9"
 
 
 def test_a_server_works_while_anything_of_ours_is_under_way() -> None:
-    """Turns from 1 to 4, 2 to 6 and 8 to 9 s; at 10 s one that is not over has begun at 9.5."""
+    """Requests are in flight from 1 to 4 s, 2 to 6 s and 8 to 9 s, and one from 9.5 s on. At 10 s
+    the timer has counted 5 + 1 + 0.5 s.
+    """
     work = BusyTimer()
     for act, now in ((work.start, 1), (work.start, 2), (work.stop, 4), (work.stop, 6), (work.start, 8), (work.stop, 9), (work.start, 9.5)):
         act(now)
@@ -26,7 +28,10 @@ def test_a_server_works_while_anything_of_ours_is_under_way() -> None:
 
 @pytest.fixture
 def dark() -> Iterator[tuple[ServerEngine, list[str]]]:
-    """An engine whose only server is not there, and what is told; replies wait half a second."""
+    """Return an engine with one unreachable server, and the list of its log lines.
+
+    Responses wait half a second.
+    """
     settings = EngineSettings(mode="server", urls=[NOBODY], outage_timeout_s=0.5)
     said: list[str] = []
     engine = ServerEngine(
@@ -43,7 +48,9 @@ def asked(engine: ServerEngine) -> Coroutine[object, object, Completion]:
 
 
 def test_a_reply_does_not_wait_for_ever_where_no_engine_is_well(dark: tuple[ServerEngine, list[str]]) -> None:
-    """It waits as long as it may, and its rollout fails by the names of all of them; weights that nobody took are no error of the run."""
+    """A request waits for outage_timeout_s and then fails with a message that names all servers. A
+    weight update that no server has received is no error.
+    """
     engine, said = dark
     engine.load_weights(iter(()), version=1)
     began = time.monotonic()
@@ -56,7 +63,10 @@ def test_a_reply_does_not_wait_for_ever_where_no_engine_is_well(dark: tuple[Serv
 
 
 def test_all_wait_together(dark: tuple[ServerEngine, list[str]]) -> None:
-    """From when the last one has gone: turns in a row wait no longer than one, those that an update has let ask no longer than others."""
+    """The wait starts when the last server becomes unhealthy. Twenty requests in a row therefore
+    wait no longer than one, and requests after an update no longer than others. A new outage starts
+    a new wait.
+    """
     engine, said = dark
     engine.load_weights(iter(()), version=1)
     with pytest.raises(InfraTimeout):

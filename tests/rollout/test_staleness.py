@@ -1,4 +1,6 @@
-"""Episodes that go on over an update: which prompts are dealt and dealt again, when a step has enough, what is kept and what given up."""
+"""Tests episodes that continue across weight updates: which prompts are scheduled and rescheduled,
+when a step has enough groups, and which groups are kept or dropped.
+"""
 
 import asyncio
 import random
@@ -40,7 +42,9 @@ def dealt_names(num: int) -> list[str]:
 
 
 def test_capacity_by_hand() -> None:
-    """Rounds of 2, one version of staleness, 4 steps: 4 groups at first, 2 for every 2 that are taken, none that no step would train."""
+    """Example by hand with batches of 2, a staleness of one version and 4 steps: 4 groups at first,
+    then 2 more for every 2 that are finished, and none that no step would train on.
+    """
     admission, names = admission_of(max_staleness=1, num_steps=4), dealt_names(4)
     new = admission.schedule(0)
     assert [(group, dealt.prompt_index, dealt.example.id) for group, dealt in new.items()] == [(n, n, names[n]) for n in range(4)]
@@ -61,8 +65,10 @@ def test_capacity_by_hand() -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 def test_what_is_owed_outlives_a_second_stop(max_staleness: int) -> None:
-    """Eight prompts were under way when a run with max_staleness=3 was stopped. Its next life, which allows less, begins with fewer of them
-    than are owed, and is stopped again; so is one that has begun none."""
+    """Eight prompts were in progress when a run with max_staleness=3 was stopped. The resumed run
+    allows less staleness, starts fewer prompts than are pending, and stops again: no pending prompt
+    is lost. The same holds if the resumed run has started no prompt.
+    """
     admission = admission_of(max_staleness=max_staleness)
     admission.num_generation_batches, admission.pending_prompt_indices = 4, list(range(8))
     assert admission.unfinished_prompt_indices == list(range(8))
@@ -74,7 +80,9 @@ def test_what_is_owed_outlives_a_second_stop(max_staleness: int) -> None:
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> None:
-    """Random groups are played first, random ones grow too old, and the run dies between steps, with what its last state says to go on."""
+    """Random groups finish first, random groups become stale, and the run is killed between random
+    steps and resumes from its last state. Every prompt is trained on exactly once.
+    """
     rng, num_steps = random.Random(max_staleness), 30
     for _ in range(20):
         admission, taken = admission_of(max_staleness=max_staleness, num_steps=num_steps), []
@@ -96,14 +104,18 @@ def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> 
 
 
 def test_groups_go_to_the_engine_that_has_least() -> None:
-    """Engines with 3, 0 and 1 groups: 1, 1, 2, 1, 2, and all have 3."""
+    """Groups are assigned one by one to the engine with the fewest groups. With 3, 0 and 1 groups,
+    the order is 1, 1, 2, 1, 2, and then all engines have 3.
+    """
     hands = [EngineRank(index=index, num_engines=3).assign_by_load([10, 11, 12, 13, 14, 15], size=4, loads=[3, 0, 1]) for index in range(3)]
     assert [hand.own_groups for hand in hands] == [[15], [10, 11, 13], [12, 14]] and not any(hand.remaining for hand in hands)
 
 
 def test_a_step_ends_with_enough_groups_and_the_others_go_on(renderer: Renderer) -> None:
-    """Of 4 groups one waits for a tool of one of its members. Its other members wait for it, and it ends under the next weights, beside one
-    that was played in the step before and not needed there. No prompt is opened twice."""
+    """One of 4 groups waits for a tool call of one of its members. The group finishes under the
+    next weights and is trained on in the next step, together with a group that the first step
+    finished but did not need. No prompt runs twice.
+    """
     fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=3), dealt_names(3)
     fleet.task.blocked = {names[0]: range(1, 2)}
     first = run_step(fleet, 0)
@@ -125,8 +137,10 @@ def test_a_step_ends_with_enough_groups_and_the_others_go_on(renderer: Renderer)
 
 @pytest.mark.parametrize(("max_staleness", "last"), [(1, 1), (2, 2)])
 def test_a_step_waits_for_what_the_next_one_could_not_train_on(max_staleness: int, last: int, renderer: Renderer) -> None:
-    """A tool that is slow from step 0 on: other groups are taken while it may still be late, and in the last step that may train on its
-    group, in which others are enough long before, it is waited for."""
+    """A tool call is slow from step 0 on. Steps that may still wait train on other groups. The last
+    step that may train on the delayed group waits for the group, although enough other groups are
+    finished.
+    """
     fleet, names = make_async_manager(renderer, max_staleness=max_staleness, num_steps=9), dealt_names(9)
     fleet.task.blocked = {names[1]: range(1)}
     for step in range(last):
@@ -141,8 +155,10 @@ def test_a_step_waits_for_what_the_next_one_could_not_train_on(max_staleness: in
 
 
 def test_what_grows_too_old_is_given_up_whole_and_dealt_again(renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tool that does not answer in steps 0 and 1, of a group that nobody knew was begun: it would be trained on two versions later. Its
-    open environment is closed."""
+    """A tool call does not return in steps 0 and 1, and with `due_groups` disabled no step waits
+    for its group. The group would be trained on two versions later, so it is dropped and its prompt
+    runs again. The environments of the dropped group are closed.
+    """
     fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=4), dealt_names(4)
     monkeypatch.setattr(PromptScheduler, "due_groups", lambda self, step, oldest: set())
     fleet.task.blocked = {names[1]: range(3)}
@@ -170,7 +186,9 @@ def test_an_evaluation_lets_episodes_go_on(renderer: Renderer) -> None:
 
 
 def test_at_0_a_fleet_is_synchronous(renderer: Renderer) -> None:
-    """Slow tools or not, a step plays its own round."""
+    """With max_staleness=0, every step runs its own generation batch, even with slow tool calls.
+    Oracle: the synchronous rollout manager.
+    """
     fleet, plain = make_async_manager(renderer, max_staleness=0, num_steps=3), make_rollout_manager(renderer, AsyncScriptedEngine())
     fleet.task.blocked = {name: range(1) for name in dealt_names(1)}
     release = threading.Timer(0.2, fleet.task.blocked.clear)
@@ -180,7 +198,9 @@ def test_at_0_a_fleet_is_synchronous(renderer: Renderer) -> None:
 
 
 def test_a_mistake_ends_what_is_under_way(renderer: Renderer) -> None:
-    """Also what a step before has begun."""
+    """An exception in an episode cancels all episodes in progress, including those that an earlier
+    step has started.
+    """
     fleet, names = make_async_manager(renderer, max_staleness=1, num_steps=4), dealt_names(2)
     fleet.task.blocked = {names[0]: range(3)}
     run_step(fleet, 0)
@@ -204,7 +224,10 @@ def test_a_fleet_closes_what_is_under_way(renderer: Renderer) -> None:
 
 
 def test_what_is_down_is_waited_for(renderer: Renderer) -> None:
-    """Each request fails 4 times, an episode after 3 tries: the groups of the step are played again, those that go on later with theirs."""
+    """Each request fails 4 times, and an episode fails after 3 tries. A step runs its failed groups
+    again; failed groups of a later step run again in that step. Without an outage timeout, the
+    rollouts are FAILED.
+    """
     fleet = make_async_manager(
         renderer, AsyncScriptedEngine(num_faults=4), max_staleness=1, num_steps=2, outage_timeout_s=9.0, log=lambda _: None
     )
@@ -232,7 +255,7 @@ def test_a_run_that_is_stopped_gives_up(renderer: Renderer) -> None:
 
 
 def steps_of(renderer: Renderer, tasks: Sequence[BlockingTask], *, num_steps: int, max_staleness: int) -> list[list[list[Rollout]]]:
-    """By engine, the rollouts of each step, all engines' together."""
+    """Return, for each engine, the rollouts of each step, gathered from all engines."""
     store, meeting, handed = dist.HashStore(), threading.Barrier(len(tasks)), {}
 
     def play(index: int) -> list[list[Rollout]]:
@@ -263,8 +286,10 @@ def steps_of(renderer: Renderer, tasks: Sequence[BlockingTask], *, num_steps: in
 
 @pytest.mark.parametrize("max_staleness", [1, 2])
 def test_engines_agree_on_what_is_enough(renderer: Renderer, max_staleness: int) -> None:
-    """All tools of the second of two engines stand still in the first steps, in which the first plays what it has, and gets more, until
-    what the second has is waited for. Every prompt is trained on once, in the same step everywhere."""
+    """All tool calls on the second of two engines block in the first steps. Meanwhile the first
+    engine runs its groups and receives new ones, until the second engine's groups are due. Every
+    prompt is trained on once, in the same step on both engines.
+    """
     tasks = [BlockingTask(), BlockingTask(blocked={example.id: range(99) for example in EXAMPLES})]
     steps, others = steps_of(renderer, tasks, num_steps=6, max_staleness=max_staleness)
     assert [strip_timings(step) for step in steps] == [strip_timings(step) for step in others]
@@ -277,7 +302,9 @@ def test_engines_agree_on_what_is_enough(renderer: Renderer, max_staleness: int)
 
 
 def test_a_clock_stands_while_its_loop_does() -> None:
-    """What was to be there within 0.2 s is waited for after a pause of 0.4 s, and no longer than that."""
+    """Timeouts exclude a pause of the loop. After a pause of 0.4 s, a result within the timeout of
+    0.2 s is still received, and a missing result times out after 0.2 s of loop time.
+    """
     with asyncio.Runner(loop_factory=PausableEventLoop) as runner:
 
         async def begin() -> tuple[asyncio.Task, asyncio.Task, float]:
@@ -298,7 +325,9 @@ def test_a_clock_stands_while_its_loop_does() -> None:
 
 
 def test_a_group_is_as_old_as_its_oldest_episode() -> None:
-    """By hand: members that began with versions 4, 2 and 3; one that has not begun beside one that has; a group that has not."""
+    """Example by hand: members that started with versions 4, 2 and 3; a group with one started and
+    one unstarted member; a group that has not started.
+    """
     table = WorkBuffer()
     for (group, sample), version in {(0, 0): 4, (0, 1): 2, (0, 2): 3, (1, 0): None, (1, 1): 5, (2, 0): None}.items():
         table.conversations[group, sample] = SimpleNamespace(first_token_version=version)

@@ -1,4 +1,6 @@
-"""What the warm start learns of files of transcripts, from the row to the labels of the batch. Oracle: ChatML written by hand."""
+"""Tests which tokens of a transcript SFT trains on, from the row of the file to the labels of the
+batch. Oracle: ChatML written by hand.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from megatron_rl.types import Demonstration, MicroBatch
 from tests.support.data_files import make_png, write_rows
 
 SIZE = (56, 56)
-"""Of every picture here: 4 tokens."""
+"""Size of every image in this file: 4 tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,9 @@ def batch_of(row: dict, folder: Path, renderer: Renderer, model: Path) -> MicroB
 
 
 def by_hand(renderer: Renderer, pieces: Sequence[tuple[str, int]]) -> tuple[list[int], list[int]]:
-    """Ids of the pieces, <P> being a picture of 4 tokens, and 1 for each token of a piece that is learned."""
+    """Return the token ids of the pieces, where <P> is an image of 4 tokens, and a mask that is 1
+    for each token of a trained piece.
+    """
     ids, mask = [], []
     for text, learned in pieces:
         picture = f"<|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>"
@@ -84,7 +88,9 @@ def test_a_masked_reply_is_read_and_not_learned(flag: str, renderer: Renderer, r
 
 
 def test_what_is_masked_counts_nothing(renderer: Renderer, random_model: Path, tmp_path: Path) -> None:
-    """Two rows that differ in a masked reply's flag alone: the tokens are the same, and so are the labels of the other reply."""
+    """Two rows that differ only in the flag of a masked response have the same tokens, and the same
+    labels for the other response.
+    """
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}, {"role": "user", "content": "d"}]
     masked, learned = (
         batch_of({"messages": [talk[0], talk[1] | flag, talk[2], talk[1]]}, tmp_path, renderer, random_model) for flag in ({"loss": 0}, {})
@@ -129,7 +135,9 @@ def test_what_cannot_be_rendered_is_named_by_file_and_row(name: str, renderer: R
     ],
 )
 def test_a_chat_template_that_does_not_fit_is_named(template: str, told: str, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second leaves out earlier replies, as templates of models that think drop earlier thoughts."""
+    """The second template leaves out earlier responses, as templates of thinking models drop
+    earlier thoughts.
+    """
     messages = [ASKED, {"role": "assistant", "content": "x"}, ASKED, {"role": "assistant", "content": "y"}]
     monkeypatch.setattr(renderer.processor, "chat_template", template)
     with pytest.raises(ValueError, match=f"^t.jsonl row 3: {told}"):

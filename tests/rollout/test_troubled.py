@@ -1,5 +1,6 @@
-"""Servers in trouble, over real HTTP: whom a turn asks next and when, and how soon a server is out. In the place of vLLM's are servers of
-this file, which say and sample what a test has them."""
+"""Tests failing servers over real HTTP: which server a request is retried on and when, and how soon
+a server becomes unhealthy. The servers are stand-ins for vLLM's with switchable failures.
+"""
 
 import asyncio
 import time
@@ -23,19 +24,23 @@ from tests.support.hostile_server import serve_hostile
 from tests.support.json_server import server_url, start_server, stop_server
 
 PROBE_S, SLACK_S = 1.0, 3.0
-"""What a server may take for a word of itself; what a busy machine may add."""
+"""PROBE_S is the health timeout; SLACK_S is the additional time that a busy machine may take."""
 GENERATE = "/inference/v1/generate"
 ALL = ("/weight_info", "/metrics", GENERATE)
 
 
 class Troubled:
-    """A server whose `how` says, by path, what it does instead of an answer: 500, garbage (200 and a page), other (another run's tokens),
-    hangs."""
+    """Server that fails as `how` specifies for each path: 500, garbage (200 with an HTML page),
+    other (tokens of another run's weights), or hangs.
+    """
 
     def __init__(self) -> None:
         self.how: dict[str, str] = {}
         self.asked: list[float] = []
-        """When it was asked for tokens by a turn: a look asks for one."""
+        """Times of the requests for a turn.
+
+        Probe requests of the health monitor ask for one token and are not recorded.
+        """
         self.label, self.ends = "", Event()
         self.http = start_server(self.answer)
         self.url = server_url(self.http)
@@ -46,7 +51,7 @@ class Troubled:
         how = self.how.get(path, "")
         if how == "hangs":
             self.ends.wait(60)
-        if self.ends.is_set():  # it has died, with all that was under way
+        if self.ends.is_set():  # the server has crashed with all of its requests
             return None
         if how in ("500", "garbage"):
             return (500, b"EngineCore has died") if how == "500" else (200, b"<html>Welcome to nginx</html>")
@@ -80,10 +85,10 @@ class Giver:
         return list(urls), {}
 
     def add_server(self, url: str) -> None:
-        """It has them."""
+        """Do nothing: the server has the weights."""
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 @pytest.fixture
@@ -100,7 +105,10 @@ Open = Callable[[list[Troubled]], ServerEngine]
 def opened(
     stack: ExitStack, urls: list[str], *, probe_s: float, patience_s: float, meet: Callable[[object], list], sender: Giver | None
 ) -> ServerEngine:
-    """Return an engine over the servers of these addresses, closed at the end of the stack, with weights of version 0."""
+    """Return an engine over the servers at these URLs, with weights of version 0.
+
+    The engine is closed when the stack exits.
+    """
     settings = EngineSettings(mode="server", urls=urls, health_timeout_s=probe_s, request_timeout_s=60.0, outage_timeout_s=patience_s)
     engine = ServerEngine(
         [VllmServer(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode_tokens=str, all_gather=meet,
@@ -114,7 +122,9 @@ def opened(
 
 @pytest.fixture
 def open_engine() -> Iterator[Open]:
-    """An engine over these servers, all of which have its weights."""
+    """Return a function that opens an engine over the given servers, all of which have the current
+    weights.
+    """
     with ExitStack() as stack:
 
         def opens(servers: list[Troubled]) -> ServerEngine:
@@ -131,7 +141,9 @@ async def say(engine: ServerEngine) -> Completion:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ServerEngine]]:
-    """An engine over one server of this address, which is believed to have its weights."""
+    """Return a function that opens an engine over one server, which is assumed to have the current
+    weights.
+    """
     monkeypatch.setattr(health, "POLL_S", 0.05)
     with ExitStack() as stack:
         yield lambda url: opened(stack, [url], probe_s=0.3, patience_s=0.5, meet=lambda mine: [([url], {})], sender=None)
@@ -139,7 +151,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ServerEng
 
 @pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
 def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[str], ServerEngine]) -> None:
-    """A drop is within every time-out of a read: its turn would wait for ever, and so would an update that has it give up what it has."""
+    """A server that sends its reply byte by byte never exceeds a read timeout, so a request or a
+    cancellation would wait forever. The server becomes unhealthy within engine.health_timeout_s,
+    and the error names it.
+    """
     with serve_hostile(way) as url:
         engine, began = alone(url), time.monotonic()
         line = rf"^none of {url} was well for 0.5 s \(engine.outage_timeout_s\); the last failure: {url}: "
@@ -159,7 +174,7 @@ def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[
 
 @pytest.mark.parametrize("status", ["401", "403"])
 def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str], ServerEngine]) -> None:
-    """It is not waited for, and the line says what to do."""
+    """The request fails at once, without waiting, and the error names the setting to change."""
     with serve_hostile(status) as url:
         engine = alone(url)
         line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; give the file of its token as engine.token_file$"
@@ -180,7 +195,9 @@ def test_one_that_the_run_started_itself_has_no_token_of_the_users() -> None:
 
 @pytest.mark.parametrize("how", ["500", "garbage", "other"])
 def test_the_second_try_goes_to_another(how: str, two: list[Troubled], open_engine: Open) -> None:
-    """Though the first says that it is well, and is no busier."""
+    """The retry goes to the other server, although the first server reports to be healthy and is no
+    busier.
+    """
     two[0].how[GENERATE] = how
     engine = open_engine(two)
     assert engine.run(say(engine)).token_ids == [5, 5, 5]
@@ -189,8 +206,10 @@ def test_the_second_try_goes_to_another(how: str, two: list[Troubled], open_engi
 
 @pytest.mark.parametrize("how", ["500", "garbage", "other"])
 def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engine: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no other: each rest is twice the one before, less half at most, behind a 200 that cannot be believed too. Then the
-    turn fails. A look would have found it out meanwhile: here none does."""
+    """With a single server, each pause before a retry is twice the previous pause, minus at most
+    half, also after an invalid reply with status 200. Then the request fails. `last_sampled_at`
+    lies in the future, so that no probe marks the server unhealthy before.
+    """
     monkeypatch.setattr(server_module, "MIN_BACKOFF_S", 0.1)
     two[0].how[GENERATE] = how
     engine = open_engine(two[:1])
@@ -202,7 +221,10 @@ def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engin
 
 
 def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engine: Open) -> None:
-    """It answers nobody meanwhile, longer than engine.health_timeout_s; behind it the same silence is a hang."""
+    """A server that computes the checksums of its weights stays healthy, although it answers
+    nothing for longer than engine.health_timeout_s. After the checksums, the same silence counts as
+    a hang.
+    """
     engine = open_engine(two)
     bad = engine._servers[0]
 
@@ -231,13 +253,15 @@ def test_one_that_reads_its_weights_is_left_alone(two: list[Troubled], open_engi
             "hangs",
             (GENERATE,),
             2 * POLL_S + 2 * PROBE_S,
-        ),  # it is asked for a token when nothing was heard of it for engine.health_timeout_s
+        ),  # a probe is sent after engine.health_timeout_s without tokens
     ],
 )
 def test_within_seconds_one_in_trouble_is_out(
     how: str, paths: tuple[str, ...], within_s: float, two: list[Troubled], open_engine: Open
 ) -> None:  # fmt: skip
-    """And the turn that it has is played by the other."""
+    """A failing server becomes unhealthy within `within_s`, and its request is completed by the
+    other server.
+    """
     engine = open_engine(two)
     two[0].how[GENERATE] = "hangs"
     bad = engine._servers[0]
@@ -262,7 +286,10 @@ def test_within_seconds_one_in_trouble_is_out(
 
 
 class CutOff(Troubled):
-    """Gives up its first turn with two tokens, and has a stop text begin there that ends in the next one's first token."""
+    """Server that aborts its first turn after two tokens.
+
+    A stop text begins in these tokens and ends with the first token of the next request.
+    """
 
     def sampled(self, body: dict, *, of: str) -> dict:
         if body["sampling_params"]["max_tokens"] == 1:
@@ -278,7 +305,9 @@ class CutOff(Troubled):
 
 
 def test_what_a_stop_text_cuts_off_leaves_nothing_behind(open_engine: Open) -> None:
-    """Token for token its logprob and version stay: 6, 7 is the stop text, 8 and 9 came after it."""
+    """If a stop text spans two requests, the tokens after it (8 and 9) are dropped. The stop text
+    is 6, 7. Each remaining token keeps its logprob and version.
+    """
     server = CutOff()
     try:
         engine = open_engine([server])

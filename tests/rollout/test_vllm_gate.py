@@ -1,4 +1,6 @@
-"""The gate of vLLM servers, over sockets: an application with the names of vLLM's routes behind uvicorn, and the program that vLLM is."""
+"""Tests the access control of vLLM servers over sockets: an application with the names of vLLM's
+routes behind uvicorn, and vLLM's own argument parser.
+"""
 
 import argparse
 import asyncio
@@ -38,11 +40,11 @@ PAGE = {"Host": "evil.example:18100", "Origin": "http://evil.example", "Content-
 class Served:
     url: str = ""
     reached: list[tuple[str, bytes]] = field(default_factory=list)
-    """(path, body) of what came through."""
+    """(path, body) of each request that passed the access control."""
 
 
 def app_of(found: Served, *, middleware: list[str], host: str | None = "127.0.0.1") -> FastAPI:
-    """Routes of vLLM's names behind what vLLM itself puts before its routes."""
+    """Return an application with vLLM's route names behind the middleware that vLLM itself adds."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):
@@ -74,7 +76,7 @@ def serving(*, middleware: list[str], host: str | None = "127.0.0.1") -> Iterato
         server = uvicorn.Server(uvicorn.Config(app_of(found, middleware=middleware, host=host), log_level="critical"))
 
         def serve() -> None:
-            with contextlib.suppress(SystemExit):  # it does not start
+            with contextlib.suppress(SystemExit):  # the server does not start
                 asyncio.run(server.serve(sockets=[listener]))
 
         thread = threading.Thread(target=serve)
@@ -98,7 +100,9 @@ def token_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_route_asks_for_the_token(token_file: Path) -> None:
-    """Finding 1. Without the middleware, and with a key of vLLM's own, the routes that control a server are open."""
+    """Every route requires the token. Without the middleware, and with only vLLM's own API key, the
+    routes that control a server are open.
+    """
     with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url) as http:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": TOKEN}, bearer_header(TOKEN + "x")):
             assert {http.post(path, json={}, headers=headers).status_code for path in CONTROL} == {401}
@@ -111,7 +115,9 @@ def test_each_route_asks_for_the_token(token_file: Path) -> None:
 
 
 def test_a_web_page_does_nothing(token_file: Path) -> None:
-    """Not even one that knows the token; each header of a page is enough to be refused."""
+    """Requests from a web page are refused even if they carry the token; each single header of a
+    page is enough. Without the middleware, the same request succeeds.
+    """
     with serving(middleware=[MIDDLEWARE]) as server, httpx.Client(base_url=server.url, headers=bearer_header(TOKEN)) as http:
         for left, code in ((PAGE, 421), ({**PAGE, "Host": "127.0.0.1"}, 403), ({"Content-Type": "text/plain"}, 415)):
             assert {http.post(path, content=b'{"method": "rl_fingerprint"}', headers=left).status_code for path in CONTROL} == {code}
@@ -121,7 +127,9 @@ def test_a_web_page_does_nothing(token_file: Path) -> None:
 
 
 def test_the_worker_has_one_method(token_file: Path) -> None:
-    """save_sharded_state writes files, update_environment_variables sets what later programs read."""
+    """/collective_rpc allows only the method rl_fingerprint. Among the others, save_sharded_state
+    writes files, and update_environment_variables sets variables that later programs read.
+    """
     bodies = [
         {"method": "save_sharded_state", "args": ["/tmp/w", "owned"]}, {"method": "rl_fingerprint", "args": ["x"]},
         {**ALLOWED_RPC, "kwargs": {"a": "b"}}, {}, [], {"method": ["rl_fingerprint"]},
@@ -167,7 +175,10 @@ def test_without_a_token_it_does_not_start(text: str | None, token_file: Path, m
 
 
 def test_the_command_has_the_gate_and_fetches_nothing(tmp_path: Path) -> None:
-    """Read by vLLM's own parser; and as it is printed: at 127.0.0.1 unless engine.urls says where, without the user's keys."""
+    """The arguments, read by vLLM's own parser, contain the access control and allow no downloads
+    of media. The printed commands use 127.0.0.1 unless engine.urls names other hosts, and unset the
+    user's API keys.
+    """
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

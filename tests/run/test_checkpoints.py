@@ -1,4 +1,6 @@
-"""Which checkpoints are kept, which one a run goes on from, and what is refused; in a world of one, with a policy that writes one file."""
+"""Tests which checkpoints are kept, which checkpoint a run resumes from, and which are refused. The
+world has one process, and the policy is a stand-in that writes one file.
+"""
 
 import hashlib
 import json
@@ -52,7 +54,10 @@ class SlowSave:
 
 
 class SlowPolicy:
-    """Stands in for the policy: a save is finished when it is waited for, or was said to be written."""
+    """Stand-in for the policy.
+
+    A save is finished when it is waited for, or when the test marks it as written.
+    """
 
     def __init__(self) -> None:
         self.saves: list[SlowSave] = []
@@ -67,7 +72,9 @@ def names(settings: Settings) -> list[str]:
 
 
 def write(settings: Settings, successes: list[float | None]) -> None:
-    """A checkpoint after every step; None where it was not evaluated."""
+    """Write a checkpoint after every step; a success of None means that the step was not
+    evaluated.
+    """
     checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests(model={"config.json": "ab12"}))
     for step, success in enumerate(successes, start=1):
         checkpoints.begin_step(step)
@@ -108,7 +115,9 @@ def test_what_was_kept_is_found_with_what_the_run_remembers(settings: Settings) 
 
 
 def test_a_checkpoint_appears_when_it_is_written(settings: Settings) -> None:
-    """Not before, and never later than the next one is begun; what it replaces goes last."""
+    """A checkpoint is published once it is completely written, and at the latest when the next
+    checkpoint begins. The checkpoint that it replaces is deleted last.
+    """
     policy = SlowPolicy()
     checkpoints = Checkpoints(settings, policy, resume_from=None, inputs=InputDigests())
     for step in (1, 2):
@@ -140,7 +149,9 @@ def test_what_a_kill_left_is_removed(settings: Settings) -> None:
 
 
 def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
-    """At the end of the first step after 30 s since the last one or the start: steps end at 10, 29, 31, 55, 60, 61 and 200 s."""
+    """With every_s=30, a checkpoint is written at the end of the first step that ends at least 30 s
+    after the last checkpoint or the start. The steps end at 10, 29, 31, 55, 60, 61 and 200 s.
+    """
     settings.checkpoint = CheckpointSettings(every=5, every_s=30.0, keep_last=9)
     now = 0.0
     checkpoints = Checkpoints(settings, SlowPolicy(), resume_from=None, inputs=InputDigests(), clock=lambda: now)
@@ -156,7 +167,9 @@ def test_a_clock_writes_checkpoints_too(settings: Settings) -> None:
 
 
 def test_the_last_step_leaves_a_checkpoint(settings: Settings) -> None:
-    """By default, whenever the others are due; save_last=false leaves it to them."""
+    """The last step writes a checkpoint by default, whether one is due or not. With
+    save_last=false, it writes one only if one is due.
+    """
     for save_last, every, expected in ((True, 0, ["step_00000003"]), (False, 0, []), (False, 3, ["step_00000003"])):
         settings.checkpoint = CheckpointSettings(every=every, every_s=0.0, save_last=save_last)
         shutil.rmtree(Path(settings.run.dir) / "checkpoints", ignore_errors=True)
@@ -171,13 +184,15 @@ def test_the_last_step_leaves_a_checkpoint(settings: Settings) -> None:
 
 
 def test_a_checkpoint_can_be_had_at_once(settings: Settings) -> None:
-    """Begun or not, once; none where it is there, and none of step 0."""
+    """`save` writes a checkpoint at once, whether or not it has already begun, and only once per
+    step. It writes none for step 0.
+    """
     settings.checkpoint = CheckpointSettings(every=2, keep_last=9)
     policy = SlowPolicy()
     checkpoints = Checkpoints(settings, policy, resume_from=None, inputs=InputDigests())
     checkpoints.save(0, history=History(), metrics={})
     assert policy.saves == []
-    for step in (2, 3):  # begun because it was due, and not
+    for step in (2, 3):  # step 2 has begun its checkpoint because one was due; step 3 has not
         checkpoints.begin_step(step)
         checkpoints.save(step, history=History(returns=[0.25], pending_metrics={"loss": 1.5}), metrics={})
         assert read_state(list_checkpoints(Path(settings.run.dir) / "checkpoints")[-1]).history.pending_metrics == {"loss": 1.5}
@@ -210,7 +225,9 @@ def _edit(folder: Path, change: Callable[[str], str]) -> None:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Settings, capfd: pytest.CaptureFixture[str]) -> None:
-    """With one line, and the damaged one is kept; where no other is intact, nothing is moved and the run ends."""
+    """A damaged checkpoint is moved aside with one line of output, and the run resumes from the
+    previous intact one. If no other checkpoint is intact, nothing is moved and the run ends.
+    """
     words, spoil = DAMAGES[damage]
     write(settings, [0.9, None])
     first, second = list_checkpoints(Path(settings.run.dir) / "checkpoints")
@@ -247,7 +264,9 @@ def test_a_checkpoint_is_published_beside_a_damaged_older_one(settings: Settings
 
 
 def test_a_run_that_stops_by_its_own_judgement_keeps_what_is_on_its_way(settings: Settings) -> None:
-    """Published, when its step was recorded or its evaluation failed; one that was begun in the step that failed is no checkpoint."""
+    """If a run fails, a pending checkpoint is published if its step was recorded, or if only the
+    evaluation of its step failed. The checkpoint of a failed step is not published.
+    """
     for name, num_recorded, num_done, expected in (
         ("recorded", 1, 1, "step_00000001"), ("evaluation", 0, 1, "step_00000001"), ("step", 0, 0, ".step_00000001.partial"),
     ):  # fmt: skip
@@ -281,7 +300,9 @@ def test_an_evaluation_that_was_owed_is_paid_once(settings: Settings) -> None:
      ("history", {"num_generation_batches": "many"})],
 )  # fmt: skip
 def test_a_state_has_the_types_that_a_run_writes(key: str, value: object, tmp_path: Path) -> None:
-    """Its digest is right: anybody can compute one. A run would meet the value hours later, or never."""
+    """A state with a correct digest but a wrong type is refused when it is read. The run would meet
+    the value hours later, or never.
+    """
     (tmp_path / "run").mkdir()
     write_state(
         tmp_path / "run" / "state.json", asdict(CheckpointState(step=3, success=float("nan"), history=History(prompts={"a": [1, 0.5, 2]})))

@@ -1,4 +1,6 @@
-"""The rule of a run folder, as a table of what lies there and what is changed; its lock, held by a process; and what is moved aside."""
+"""Tests what a start does with an existing run directory, as a table of its contents and the
+changed settings. Also tests the lock, which a process holds, and the moving of old runs.
+"""
 
 import errno
 import json
@@ -23,7 +25,7 @@ from tests.support.single_process_policy import single_process_world
 
 
 def hold(folder: Path) -> None:
-    """In a process of its own, until that is killed."""
+    """Hold the lock of the run directory until the process is killed."""
     kept = lock(folder)
     (folder / "is mine").touch()
     time.sleep(60)
@@ -37,7 +39,7 @@ def alone() -> Iterator[None]:
 
 
 def settings_of(folder: Path, *, stage: str = "rl", **changes: object) -> Settings:
-    """Settings whose rooms are changed as in `optim={"lr": 0.25}`."""
+    """Return settings with changed groups, given as in `optim={"lr": 0.25}`."""
     settings = Settings(
         stage=stage, model=ModelSettings(path="model"), task=TaskSettings(name="alfworld", options=AlfworldOptions()),
         optim=OptimSettings(lr_by_module={"vision": 0.5}), run=RunSettings(dir=str(folder), steps=40),
@@ -49,8 +51,11 @@ def settings_of(folder: Path, *, stage: str = "rl", **changes: object) -> Settin
 
 
 def leave(folder: Path, state: str, *, stage: str = "rl") -> None:
-    """What a run with the settings above has left: 'config', then also 'steps', 'checkpoint' (of step 20), 'last' (that of step 40),
-    'finished', 'stopped' (at step 40), in words."""
+    """Create the files that a run with the settings above leaves.
+
+    `state` contains these words: 'config' (always implied), 'steps', 'checkpoint' (of step 20),
+    'last' (the checkpoint of step 40), 'finished', 'stopped' (at step 40).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(asdict(settings_of(folder, stage=stage)), sort_keys=False))
     (folder / "metrics.jsonl").write_text('{"step": 0}\n' if "steps" in state else "")
@@ -74,7 +79,7 @@ HEARD = LewisSpeakerOptions(
 )  # fmt: skip
 REPEAT = {"checkpoint": {"allow_repeat": True}}
 BEGINS, RESUMES, FINISHED, REFUSED = "begins", "resumes", "finished", "refused"
-TABLE = [  # what lies there, what is changed, what becomes of it
+TABLE = [  # contents of the run directory, changed settings, outcome
     ("config", {}, BEGINS), ("config", LR, BEGINS), ("config", LONGER, BEGINS),
     ("steps", {}, BEGINS), ("steps", MANY, BEGINS), ("steps", LONGER, BEGINS), ("steps", SHORTER, REFUSED), ("steps", LR, REFUSED),
     ("steps checkpoint", {}, RESUMES), ("steps checkpoint", MANY, RESUMES), ("steps checkpoint", LONGER, RESUMES),
@@ -144,7 +149,9 @@ def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_pat
 )
 @pytest.mark.parametrize("is_more", [False, True])
 def test_a_key_that_only_one_of_the_two_has_is_a_change(key: str, expected: str, is_more: bool, tmp_path: Path) -> None:
-    """Removed from config.yaml, or added to it; but for those that may change, and a whole group of them is none."""
+    """A key that exists only in config.yaml or only in the settings is a change. Keys that may
+    change are exempt, but a whole group of keys is never exempt.
+    """
     leave(tmp_path, "steps checkpoint")
     stored = yaml.safe_load((tmp_path / "config.yaml").read_text())
     part, _, name = key.rpartition(".")
@@ -162,7 +169,10 @@ def test_a_key_that_only_one_of_the_two_has_is_a_change(key: str, expected: str,
 
 
 def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) -> None:
-    """Stopped at 40, its checkpoint renamed to 20; and one of 20 renamed to 40, which would lose nothing and train 20 steps fewer."""
+    """A renamed checkpoint is refused: one of step 40 with the name of step 20, after the run
+    stopped at step 40, and one of step 20 with the name of step 40, which would train 20 steps
+    fewer.
+    """
     for step, name, state in ((40, 20, "steps checkpoint stopped"), (20, 40, "steps last")):
         folder = tmp_path / str(name)
         leave(folder, state)
@@ -202,7 +212,9 @@ def test_without_all_of_its_weights_a_run_is_not_finished(gone: str, tmp_path: P
 
 
 def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
-    """And lets nothing change but the settings that it names: a key that is misspelled, or lost its dot, would free none."""
+    """Every key in MUTABLE_KEYS matches a setting or a group of settings, and permits only changes
+    of these. A misspelled key, or a key without its dot, would permit none.
+    """
     plain = settings_of(Path("run"))
     games = [replace(plain, task=replace(plain.task, options=options)) for options in (AlfworldOptions(), HEARD)]
     keys = {key for settings in games for key in dotted(asdict(settings))}
@@ -214,7 +226,10 @@ def test_every_free_key_is_a_setting_or_a_group_of_them() -> None:
 
 
 def test_a_game_goes_on_where_its_listeners_and_its_folder_are_now(tmp_path: Path) -> None:
-    """Moved with run.dir, in which its recipe has the log; a witness may join, who never rewards. Paid otherwise, it is another run."""
+    """A game may resume with its listeners at other addresses and its log in a moved run directory.
+    A held-out listener may be added, because it never gives rewards. A change of the reward is
+    refused.
+    """
     task = TaskSettings(name="lewis_speaker", options=HEARD, listener=ListenerSettings(urls=["http://a:9000"]))
     leave(tmp_path, "steps checkpoint")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(replace(settings_of(tmp_path), task=task)), sort_keys=False))
@@ -231,7 +246,7 @@ def test_a_game_goes_on_where_its_listeners_and_its_folder_are_now(tmp_path: Pat
 
 
 def dotted(settings: dict, prefix: str = "") -> list[str]:
-    """Keys of all settings, as a command line has them."""
+    """Return the keys of all settings in the form of the command line."""
     parts = [dotted(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key] for key, value in settings.items()]
     return [key for keys in parts for key in keys]
 
@@ -271,7 +286,9 @@ def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_pat
 
 
 def test_a_run_that_is_stopped_while_it_starts_after_a_crash_goes_on(tmp_path: Path) -> None:
-    """Killed at step 30 with a checkpoint of step 20; the next attempt is asked to stop before it has a step. Nobody lost a checkpoint."""
+    """A run was killed at step 30 with a checkpoint of step 20, and the next attempt is stopped
+    before its first step. No checkpoint is missing, so the run resumes.
+    """
     leave(tmp_path, "steps checkpoint")
     with locked(settings_of(tmp_path)):
         pass
@@ -289,7 +306,9 @@ def test_a_finished_run_is_told_by_its_evaluation(tmp_path: Path, capsys: pytest
 
 
 def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Other settings, and a finished run; a run that can go on does, so that a command that is given again is no new run."""
+    """run.overwrite moves a run with other settings and a finished run aside. A run that can be
+    resumed is resumed, so that repeating a command does not start a new run.
+    """
     folder = tmp_path / "run"
     (tmp_path / "run.1").mkdir()
     for number, (state, changes) in enumerate((("steps checkpoint", LR), ("steps finished", {})), start=2):
@@ -312,7 +331,9 @@ def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytes
 
 
 def test_a_folder_that_was_removed_hides_no_error(tmp_path: Path) -> None:
-    """What the run ended for is told, and not that its folder is not there to be left in order."""
+    """If the run directory was removed, the error that ended the run is raised, not an error about
+    the missing directory.
+    """
     folder = tmp_path / "run"
 
     def lose() -> None:
@@ -325,7 +346,9 @@ def test_a_folder_that_was_removed_hides_no_error(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
-    """By one that lives: when it is killed the folder is free, whatever the file says."""
+    """The lock is held by a live process. When the process is killed, the lock is free, whatever
+    the lock file contains.
+    """
     folder = tmp_path / "run"
     holder = multiprocessing.get_context("fork").Process(target=hold, args=[folder])
     holder.start()
@@ -345,7 +368,9 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
 
 
 def test_what_a_life_before_has_half_written_goes(tmp_path: Path) -> None:
-    """Files alone, and only what is hidden: a folder is the checkpoint's or the model's, whose writers see to it."""
+    """A start removes hidden partial files of earlier attempts, but no directories. Their own
+    writers remove partial checkpoints and models.
+    """
     leave(tmp_path, "config, steps, checkpoint")
     halves = [tmp_path / ".ended.json.partial", tmp_path / "rollouts" / ".step_000000.jsonl.partial"]
     others = [tmp_path / "mine.partial", tmp_path / ".final.partial" / "a"]
@@ -357,7 +382,9 @@ def test_what_a_life_before_has_half_written_goes(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_becomes_read_only_does_not_hide_what_a_run_ends_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that has nothing in its folder yet but the lock would take that away."""
+    """A run that has only the lock file in its directory removes the directory at its end. If this
+    fails, the original error is still raised.
+    """
 
     def refuse(path: Path, missing_ok: bool = False) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))

@@ -1,4 +1,6 @@
-"""When engine and trainer differ by too much: bounds by precision, means over all ranks, by hand."""
+"""Tests when the logprob difference between engine and trainer ends a run: bounds by precision and
+means over all ranks, with numbers computed by hand.
+"""
 
 import math
 import re
@@ -50,14 +52,18 @@ def test_the_coarser_precision_decides_unless_a_bound_is_set(settings: Settings,
 
 
 def test_tokens_of_older_weights_do_not_count() -> None:
-    """0.0008 over all tokens is 0.0032 over the quarter of them that the current weights sampled."""
+    """A mean of 0.0008 over all tokens is 0.0032 over the quarter of the tokens that the current
+    weights sampled.
+    """
     current = "rollout/on_policy_fraction"
     assert is_refused(settings_of(), update(8e-4, **{current: 0.25})) and not is_refused(settings_of(), update(8e-4, **{current: 1.0}))
     assert not is_refused(settings_of(), update(0.0, **{current: 0.0}))
 
 
 def test_it_waits_for_tokens_and_compares_once() -> None:
-    """An update that has none decides nothing; later ones differ by design (old logprobs are of the step's first weights)."""
+    """An update without such tokens decides nothing. Later updates are not compared, because they
+    differ by design: old logprobs are those of the step's first weights.
+    """
     nothing, stale = update(0.0, tokens=0.0), update(0.0, **{"rollout/on_policy_fraction": 0.0})
     assert is_refused(settings_of(), nothing, stale, update(0.1))
     assert not is_refused(settings_of(), nothing, update(1e-5), update(0.1))
@@ -67,7 +73,9 @@ def test_it_waits_for_tokens_and_compares_once() -> None:
 
 
 def test_the_mean_is_over_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 tokens of 2e-4 and 300 of 3e-3: 0.92 / 400. The first rank alone would pass; both raise the same."""
+    """100 tokens with a mean of 2e-4 and 300 with 3e-3 have the mean 0.92 / 400. The first rank
+    alone would pass the check; both ranks raise the same error.
+    """
     ranks = [(100.0, 0.02, 1e-3), (300.0, 0.9, 0.5)]
     numbers = [
         {"sums": {"tokens": n, "denominator": n, GAP: total}, "losses": {"loss": 0.0}, "maxima": {LARGEST: top}, "histograms": {}}

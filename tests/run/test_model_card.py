@@ -1,4 +1,6 @@
-"""The model card: metadata as the hub reads it, and nothing of machines."""
+"""Tests the model card: the metadata as read by the Hugging Face hub, and that the card names no
+machines.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""launch/attempt.py: what it keeps, what it passes on, when the job goes back into the queue. Here scontrol notes what it is told."""
+"""Tests launch/attempt.py: the output that it keeps, the signals that it forwards, and when the job
+is requeued. A stand-in for scontrol records its arguments.
+"""
 
 import os
 import signal
@@ -30,7 +32,7 @@ sys.exit(code)
 
 
 class Bench:
-    """A Slurm job that is none."""
+    """Simulated Slurm job."""
 
     def __init__(self, home: Path) -> None:
         self.home = home

@@ -1,4 +1,6 @@
-"""The checks that end a run and the metrics of a step's rollouts, against hand numbers."""
+"""Tests the checks that end a run, and the metrics of a step's rollouts, against numbers computed
+by hand.
+"""
 
 import io
 import resource
@@ -47,7 +49,9 @@ def test_failed_rollouts_end_the_run_above_the_limit() -> None:
 
 
 def test_an_outage_is_told_from_what_no_waiting_mends() -> None:
-    """A restart helps where the run would have gone on but for what is down."""
+    """Only failures that a restart may fix raise InfraOutage: the run would have continued without
+    the failures of unreachable services.
+    """
     good, down, lasting = rollout(0, 1.0), rollout(0, None), rollout(0, None)
     down.stop_reason, lasting.stop_reason, lasting.reason = StopReason.INFRA_ERROR, StopReason.PERMANENT_INFRA_ERROR, "no room"
     cases = [([down] * 3, True), ([down, down, lasting], True), ([down, lasting, lasting], False), ([lasting] * 2, False)]
@@ -62,7 +66,7 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
     rollouts = credited([rollout(0, 1.0), rollout(0, -1.0, sampled=4), rollout(0, None), rollout(1, 3.0), rollout(1, 3.0)])
     metrics = rollout_metrics(rollouts, num_gen_batches=2)
     assert metrics["reward/mean"] == metrics["reward/return"] == 1.5
-    assert metrics["reward/std"] == pytest.approx(2.75**0.5)  # squares of -0.5 -2.5 1.5 1.5: 11, of 4
+    assert metrics["reward/std"] == pytest.approx(2.75**0.5)  # the squares of -0.5 -2.5 1.5 1.5 sum to 11, over 4 values
     assert metrics["rollout/sampled_tokens"] == 2 + 4 + 2 + 2
     assert (metrics["rollout/failed"], metrics["rollout/completed"], metrics["rollout/failed_fraction"]) == (1, 4, pytest.approx(0.2))
     assert metrics["rollout/zero_std_fraction"] == 0.5
@@ -72,7 +76,10 @@ def test_a_failed_rollout_is_in_no_mean() -> None:
 
 
 def test_lengths_by_hand() -> None:
-    """Turns of 2 and 5 tokens in one context, and one of 3 in another; one of 4 alone. An observed token stands around each."""
+    """Example by hand: an episode with turns of 2 and 5 tokens in one sequence and a turn of 3 in a
+    second sequence, and an episode with one turn of 4. Each turn is surrounded by one observed
+    token.
+    """
     one, other = make_rollout(0, 1.0, lengths=(2, 5, 3), turn_sequences=(0, 0, 1)), make_rollout(0, 0.0, lengths=(4,))
     assert [len(context.token_ids) for context in (*one.sequences, *other.sequences)] == [11, 5, 6]
     metrics = rollout_metrics([one, other, rollout(0, None, sampled=99)], num_gen_batches=1)
@@ -82,7 +89,9 @@ def test_lengths_by_hand() -> None:
 
 
 def test_data_sources_are_told_apart() -> None:
-    """Two of one, of which one scored 1; one of another, whose name is none for a metric; one of none; a failure is in no mean."""
+    """Two scored rollouts of one source with the rewards 1 and 0, one of a second source whose name
+    is no valid metric name, and one without a source. A failed rollout counts in no mean.
+    """
     rollouts = [rollout(group, reward) for group, reward in enumerate([1.0, 0.0, 3.0, 9.0, None])]
     for made, source in zip(rollouts, ["vstar", "vstar", "my data/v2\n", "", "vstar"], strict=True):
         made.source = source
@@ -95,7 +104,9 @@ def test_data_sources_are_told_apart() -> None:
 
 
 def test_of_very_many_sources_the_rare_are_one() -> None:
-    """Forty: eight of them in two rollouts each, which are told by name, and 24 of the others."""
+    """The 8 most frequent of 40 sources, with two rollouts each, and 24 other sources are named.
+    The rest are merged.
+    """
     rollouts = [rollout(number, float(number < 8)) for number in range(40)] + [rollout(number, 0.0) for number in range(8)]
     for made in rollouts:
         made.source = f"s{made.group}"
@@ -104,7 +115,9 @@ def test_of_very_many_sources_the_rare_are_one() -> None:
 
 
 def test_memory_is_that_of_the_rank_that_took_most() -> None:
-    """The peak of this process grows by what it takes, at least, and stays, but for pages that the kernel has not counted yet."""
+    """The peak memory grows by at least the allocated amount and stays after the memory is freed,
+    up to pages that the kernel has not counted yet. Over ranks, the maximum is reported.
+    """
     before = peak_memory()["memory/host_gb"]
     taken = numpy.ones(int((before + 0.5) * GB - resident()) // 8)
     after = peak_memory()["memory/host_gb"]
@@ -115,12 +128,14 @@ def test_memory_is_that_of_the_rank_that_took_most() -> None:
 
 
 def resident() -> int:
-    """Bytes of this process now."""
+    """Return the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_staleness_by_hand() -> None:
-    """Trained at step 7: tokens of versions 5 and 6, of 7 alone, of 4 to 6. One is dropped, three were given up before."""
+    """Example by hand at step 7: rollouts with tokens of versions 5 and 6, of 7 only, of 4 to 6,
+    and of 7 only. One more rollout is filtered, and three stale rollouts were dropped before.
+    """
     rollouts = credited([rollout(0, 1.0, sampled=3), rollout(0, -1.0), rollout(1, 3.0, sampled=4), rollout(1, 3.0), rollout(2, 5.0)])
     for made, versions in zip(rollouts, ([5, 5, 6], [7, 7], [4, 5, 5, 6], [7, 7], [1, 1]), strict=True):
         (context,) = made.sequences
@@ -140,8 +155,10 @@ def test_staleness_by_hand() -> None:
 
 
 def test_an_engine_that_goes_on_in_the_update_is_not_idle(tmp_path: Path) -> None:
-    """By what it has worked from one record to the next: 1 s in this life's first rollout, 4 s in its update; 3 s in a rollout, 8 s in an
-    update with an evaluation."""
+    """The idle fraction is computed from the engine's busy time between two records: 1 s in the
+    first rollout phase of this attempt and 4 s in its update, then 3 s in a rollout phase and 8 s
+    in an update with an evaluation.
+    """
     settings, worked = Settings(run=RunSettings(dir=str(tmp_path), max_staleness=1)), [2.0]
     run = Run(settings, World(0, 1, 0, torch.device("cpu")), num_steps=2)
     for step, (rolling, training) in enumerate(((1.0, 4.0), (3.0, 8.0))):
@@ -156,7 +173,9 @@ def test_an_engine_that_goes_on_in_the_update_is_not_idle(tmp_path: Path) -> Non
 
 
 def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to_compare_with() -> None:
-    """Group 4: scored 1 and 3. Group 9: 2 and 2. Group 7: one scored. Group 8: none."""
+    """Group 4 has the scores 1 and 3, group 9 has 2 and 2, group 7 has one scored rollout, and
+    group 8 has none.
+    """
     pairs = [(4, 1.0), (9, 2.0), (4, None), (7, 5.0), (4, 3.0), (7, None), (9, 2.0), (8, None)]
     for drop, zero_std, kept in (((), 0, 2), (("zero_std",), 2, 1)):
         metrics = rollout_metrics(credited([rollout(group, reward) for group, reward in pairs], *drop), num_gen_batches=1)
@@ -167,7 +186,9 @@ def test_groups_that_teach_nothing_are_counted_without_those_that_have_nobody_to
 
 
 def test_ends_and_tools_are_counted() -> None:
-    """Four calls of two episodes, one that raised and one of no tool that exists; the second episode used none to any avail."""
+    """Two episodes make four tool calls: one raises an error, and one names a tool that does not
+    exist. The second episode has no successful call.
+    """
     rollouts = [rollout(0, 1.0), rollout(0, 0.0)]
     rollouts[0].turns = make_rollout(0, 1.0, lengths=(1, 1, 1)).turns
     rollouts[0].turns[0].tool_call = rollouts[0].turns[2].tool_call = ToolCall(tool="zoom", source="{}")
@@ -181,7 +202,9 @@ def test_ends_and_tools_are_counted() -> None:
 
 
 def test_a_steps_updates_are_one_line() -> None:
-    """Means, maxima by name, and what is true of the first update only."""
+    """Most metrics are averaged over the updates, metrics ending in _max are maxima, and some are
+    those of the first update only.
+    """
     gap = {
         "rollout_mismatch/logprob_abs_diff": 0.01,
         "rollout_mismatch/logprob_abs_diff_p99": 0.2,
@@ -211,7 +234,9 @@ def test_a_steps_updates_are_one_line() -> None:
 
 
 def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) -> None:
-    """Two steps in which all are alike, one that teaches, and an example without room that is dealt in each of them."""
+    """Two steps in which all rewards of each group are equal, one step with different rewards, and
+    in each step an example whose prompt does not fit.
+    """
     lost = make_rollout(2, None)
     lost.example_id, lost.stop_reason, lost.reason = (
         "train/7",
@@ -251,7 +276,9 @@ def test_a_run_must_improve() -> None:
 
 
 def test_a_step_whose_evaluation_is_owed_is_recorded_once(tmp_path: Path) -> None:
-    """By the life that pays it, also where that ended before a checkpoint of its own."""
+    """The attempt that runs a pending evaluation records its step. The step is recorded once even
+    if an earlier attempt recorded it and ended before its own checkpoint.
+    """
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(3)))
     history = History(pending_metrics={"loss": 1.0})
     run = Run(Settings(run=RunSettings(dir=str(tmp_path))), World(0, 1, 0, torch.device("cpu")), num_steps=9, first_step=3, history=history)
@@ -275,7 +302,7 @@ def test_a_step_whose_evaluation_is_owed_is_recorded_once(tmp_path: Path) -> Non
 def test_lines_that_are_gone_are_named_when_a_run_goes_on(
     steps: list[int], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From step 5; later ones are moved, and are none that it lacks."""
+    """The run resumes from step 5. Lines of later steps are moved and do not count as missing."""
     path, told = tmp_path / "metrics.jsonl", []
     monkeypatch.setattr(ProgressDisplay, "print_line", lambda _, line: told.append(line))
     path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in steps))

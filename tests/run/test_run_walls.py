@@ -1,4 +1,6 @@
-"""A run folder of a stranger's: whatever its files hold, one line names the file, or the run is taken for one that did not go well."""
+"""Tests run directories with untrusted content: whatever a file contains, a one-line error names
+the file, or the run counts as failed.
+"""
 
 import json
 from collections.abc import Callable
@@ -44,10 +46,12 @@ def test_a_file_that_holds_something_else_is_one_line(file: str, content: str, t
 
 
 def test_settings_that_stand_for_more_text_than_a_memory_holds(tmp_path: Path) -> None:
-    """Ten lines of aliases. YAML takes them, and the line that tells what differs would have 10**9 words; the control, a hundredth."""
+    """Ten lines of YAML aliases, which YAML accepts, would make an error message of 10**9 words.
+    The control expands a hundredth of them with plain YAML.
+    """
     path = tmp_path / "config.yaml"
     bombs.yaml_of_aliases(path)
-    _, own, control = measure_reads(("settings", path), ("settings", path), ("by yaml", path))  # the first imports what it needs
+    _, own, control = measure_reads(("settings", path), ("settings", path), ("by yaml", path))  # the first read imports the modules
     assert is_cheap(own) and "alias" in own.error
     assert control is None or control.mb > 30
     leave(tmp_path, "steps")
@@ -66,7 +70,9 @@ def test_settings_that_are_none(text: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_line_without_an_end(tmp_path: Path) -> None:
-    """A metrics.jsonl of 10 GiB of nothing: read whole, it takes what there is."""
+    """A metrics.jsonl of 10 GiB of zeros is refused without reading it whole, which would exhaust
+    the memory.
+    """
     bombs.write_sparse_file(tmp_path / "metrics.jsonl", 10 << 30)
     own, control = measure_reads(("lines", tmp_path / "metrics.jsonl"), ("by bytes", tmp_path / "metrics.jsonl"))
     assert "has more than" in own.error and own.mb <= 200

@@ -1,4 +1,6 @@
-"""What signals ask for, how long a play may take then, and what a fleet and a warm start make of it. Whole runs: tests/e2e/test_stop.py."""
+"""Tests the effect of stop signals, the grace period of a rollout phase, and how the rollout
+manager and SFT stop. Whole runs are in tests/e2e/test_stop.py.
+"""
 
 import asyncio
 import os
@@ -60,7 +62,7 @@ def test_another_thread_hears_no_signals_and_changes_no_handler() -> None:
 
 
 def test_ranks_agree() -> None:
-    """Of two ranks in tests/e2e/test_stop.py."""
+    """With one rank; tests/e2e/test_stop.py has two."""
     with single_process_world(), StopSignal(grace_s=9) as stop:
         stop.check()
         send(signal.SIGUSR1)
@@ -70,7 +72,9 @@ def test_ranks_agree() -> None:
 
 @pytest.mark.parametrize(("asked", "passed_s", "expected"), [(False, 99, "played"), (True, 5, "played"), (True, 7, None)])
 def test_a_play_may_take_its_grace(asked: bool, passed_s: float, expected: str | None) -> None:
-    """Of 6 s by the clock that the stop was given; who is given up is cancelled and cleans up first."""
+    """The grace period is 6 s of the given clock. A rollout phase that exceeds it is cancelled and
+    cleans up first.
+    """
     now, closed = 100.0, []
 
     async def play() -> str:
@@ -93,7 +97,9 @@ def test_a_play_may_take_its_grace(asked: bool, passed_s: float, expected: str |
 def test_the_grace_is_counted_from_the_first_signal(
     passed_s: tuple[float, float], expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """6 s, whatever further signals a queue and a launcher send meanwhile."""
+    """The grace period of 6 s counts from the first signal, whatever further signals a queue and a
+    launcher send.
+    """
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     now = 100.0
 
@@ -123,11 +129,13 @@ def renderer(random_model: Path) -> Renderer:
 
 
 async def give_up(play: MakeCoroutine) -> None:
-    """As if its grace were over at once."""
+    """Return without running the coroutine, as if the grace period had ended at once."""
 
 
 def test_a_fleet_stops_where_one_engine_gave_up(renderer: Renderer) -> None:
-    """All ranks see the same: fewer episodes than were dealt. The gather brings those of another engine, which had the patience."""
+    """All ranks see fewer episodes than were scheduled, and all stop. In the second case, the
+    gather adds episodes of another engine, which has finished them within its grace period.
+    """
     others: list[Rollout] = make_rollout_manager(renderer).run_examples(EXAMPLES[:2], num_samples=2, settings=EPISODE)
     gathers: list[Callable[[list[Rollout] | None], list[Rollout]]] = [lambda mine: mine or [], lambda mine: [*(mine or []), *others[:2]]]
     for gather in gathers:
@@ -141,7 +149,7 @@ def test_a_fleet_stops_where_one_engine_gave_up(renderer: Renderer) -> None:
 
 @dataclass
 class Asked:
-    """A stop that is agreed on at the `at`-th time that it is asked for."""
+    """Stop signal on which all ranks agree at the `at`-th check."""
 
     at: int
     log: list[str] = field(default_factory=list)
@@ -154,7 +162,7 @@ class Asked:
 
 @pytest.mark.parametrize(("at", "num_steps"), [(1, 0), (3, 2)])
 def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first, and after a step that is recorded and in its checkpoint."""
+    """SFT stops before the first step, or after a step that is recorded and in its checkpoint."""
     stop = Asked(at)
     say: Callable[[str], Callable[..., dict]] = lambda word: lambda *_, **__: stop.log.append(word) or {}  # noqa: E731
     monkeypatch.setattr(sft, "RenderedDemonstrations", lambda *_: range(9))

@@ -1,6 +1,8 @@
-"""Signals end a process that waits in C, in the store where ranks meet or in a collective, and limits of a process that a run needs.
+"""Tests that signals end a process that waits in C code, in the rendezvous store or in a
+collective, and the resource limits that a run needs.
 
-All processes are begun at once and looked at one by one. What signals ask of a run that comes back from C: tests/run/test_shutdown.py.
+All processes are started together and examined one by one. Tests of signals in runs that return
+from C code are in tests/run/test_shutdown.py.
 """
 
 import os
@@ -21,7 +23,7 @@ from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 
 WAITING = SUPPORT / "blocked_process.py"
-CASES = {  # how it waits, the signals, and the seconds between them
+CASES = {  # where the process waits, the signals, and the seconds between them
     "store": ("store", (signal.SIGTERM,), 0.0),
     "collective": ("collective", (signal.SIGTERM,), 0.0),
     "interrupted twice": ("collective", (signal.SIGINT, signal.SIGINT), 0.1),
@@ -48,13 +50,16 @@ def begun() -> Iterator[dict[str, list[fork_server.Process]]]:
 
 
 def end(case: str, begun: dict[str, list[fork_server.Process]]) -> tuple[int, list[str], float]:
-    """Send the signals once it waits: its exit code, what it said, and the seconds from the last signal to the end."""
+    """Send the signals once the process waits.
+
+    Return its exit code, its output lines, and the seconds from the last signal to its end.
+    """
     process, (_, signals, between_s) = begun[case][0], CASES[case]
     deadline = time.monotonic() + 120
     while signals and "waits" not in process.output.read_text():
         assert time.monotonic() < deadline and process.poll() is None, process.output.read_text()
         time.sleep(0.05)
-    time.sleep(0.5)  # it says so just before
+    time.sleep(0.5)  # the process prints the line just before it waits
     for number in signals:
         process.send_signal(number)
         began = time.monotonic()

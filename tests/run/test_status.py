@@ -1,4 +1,6 @@
-"""How a run folder stands, by what lies in it and by who holds it."""
+"""Tests the status of a run, as derived from the files in its run directory and from the process
+that holds the lock.
+"""
 
 import json
 import multiprocessing
@@ -20,7 +22,7 @@ STEPS = "".join(json.dumps({"step": step, "reward/mean": 0.5, "time/total": 1800
 
 
 def say(folder: Path, *lines: str, age_s: float = 0.0) -> None:
-    """As the newest attempt, so long ago."""
+    """Write the output of a new attempt, with the given age."""
     output = open_output(folder / LOGS)
     output.write_text("".join(f"{line}\n" for line in lines))
     now = time.time() - age_s
@@ -60,7 +62,10 @@ def test_what_lies_there_says_how_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_newest_word_counts(tmp_path: Path) -> None:
-    """A model that could not be read begins no run and leaves nothing but its attempt; a life by hand leaves no attempt."""
+    """The newest of the attempt's output and ended.json determines the status. If the model cannot
+    be read, no run begins and only the attempt's output exists. A run that was started by hand has
+    no attempt output.
+    """
     say(tmp_path, "resume: x", "error: model.path=x: no such folder", "2 nodes")
     assert (read_status(tmp_path).state, read_status(tmp_path).error) == (RunState.FAILED, "model.path=x: no such folder")
     say(tmp_path, "error: old", "stopped at step 2 of 5; the same command goes on", age_s=100)
@@ -94,7 +99,9 @@ def test_numbers_are_those_of_the_steps(tmp_path: Path) -> None:
 
 
 def test_who_holds_it_runs(tmp_path: Path) -> None:
-    """Its lock, or the output of an attempt; looking takes no lock."""
+    """A run is running while a process holds its lock or the output of an attempt. Reading the
+    status takes no lock.
+    """
     leave(tmp_path, "steps finished")
     kept = lock(tmp_path)
     in_another_process(lambda folder: _require(read_status(folder).state is RunState.RUNNING), tmp_path)
@@ -112,7 +119,9 @@ def _require(condition: bool) -> None:
 
 
 def test_a_life_leaves_its_word(tmp_path: Path) -> None:
-    """Of one that began: neither one that was refused, nor one that came to nothing, nor one that finished speaks."""
+    """An attempt of a started run writes ended.json. A refused run, a run that failed before it
+    created files, and a finished run leave none.
+    """
 
     def live(folder: Path, *, error: BaseException | None = None, finishes: bool = False, **changes: object) -> str:
         with locked(settings_of(folder, **changes)):
@@ -125,7 +134,11 @@ def test_a_life_leaves_its_word(tmp_path: Path) -> None:
         return ""
 
     def word(folder: Path) -> dict | None:
-        """With the step of the newest checkpoint, which decides what the next attempt may repeat."""
+        """Return the content of ended.json.
+
+        Its step is that of the newest checkpoint and determines which steps the next attempt may
+        repeat.
+        """
         return json.loads((folder / ENDED).read_text()) if (folder / ENDED).exists() else None
 
     folder = tmp_path / "run"

@@ -1,4 +1,6 @@
-"""Records of steps that are done again: each step once in the run's own files, all else in RUN/superseded, byte for byte."""
+"""Tests the records of repeated steps: the run's own files contain each step once, and
+RUN/superseded contains the rest, byte for byte.
+"""
 
 import json
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ def world() -> Iterator[None]:
 
 
 def leave(folder: Path, *, num_steps: int, finished: bool = False) -> dict[str, bytes]:
-    """What a run with pictures leaves of its steps; its files by name."""
+    """Write the step records of a run with images; return the contents of all files, keyed by
+    name.
+    """
     recorder, bank = BestWorstRecorder(folder, num_best=1, num_worst=0), RolloutStore(folder, max_gb=1.0)
     for step in range(num_steps):
         rollouts = [rollout(sample, float(sample), images=(picture(sample + step),)) for sample in range(2)]
@@ -60,7 +64,7 @@ def supersede(folder: Path, first_step: int, *, num_steps: int) -> tuple[Path, i
 def test_after_a_kill_nothing_is_lost_and_each_step_is_there_once(tmp_path: Path) -> None:
     before = leave(tmp_path, num_steps=4)
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "lo')  # killed while writing
+        file.write('{"step": 4, "lo')  # killed during this write
     assert supersede(tmp_path, 2, num_steps=9) == (tmp_path / "superseded" / "step_00000002", 2)
     superseded = tmp_path / "superseded" / "step_00000002"
     assert (tmp_path / "metrics.jsonl").read_bytes() + (superseded / "metrics.jsonl").read_bytes() == before["metrics.jsonl"]
@@ -86,7 +90,9 @@ def test_a_second_kill_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_longer_run_keeps_the_evaluation_that_ended_the_shorter_one(tmp_path: Path) -> None:
-    """In the line of its last step, where a periodic evaluation would have it; the model stays until a newer one takes its place."""
+    """When a finished run is extended, its final evaluation is added to the line of its last step,
+    like a periodic evaluation. The model stays until a newer model replaces it.
+    """
     before = leave(tmp_path, num_steps=3, finished=True)
     assert supersede(tmp_path, 3, num_steps=5) == (tmp_path / "superseded" / "step_00000003", 0)
     lines = read_metrics(tmp_path / "metrics.jsonl")
@@ -99,7 +105,9 @@ def test_a_longer_run_keeps_the_evaluation_that_ended_the_shorter_one(tmp_path: 
 
 
 def test_a_run_that_was_killed_before_it_was_marked_as_finished_ends_as_it_would_have(tmp_path: Path) -> None:
-    """Its last line is written again, and the one before it is not changed."""
+    """The line of the final evaluation is removed, so that it is written again, and the line before
+    it is unchanged.
+    """
     leave(tmp_path, num_steps=3, finished=True)
     (tmp_path / "eval.json").unlink()
     assert supersede(tmp_path, 3, num_steps=3) == (tmp_path / "superseded" / "step_00000003", 0)
@@ -126,8 +134,10 @@ def of_steps(settings: Settings, num: int) -> Settings:
 
 @pytest.mark.usefixtures("world")
 def test_a_finished_run_is_made_longer_behind_its_last_step(random_model: Path, tmp_path: Path) -> None:
-    """Stopped at step 2 (a checkpoint), resumed, finished at 4 with no checkpoint due in between, extended to 6: nothing is done twice, and
-    every step's metrics are those of a run of 6 steps."""
+    """A run stops at step 2 with a checkpoint, resumes, finishes at step 4 without a checkpoint due
+    in between, and is extended to 6 steps. No step is repeated, and all metrics equal those of an
+    uninterrupted run of 6 steps.
+    """
     whole, settings = (settings_of(tmp_path / name, random_model, AlgoSettings(name="rloo")) for name in ("whole", "run"))
     live(whole)
     with locked(of_steps(settings, 4)):

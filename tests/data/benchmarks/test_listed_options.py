@@ -1,4 +1,6 @@
-"""Options in one text, and the invariant of all readers: the answer of a row, in every form, earns full credit."""
+"""Tests how the options of a question are split, and an invariant of all benchmark readers: the
+answer of a row earns full credit in every accepted form.
+"""
 
 import json
 from pathlib import Path
@@ -28,7 +30,9 @@ from tests.support.data_files import make_png
     ],
 )  # fmt: skip
 def test_options_of_we_math(option: str, options: tuple[str, ...]) -> None:
-    """Lines of testmini.json, shortened: a letter inside the words begins no option, so that letters stay those of the file."""
+    """A letter inside an option's words does not start a new option, so the options keep the
+    letters of the file. The lines are shortened from We-Math's testmini.json.
+    """
     assert split_options(option, INLINE_MARKER) == options
 
 
@@ -50,7 +54,9 @@ def test_options_in_a_question(question: str, answer: str, options: tuple[str, .
 
 
 def test_options_that_name_places_in_the_picture_stay() -> None:
-    """MATH-V, test.jsonl, 468, 490, 198 and 79: shuffled, the picture's (A) would be another letter."""
+    """Options that are labels in the image are never shuffled, because the image's (A) would become
+    another letter. The options are those of MATH-V, test.jsonl, rows 468, 490, 198 and 79.
+    """
     for options in (("A)", "B)", "C)"), ("(A)", "(B)", "(C)"), ("$A$", "$B$", "Neither"), ("A", "B", "C or D"), ("K", "E", "N")):
         assert {shuffle_options(BenchmarkItem(question="?", answer="A", options=options), row_id=str(n), seed=3) for n in range(20)} == {
             (options, "A")
@@ -84,7 +90,9 @@ DYNAMATH_ROWS = [
 
 
 def rows_of(benchmark: str) -> list[dict]:
-    """Rows of a benchmark's columns: choices by words and by letters in another order, then answers of other kinds."""
+    """Return rows with a benchmark's columns: multiple-choice rows with answers as words and as
+    letters, in two orders, and rows with other kinds of answers.
+    """
     lettered = [{**dict(zip("ABCD", words, strict=True)), "answer": letter} for words in (WORDS, SHIFTED) for letter in "ABCD"]
     listed = [("(A) yes (B) no", "AB"), ("(A) B (B) C (C) A", "ABC")]
     in_words = [{"answer": letter, "prompt": f"Which? {words}", "question": f"Which? {words}"} for words, all_ in listed for letter in all_]
@@ -118,7 +126,9 @@ def credit(payload: dict, answer: str) -> float | None:
 
 @pytest.mark.parametrize("benchmark", BENCHMARKS)
 def test_the_answer_of_a_row_earns_full_credit(benchmark: str, tmp_path: Path) -> None:
-    """As it is written; of a choice the letter, `(B)`, `B.`, `B. words` and the words, unless they are another option's letter."""
+    """The reference answer earns full credit as it is written. In multiple-choice rows, so do the
+    letter, `(B)`, `B.`, `B. words`, and the words unless they are another option's letter.
+    """
     (tmp_path / "d" / "s").mkdir(parents=True)
     for path in (tmp_path / "x.png", tmp_path / "d" / "s" / "1.png"):
         path.write_bytes(make_png())

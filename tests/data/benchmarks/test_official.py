@@ -1,4 +1,6 @@
-"""How benchmarks score an answer, and the figures that are quoted of them. Oracles: hand numbers; their own sentences written out again."""
+"""Tests how an answer is scored by each benchmark's rules, and the metrics that are published for a
+benchmark. Oracles: numbers computed by hand from the benchmarks' descriptions.
+"""
 
 import asyncio
 import json
@@ -52,8 +54,10 @@ def test_a_truth_that_is_no_letter_is_left_to_the_general_rules() -> None:
      ("10", "about ten", 0.0), ("2.5", "2", 0.6), ("4", "3 or 4", 0.0)],
 )  # fmt: skip
 def test_vsi_numbers(truth: str, answer: str, right: float) -> None:
-    """10 against 11 is off by a tenth: within 1 - 0.90 and all before, not within 1 - 0.95. 2.5 against 2 is off by 0.2, which is above
-    1 - 0.8 in floats."""
+    """The answer 11 for 10 has a relative error of 0.1, which is within 1 - 0.90 and all larger
+    tolerances, but not within 1 - 0.95. The answer 2 for 2.5 has an error of 0.2, which exceeds 1 -
+    0.8 in floating point.
+    """
     assert credit("vsi_bench", truth, answer) == pytest.approx(right)
 
 
@@ -147,8 +151,10 @@ def test_no_answer_breaks_a_rule(benchmark: str, answer: str, task: str) -> None
 
 
 def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
-    """Through the rubric of each task that has questions: a number that is near earns a part, which no general rule gives; an answer that
-    is void earns nothing; a user's row cannot name a benchmark."""
+    """The rubric of every task with questions scores by the benchmark's rules: a close number earns
+    partial credit, unlike in the general rules, and an invalid answer earns nothing. A row of the
+    user's own data cannot name a benchmark.
+    """
     vsi = {"question_type": "object_counting", "question": "How many?", "ground_truth": "10", "dataset": "d", "scene_name": "s"}
     (tmp_path / "d" / "s").mkdir(parents=True)
     (tmp_path / "d" / "s" / "1.png").write_bytes(make_png())
@@ -174,7 +180,7 @@ def test_the_task_scores_by_the_benchmark(tmp_path: Path) -> None:
 
 
 def played(*credits: tuple[str, Mapping[str, str], float], sample: int = 0) -> tuple[list[Example], list[Rollout]]:
-    """Examples of (unit, labels, credit) with an episode each."""
+    """Return one example and one rollout for each (unit, labels, credit)."""
     examples = [Example(id=str(n), payload={"official": {"unit": unit, "labels": labels}}) for n, (unit, labels, _) in enumerate(credits)]
     rollouts = [
         Rollout(task="t", example_id=str(n), group=n, sample_index=sample, reward=value, reward_terms={"accuracy": value})
@@ -184,7 +190,9 @@ def played(*credits: tuple[str, Mapping[str, str], float], sample: int = 0) -> t
 
 
 def test_hrbench_is_the_mean_of_its_cycles() -> None:
-    """Cycle 0: 1, 0, 0 of which the first is single; cycle 1: one item, right. (1/3 + 1) / 2."""
+    """Example by hand: cycle 0 has the credits 1, 0, 0, of which the first is a single question;
+    cycle 1 has one correct item. The score is (1/3 + 1) / 2.
+    """
     items = [("a", "single", "0", 1.0), ("b", "cross", "0", 0.0), ("c", "cross", "0", 0.0), ("a", "single", "1", 1.0)]
     found = compute_benchmark_metrics(
         "hrbench", *played(*((unit, {"category": kind, "cycle": cycle}, value) for unit, kind, cycle, value in items))
@@ -193,7 +201,7 @@ def test_hrbench_is_the_mean_of_its_cycles() -> None:
 
 
 def test_vsi_bench_is_the_mean_of_its_kinds() -> None:
-    """Three directions count once: (0.5 + (1 + 0 + 0.8) / 3) / 2."""
+    """The three direction types count as one type: the score is (0.5 + (1 + 0 + 0.8) / 3) / 2."""
     kinds = {
         "object_counting": 0.5,
         **{f"object_rel_direction_{level}": value for level, value in (("easy", 1.0), ("medium", 0.0), ("hard", 0.8))},
@@ -203,8 +211,10 @@ def test_vsi_bench_is_the_mean_of_its_kinds() -> None:
 
 
 def test_we_math_by_hand() -> None:
-    """Four problems of two steps: all right; both steps right and the whole wrong; one step and the whole right; one step right alone. One
-    of three steps whose last step is missing counts nowhere."""
+    """Example by hand with four problems of two steps: all answers correct; both steps correct and
+    the whole problem wrong; one step and the whole problem correct; only one step correct. A
+    problem of three steps without its last step is not counted.
+    """
     answers = {"1": (1, 1, 1), "2": (1, 1, 0), "3": (1, 0, 1), "4": (1, 0, 0)}
     scored = [
         ItemScore(unit, {"key": f"2steps_{part}"}, float(value))
@@ -226,7 +236,9 @@ def test_dynamath_has_a_worst_case() -> None:
 
 
 def test_several_samples_are_several_evaluations() -> None:
-    """Worst cases of each, then their mean: 1/2 and 0, where the worst over both together were 0."""
+    """The worst case is computed for each sample and then averaged: 1/2 and 0. The worst case over
+    both samples together would be 0.
+    """
     labels = {"subject": "a", "level": "b", "type": "float"}
     examples, first = played(("1", labels, 1.0), ("2", labels, 0.0))
     _, second = played(("1", labels, 0.0), ("2", labels, 0.0), sample=1)
@@ -235,7 +247,10 @@ def test_several_samples_are_several_evaluations() -> None:
 
 
 def test_the_interval_draws_units() -> None:
-    """Two units of 50 alike: drawn by unit the mean is 0, 1/2 or 1; drawn by item it would hardly leave 1/2. All alike: a point."""
+    """The bootstrap interval resamples units, not items. With two units of 50 equal items, the
+    resampled mean is 0, 1/2 or 1; resampling items would keep it near 1/2. If all credits are
+    equal, the interval is a point.
+    """
     labels = {"category": "x", "cycle": "0"}
     unlike = compute_official_interval("hrbench", *played(*[("a", labels, 1.0)] * 50, *[("b", labels, 0.0)] * 50))
     assert unlike == {"official_low": 0.0, "official_high": 1.0}
@@ -251,7 +266,9 @@ def test_no_benchmark_has_no_figures() -> None:
 
 
 def test_rows_that_are_read_as_they_are_have_no_figures() -> None:
-    """Those of task.data.train, beside a benchmark that is named for task.data.eval."""
+    """Rows of task.data.train have no benchmark metrics, even if a benchmark is named for
+    task.data.eval.
+    """
     examples, rollouts = played(("a", {"category": "x"}, 1.0))
     plain = [replace(each, payload={}) for each in examples]
     assert compute_benchmark_metrics("vstar", plain, rollouts) == {} == compute_official_interval("vstar", plain, rollouts)
@@ -259,7 +276,9 @@ def test_rows_that_are_read_as_they_are_have_no_figures() -> None:
 
 
 def test_comparisons_go_by_credit(tmp_path: Path) -> None:
-    """Two evaluations that solve the same by halves differ by what they earned."""
+    """Evaluations are compared by credit: 0.6 and 0.9 against 0.8 and 0.9 differ by 0.1 on average,
+    although both evaluations solve the same examples with a threshold of one half.
+    """
     task = VqaTask(TaskSettings(name="vqa", data=DataSettings(eval=["x.jsonl"])))
     for name, values in (("one", (0.6, 0.9)), ("other", (0.8, 0.9))):
         examples, rollouts = played(*((str(n), {}, value) for n, value in enumerate(values)))

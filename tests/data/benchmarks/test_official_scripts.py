@@ -1,8 +1,10 @@
-"""Rules beside the benchmarks' own scripts: every score named `official` was returned by their functions, executed on this pair.
+"""Compares the scoring rules with the benchmarks' own scripts: every score named `official` was
+returned by executing their functions on the same pair.
 
-Scripts: We-Math evaluation/four_dimensional_metrics.py, thinking-in-space lmms_eval/tasks/vsibench/utils.py, DynaMath
-evaluation/gpt4o/gpt_4o_json_eval.py, MathVista evaluation/calculate_score.py, TIR-Bench calculate_score.py, MATH-V evaluation/evaluate.py,
-at the newest snapshot of November 2026. docs/evaluation.md gives the reason of each difference.
+Scripts, each at its newest revision of November 2026: We-Math
+evaluation/four_dimensional_metrics.py, thinking-in-space lmms_eval/tasks/vsibench/utils.py,
+DynaMath evaluation/gpt4o/gpt_4o_json_eval.py, MathVista evaluation/calculate_score.py, TIR-Bench
+calculate_score.py, MATH-V evaluation/evaluate.py. docs/evaluation.md explains each difference.
 """
 
 import time
@@ -19,7 +21,7 @@ from megatron_rl.rewards.benchmark_rules import score_by_benchmark
 
 COLORS = ("red", "light blue", "green")
 SHIFTED = ("B", "C", "D", "E", "No correct answer")
-"""We-Math, testmini.json, 2steps_10."""
+"""Options of row 2steps_10 of We-Math's testmini.json."""
 
 
 def score(benchmark: str, truth: str, answer: str, **by: object) -> float | None:
@@ -31,7 +33,9 @@ def score(benchmark: str, truth: str, answer: str, **by: object) -> float | None
     "options", [SHIFTED, ("F", "D", "B", "I", "E"), ("(b)", "(c)", "(a)", "d", "e"), ("$C$", "$A$", "$B$", "$D$", "$E$")]
 )
 def test_a_letter_is_a_letter_before_it_is_the_words_of_an_option(benchmark: str, options: tuple[str, ...]) -> None:
-    """As We-Math scores it: the truth D is right and E, whose words stand behind D, is not. MATH-V takes either."""
+    """An answer that is a letter is read as a letter, even if it is also the text of another
+    option, as We-Math does. MATH-V accepts both readings.
+    """
     by = {"options": options, "answer_type": "choice", "precision": 0}
     for right, truth in enumerate("ABCDE"):
         for place, letter in enumerate("ABCDE"):
@@ -40,14 +44,17 @@ def test_a_letter_is_a_letter_before_it_is_the_words_of_an_option(benchmark: str
 
 
 def test_mathvision_takes_the_letter_or_the_words() -> None:
-    """MATH-V, test.jsonl, 742: `is_equal(gt_answer, model_answer) or is_equal(gt_answer_value, model_answer)` is True for D and for E."""
+    """The letter D and the text of option D, E, are both correct. Oracle: MATH-V's
+    `is_equal(gt_answer, model_answer) or is_equal(gt_answer_value, model_answer)` for test.jsonl,
+    row 742.
+    """
     options = ("A", "B", "C", "E", "Impossible to determine")
     found = {answer: score("mathvision", "D", answer, options=options) for answer in ("A", "D", "E", "d", "Impossible to determine")}
     assert found == {"A": 0, "D": 1, "E": 1, "d": 1, "Impossible to determine": 0}
 
 
 WE_MATH = [
-    # truth, answer, official, ours
+    # truth, answer, official score, score of this project
     ("D", "D", 1, 1), ("D", "E", 0, 0), ("D", "D. E", 1, 1), ("D", "D: E", 1, 1), ("A", "A. B", 1, 1), ("B", "A. B", 0, 0),
     ("E", "E. No correct answer", 1, 1), ("D", "F", 0, 0), ("D", "<D>", 1, 1), ("E", "E) x", 1, 1),
     ("D", "(D)", 0, 1), ("D", "d", 0, 1), ("D", "**D**", 0, 1), ("E", "No correct answer", 0, 1),
@@ -62,7 +69,9 @@ def test_we_math(truth: str, answer: str, theirs: int, ours: int | None) -> None
 
 
 def test_vsi_bench_equals_its_own_arithmetic() -> None:
-    """All pairs of truths 1 to 100 and answers 0 to 150, and decimals at the thresholds, by the formula of its code in numpy."""
+    """All pairs of truths 1 to 100 and answers 0 to 150, and decimals at the thresholds, score as
+    in a numpy version of the benchmark's formula.
+    """
     largest = 1 - np.linspace(0.5, 0.95, int((0.95 - 0.5) / 0.05 + 2))
     pairs = [(str(truth), str(answer)) for truth in range(1, 101) for answer in range(151)]
     pairs += [
@@ -74,7 +83,7 @@ def test_vsi_bench_equals_its_own_arithmetic() -> None:
 
 
 VSI_NUMBERS = [
-    # truth, answer, official, ours
+    # truth, answer, official score, score of this project
     ("5", "4", 0.6, 0.6), ("5", "6", 0.6, 0.6), ("10", "8", 0.6, 0.6), ("4", "5", 0.6, 0.6), ("20", "11", 0.1, 0.1),
     ("20", "29", 0.1, 0.1),
     ("10", "15", 0.1, 0.1), ("10", "11", 0.9, 0.9), ("5", "5.", 1, 1), ("5", "5 m", 1, 1), ("5000", "5e3", 1, 1), ("5", "-5", 0, 0),
@@ -92,7 +101,7 @@ def test_vsi_bench_numbers(truth: str, answer: str, theirs: float, ours: float) 
 
 YES_NO = {"answer_type": "multiple choice", "choices": ("yes", "no")}
 DYNAMATH_CHOICES = [
-    # truth, answer, official, ours
+    # truth, answer, official score, score of this project
     ("B", "B", 1, 1), ("B", "A", 0, 0), ("B", "B. no", 1, 1), ("A", "A. yes", 1, 1), ("B", "B. yes", 1, 1), ("A", "A) B", 1, 1),
     ("B", "A) B", 0, 0), ("B", "(B)", 1, 1), ("B", "B.", 1, 1), ("B", "[B]", 1, 1), ("B", "$B$", 1, 1), ("B", "**B**", 1, 1),
     ("A", "A or B", 1, 1), ("B", "A or B", 0, 0), ("B", "AB", 1, 1), ("B", "The answer is B", 0, 0), ("A", "All", 1, 1), ("B", "", 0, 0),
@@ -107,13 +116,15 @@ def test_dynamath_choices(truth: str, answer: str, theirs: int, ours: int) -> No
 
 
 def test_words_of_another_option_are_not_right_by_their_first_letters() -> None:
-    """`A` stands in the first three characters of `Arithmetic`, which its script takes for the answer A: 1 there, 0 here."""
+    """The official script looks for a letter in the first three characters, so it reads
+    `Arithmetic` as the answer A and scores 1. Here the score is 0.
+    """
     by = {"answer_type": "multiple choice", "choices": ("geometric", "Arithmetic")}
     assert [score("dynamath", truth, "Arithmetic", **by) for truth in "AB"] == [0, 1]
 
 
 DYNAMATH_FLOATS = [
-    # truth, answer, official, ours
+    # truth, answer, official score, score of this project
     ("2.0944", "2.0944", 1, 1), ("2.0944", "2.095", 1, 1), ("5.75", "5.751", 0, 0), ("5.75", "5.7509", 1, 1), ("5.75", "5.752", 0, 0),
     ("12", "12.001", 1, 1), ("12", "12.0011", 0, 0), ("-3", "-3.001", 1, 1), ("-3", "3", 0, 0), ("12", "1.2e1", 1, 1),
     ("12", "12 cm", 1, 1),
@@ -127,7 +138,7 @@ DYNAMATH_FLOATS = [
 
 @pytest.mark.parametrize(("truth", "answer", "theirs", "ours"), DYNAMATH_FLOATS)
 def test_dynamath_floats(truth: str, answer: str, theirs: int, ours: int | None) -> None:
-    """None is left to mathematics and the judge."""
+    """None means that the answer is left to the mathematical comparison and the judge."""
     assert score("dynamath", truth, answer, answer_type="float") == ours
     read_more = (
         "2.0944cm",
@@ -147,7 +158,7 @@ def test_dynamath_floats(truth: str, answer: str, theirs: int, ours: int | None)
 
 
 DYNAMATH_TEXTS = [
-    # truth, answer, official, ours
+    # truth, answer, official score, score of this project
     ("Sep", "Sep", 1, 1), ("Sep", "September", 1, 1), ("Sep", "May", 0, 0), ("A", "It is A", 1, 1), ("3:0", "It is 3:0.", 1, 1),
     ("x = -1", "x = 1", 0, 0), ("(-1, 1)", "at (-1, 1)", 1, 1), ("135", "about 135 cm", 1, 1), ("Q1", "Q2", 0, 0), ("Sep", "", 0, 0),
     ("Sep", "sep", 0, 1), ("x = -1", "x=-1", 0, 1), ("x = -1", "x = \u22121", 0, 1), ("(-1, 1)", "(-1,1)", 0, 1),
@@ -159,14 +170,16 @@ DYNAMATH_TEXTS = [
 
 @pytest.mark.parametrize(("truth", "answer", "theirs", "ours"), DYNAMATH_TEXTS)
 def test_dynamath_texts(truth: str, answer: str, theirs: int, ours: int) -> None:
-    """The first ten are equal. Then case, blanks and minus signs are read, and a truth inside a longer number or label is not."""
+    """The scores equal the official scores in the first ten cases only. In the others, case, spaces
+    and minus signs are handled, and a truth inside a longer number or label does not match.
+    """
     assert score("dynamath", truth, answer, answer_type="text") == ours
     assert (ours == theirs) == ((truth, answer, theirs, ours) in DYNAMATH_TEXTS[:10])
 
 
 CHOICE = {"answer_type": "choice", "precision": 0}
 MATHVISTA_CHOICES = [
-    # options, truth, answer, official, ours
+    # options, truth, answer, official score, score of this project
     (COLORS, "B", "B", 1, 1), (COLORS, "B", "(b)", 1, 1), (COLORS, "B", "it is (B) I think", 1, 1), (COLORS, "B", "light blu", 1, 1),
     (COLORS, "A", "rod", 1, 1), (("ab", "cd"), "A", "x", 1, 1), (("ab", "cd"), "B", "x", 0, 0), (("ab", "ac", "ad"), "A", "ax", 1, 1),
     (("9", "12", "18", "18"), "C", "18", 1, 1), (("9", "12", "18", "18"), "C", "D", 1, 1),
@@ -178,13 +191,15 @@ MATHVISTA_CHOICES = [
 
 @pytest.mark.parametrize(("options", "truth", "answer", "theirs", "ours"), MATHVISTA_CHOICES)
 def test_mathvista_choices(options: tuple[str, ...], truth: str, answer: str, theirs: int, ours: int) -> None:
-    """Of equally near options the first; of equal options either letter; the last four differ on purpose."""
+    """The first of equally similar options is chosen, and either letter of equal options is
+    accepted. The scores equal the official scores except in the last four cases.
+    """
     assert score("mathvista", truth, answer, options=options, **CHOICE) == ours
     assert (ours == theirs) == ((options, truth, answer, theirs, ours) in MATHVISTA_CHOICES[:-4])
 
 
 MATHVISTA_NUMBERS = [
-    # kind, precision, truth, answer, official, ours
+    # kind, precision, truth, answer, official score, score of this project
     ("integer", 0, "7", "7.9", 1, 1), ("integer", 0, "-3", "-3", 1, 1), ("integer", 0, "3", "-3", 0, 0),
     ("integer", 0, "1000", "1e3", 1, 1),
     ("integer", 0, "0", "-0.5", 1, 1), ("integer", 0, "15", "1e5", 0, 0), ("integer", 0, "1", "0." + "9" * 100, 1, 1),
@@ -205,7 +220,7 @@ def test_mathvista_numbers(kind: str, precision: int, truth: str, answer: str, t
 
 
 TIR = [
-    # task, truth, answer, official, ours
+    # task, truth, answer, official score, score of this project
     ("instrument", "12", "12", 1, 1), ("instrument", "12", "12.0", 1, 1), ("instrument", "12", "12 cm", 1, 1),
     ("instrument", "12", "-12", 0, 0),
     ("instrument", "12", "**12**", 1, 1), ("instrument", "2.39", "x=2.39", 1, 1), ("instrument", "0.5", "50%", 1, None),
@@ -236,7 +251,9 @@ TIR_DIFFERENCES = 26
 
 @pytest.mark.parametrize(("task", "truth", "answer", "theirs", "ours"), TIR)
 def test_tir_bench(task: str, truth: str, answer: str, theirs: float, ours: float | None) -> None:
-    """No sign, decimal, exponent, time or label is dropped, which its patterns do; None is left to mathematics and the judge."""
+    """Signs, decimals, exponents, times and labels are not ignored, unlike in the official
+    patterns. None means that the answer is left to the mathematical comparison and the judge.
+    """
     assert score("tir_bench", truth, answer, task=task, side=2) == (ours if ours is None else pytest.approx(ours))
 
 
@@ -248,7 +265,9 @@ def test_tir_bench_differs_where_it_is_listed() -> None:
     ("answer", "ours"), [("B", 1), ("(B)", 1), ("b", 1), ("B. light blue", 1), ("light blue", 1), ("A", 0), ("J", 0), ("reddish", None)]
 )
 def test_tir_bench_choices(answer: str, ours: float | None) -> None:
-    """Its own script takes the letter that is nearest to other words, which is A for `reddish`."""
+    """Other words are left to the general rules. The official script takes the most similar letter,
+    which is A for `reddish`.
+    """
     assert score("tir_bench", "B", answer, task="color", side=0, choices=COLORS) == ours
 
 
@@ -318,7 +337,9 @@ def test_every_score_lies_between_0_and_1(answer: str) -> None:
 @settings(deadline=None, max_examples=100)
 @given(HOSTILE, HOSTILE)
 def test_overlaps_and_pairs_are_symmetric(one: str, other: str) -> None:
-    """Which of the two is the truth makes no difference to the share of common places. (Asterisks are Markdown in an answer alone.)"""
+    """The overlap score does not depend on which of the two texts is the truth. Asterisks are
+    removed first, because they are Markdown only in an answer.
+    """
     for left, right in ((one, other), (one, one)):
         marked = [f"1 2 {text}".replace("*", "") for text in (left, right)]
         forth, back = (score("tir_bench", *pair, task="spot_difference", side=0) for pair in (marked, marked[::-1]))
@@ -330,7 +351,9 @@ def test_overlaps_and_pairs_are_symmetric(one: str, other: str) -> None:
     st.decimals(min_value=-1000, max_value=1000, places=3), st.sampled_from(["-", "\u2212", "\u2013", "\uff0d", "- ", "minus ", "\u2212 "])
 )
 def test_a_sign_is_never_dropped(size: object, minus: str) -> None:
-    """A negative truth is right however its sign is written, the positive number is wrong."""
+    """For a negative truth, the number with any form of minus sign is correct. For the positive
+    truth, it is wrong.
+    """
     negative, positive = f"-{abs(size)}", f"{abs(size)}"
     for benchmark, by in (("vsi_bench", {}), ("dynamath", {"answer_type": "float"}), ("tir_bench", {"task": "math", "side": 0}),
                           ("mathvista", {"answer_type": "float", "precision": 3})):  # fmt: skip
@@ -342,7 +365,9 @@ def test_a_sign_is_never_dropped(size: object, minus: str) -> None:
     "text", ["-", "- ", "1", "1 ", "1,", "-1", "1.", "a", "(", "\\", "A. ", "\u03c0", "- 1\n", "minus ", "1 x", "\n- "]
 )
 def test_long_texts_take_no_time(text: str) -> None:
-    """100,000 characters: the readers in less than eight seconds together, the rules at once, as answers of 1,000 characters are void."""
+    """Texts of 100,000 characters take less than eight seconds for all readers together. Scoring
+    takes no time, because answers of 1,000 characters are invalid.
+    """
     answer = text * (100_000 // len(text))
     begun = time.process_time()
     for read in (read_number, read_number_with_pi, read_numbers, read_pair):

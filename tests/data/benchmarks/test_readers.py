@@ -1,6 +1,6 @@
-"""Files of published benchmarks, small and of the same shape: what is asked of the policy, what is right, what is scored together.
-
-Over 300 lines because each benchmark has its own shape."""
+"""Tests the readers of published benchmarks with small files of the same format: the question, the
+reference answer, and the unit that is scored together.
+"""
 
 import base64
 import json
@@ -26,7 +26,7 @@ PICTURE = {"bytes": make_png("red"), "path": "x.png"}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Write Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -59,7 +59,9 @@ def test_the_names_are_those_of_the_setting() -> None:
 
 
 def test_vstar_as_its_folders_have_it(tmp_path: Path) -> None:
-    """A JSON file a picture, on one line or on several; the first option is right."""
+    """V* as a folder with a JSON file for each image, on one line or on several. The first option
+    is the correct one.
+    """
     said = {"target_object": ["glove"], "bbox": [[10, 3, 5, 5]], "question": "Which color?", "options": ["red", "blue", "green"]}
     for folder, name, indent in (("direct_attributes", "a", None), ("relative_position", "b", 2)):
         (tmp_path / "v" / folder).mkdir(parents=True)
@@ -84,7 +86,9 @@ def test_vstar_as_lines(tmp_path: Path) -> None:
 
 
 def test_hrbench_as_a_table(tmp_path: Path) -> None:
-    """Four orders of a question; a picture that stood in an earlier row is named by that row's index."""
+    """A table with four option orders of one question. An image that an earlier row contains is
+    given as the index of that row.
+    """
     options = ["0.1", "x\ty", 'a "b"', "d"]
     rows = [
         {"index": 7 + turn, "question": "How\nmany?", **dict(zip("ABCD", options[turn:] + options[:turn], strict=True)),
@@ -104,7 +108,7 @@ def test_hrbench_as_a_table(tmp_path: Path) -> None:
 
 
 def test_mathverse(tmp_path: Path) -> None:
-    """In its last version the question stands in the picture."""
+    """The last problem version has its question in the image."""
     row = {"sample_index": "1", "problem_index": "9", "image": PICTURE, "answer": "B", "question_type": "multi-choice"}
     words = ["Find x.\nChoices:\nA:1\nB:2", ""]
     versions = [{**row, "question": words[n], "problem_version": ("Text Dominant", "Vision Only")[n]} for n in range(2)]
@@ -114,7 +118,9 @@ def test_mathverse(tmp_path: Path) -> None:
 
 
 def test_mathvista(tmp_path: Path) -> None:
-    """Choices, whose answer is one's words; a decimal with its unit and its precision."""
+    """A multiple-choice row whose answer is an option's text, and a decimal with its unit and
+    precision.
+    """
     about = {"task": "figure question answering", "context": "x", "skills": ["a"]}
     rows = [
         {"pid": "1", "question": "Which?", "image": "images/1.jpg", "decoded_image": PICTURE, "choices": ["yes", "no"], "unit": None,
@@ -129,7 +135,7 @@ def test_mathvista(tmp_path: Path) -> None:
 
 
 def test_vsi_bench_shows_frames(tmp_path: Path) -> None:
-    """So many as are asked for, evenly, in order."""
+    """The requested number of frames is shown, evenly spaced and in order."""
     scene = tmp_path / "arkit" / "41"
     scene.mkdir(parents=True)
     for number in range(5):
@@ -152,7 +158,9 @@ def test_vsi_bench_shows_frames(tmp_path: Path) -> None:
 
 
 def test_vsi_bench_has_videos_for_code(tmp_path: Path) -> None:
-    """Where there are no frames; a task that shows pictures says what to do."""
+    """A scene without frames provides its video to code. A task that shows images refuses the row
+    and names the remedy.
+    """
     (tmp_path / "arkit").mkdir()
     (tmp_path / "arkit" / "41.mp4").write_bytes(b"\0\0\0\x18ftypisom")
     row = {
@@ -172,7 +180,9 @@ def test_vsi_bench_has_videos_for_code(tmp_path: Path) -> None:
 
 
 def test_tir_bench(tmp_path: Path) -> None:
-    """A JSON list; one picture or two; an answer that its own scoring mends."""
+    """The file is a JSON list. Rows have one or two images, and an answer that the official scoring
+    corrects is corrected here, too.
+    """
     (tmp_path / "images").mkdir()
     for name in ("1.png", "2.png", "60.jpg"):
         (tmp_path / "images" / name).write_bytes(make_png("red"))
@@ -190,7 +200,7 @@ def test_tir_bench(tmp_path: Path) -> None:
 
 
 def test_visualprobe(tmp_path: Path) -> None:
-    """Pictures whose names begin with the data set's; the level stands there, too."""
+    """Image names begin with the name of the dataset, which also contains the level."""
     (tmp_path / "a.png").write_bytes(make_png("blue"))
     rows = [{"images": ["VisualProbe_Hard/a.png"], "problem": "<image>What?", "solution": "<answer>a cat</answer>"}]
     (tmp_path / "val.json").write_text(json.dumps(rows))
@@ -200,7 +210,9 @@ def test_visualprobe(tmp_path: Path) -> None:
 
 
 def test_mathvision(tmp_path: Path) -> None:
-    """A numbered place in the words; options that are but letters stand in the picture, and are never shuffled."""
+    """A numbered image placeholder in the question is replaced. Options that are only letters are
+    labels in the image and are never shuffled.
+    """
     row = {"image": "images/1.jpg", "decoded_image": PICTURE, "level": 3, "subject": "counting"}
     rows = [
         {**row, "id": "1", "question": "Which?\n<image1>", "options": list("ABCDE"), "answer": "C"},
@@ -229,7 +241,7 @@ def test_wemath(tmp_path: Path) -> None:
 
 
 def test_dynamath(tmp_path: Path) -> None:
-    """Ten files of variants, or a table."""
+    """The dataset is given as files of variants or as a table."""
     about = {"answer_type": "float", "subject": "algebra", "knowledge_level": "high school"}
     row = {"id": "5", "question": "What?", "decoded_image": PICTURE, **about}
     for variant in (1, 2):
@@ -257,7 +269,9 @@ def test_rows_of_something_else_are_one_line(benchmark: str, tmp_path: Path) -> 
 
 
 def test_options_are_shuffled_by_seed_and_place() -> None:
-    """The right words stay right; every place of the right one is reached; another seed is another order."""
+    """Shuffling keeps the answer on the correct option, puts the correct option at every position,
+    and depends on the seed.
+    """
     item = BenchmarkItem(question="?", answer="A", options=("right", "b", "c", "d"))
     places = [shuffle_options(item, row_id=str(number), seed=1) for number in range(200)]
     assert all(options["ABCD".index(answer)] == "right" and sorted(options) == ["b", "c", "d", "right"] for options, answer in places)
@@ -281,7 +295,9 @@ def numbered(path: Path, rows: dict) -> Path:
 
 
 def test_mathvista_as_its_repository_has_it(tmp_path: Path) -> None:
-    """data/testmini.json: one object by number, pictures beside the file; in the order of the numbers, on one line too."""
+    """data/testmini.json is one object with a key per row and images next to the file. The rows are
+    read in the order of the keys, also if the file is a single line.
+    """
     (tmp_path / "images").mkdir()
     for name, color in (("2", "red"), ("10", "blue")):
         (tmp_path / "images" / f"{name}.jpg").write_bytes(make_png(color))
@@ -300,7 +316,9 @@ def test_mathvista_as_its_repository_has_it(tmp_path: Path) -> None:
 
 
 def test_dynamath_as_its_repository_has_it(tmp_path: Path) -> None:
-    """Ten trials of dataset.json: variants of a problem have its number; options stand in the question's words."""
+    """DynaMath's repository has ten trials of dataset.json, of which the test has two. Variants of
+    a problem share its number, and the options are part of the question.
+    """
     question = "Is it red? choice: (A) Yes (B) No"
     row = {"question": question, "answer": "B", "image": "image/image1.png", "answer_type": "multiple choice", "subject": "statistics"}
     rows = {"2": {**row, "level": "high school"}, "1": {**row, "level": "elementary school"}}
@@ -333,7 +351,9 @@ def test_objects_by_number_of_another_kind_are_refused_by_name(text: str, reason
 
 
 def test_an_object_by_number_may_be_larger_than_what_is_read_at_once(tmp_path: Path) -> None:
-    """Rows of 400 KB across blocks of a megabyte, as json itself reads them; a row's own id stays."""
+    """An object with rows of 400 KB, which span several blocks of 1 MB, is read as by the json
+    module. A row with its own id keeps it.
+    """
     rows = {str(number): {"text": "\u00e9}{" * 100_000 + str(number)} for number in (30, 4, 100)} | {"7": {"id": "own"}}
     path = tmp_path / "rows.json"
     path.write_text(json.dumps(rows, ensure_ascii=False))

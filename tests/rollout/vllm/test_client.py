@@ -1,4 +1,6 @@
-"""What is said to a server and believed of its answers, with an HTTP server in the place of vLLM's; and stop texts that are cut in two."""
+"""Tests the requests to a server and the validation of its replies, with a stand-in HTTP server,
+and stop texts that span two requests.
+"""
 
 import asyncio
 import re
@@ -22,7 +24,7 @@ Answers = dict[str, tuple[int, object]]
 
 @pytest.fixture
 def stand_in() -> Iterator[tuple[str, Answers, list]]:
-    """Its address, what it answers by path, and what it was asked."""
+    """Return the URL of a server, its reply per path, and the requests that it has received."""
     answers: Answers = {}
     asked: list[tuple[str, dict]] = []
 
@@ -125,7 +127,9 @@ def test_the_rest_of_a_turn_is_asked_for(stand_in: tuple) -> None:
     ],
 )
 def test_an_answer_that_cannot_be_believed_is_the_servers_fault(stand_in: tuple, answer: tuple[int, object]) -> None:
-    """Tokens of other weights than those that were asked for, too: it has come back, or serves somebody else."""
+    """Tokens of weights other than the requested ones are refused, too: the server has been
+    restarted, or serves another run.
+    """
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = answer
     with pytest.raises(EndpointError):
@@ -144,7 +148,7 @@ def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
     with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
         ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
-    for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # another tokenizer, or another processor
+    for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # a different tokenizer or processor
         answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": other}
         with pytest.raises(RuntimeError):
             ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
@@ -155,16 +159,20 @@ def shown(key: str) -> Image:
 
 
 class Album:
-    """A server that says 7, 8, 9 ... after whatever it is asked, and knows the pictures that it was sent."""
+    """Server that returns the tokens 7, 8, 9 ... for every request and caches the images that it
+    receives.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int, list[str]]] = []
-        """By request: the turn's seed, how many tokens were wanted, and of each picture its key, in capitals where it was sent itself."""
+        """For each request: the turn's seed, the number of requested tokens, and the key of each
+        image, in capitals if the image itself was sent.
+        """
         self.known: set[str] = set()
         self.faults: list[int] = []
-        """What it answers to the next requests instead."""
+        """HTTP status codes of the next replies, which are errors."""
         self.forgets = False
-        """All pictures, whenever it has answered."""
+        """If True, the server drops all images after each reply."""
 
     def answer(self, path: str, body: dict) -> tuple[int, object]:
         parts, sampling = body["content_parts"] or [], body["sampling_params"]
@@ -200,7 +208,7 @@ def turn_of(seed: int, keys: str, *, most: int = 4) -> GenerateRequest:
 def asking_all(
     server: VllmServer, turns: list[GenerateRequest], *, cancelled: int | None = None
 ) -> list[PartialCompletion | BaseException]:
-    """Begun together, in this order."""
+    """Start all requests together, in this order, and return their results or exceptions."""
 
     async def main() -> list[PartialCompletion | BaseException]:
         async with BoundedClient() as http:
@@ -215,7 +223,10 @@ def asking_all(
 
 
 def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[VllmServer, Album]) -> None:
-    """The first is asked for one token and then for the rest; a turn of two pictures waits for the one and brings the other."""
+    """Turns that start together send each image once. The turn that sends the image requests one
+    token first and then the rest. A turn with two images waits for one of them and sends the
+    other.
+    """
     server, seen = album
     parts = asking_all(server, [turn_of(0, "a"), turn_of(1, "a"), turn_of(2, "ab"), turn_of(3, "a", most=1)])
     assert [(part.token_ids, part.finish_reason, part.num_from_first_request) for part in parts] == [
@@ -228,7 +239,9 @@ def test_a_picture_is_sent_once_by_turns_that_begin_together(album: tuple[VllmSe
 
 
 def test_a_turn_of_one_token_is_asked_for_once(album: tuple[VllmServer, Album]) -> None:
-    """And the rest of a turn of which something is said brings its pictures with it, in one request: its server may be another one."""
+    """A turn of one token takes a single request. The rest of a partial turn is sent with its
+    images in one request, because its server may be another one.
+    """
     server, seen = album
     (part,) = asking_all(server, [turn_of(0, "a", most=1)])
     assert (part.token_ids, part.finish_reason, part.num_from_first_request) == ([7], "length", 0) and seen.asked == [(0, 1, ["A"])]
@@ -250,7 +263,9 @@ def test_who_waits_for_a_picture_brings_it_where_the_first_was_given_up(album: t
 
 
 def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[VllmServer, Album]) -> None:
-    """At once, all of them, and the server rests: it is asked once."""
+    """If the request that sends an image fails, all turns that wait for the image fail at once. The
+    server is asked only once and then backs off.
+    """
     server, seen = album
     seen.faults = [500]
     faults = asking_all(server, [turn_of(seed, "a") for seed in range(3)])
@@ -258,7 +273,9 @@ def test_who_waits_for_a_picture_that_fails_to_come_goes_elsewhere(album: tuple[
 
 
 def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[VllmServer, Album]) -> None:
-    """For the rest of the turn that has just brought it, and for the next one, whole: no more than a request too many for each."""
+    """If the server drops its images, they are sent again with the whole next request, both for the
+    rest of the same turn and for the next turn. Each costs at most one extra request.
+    """
     server, seen = album
     seen.forgets = True
     parts = [part for seed in range(2) for part in asking_all(server, [turn_of(seed, "a")])]
@@ -294,7 +311,9 @@ def test_a_stop_text_that_was_cut_in_two(before: str, after: str, stop: tuple[st
 
 @pytest.mark.parametrize("text", ["\u505c\u6b62\u8bf4\u8bdd", "\U0001f6d1" * 5, "</\u00e9>"])
 def test_a_stop_text_of_many_bytes_is_found_wherever_it_was_cut(text: str) -> None:
-    """Of tokens of one byte each, between words; cut in its first byte, its last, and everywhere between."""
+    """Each token is one byte of the text, with other words before and after it. The text is found
+    wherever the two requests split it, from its first byte to its last.
+    """
 
     def decode(token_ids: list[int]) -> str:
         return bytes(token_ids).decode("utf-8", errors="replace")

@@ -1,4 +1,6 @@
-"""Weights on their way to servers, each with a stand-in of vLLM's four calls that takes what comes by the same wire (gloo), in threads."""
+"""Tests weight transfer to servers. Each server is a stand-in with vLLM's four weight-transfer
+calls that receives the weights over the same transport (gloo) in threads.
+"""
 
 import hashlib
 import time
@@ -32,7 +34,7 @@ TENSORS = {
 
 
 class StandIn:
-    """A server. `fails` is a path that it answers with 500, from its `after`th question on."""
+    """Server that answers the path `fails` with 500, after its first `after` requests."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -40,12 +42,12 @@ class StandIn:
         self.label, self.fails, self.after = "default", "", 0
         self.wire, self.is_open, self.digest = None, False, UpdateDigest()
         self.drips = ""
-        """A path that it answers by drops, without end."""
+        """Path that is answered byte by byte, without end."""
         self.is_over = Event()
         self.flips = False
-        """It holds a bit otherwise than it came."""
+        """If True, one bit of the received weights is flipped."""
         self.holds = Event()
-        """Cleared: it takes no bucket."""
+        """The server receives buckets only while this event is set."""
         self.holds.set()
         self.http = start_server(self.answer)
         self.url = server_url(self.http)
@@ -130,7 +132,9 @@ def holds(server: StandIn, *, scale: float = 1.0) -> bool:
 
 
 def test_what_lies_where_in_the_bytes() -> None:
-    """Each begins at a multiple of 16 bytes, and comes out as it went in; the digest minds order, names and bits."""
+    """Each tensor begins at a multiple of 16 bytes and is unpacked unchanged. The digest depends on
+    the order, the names and the bits of the tensors.
+    """
     tensors = list(TENSORS.items())
     bucket, flat = pack_bucket(tensors)
     assert flat.numel() == bucket.num_bytes == 96 + 16 + 1760 + 0 + 16
@@ -145,7 +149,9 @@ def test_what_lies_where_in_the_bytes() -> None:
 
 
 def test_two_servers_hold_what_was_sent(two: tuple[StandIn, StandIn]) -> None:
-    """In several buckets; paused before the first and resumed after the last, with the label that the finish gave."""
+    """Both servers receive the weights in several buckets, are paused before the first bucket and
+    resumed after the last, and report the label of the update.
+    """
     sender = sender_to(*two)
     sender.lock_servers()
     for number, label in enumerate(("mine.0", "mine.1")):
@@ -172,8 +178,10 @@ STOPS += [("/weight_checker", 0), ("/reset_encoder_cache", 0), ("/finish_weight_
 def test_one_that_fails_on_the_way_is_left_out(
     two: tuple[StandIn, StandIn], path: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """The other has all of it. What fails is never resumed, and its group is left; the next update, or `admit`, brings it back, in a group
-    of its own."""
+    """If a server fails during an update, the other server still receives all weights. The failed
+    server is not resumed and its process group is closed. The next update or `add_server` restores
+    it in a new group.
+    """
     left: list[GlooTransport] = []
     monkeypatch.setattr(GlooTransport, "close", lambda wire: left.append(wire))
     bad, good = two
@@ -193,13 +201,16 @@ def test_one_that_fails_on_the_way_is_left_out(
 
 @pytest.mark.parametrize("path", dict.fromkeys(path for path, _ in STOPS))
 def test_one_that_answers_by_drops_is_left_out_in_time(two: tuple[StandIn, StandIn], path: str) -> None:
-    """Each drop is within every time-out of a read; nothing else ends the update in a world of one process."""
+    """A server that replies byte by byte never exceeds a read timeout, and in a world of one
+    process no other timeout ends the update. The update skips the server after its timeout of 0.3
+    s.
+    """
     bad, good = two
     sender = sender_to(*two)
     sender.lock_servers()
     sender._connections[
         bad.url
-    ].server._max_timeout_s = 0.3  # as parallel.timeout_s would for both: the other one is to be in time on a busy machine
+    ].server._max_timeout_s = 0.3  # parallel.timeout_s would apply to both, and the other server needs more time on a busy machine
     bad.drips, began = path, time.monotonic()
     held, faults = send(sender, "mine.1", *two)
     assert held == [good.url] and holds(good) and faults == {bad.url: f"{path}: no whole answer within 0.3 s"}
@@ -207,7 +218,9 @@ def test_one_that_answers_by_drops_is_left_out_in_time(two: tuple[StandIn, Stand
 
 
 def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, StandIn], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As NCCL's does, which has no limit of time of its own, though the server has taken the bucket."""
+    """A broadcast that hangs on the trainer's side is abandoned after the timeout. NCCL has no
+    timeout of its own, even if the server has received the bucket.
+    """
     bad, good = two
     sender = sender_to(*two)
     sender.lock_servers()
@@ -230,7 +243,9 @@ def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
 
 
 def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> None:
-    """One that has a bit turned over behind its own proof is out with the first update."""
+    """The servers' checksums are compared after the first update. A server whose weights changed by
+    one bit after its own digest check is left out.
+    """
     good, bad = two
     sender = sender_to(*two)
     sender.lock_servers()
@@ -245,7 +260,10 @@ def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> No
 
 
 def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, StandIn]) -> None:
-    """While it is given the last one, a newer one goes to the others; it then has what was the last when it came, whole, by that label."""
+    """A restarted server receives the last weights while a newer update goes to the other servers.
+    It then has the complete weights that were the newest when its transfer began, with their
+    label.
+    """
     back, other = two
     sender = sender_to(*two)
     sender.lock_servers()
@@ -279,7 +297,7 @@ def test_an_update_that_another_trainer_left_open_is_ended(two: tuple[StandIn, S
 
 
 def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> None:
-    """With what to do about it."""
+    """The error names the setting to change."""
     with serve_hostile("401") as url:
         line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; give the file of its token as engine.token_file"
         with pytest.raises(ValueError, match=f"^{line}$"):
@@ -291,7 +309,9 @@ def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> N
 
 
 def test_a_server_that_cannot_be_had_is_told(two: tuple[StandIn, StandIn]) -> None:
-    """Another run's, and one that is not what this run wants."""
+    """An error is raised for a server that refuses the connection, such as another run's, and for a
+    server with a different model.
+    """
     two[1].fails = "/init_weight_transfer_engine"
     with pytest.raises(ValueError, match=rf"^engine.urls={two[1].url}: cannot be had \(/init_weight_transfer_engine: 500.*it would not"):
         sender_to(*two).lock_servers()
