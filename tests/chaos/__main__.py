@@ -1,10 +1,13 @@
-"""Bad days of a run: seeded mishaps, and whether it came out of them as it should.
+"""Fault injection into training runs: each seed selects a run and its mishaps (injected faults),
+and the run's outcome is checked.
 
-    python -m tests.chaos --seeds 0:40 --out runs/chaos.jsonl                      what is in the file already is not played again
-    python -m tests.chaos --seeds 7 12 --runs number_line --out runs/chaos.jsonl   of these seeds those whose run this is
-    python -m tests.chaos --seeds 0:40 --show                                      the plans alone
+    python -m tests.chaos --seeds 0:40 --out runs/chaos.jsonl
+    python -m tests.chaos --seeds 7 12 --runs number_line --out runs/chaos.jsonl
+    python -m tests.chaos --seeds 0:40 --show
 
-Appends one line a seed; the exit code is 1 where one of these seeds has troubles.
+Appends one line per seed to the file and skips seeds that the file already contains. With --runs,
+only the seeds that select one of these runs are used. --show prints the plans and runs nothing. The
+exit code is 1 if one of these seeds has troubles.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What each mishap does to whom, and how it is taken back."""
+"""Implements the mishaps (injected faults) and their reversal."""
 
 import contextlib
 import os
@@ -22,31 +22,37 @@ from tests.support import fork_server
 
 Undo = Callable[[], None]
 CLOCK_S = (3600.0, -3600.0, 86400.0 * 400, -86400.0 * 400)
-"""How far a clock jumps."""
+"""Seconds by which the clock jumps."""
 SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "pause": signal.SIGSTOP, "hold": signal.SIGSTOP, "slow": signal.SIGSTOP}
 RETRY_S = 0.02
 BALLAST = "ballast"
 
 
 class NotNow(Exception):
-    """There is nobody yet to whom it could happen, or it cannot happen on this machine."""
+    """Raised if the target process does not exist yet, or if this machine cannot inject the
+    mishap.
+    """
 
 
 @dataclass(slots=True, kw_only=True)
 class Scene:
-    """What is there to go wrong."""
+    """The processes, folders and servers of a run that mishaps act on."""
 
     life: Life
     home: Path
     folder: Path
-    """The seed's: disk/run is the run folder."""
+    """Folder of the seed; the run directory is disk/run in it."""
     room: Room
     servers: Servers | None
     happened: list[str] = field(default_factory=list)
     others: list[tuple[int | None, str]] = field(default_factory=list)
-    """Exit code, None where it was still at work, and words of each second run."""
+    """Exit code and output of each second run. The exit code is None if the run was still
+    active.
+    """
     undo: list[tuple[float, Undo]] = field(default_factory=list)
-    """When (time.monotonic), and how, something is taken back; at the end of the life all is."""
+    """Pending reversals: the due time (time.monotonic) and the function. All of them run at the end
+    of the attempt.
+    """
 
     def later(self, seconds: float, undo: Undo) -> None:
         self.undo.append((time.monotonic() + seconds, undo))
@@ -60,7 +66,7 @@ class Scene:
 
 
 def strike(mishap: Mishap, scene: Scene) -> None:
-    """NotNow: try again in a moment."""
+    """Inject the mishap now. NotNow means that the caller should try again shortly."""
     how, whom = mishap.what.split()
     match whom:
         case "rank":
@@ -89,7 +95,10 @@ def _rank(how: str, mishap: Mishap, scene: Scene) -> None:
 
 
 def _boxes(whom: str) -> list[int]:
-    """Zygotes are started as such; a worker is a zygote's child, and has its command line."""
+    """Return the process ids of sandbox zygotes or of their workers.
+
+    A worker is a child of a zygote and has the same command line.
+    """
     found = []
     for pid, command in descendants().items():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -108,7 +117,9 @@ def _process(how: str, mishap: Mishap, scene: Scene, pids: list[int]) -> None:
 
 
 def _go_on(how: str, pid: int, mishap: Mishap, scene: Scene) -> None:
-    """Who was paused goes on after its time; who is slow is paused again and again; a hold is for ever."""
+    """Schedule the continuation of a stopped process: once after a "pause", repeatedly for "slow",
+    never after a "hold".
+    """
     if how == "pause":
         scene.later(mishap.lasts_s, lambda: _signal(pid, signal.SIGCONT))
     for round_ in range(SLOW_ROUNDS if how == "slow" else 0):
@@ -145,14 +156,14 @@ def _fill_disk(mishap: Mishap, scene: Scene) -> None:
     _fill(ballast)
 
     def empty() -> None:
-        with contextlib.suppress(OSError):  # the disk has become read-only: the next life begins with it empty (seed._live)
+        with contextlib.suppress(OSError):  # read-only disk: the next attempt starts with an empty one (seed._live)
             ballast.unlink(missing_ok=True)
 
     scene.later(3600, empty)
 
 
 def _fill(ballast: Path) -> None:
-    """Let it take all the room that there is."""
+    """Write to the file until its file system is full."""
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         for size in (1 << 16, 1):
             with contextlib.suppress(OSError):
@@ -161,13 +172,15 @@ def _fill(ballast: Path) -> None:
 
 
 HANG_S = 80.0
-"""Longer than a collective waits (runs.WAIT_S)."""
+"""Seconds for which a disk hangs; longer than the timeout of collectives (runs.WAIT_S)."""
 FREEZES = {
     "slow": f"for round in $(seq {SLOW_ROUNDS}); do fsfreeze -f {{disk}}; sleep {SLOW_S}; fsfreeze -u {{disk}}; sleep {SLOW_S / 4}; done",
     "stall": "fsfreeze -f {disk}; sleep {lasts_s}; fsfreeze -u {disk}",
     "hang": f"fsfreeze -f {{disk}}; sleep {HANG_S}; fsfreeze -u {{disk}}",
 }
-"""Whoever writes to a frozen disk waits. A process of its own thaws it, also where this one is killed."""
+"""Shell commands that freeze and thaw a disk. Writers to a frozen disk block. A separate process
+thaws the disk, so that it is thawed even if this process is killed.
+"""
 
 
 def _freeze(mishap: Mishap, scene: Scene) -> None:
@@ -181,13 +194,15 @@ def _freeze(mishap: Mishap, scene: Scene) -> None:
         if freezer.poll() is None:
             os.killpg(freezer.pid, signal.SIGKILL)
         freezer.wait()
-        subprocess.run(["fsfreeze", "-u", disk], stderr=subprocess.DEVNULL, check=False)  # it says so where nothing is frozen
+        subprocess.run(["fsfreeze", "-u", disk], stderr=subprocess.DEVNULL, check=False)  # fails if nothing is frozen
 
     scene.later(3600, thaw)
 
 
 def _protect_disk(mishap: Mishap, scene: Scene) -> None:
-    """Until the next life, which begins behind a check of the disk (Room.mend)."""
+    """Make the disk read-only until the next attempt, which starts after a file-system check
+    (Room.mend).
+    """
     if scene.room.lacks_blocks:
         raise NotNow(scene.room.lacks_blocks)
     scene.room.protect(scene.folder / "disk")
@@ -212,7 +227,7 @@ def _fill_segments(mishap: Mishap, scene: Scene) -> None:
 
 
 def _start_second(mishap: Mishap, scene: Scene) -> None:
-    """Another run that was given the same engine, in another folder, until this life ends."""
+    """Start another run with the same engine in another folder; it ends with this attempt."""
     life = scene.life
     folder, temporary = scene.folder / "second", scene.folder / "tmp_second"
     temporary.mkdir(exist_ok=True)

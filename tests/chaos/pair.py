@@ -1,7 +1,9 @@
-"""A Lewis pair: launch/lewis_pair.sh with two services and two runs below it, each of which hears the other.
+"""A Lewis pair: launch/lewis_pair.sh with two services and two runs as its children; each run uses
+the other's service.
 
-The speaker learns and the listener does not (optim.lr=0): whatever the order of things, the speaker is paid by the same listener, and what
-it becomes can be held against the pair that nobody disturbed. The listener's run must end well.
+The speaker learns and the listener does not (optim.lr=0). In any order of events, the same listener
+rewards the speaker, so the trained speaker can be compared with that of the undisturbed pair. The
+listener's run only has to exit cleanly.
 """
 
 import os
@@ -24,11 +26,11 @@ MEMBERS = {
     "speaker_service": "-m megatron_rl.tasks.lewis.server.speaker_app",
     "listener_service": "-m megatron_rl.tasks.lewis.server.listener_app",
 }
-"""Processes of the pair, by a part of their command lines."""
+"""Part of the command line that identifies each process of the pair."""
 
 
 def prepare_pair(starts: Path) -> None:
-    (starts / "ports").write_text(f"{free_port()} {free_port()}")  # a model card tells them
+    (starts / "ports").write_text(f"{free_port()} {free_port()}")  # the model card contains the ports
     write_lewis_data(starts)
     train_speaker(starts / "speaker", vocabulary_file=starts / "rounds" / "words.txt")
     make_checkpoint(starts / "listener", preset="nano", init="random", seed=1, words=starts / "rounds" / "words.txt")
@@ -44,7 +46,7 @@ def words_of_pair(starts: Path, *, num_steps: int) -> tuple[str, ...]:
 
 
 def members(whom: str) -> list[int]:
-    """Their first processes."""
+    """Return the process ids of the topmost processes of a member."""
     found = []
     for pid, command in descendants().items():
         with suppress(psutil.NoSuchProcess):

@@ -1,6 +1,8 @@
-"""What happens to the run of a seed: which run it is, and what is done to whom, and when. A seed alone decides.
+"""Computes the plan of a seed: which run it starts, and which mishap happens to which process at
+which time. The plan depends only on the seed.
 
-A moment is a number of recorded steps and a share of the next: on a slow machine the same mishap meets the same part of the run.
+A time is a number of recorded steps plus a fraction of the next step, so that on a slow machine a
+mishap happens in the same part of the run.
 """
 
 import random
@@ -18,34 +20,46 @@ DISKS = ("slow disk", "stall disk", "hang disk", "protect disk", "protect disk",
 SECONDS = ("start second", "start second", "kill engine", "pause engine")
 PAIRS = ("kill speaker_run", "kill listener_run", "pause speaker_run", "kill speaker_service", "kill listener_service")
 MISHAPS = {"number_line": RANKS, "visual_search": (*BOXES, *BOXES, *RANKS), "vqa": (*SERVERS, *SERVERS, *BOXES, *RANKS)}
-"""By run, of which the seeds take turns. What stands twice comes twice as often."""
+"""Possible mishaps per run; seeds take the runs in turn. A mishap that occurs twice is twice as
+likely.
+"""
 LATER_MISHAPS = {
     "number_line": (*DISKS, *DISKS, "kill rank", "fill disk", "jump clock"),
     "shared_engine": (*SECONDS, "kill rank", "protect disk"),
     "lewis_pair": PAIRS,
 }
-"""Of the seeds from LATER on: what was added when the plans of those before were already played."""
+"""Possible mishaps per run for seeds from LATER on. They were added after the plans of earlier
+seeds had been run, which must not change.
+"""
 LATER = 1000
 STEPS = {"number_line": 3, "visual_search": 2, "vqa": 2, "shared_engine": 12, "lewis_pair": 2}
-"""How long each run is."""
+"""Number of steps of each run."""
 SLOW_ROUNDS, SLOW_S = 6, 0.8
-"""Slow: so many pauses, each so long, with as much time between them."""
+"""Number and duration in seconds of the pauses of a slow process. The gaps between pauses are
+equally long.
+"""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Mishap:
     what: str
-    """kill (SIGKILL), term (SIGTERM), pause (SIGSTOP for a while), hold (SIGSTOP for ever), ... and whom: rank, worker, zygote, ..."""
+    """Action and target: kill (SIGKILL), term (SIGTERM), pause (SIGSTOP for a while), hold (SIGSTOP
+    forever), ... of a rank, worker, zygote, ...
+    """
     number: int
-    """Which of several: a rank, or what is found modulo their number."""
+    """Selects one of several targets: a rank, or an index modulo the number of processes found."""
     after: int
-    """Steps that the run has recorded."""
+    """Number of steps recorded before the mishap."""
     share: float
-    """From then on: a share of what the undisturbed run took to its next step."""
+    """Additional delay as a fraction of the time that the undisturbed run took for its next
+    step.
+    """
     lasts_s: float
-    """Until it is taken back, if it can be."""
+    """Seconds until the mishap is reversed, if it is reversible."""
     life: int = 0
-    """Of the run: 0 is its first, 1 that which goes on behind it."""
+    """Attempt of the run in which the mishap happens: 0 is the first attempt, 1 the attempt that
+    resumes it.
+    """
 
     def __str__(self) -> str:
         return f"{self.what} {self.number} after {self.after} steps and {self.share:.2f} for {self.lasts_s:.1f} s, life {self.life}"
@@ -59,7 +73,9 @@ class Plan:
 
 
 def plan(seed: int) -> Plan:
-    """One mishap, two after each other (perhaps in two lives), or three at once."""
+    """Return the plan of a seed: one mishap, two in sequence (perhaps in two attempts), or three at
+    once.
+    """
     dice = random.Random(f"chaos {seed}")
     table = MISHAPS if seed < LATER else LATER_MISHAPS
     run = list(table)[seed % len(table)]

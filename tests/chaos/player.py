@@ -1,9 +1,11 @@
-"""launch/train.py with tasks and an algorithm of the tests' own, which do as the product's do while no file of these names lies there:
+"""launch/train.py with tasks and an algorithm of the tests. They behave like those of the trainer
+unless one of these files exists:
 
-    HOME/nan_reward    what an episode earns is no number
-    HOME/nan_loss      the loss of every token is none
-    HOME/clock         time.time() is as many seconds ahead (or behind) as the file says
-HOME is the folder that holds the run folder's disk: run.dir=HOME/disk/run.
+    HOME/nan_reward    episodes have reward NaN
+    HOME/nan_loss      the loss of every token is NaN
+    HOME/clock         time.time() is ahead (or behind) by the number of seconds in the file
+
+HOME is the folder that contains the run directory's disk: run.dir=HOME/disk/run.
 """
 
 import math
@@ -49,14 +51,14 @@ def jumped() -> float:
 
 
 class JudgedSearch(VisualPythonTask):
-    """The user's questions about pictures, with the one line of rules that the warm start has learned."""
+    """The visual-question task with the single line of rules that the warm start has learned."""
 
     def env(self, example: Example) -> AgentEnv:
         return AgentEnv(example, protocol=PyVisionProtocol(rules=SEARCH_RULES), pool=self._pool)
 
 
 if __name__ == "__main__":
-    resource_tracker._resource_tracker._fd = None  # it gets one of its own, as a process that was not forked has; that ends with it
+    resource_tracker._resource_tracker._fd = None  # the process gets its own tracker, like one that was not forked, which ends with it
     Rubric.score, time.time = planted_score, jumped
     tasks = {"chaos_line": NumberLineTask, "chaos_search": VisualSearchTask, "chaos_vqa": JudgedSearch}
     cli(tasks=tasks, algorithms={"chaos": replace(GRPO, policy_loss=planted_loss)})

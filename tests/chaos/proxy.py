@@ -1,4 +1,4 @@
-"""A wire between a run and a server that can be cut, slowed and led to somebody else."""
+"""A TCP proxy between a run and a server that can be cut, delayed and redirected."""
 
 import asyncio
 import contextlib
@@ -11,16 +11,19 @@ PIECE = 1 << 16
 
 
 class Proxy:
-    """Listens on a port of its own and hands on bytes to `target` and back; as a context, in a thread."""
+    """Listens on its own port and forwards bytes to `target` and back.
+
+    As a context manager, it runs in a thread.
+    """
 
     def __init__(self, target: int) -> None:
         self.target = target
-        """A port of 127.0.0.1."""
+        """Destination port on 127.0.0.1."""
         self.is_cut = False
         self.delay_s = 0.0
-        """Before each piece is handed on."""
+        """Delay in seconds before each received piece of data is forwarded."""
         self.cut_share = 0.0
-        """Of the pieces that come: both ends are cut off in the place of it."""
+        """Fraction of the received pieces that are dropped; both connections are closed instead."""
         self.num_cut = 0
         self._dice = random.Random(0)
         self._open: set[asyncio.StreamWriter] = set()
@@ -40,12 +43,12 @@ class Proxy:
         self._loop.close()
 
     def lead_to(self, port: int) -> None:
-        """Those who come from now on; who was connected is cut off."""
+        """Redirect new connections to another port and close the existing connections."""
         self.target = port
         self._do(self._break())
 
     def cut(self) -> None:
-        """Everybody, and whoever comes, until `mend`."""
+        """Close all connections, and new ones as well, until `mend` is called."""
         self.is_cut = True
         self._do(self._break())
 

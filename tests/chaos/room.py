@@ -1,9 +1,12 @@
-"""A room of one's own, so that what is left behind can be counted: every descendant is adopted here, and /dev/shm is ours alone.
+"""Isolates a process so that everything its runs leave behind can be counted: it adopts all
+orphaned descendants and has its own /dev/shm.
 
-As root this process gets mounts and System V segments of its own (unshare(2)): a /dev/shm that can be filled, and for each run folder a
-small ext4 in a file (a loop device), which can be filled, frozen (FIFREEZE), and made read-only by the kernel, as it does after an error of
-the device. Where mounts are not allowed all is shared with everybody: segments are not counted, and nothing is filled (`lacks` says so).
-Where there is no loop device the disk is a tmpfs, which can be filled alone (`lacks_blocks`).
+As root, this process gets its own mounts and System V segments (unshare(2)). Its /dev/shm can be
+filled. Each run directory lies on a small ext4 file system in a file (a loop device), which can be
+filled, frozen (FIFREEZE), and made read-only by the kernel, as after a device error. If mounts are
+not allowed, everything is shared with other processes; segments are then not counted and nothing is
+filled (`lacks` gives the reason). Without loop devices the disk is a tmpfs, which can only be
+filled (`lacks_blocks`).
 """
 
 import ctypes
@@ -22,9 +25,11 @@ MS_REMOUNT, MS_REC, MS_PRIVATE = 0x20, 0x4000, 1 << 18
 PR_SET_CHILD_SUBREAPER = 36
 SEGMENTS = Path("/dev/shm")
 DISK_BYTES = 96 << 20
-"""Of a run folder: three checkpoints and the model fit in a tenth of it."""
+"""Size of the disk of a run directory. Three checkpoints and the model fit in a tenth of it."""
 MEND_S = 20.0
-"""What processes that had files on a disk have to be gone, before it is checked."""
+"""Maximum seconds to wait for processes with open files on a disk to exit before the disk is
+checked.
+"""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -36,7 +41,7 @@ def _call(name: str, *arguments: object) -> None:
 
 class Room:
     def __init__(self) -> None:
-        """Before this process has started any other."""
+        """Isolate this process. Must be called before the process starts any other process."""
         _call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         self.lacks = ""
         self._protected: set[Path] = set()
@@ -51,7 +56,7 @@ class Room:
         resource_tracker.ensure_running()
 
     def disk(self, folder: Path) -> None:
-        """A new folder, on a small disk of its own where that can be had."""
+        """Create a folder, on its own small disk if this machine allows it."""
         folder.mkdir(parents=True)
         if not self.lacks_blocks:
             make_ext4(folder)
@@ -65,14 +70,19 @@ class Room:
         image_of(folder).unlink(missing_ok=True)
 
     def protect(self, folder: Path) -> None:
-        """Let the kernel find an error on this disk: from now on nothing is written, and what was not yet written out is lost."""
+        """Trigger a file-system error in the kernel.
+
+        From now on nothing is written to this disk, and unwritten data is lost.
+        """
         device = os.stat(folder).st_dev
         block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").resolve().name
         Path(f"/sys/fs/ext4/{block}/trigger_fs_error").write_text("chaos")
         self._protected.add(folder)
 
     def mend(self, folder: Path) -> None:
-        """Where it is read-only, check it and mount it again, as who starts the machine again would."""
+        """If the disk is read-only, check it and mount it again, as a restart of the
+        machine would.
+        """
         if folder not in self._protected:
             return
         deadline = time.monotonic() + MEND_S
@@ -91,12 +101,17 @@ class Room:
         self._protected.remove(folder)
 
     def bound_segments(self, size: str) -> None:
-        """Let /dev/shm have this size: bytes, or a share of the memory as in 50%. OSError: more is taken already."""
+        """Set the size of /dev/shm in bytes or as a share of the memory (50%).
+
+        Raises:
+            OSError: More than this size is already in use.
+        """
         _call("mount", b"tmpfs", bytes(SEGMENTS), b"tmpfs", MS_REMOUNT, f"size={size}".encode())
 
     def segments(self, *, without: set[int] = frozenset()) -> set[str]:
-        """Names of POSIX segments and semaphores, and numbers of System V segments, but for those that these processes, or what came from
-        them, have in their memory."""
+        """Return the names of POSIX segments and semaphores and the numbers of System V segments,
+        except those that the processes `without` or their descendants have mapped.
+        """
         if self.lacks:
             return set()
         system_v = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
@@ -105,7 +120,7 @@ class Room:
 
 
 def _lacks_blocks() -> str:
-    """Why there can be no disk of blocks here; empty where there can."""
+    """Return the reason why no loop device is available, or an empty string if one is."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             make_ext4(Path(folder) / "disk")
@@ -120,7 +135,11 @@ def image_of(folder: Path) -> Path:
 
 
 def make_ext4(folder: Path) -> None:
-    """CalledProcessError, OSError: there is no mkfs, or no loop device."""
+    """Create an ext4 file system in a file and mount it at `folder`.
+
+    Raises:
+        CalledProcessError, OSError: mkfs or loop devices are missing.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with image_of(folder).open("wb") as image:
         image.truncate(DISK_BYTES)
@@ -135,7 +154,7 @@ def _mount_ext4(folder: Path) -> None:
 
 
 def _mapped(pid: int) -> set[str]:
-    """Names in /dev/shm that a process, or a descendant of it, has in its memory."""
+    """Return the names in /dev/shm that a process or a descendant of it has mapped."""
     names = set()
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
@@ -146,10 +165,11 @@ def _mapped(pid: int) -> set[str]:
 
 
 def descendants(*, without: set[int] = frozenset()) -> dict[int, str]:
-    """{pid: command line} of all that came from this process and lives, but for `without` and what came from them. Nobody gets away:
-    orphans are adopted."""
+    """Return {pid: command line} of all live descendants of this process, except `without` and
+    their descendants. No descendant is missed, because orphans are adopted.
+    """
     found: dict[int, str] = {}
-    ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # they serve from seed to seed
+    ours = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # they serve all seeds
     todo = psutil.Process().children()
     while todo:
         process = todo.pop()

@@ -1,6 +1,8 @@
-"""The runs that chaos happens to: small ones of two ranks over gloo, each rank as on a machine of its own, with no launcher above them.
+"""The runs into which faults are injected: small runs of two ranks over gloo. Each rank starts as
+if on its own machine, without a launcher.
 
-A home holds what all seeds need: the models they start from, the questions, and for each run a life that nobody disturbed.
+A home folder contains what all seeds need: the initial models, the questions, and one undisturbed
+run of each kind.
 """
 
 import contextlib
@@ -24,12 +26,16 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 PLAYER = Path(__file__).parent / "player.py"
 WAIT_S = 60
-"""What a collective waits (parallel.timeout_s, parallel.straggler_timeout_s): a rank that is held for ever costs a seed so long."""
+"""Timeout of collectives in seconds (parallel.timeout_s, parallel.straggler_timeout_s). A rank that
+is stopped forever costs a seed this much time.
+"""
 COMMON = (
     "algo.name=chaos", "algo.entropy_coef=0.1", "optim.lr=1e-3", "checkpoint.every=1", "engine.kv_cache_mib=16", "task.eval_samples=1",
     f"parallel.timeout_s={WAIT_S}", f"parallel.straggler_timeout_s={WAIT_S}", "rollouts.keep_best=0", "rollouts.keep_worst=0",
 )  # fmt: skip
-"""Entropy moves the weights in every step, whatever the rewards."""
+"""Settings of all runs. The entropy bonus changes the weights in every step, whatever the rewards
+are.
+"""
 LINE = (
     "task=chaos_line", "task.max_turns=1", "task.max_new_tokens=8", "model.min_pixels=3136", "model.max_pixels=4000",
     "batch.prompts_per_step=4", "batch.group_size=2",
@@ -44,7 +50,9 @@ NUM_QUESTIONS = 24
 
 
 def words_of(run: str, home: Path, *, judge: str = "", sandbox: str = "", engine: str = "") -> tuple[str, ...]:
-    """The settings of a run, but for its folder; with the addresses of its servers."""
+    """Return the overrides of a run, including the addresses of its servers but not its run
+    directory.
+    """
     if run == "lewis_pair":
         return words_of_pair(home / "starts", num_steps=STEPS[run])
     start = home / "starts" / ("look/final" if run in ("visual_search", "vqa") else "nano")
@@ -62,7 +70,9 @@ def words_of(run: str, home: Path, *, judge: str = "", sandbox: str = "", engine
 
 
 def prepare(home: Path, runs: Sequence[str]) -> None:
-    """Make what is not there yet: the nano, the one that was taught to look, and the questions."""
+    """Create whatever is missing in the home folder: the nano model, the nano model trained to look
+    at images, and the questions.
+    """
     starts = home / "starts"
     if {"number_line", "vqa", "shared_engine"} & {*runs} and not (starts / "nano").exists():
         make_checkpoint(starts / "nano", preset="nano", init="random", seed=1)
@@ -78,7 +88,10 @@ def prepare(home: Path, runs: Sequence[str]) -> None:
 
 
 def write_questions(folder: Path) -> None:
-    """Of visual search, on files; no rule knows whether an answer is right, so that all are the judge's."""
+    """Write visual-search questions with image files.
+
+    No rule can decide whether an answer is correct, so the judge decides all of them.
+    """
     folder.mkdir(parents=True)
     for split in ("train", "eval"):
         with (folder / f"{split}.jsonl").open("w") as file:
@@ -92,17 +105,22 @@ def write_questions(folder: Path) -> None:
 
 @dataclass(slots=True)
 class Life:
-    """A run's two ranks, from one start to their end. As a context; whoever is left at its end is killed."""
+    """One attempt of a run: its two ranks from their start to their exit.
+
+    As a context manager, it kills the ranks that are left at the end.
+    """
 
     words: Sequence[str]
     folder: Path
-    """The run folder."""
+    """The run directory."""
     temporary: Path
     ranks: list[fork_server.Process] = field(default_factory=list)
     struck: set[int] = field(default_factory=set)
-    """Ranks that a mishap ended, or stopped for ever: they say nothing, and nobody waits for them when the others have ended."""
+    """Ranks that a mishap has ended or stopped forever. They print nothing, and the attempt is over
+    when all other ranks have exited.
+    """
     recorded_s: list[float] = field(default_factory=list)
-    """When each line of metrics was seen, from the start on."""
+    """Seconds from the start until each line of metrics was noticed."""
     began: float = 0.0
 
     def __enter__(self) -> "Life":
@@ -140,14 +158,14 @@ class Life:
         return 0
 
     def look(self) -> float:
-        """Seconds since the start; what was recorded meanwhile is noted."""
+        """Return the seconds since the start, after noting which steps have been recorded."""
         passed = time.monotonic() - self.began
         self.recorded_s += [passed] * (self.num_recorded - len(self.recorded_s))
         return passed
 
 
 class PairLife(Life):
-    """`folder` is the speaker's run folder."""
+    """An attempt of a Lewis pair. `folder` is the speaker's run directory."""
 
     def __enter__(self) -> "PairLife":
         self.began = time.monotonic()
@@ -161,7 +179,7 @@ class PairLife(Life):
 
 LIVES = {"lewis_pair": PairLife}
 RUN_FOLDERS = {"lewis_pair": "disk/run/speaker"}
-"""Of those that are not in disk/run."""
+"""Run directories that are not disk/run."""
 
 
 def run_folder(run: str, folder: Path) -> Path:
@@ -169,27 +187,27 @@ def run_folder(run: str, folder: Path) -> Path:
 
 
 def begin_life(run: str, words: Sequence[str], folder: Path) -> Life:
-    """`folder` is the seed's."""
+    """Create an attempt of the run. `folder` is the folder of the seed."""
     return LIVES.get(run, Life)(words, run_folder(run, folder), folder / "tmp")
 
 
 @dataclass(slots=True, frozen=True)
 class Undisturbed:
-    """The run that nobody disturbed."""
+    """The reference run without mishaps."""
 
     folder: Path
     first_s: float
-    """Until its first step was recorded."""
+    """Seconds until its first step was recorded."""
     step_s: float
-    """From there to the end, a step."""
+    """Seconds per step from the first recorded step to the end."""
 
     def seconds(self, share: float, *, after: int) -> float:
-        """A share of what it took to the next step."""
+        """Return the given fraction of the time that this run took for its next step."""
         return share * (self.step_s if after else self.first_s)
 
 
 def undisturbed(run: str, home: Path, words: Sequence[str], *, limit_s: float) -> Undisturbed:
-    """It is made when it is first asked for."""
+    """Return the reference run without mishaps; run it if it does not exist yet."""
     whole = home / "undisturbed" / run
     folder, told = run_folder(run, whole), whole / "told.json"
     own = [word for word in words if not word.startswith(("task.judge.urls", "task.sandbox.url", "engine.urls"))]
@@ -210,7 +228,10 @@ def undisturbed(run: str, home: Path, words: Sequence[str], *, limit_s: float) -
 
 
 def spoil_data(home: Path, number: int) -> tuple[Path, bytes]:
-    """Rewrite the questions under a run, in place: the same rows in another order. Returns the file and what stood there."""
+    """Rewrite the training questions in place with their rows in another order.
+
+    Returns the file and its previous content.
+    """
     file = home / "data" / "train.jsonl"
     before = file.read_bytes()
     lines = before.splitlines(keepends=True)

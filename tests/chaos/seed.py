@@ -1,4 +1,6 @@
-"""One seed: the run, what happens to it, its next lives until it is finished, and the verdict."""
+"""Runs one seed: the run with its mishaps, further attempts until the run is finished, and the
+checks of the outcome.
+"""
 
 import shutil
 import signal
@@ -17,31 +19,36 @@ from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_e
 
 MAX_LIVES = 5
 GONE_S = 30.0
-"""What processes have to be gone behind a life's end."""
+"""Maximum seconds for processes to exit after the end of an attempt."""
 LYING = "lie one"
-"""A judge that lies well cannot be told from one that means it: such a run must end well, and be another."""
+"""The mishap of a judge that gives valid but wrong verdicts. The run cannot detect it, so such a
+run has to finish but may differ from the undisturbed run.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """A line of the file."""
+    """One line of the output file."""
 
     seed: int
     run: str
     mishaps: list[str]
     happened: list[str] = field(default_factory=list)
     lives: list[str] = field(default_factory=list)
-    """How each ended: exit codes and the first line of an error."""
+    """Outcome of each attempt: exit codes and the first error line."""
     given_up: list[int] = field(default_factory=list)
-    """Steps in which rollouts were."""
+    """Steps in which rollouts were given up."""
     is_equal: bool = False
     troubles: list[str] = field(default_factory=list)
-    """All that is not as it should be; empty is good."""
+    """Everything that is wrong with the outcome; empty if the seed has passed."""
     seconds: float = 0.0
 
 
 def play(plan: Plan, *, home: Path, room: Room, standing: Mapping[str, Servers], limit_s: float) -> Record:
-    """`standing`: of all runs that have servers which stay from seed to seed."""
+    """Run the seed and return its record.
+
+    `standing` contains the servers that stay up for all seeds, per run.
+    """
     began = time.monotonic()
     record = Record(seed=plan.seed, run=plan.run, mishaps=[str(mishap) for mishap in plan.mishaps])
     folder = home / "seeds" / str(plan.seed)
@@ -80,7 +87,7 @@ def _live(
     number: int, plan: Plan, record: Record, *, words: tuple[str, ...], expected: Undisturbed, home: Path, folder: Path, room: Room,
     servers: Servers | None, limit_s: float,
 ) -> bool:  # fmt: skip
-    """One life. Returns whether the run is finished."""
+    """Run one attempt. Returns True if the run is finished."""
     coming = [mishap for mishap in plan.mishaps if mishap.life == number]
     room.mend(folder / "disk")
     (folder / "disk" / BALLAST).unlink(missing_ok=True)
@@ -94,7 +101,7 @@ def _live(
         finally:
             scene.take_back(all_of_it=True)
         codes, said = life.codes, life.said
-    struck = life.struck | {rank for rank, code in enumerate(codes) if code == -signal.SIGTERM}  # asked before it could hear
+    struck = life.struck | {rank for rank, code in enumerate(codes) if code == -signal.SIGTERM}  # signaled before its handler was installed
     for code, words_of_second in scene.others:
         record.lives.append(f"second run: {code} {_error(words_of_second)}".strip())
         record.troubles += [f"second run: {trouble}" for trouble in trouble_of_second(code, words_of_second)]
@@ -111,12 +118,15 @@ def _live(
 
 
 def _error(*said: str) -> str:
-    """The first line of an error."""
+    """Return the first error line of the outputs."""
     return next((line[:240] for text in said for line in text.splitlines() if line.startswith("error: ")), "")
 
 
 def _happen(coming: list[Mishap], scene: Scene, expected: Undisturbed, *, limit_s: float) -> bool:
-    """Let happen what is to happen, until the life is over. False: it was not, in its time."""
+    """Inject the mishaps when they are due, until the attempt is over.
+
+    Returns False if the attempt exceeds `limit_s`.
+    """
     life = scene.life
     while not life.is_over():
         passed = life.look()
@@ -124,7 +134,7 @@ def _happen(coming: list[Mishap], scene: Scene, expected: Undisturbed, *, limit_
             return False
         reached = [0.0, *life.recorded_s]
         for mishap in list(coming):
-            is_near, is_late = len(reached) > mishap.after, len(reached) > mishap.after + 1  # late: it is faster than the undisturbed was
+            is_near, is_late = len(reached) > mishap.after, len(reached) > mishap.after + 1  # late: faster than the undisturbed run
             if is_late or (is_near and passed - reached[mishap.after] >= expected.seconds(mishap.share, after=mishap.after)):
                 with suppress(NotNow):
                     strike(mishap, scene)
@@ -135,7 +145,7 @@ def _happen(coming: list[Mishap], scene: Scene, expected: Undisturbed, *, limit_
 
 
 def _left(without: set[int]) -> dict[int, str]:
-    """Who is still there after a while."""
+    """Return the descendants that are still running after GONE_S seconds."""
     deadline = time.monotonic() + GONE_S
     while (left := descendants(without=without)) and time.monotonic() < deadline:
         time.sleep(0.1)

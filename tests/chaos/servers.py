@@ -1,5 +1,7 @@
-"""The servers of runs. A judge and an engine (of vLLM) stay from seed to seed (STANDING); a sandbox server and wires are made for
-each seed of vqa.
+"""The servers that runs use.
+
+A judge and an engine (both vLLM) stay up for all seeds (STANDING). A sandbox server and proxies are
+created for each seed of the vqa run.
 """
 
 import contextlib
@@ -31,10 +33,12 @@ from tests.support.vllm_servers import TOKEN, write_token_file
 
 START_S = 400.0
 ENGINE, PIXELS = {"kv_cache_mib": 32, "probe_s": 60}, {"min_pixels": 3136, "max_pixels": 4000}
-"""Of the engine, and of the runs that share it (runs.SHARED)."""
+"""Settings of the engine and of the runs that share it (runs.SHARED)."""
 XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
 LIES = {"type": json.dumps({"correct": "perhaps"}), "one": json.dumps({"correct": True})}
-"""Valid JSON with a verdict of the wrong type; and whoever is asked about, is right."""
+"""Responses of faulty judges: valid JSON with a verdict of the wrong type, and a judge that accepts
+every answer.
+"""
 
 
 class Popen(Protocol):
@@ -47,11 +51,11 @@ class Popen(Protocol):
 
 @dataclass(slots=True)
 class Server:
-    """One server at a port of its own, started again at the same port where it was killed."""
+    """A server with a fixed port. After it was killed, it is started again on the same port."""
 
     port: int
     question: str
-    """The path that answers 200 when it is up."""
+    """Path that returns status 200 when the server is up."""
     log: Path
     process: Popen | None = None
 
@@ -68,7 +72,7 @@ class Server:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """It and all below it, which would not notice."""
+        """Kill the server and all its descendants, which would not notice its death."""
         with contextlib.suppress(psutil.NoSuchProcess):
             kill_process_tree(psutil.Process(self.process.pid))
         self.process.kill()
@@ -93,7 +97,10 @@ class Judge(Server):
 
 @dataclass(slots=True)
 class Engine(Server):
-    """Of runs that start none: it says itself whose it is (rollout/vllm/worker_extension.py)."""
+    """The engine of runs that start no engine themselves.
+
+    It reports which run uses it (rollout/vllm/worker_extension.py).
+    """
 
     model: Path = Path()
 
@@ -120,12 +127,12 @@ def _begun(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
 
 @dataclass(slots=True)
 class Servers:
-    """What a run talks to, by name, and the wires of a vqa run."""
+    """The servers of a run by name, and the proxies of a vqa run."""
 
     named: dict[str, Server]
     wires: dict[str, Proxy] = field(default_factory=dict)
     liars: dict[str, int] = field(default_factory=dict)
-    """Ports of judges that lie, by what they say."""
+    """Ports of the faulty judges, keyed by their response (LIES)."""
 
     def urls(self) -> dict[str, str]:
         if not self.wires:
@@ -143,7 +150,7 @@ def free_port() -> int:
 
 
 STANDING = {"vqa": ("judge", Judge), "shared_engine": ("engine", Engine)}
-"""By run: what it asks of, which stays from seed to seed."""
+"""Name and class of each run's server that stays up for all seeds."""
 
 
 @contextmanager
@@ -162,7 +169,9 @@ def standing(run: str, home: Path) -> Iterator[Servers]:
 
 @contextmanager
 def with_boxes(judge: Judge, folder: Path) -> Iterator[Servers]:
-    """A judge, a sandbox server, wires, and liars, inside the block."""
+    """Start a sandbox server, proxies and faulty judges, and yield them together with the given
+    judge.
+    """
     boxes = Boxes(free_port(), "/health", folder / "server.log")
     boxes.start()
     with ExitStack() as stack:

@@ -1,7 +1,9 @@
-"""Three seeds of chaos on the smallest run, and that what judges them is not blind: each thing that may go wrong is planted, and seen.
+"""Three seeds of fault injection on the smallest run, and tests of the checks themselves: each
+possible defect is planted and must be detected.
 
-40 seeds on the first three runs are played by hand (benchmarks/results/chaos_2026-11-23.md), and those of what was added
-(benchmarks/results/chaos_2026-11-26.md). What disks do is tested by itself: test_disks.py.
+The first three runs have been tested by hand with 40 seeds
+(benchmarks/results/chaos_2026-11-23.md), and the later runs as well
+(benchmarks/results/chaos_2026-11-26.md). test_disks.py tests the mishaps of disks.
 """
 
 import hashlib
@@ -42,7 +44,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_three_seeds(home: Path) -> None:
-    """Something happened in each, the run was started again where it ended, and came out equal to the undisturbed one."""
+    """At least one mishap happened in each seed, the run was restarted if it had ended, and it
+    finished equal to the undisturbed run.
+    """
     lines = [json.loads(line) for line in (home / "chaos.jsonl").read_text().splitlines()]
     assert [line["seed"] for line in lines] == list(map(int, SEEDS))
     for line in lines:
@@ -51,18 +55,21 @@ def test_three_seeds(home: Path) -> None:
 
 
 def test_what_is_in_the_file_is_not_played_again(home: Path) -> None:
+    """A second call skips all seeds and leaves the output file unchanged."""
     before = (home / "chaos.jsonl").read_bytes()
     assert chaos(home).returncode == 0 and (home / "chaos.jsonl").read_bytes() == before
 
 
 def test_a_seed_is_a_plan() -> None:
-    """Of seeds that were played (benchmarks/) what it was then."""
+    """Plans of seeds that were already run (benchmarks/) do not change: their hash is pinned."""
     assert hashlib.sha256("\n".join(str(plan(seed)) for seed in range(300)).encode()).hexdigest() == PLANS
 
 
 @pytest.mark.parametrize(("first", "table"), [(0, MISHAPS), (LATER, LATER_MISHAPS)])
 def test_everything_happens(first: int, table: Mapping[str, tuple[str, ...]]) -> None:
-    """Among 300 seeds to every run, alone, in a row, and three at once."""
+    """300 seeds contain every mishap of every run, as a single mishap, as two in sequence and as
+    three at once.
+    """
     plans = [plan(seed) for seed in range(first, first + 300)]
     for run, mishaps in table.items():
         assert {mishap.what for each in plans if each.run == run for mishap in each.mishaps} == set(mishaps)
@@ -73,7 +80,7 @@ def test_everything_happens(first: int, table: Mapping[str, tuple[str, ...]]) ->
 
 @pytest.fixture
 def copied(home: Path, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """A finished run and a copy, which nothing tells apart."""
+    """Copy a finished run and check that no difference between the run and its copy is reported."""
     run, copy = home / "undisturbed" / RUN / "disk" / "run", tmp_path / "disk" / "run"
     shutil.copytree(run, copy)
     (tmp_path / "tmp").mkdir()
@@ -82,6 +89,7 @@ def copied(home: Path, tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def test_one_bit_of_one_weight_is_seen(copied: tuple[Path, Path]) -> None:
+    """A single flipped bit in a checkpoint or model file, and a missing file, are reported."""
     copy, run = copied
     for pattern in ("checkpoints/*/__1_0.distcp", "checkpoints/*/common.pt", "final/*.safetensors"):
         file = max(copy.glob(pattern))
@@ -95,7 +103,11 @@ def test_one_bit_of_one_weight_is_seen(copied: tuple[Path, Path]) -> None:
 
 
 def test_one_metric_of_one_step_is_seen(copied: tuple[Path, Path]) -> None:
-    """To the last digit; of the engine's, where tools decide what is batched together, beyond rounding. A step twice, or not at all."""
+    """A changed metric is reported at full precision.
+
+    Engine metrics of runs with tools may differ by rounding (1e-8 passes, 1e-4 does not). A
+    repeated or a missing step is reported as well.
+    """
     copy, run = copied
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
@@ -116,6 +128,7 @@ def test_one_metric_of_one_step_is_seen(copied: tuple[Path, Path]) -> None:
 
 
 def test_what_is_left_is_seen(copied: tuple[Path, Path]) -> None:
+    """A partial checkpoint, a temporary file and a lock that is still held are reported."""
     copy, _ = copied
     temporary = copy.parents[1] / "tmp"
     (copy / "checkpoints" / ".step_00000009.partial").mkdir()
@@ -161,7 +174,9 @@ print("seen", room.lacks)
 
 
 def test_a_process_and_a_segment_that_are_left_are_seen() -> None:
-    """Though it left its parent and its session."""
+    """A process that has left its parent and its session, and a segment in /dev/shm, are both
+    found.
+    """
     ended = subprocess.run([sys.executable, "-c", LEAK], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert ended.stdout.startswith("seen"), ended.stderr
     assert not Path("/dev/shm/left").exists(), "it was in a /dev/shm of its own"
@@ -191,6 +206,10 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
     ],
 )
 def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: list[int], found: str) -> None:
+    """An attempt may end with success, a defined error line or a graceful stop.
+
+    Tracebacks, undefined errors, silent failures and other exit codes are reported.
+    """
     troubles = trouble_of_end(codes, said, struck=struck)
     assert (not troubles) if not found else (len(troubles) == 1 and found in troubles[0]), troubles
 
@@ -207,5 +226,9 @@ def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: li
     ],
 )
 def test_how_a_second_run_on_an_engine_may_end(code: int | None, said: str, found: str) -> None:
+    """A second run on an engine may be active, finish, or be refused by the engine.
+
+    Any other end is reported.
+    """
     troubles = trouble_of_second(code, said)
     assert (not troubles) if not found else (len(troubles) == 1 and found in troubles[0]), troubles

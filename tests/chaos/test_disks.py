@@ -1,4 +1,7 @@
-"""The mishaps of disks and of /dev/shm bite, are taken back, and are left out with a reason where a machine has none of them."""
+"""The mishaps of disks and of /dev/shm have the intended effect and can be reversed.
+
+On machines that do not support them they are skipped with a reason.
+"""
 
 import os
 import subprocess
@@ -19,11 +22,15 @@ def seen(*command: object) -> str:
 
 
 def test_what_mishaps_do_to_disks() -> None:
+    """The checks of tests/support/chaos_disks.py pass, and this process's /dev/shm is not
+    affected.
+    """
     print(seen(sys.executable, "-m", "tests.support.chaos_disks"))
     assert not Path("/dev/shm/ballast").exists(), "it was in a /dev/shm of its own"
 
 
 def test_a_user_without_rights_is_told_what_cannot_be() -> None:
+    """For a user without rights, all disk mishaps are skipped, and the reason is reported."""
     if os.geteuid():
         pytest.skip("the other test is this one where the user is not root")
     told = seen(sys.executable, SUPPORT / "unprivileged.py", sys.executable, "-m", "tests.support.chaos_disks")

@@ -1,10 +1,12 @@
-"""Whether a run came out of chaos as it should: equal to the one that nobody disturbed, or with a word and able to go on; nothing left.
+"""Decides whether a run has survived its mishaps: it equals the undisturbed run, or it ended with
+an error line and can resume, and it leaves nothing behind.
 
-Equal means: the files of the last checkpoint that hold its numbers (weights, moments, generators) and those of the final model are the
-same bytes, what the run remembers is the same, and so is every metric of every step, time/ and memory/ apart. An engine's logprobs round
-otherwise where requests meet in other batches, which the time of tools, and of an episode that is played again, decides (docs/log.md,
-"golden runs and timing": 1e-8). Nothing but rollout_mismatch/ metrics reads them under this algorithm: those may differ by ROUNDING where
-a run has tools.
+Runs are equal if the files of the last checkpoint with its numbers (weights, moments, generators)
+and the files of the final model are the same bytes, the run state is equal, and every metric of
+every step is equal, except time/ and memory/. An engine's logprobs round differently if requests
+are batched differently, which depends on the timing of tools and of retried episodes (docs/log.md,
+"golden runs and timing": 1e-8). With this algorithm, only rollout_mismatch/ metrics depend on these
+logprobs, and they may differ by ROUNDING in runs with tools.
 """
 
 import json
@@ -20,25 +22,30 @@ from tests.support import comparable_metrics
 OF_THE_MACHINE = (*comparable_metrics.MACHINE_PREFIXES, "weight_sync/pause_s", "weight_sync/transfer_s")
 
 ROUNDING = 2e-5
-"""Between two engine metrics of runs with tools: float32 logprobs of single tokens differ by 1e-5 from batch to batch."""
+"""Maximum difference between engine metrics of two runs with tools. Float32 logprobs of single
+tokens differ by 1e-5 between batches.
+"""
 DEFINED = re.compile(
     r"error: (?:[\w./-]+=|step \d+, |ranks? \d|no answer from ranks? \d|all ranks wait|the first node|\d+ of \d+ rollouts failed|"
     r"\S+: |\S+ row \d+: )"
 )
-"""How the line of a run that ended begins: with a key, or with the part that is at fault."""
+"""Valid beginnings of the error line of a run: it names a config key or the failing part."""
 STOPPED = re.compile(
     r"^stopped (at step \d+ of \d+; (.*; )?|before the first step, by SIG\w+ at .*; )the same command goes on$", re.MULTILINE
 )
 MISMATCH = "rollout_mismatch/"
 COMPILED = "torchinductor_"
-"""torch's store of compiled code, which is meant to stay."""
+"""Prefix of torch's cache of compiled code, which is meant to stay."""
 REFUSED = "error: engine.urls="
 KEPT = ("*.distcp", "common.pt")
 FINISHED, ASKED, FAILED = 0, 75, 1
 
 
 def trouble_of_end(codes: Sequence[int | None], said: Sequence[str], *, struck: Container[int]) -> list[str]:
-    """What is wrong with how a life ended. `struck`: ranks that were ended by a mishap, who may say nothing."""
+    """Return what is wrong with the end of an attempt.
+
+    `struck` contains the ranks that a mishap has ended, which may exit without a message.
+    """
     found = []
     spoke = [text for rank, text in enumerate(said) if rank not in struck]
     lines = [line for text in spoke for line in text.splitlines() if line.startswith("error: ")]
@@ -58,7 +65,10 @@ def trouble_of_end(codes: Sequence[int | None], said: Sequence[str], *, struck: 
 
 
 def trouble_of_second(code: int | None, said: str) -> list[str]:
-    """What is wrong with how a second run on the first one's engine ended: it is refused by the engine's name, or was at work or done."""
+    """Return what is wrong with the end of a second run on the first run's engine.
+
+    The second run must be refused with the engine's name, still be active, or have finished.
+    """
     if code in (None, FINISHED):
         return []
     found = trouble_of_end([code], [said], struck=())
@@ -72,7 +82,9 @@ def _last(said: Sequence[str]) -> str:
 
 
 def given_up(run: Path) -> list[int]:
-    """Steps in which rollouts were given up, of training or of the evaluation behind it."""
+    """Return the steps in which rollouts of training or of the following evaluation were
+    given up.
+    """
     return [int(line["step"]) for line in read_metrics(run / "metrics.jsonl") if any(_failed(line))]
 
 
@@ -81,7 +93,9 @@ def _failed(line: dict[str, float]) -> list[str]:
 
 
 def differences(run: Path, undisturbed: Path, *, has_tools: bool) -> list[str]:
-    """All in which a finished run differs from the one that nobody disturbed; empty where they are equal."""
+    """Return all differences between a finished run and the undisturbed run; empty if they are
+    equal.
+    """
     return [*_metrics(run, undisturbed, has_tools=has_tools), *_files(run, undisturbed), *_memory(run, undisturbed)]
 
 
@@ -122,7 +136,9 @@ def _files(run: Path, undisturbed: Path) -> list[str]:
 
 
 def _content(file: Path, run: Path) -> bytes:
-    """Without the folder that the run was in, which a model card may tell (a pair's file of the token lies there)."""
+    """Return the file's bytes without the run's folder, which a model card may contain (the token
+    file of a pair lies there).
+    """
     return file.read_bytes().replace(bytes(run.parent), b"")
 
 
@@ -140,7 +156,9 @@ def _memory(run: Path, undisturbed: Path) -> list[str]:
 
 
 def left_behind(run: Path, temporary: Path) -> list[str]:
-    """Of a run that is over: what is half done in its folder, a lock that is held, and files beside it."""
+    """Return what a finished run has left behind: partial files in its directory, a lock that is
+    still held, and temporary files.
+    """
     found = [f"{path.relative_to(run)} is left" for path in run.rglob("*.partial")]
     if is_locked(run / ".lock"):
         found.append("the lock is still held")

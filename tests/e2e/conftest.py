@@ -1,4 +1,4 @@
-"""A Slurm cluster for the tests that submit jobs."""
+"""Fixtures that start a Slurm cluster for the tests that submit jobs."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,7 +12,10 @@ from tests.support.slurm import Cluster, find_missing, start_cluster
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
-    """Skipped where no cluster can be started, which is said loudly."""
+    """Start a Slurm cluster for the module's tests.
+
+    If no cluster can be started, emit a warning and skip them.
+    """
     why = find_missing()
     if why:
         warnings.warn(f"no Slurm, its tests are skipped: {why}", stacklevel=1)
@@ -23,7 +26,9 @@ def slurm() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def tree(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like this repository's, to submit from: what jobs write stays out of ours."""
+    """Return a folder with this repository's layout to submit jobs from, so that jobs write nothing
+    into the repository.
+    """
     folder = tmp_path_factory.mktemp("tree")
     (folder / "runs").mkdir()
     for name in ("launch", "tools", "configs"):

@@ -1,4 +1,6 @@
-"""The agents' environment with the real sandbox: what comes back, what can be mended, what is ours, and what a slow call delays."""
+"""The tool-use environment with a real sandbox: observations, errors that the policy can correct,
+infrastructure errors, and concurrency with slow calls.
+"""
 
 import asyncio
 import os
@@ -42,6 +44,9 @@ def room() -> Iterator[PoolRunner]:
 
 @pytest.mark.parametrize("protocol", [PyVisionProtocol(), CodeVProtocol(), FunctionsProtocol()], ids=lambda protocol: protocol.name)
 def test_variables_live_from_turn_to_turn_and_an_answer_ends_it(room: PoolRunner, protocol: ToolProtocol) -> None:
+    """Variables and functions defined in one turn exist in the next one, and an answer ends the
+    episode.
+    """
     codes = [protocol.write_code(code) for code in ("x = [1]\ndef f(): return sum(x)", "x.append(41); print(f(), np.pi > 3)")]
     defined, printed, answered = run_replies(room, protocol, *codes, protocol.write_answer("42"))
     assert "gave nothing back" in extract_text(defined) and not defined.done
@@ -52,6 +57,9 @@ def test_variables_live_from_turn_to_turn_and_an_answer_ends_it(room: PoolRunner
 
 
 def test_crops_and_figures_come_back_numbered_on(room: PoolRunner) -> None:
+    """Images that code displays are returned, and their numbers continue after the question's
+    image.
+    """
     crop, figure, both = run_codes(
         room,
         "image_clue_0.crop((10, 20, 60, 80)).show()",
@@ -66,6 +74,7 @@ def test_crops_and_figures_come_back_numbered_on(room: PoolRunner) -> None:
 
 
 def test_pictures_that_are_hidden_are_only_in_the_code(room: PoolRunner) -> None:
+    """A hidden image is not part of the prompt, but code can display it."""
     protocol = PyVisionProtocol(shows_images=False)
 
     async def episode() -> tuple[list, Step]:
@@ -81,6 +90,7 @@ def test_pictures_that_are_hidden_are_only_in_the_code(room: PoolRunner) -> None
 
 
 def test_codev_works_on_files_by_name(room: PoolRunner) -> None:
+    """CodeV code reads and writes image files by name. It cannot overwrite the input image."""
     protocol = CodeVProtocol(("photo.jpg",))
     code = "from PIL import Image\nImage.open('photo.jpg').crop((0, 0, 50, 50)).save('part.png')\nprint('part.png')"
     saved, missing, over = run_codes(room, code, "Image.open('foto.jpg')", "Image.new('RGB', (9, 9)).save('photo.jpg')", protocol=protocol)
@@ -90,6 +100,9 @@ def test_codev_works_on_files_by_name(room: PoolRunner) -> None:
 
 
 def test_zoom_and_rotate_act_on_the_original(room: PoolRunner) -> None:
+    """Zoom and rotate calls return crops and rotations of the original image, computed by Pillow as
+    the oracle. A box outside of the image is an error that states the image's size.
+    """
     for protocol in (DeepEyesProtocol(), FunctionsProtocol()):
         zoomed, turned, again, outside = run_replies(
             room, protocol,
@@ -130,6 +143,9 @@ def test_zoom_and_rotate_act_on_the_original(room: PoolRunner) -> None:
     ],
 )
 def test_what_goes_wrong_is_told_and_can_be_mended(room: PoolRunner, code: str, told: str) -> None:
+    """Faulty code returns an observation with the error, does not end the episode, and does not
+    affect the next call.
+    """
     wrong, mended = run_codes(room, code, "print(6 * 7, image_clue_0.size)")
     assert told in extract_text(wrong) and not wrong.done
     assert (extract_text(wrong) + wrong.tool_call.error).encode(), "no half characters"
@@ -137,6 +153,7 @@ def test_what_goes_wrong_is_told_and_can_be_mended(room: PoolRunner, code: str, 
 
 
 def test_a_reply_that_cannot_be_read_is_answered_without_a_box(room: PoolRunner) -> None:
+    """A response without a valid code block gets an error observation, and no sandbox is opened."""
     before = room.pool._next_box_id
     unread, unclosed = run_replies(room, PyVisionProtocol(), "I think it is a cup. <|im_end|>", "<code>\n```python\nprint(1)")
     assert (unread.tool_call.ran, unread.tool_call.tool, unread.reward, unread.done) == (False, "", 0.0, False)
@@ -145,13 +162,19 @@ def test_a_reply_that_cannot_be_read_is_answered_without_a_box(room: PoolRunner)
 
 
 def test_a_call_that_runs_too_long_is_told_and_so_is_what_it_lost(room: PoolRunner) -> None:
+    """A call over the time limit returns an error.
+
+    The next observation reports that the interpreter was restarted and its variables are lost.
+    """
     _, late, lost = run_codes(room, "x = 1", "while True: pass", "print(x)")
     assert "the call ran longer than 3 s" in late.tool_call.error
     assert "NameError" in lost.tool_call.error and "started anew" in extract_text(lost)
 
 
 def test_two_episodes_and_only_the_slow_one_waits(room: PoolRunner) -> None:
-    """The fast one has 10 calls, sampling pictures of the loop's own, while the slow one sleeps in one of 2 s."""
+    """While one episode sleeps for 2 s in its only call, a second episode runs 10 calls that return
+    images and ends at least 0.5 s earlier.
+    """
 
     async def episode(*codes: str) -> float:
         env = make_env(room, PyVisionProtocol(), DecodedImage(NOISE))
@@ -170,6 +193,8 @@ def test_two_episodes_and_only_the_slow_one_waits(room: PoolRunner) -> None:
 
 
 def test_a_box_killed_from_outside_is_ours(room: PoolRunner) -> None:
+    """A sandbox killed by another process raises an InfraError, and the pool can still run code."""
+
     async def killed() -> None:
         env = make_env(room, PyVisionProtocol(), DecodedImage(NOISE))
         await env.reset(0)
@@ -188,6 +213,10 @@ def test_a_box_killed_from_outside_is_ours(room: PoolRunner) -> None:
 
 
 def test_a_pool_that_closes_and_a_server_that_is_gone_are_ours() -> None:
+    """A pool that closes during a call and an unreachable sandbox server both raise an
+    InfraError.
+    """
+
     async def closed() -> None:
         async with SandboxPool(size=1, isolation="none") as pool:
             env = AgentEnv(Example(id="a", payload={"question": "?", "images": ()}), protocol=PyVisionProtocol(), pool=pool)

@@ -1,4 +1,6 @@
-"""The pictures of a question: bad ones are ours and named, and decoding keeps nobody waiting."""
+"""Images of questions: an invalid image raises an InfraError that names it, and decoding an image
+does not block the event loop.
+"""
 
 import asyncio
 import gc
@@ -48,6 +50,7 @@ def png(width: int, height: int) -> bytes:
     ids=["empty", "html", "cut", "bomb", "strip"],
 )
 def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: PoolRunner, tmp_path: Path, content: bytes, says: str) -> None:
+    """An invalid or oversized image of the data set raises an InfraError that names its row."""
     path = tmp_path / "a.png"
     path.write_bytes(content)
     for source in (content, path):
@@ -57,6 +60,7 @@ def test_a_bad_picture_of_the_data_set_is_ours_and_named(room: PoolRunner, tmp_p
 
 
 def test_a_picture_of_one_pixel_is_a_picture(room: PoolRunner) -> None:
+    """An image of 1 x 1 pixels is accepted as an input."""
     (step,) = run_replies(
         room, PyVisionProtocol(), PyVisionProtocol().write_code("print(image_clue_0.size)"), images=(StoredImage(png(1, 1), "row 0"),)
     )
@@ -64,19 +68,23 @@ def test_a_picture_of_one_pixel_is_a_picture(room: PoolRunner) -> None:
 
 
 def test_a_question_with_too_many_places_is_ours(room: PoolRunner) -> None:
+    """A question with more image placeholders than images raises an InfraError."""
     env = make_env(room, PyVisionProtocol(), DecodedImage(NOISE), question="<image> or <image>?")
     with pytest.raises(InfraError, match="example row7: the question has 2 places for pictures .* 1 pictures"):
         room.run_coroutine(env.reset(0))
 
 
 def test_a_file_name_that_no_box_takes_is_ours(room: PoolRunner) -> None:
+    """An input file name that the sandbox rejects raises an InfraError, and no sandbox
+    stays open.
+    """
     with pytest.raises(InfraError, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
         run_replies(room, CodeVProtocol(("../photo.jpg",)), CodeVProtocol().write_code("1"))
     assert room.pool.num_open == 0
 
 
 def test_decoding_does_not_stop_the_loop(room: PoolRunner) -> None:
-    """While one episode decodes a slow picture, another's coroutine goes on."""
+    """The event loop keeps running while the slow image of another episode is decoded."""
 
     @dataclass(frozen=True)
     class Slow:
@@ -101,7 +109,10 @@ def test_decoding_does_not_stop_the_loop(room: PoolRunner) -> None:
 
 @dataclass(frozen=True)
 class Watched:
-    """A picture that is drawn when it is opened, and what is alive of those that were."""
+    """An image that is created when it is opened.
+
+    Counts how many of the opened images are still alive.
+    """
 
     opened: list[weakref.ref]
 
@@ -118,7 +129,9 @@ class Watched:
 
 @pytest.mark.parametrize("protocol", [PyVisionProtocol(), DeepEyesProtocol()], ids=["code", "zoom"])
 def test_an_original_is_held_by_nobody_between_its_uses(room: PoolRunner, protocol: ToolProtocol) -> None:
-    """It is larger than what the policy sees: the prompt has it, and a tool or a box as long as it looks at it."""
+    """A full-size original image, which is larger than the policy's image, is referenced only by
+    the prompt messages or while a tool or a sandbox uses it.
+    """
     original = Watched([])
     env = make_env(room, protocol, original)
     messages = room.run_coroutine(env.reset(0))

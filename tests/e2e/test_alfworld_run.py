@@ -1,4 +1,6 @@
-"""A household in a real engine: one step of GRPO on two games, an evaluation by kind, and nobody left."""
+"""A run of the ALFWorld task with a real engine: one GRPO step on two games and an evaluation per
+task type. No TextWorld process is left at the end.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,10 @@ TRAIN = ROOT / "launch" / "train.py"
 
 @pytest.fixture(scope="module")
 def folder(torchrun, alfworld_games: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: ANN001
-    """Nothing was learned before: nearly every reply is invalid, and a command is drawn for it."""
+    """Run one GRPO step from an untrained model.
+
+    Nearly every response is invalid and is replaced by a random command.
+    """
     home = tmp_path_factory.mktemp("household")
     make_checkpoint(home / "nano", words=alfworld_games / "words.txt")
     games = [f"task.data.{split}=[{alfworld_games / split}]" for split in ("train", "eval")]
@@ -36,7 +41,9 @@ def rollouts(folder: Path) -> list[Rollout]:
 
 
 def test_games_were_played_and_counted(folder: Path) -> None:
-    """Each turn is a context of its own, with the picture of what TextWorld said; what earned something earned what a state pays."""
+    """Each turn is a separate sequence with the rendered image of TextWorld's output, and a
+    rollout's reward is the sum of its turn rewards.
+    """
     played = rollouts(folder)
     assert len(played) == 4 and {rollout.task for rollout in played} == {"alfworld"}
     for rollout in played:
@@ -52,6 +59,7 @@ def test_games_were_played_and_counted(folder: Path) -> None:
 
 
 def test_the_evaluation_tells_who_won_by_kind(folder: Path) -> None:
+    """The evaluation reports a success rate per task type."""
     told = json.loads((folder / "eval.json").read_text())
     assert told["greedy_success"] == told["greedy_won"] == 0
     assert len([name for name in told if name.startswith("greedy_won_")]) >= 2
@@ -59,5 +67,6 @@ def test_the_evaluation_tells_who_won_by_kind(folder: Path) -> None:
 
 
 def test_no_process_of_textworld_is_left(folder: Path, alfworld_games: Path) -> None:
+    """After the run, no process has a game file in its command line."""
     games = {str(path) for path in alfworld_games.rglob(GAME_FILE)}
     assert not [process for process in psutil.process_iter(["cmdline"]) if games & {*(process.info["cmdline"] or [])}]

@@ -1,4 +1,6 @@
-"""What a user can get wrong, and what can break: one clear line, a non-zero exit in stated time, nobody and nothing half-done left."""
+"""User errors and hardware failures end a run with one clear error line and a non-zero exit code
+within a time limit. No process and no half-written file is left behind.
+"""
 
 import os
 import re
@@ -23,14 +25,18 @@ SAID = re.compile(r"^error: (\S+?)=(\S+): (.+)$", re.MULTILINE)
 
 
 def ranks(*overrides: str, within_s: float, script: Path = TRAIN) -> str:
-    """launch/train.py as two ranks, which must fail within that time without a traceback. Returns all they said."""
+    """Run the script on two ranks, which must exit with code 1 within `within_s` seconds and
+    without a traceback. Return their output.
+    """
     result = fork_server.run_world(2, script, *overrides, timeout_s=within_s)
     assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
     return result.stdout
 
 
 def together(*overrides: str, within_s: float) -> str:
-    """The same as two fresh processes of our launcher, which adds nothing."""
+    """Like `ranks`, but with two fresh processes of launch/launch.py, which must leave no worker
+    running.
+    """
     result = start(2, TRAIN, *overrides, timeout_s=within_s, launcher="launch/launch.py")
     assert result.returncode == 1 and "Traceback" not in result.stdout, result.stdout
     assert not processes_with(*overrides), "the launcher has ended, its workers have not"
@@ -38,7 +44,7 @@ def together(*overrides: str, within_s: float) -> str:
 
 
 def processes_with(*arguments: str) -> list[int]:
-    """Processes that were started with all of these arguments."""
+    """Return the ids of the processes whose command line contains all of these arguments."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -51,7 +57,7 @@ def processes_with(*arguments: str) -> list[int]:
 
 
 def the_one_error(output: str) -> tuple[str, str, str]:
-    """(key, value, remedy) of the only line that says what was wrong."""
+    """Return (key, value, remedy) of the only error line in the output."""
     (said,) = SAID.findall(output) or [None]
     assert said is not None and len(re.findall("^error:", output, re.MULTILINE)) == 1, output
     return said
@@ -59,7 +65,7 @@ def the_one_error(output: str) -> tuple[str, str, str]:
 
 @pytest.fixture
 def corrupt(random_model: Path, tmp_path: Path) -> Path:
-    """The random model with the second half of its weights cut off."""
+    """A copy of the random model with the second half of its weights file cut off."""
     shutil.copytree(random_model, tmp_path / "corrupt")
     weights = tmp_path / "corrupt" / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
@@ -67,12 +73,14 @@ def corrupt(random_model: Path, tmp_path: Path) -> Path:
 
 
 def test_a_misspelt_key_is_named_once(random_model: Path, tmp_path: Path) -> None:
+    """The output is a single error line with a suggested key, and no run directory is created."""
     output = ranks(f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", "algo.groop_size=4", within_s=120)
     assert output == "error: algo.groop_size=4: no such key; did you mean batch.group_size?\n"
     assert not (tmp_path / "run").exists()
 
 
 def test_a_missing_model_is_told_once(tmp_path: Path) -> None:
+    """Two ranks without the model folder print one error line, and no run directory is created."""
     overrides = (f"model.path={tmp_path / 'nowhere'}", f"run.dir={tmp_path / 'run'}", "parallel.tp=2")
     key, value, remedy = the_one_error(ranks(*overrides, within_s=120))
     assert (key, value) == ("model.path", str(tmp_path / "nowhere")) and "give a Hugging Face model folder" in remedy
@@ -81,7 +89,10 @@ def test_a_missing_model_is_told_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("override", ["engine.kv_cache_mib=1", "engine.max_model_len=16"])
 def test_an_engine_that_is_too_small(override: str, random_model: Path, tmp_path: Path) -> None:
-    """Told by the engine itself, when it is built or when the first prompt comes."""
+    """The engine reports the error itself, either when it is built or at the first prompt.
+
+    The output has exactly one error line, which names engine.max_model_len.
+    """
     overrides = (*TINY, "engine.max_model_len=4096", override)
     result = fork_server.run_script(TRAIN, f"model.path={random_model}", f"run.dir={tmp_path / 'run'}", *overrides, timeout_s=120)
     assert result.returncode == 1 and len(re.findall("^error: .*engine.max_model_len.*\n$", result.stdout, re.MULTILINE)) == 1, (
@@ -90,7 +101,9 @@ def test_an_engine_that_is_too_small(override: str, random_model: Path, tmp_path
 
 
 def test_corrupt_weights_are_told_once(corrupt: Path, tmp_path: Path) -> None:
-    """Every rank meets them, after the processes have connected."""
+    """Every rank reads the corrupt weights after the processes have connected, but the error is
+    printed once.
+    """
     output = together(f"model.path={corrupt}", f"run.dir={tmp_path / 'run'}", within_s=120)
     assert output.splitlines()[-1].startswith("error: "), "the last word is ours"
     key, value, remedy = the_one_error(output)
@@ -99,6 +112,9 @@ def test_corrupt_weights_are_told_once(corrupt: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_path: Path) -> None:
+    """If saving the final model fails, the existing final folder is unchanged and no partial file
+    is left. The output is one error line without warnings.
+    """
     run = tmp_path / "run"
     shutil.copytree(random_model, run / "final")
     before = {path.name: path.read_bytes() for path in (run / "final").iterdir()}
@@ -114,7 +130,9 @@ def test_a_full_disk_leaves_the_last_checkpoint_alone(random_model: Path, tmp_pa
 
 @pytest.fixture
 def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[fork_server.Process]]:
-    """Two ranks on two machines, as it were: no torchrun of this machine ends one because the other died."""
+    """Start two ranks as if on two machines, so that no torchrun ends one rank because the other
+    has died.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -128,7 +146,9 @@ def two_ranks(random_model: Path, tmp_path: Path) -> Iterator[list[fork_server.P
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_dies_takes_the_others_with_it(victim: int, two_ranks: list[fork_server.Process], tmp_path: Path) -> None:
-    """Killed between any two collectives, in the middle of training: the other one notices in seconds, not after parallel.timeout_s."""
+    """If one rank is killed in the middle of training, the other rank exits within 40 s, not only
+    after parallel.timeout_s. No final checkpoint and no eval.json is written.
+    """
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 150
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):

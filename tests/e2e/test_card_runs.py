@@ -1,4 +1,6 @@
-"""The games of cards in a real engine and real updates: what is rolled out, trained on, and said by the evaluation."""
+"""The card games with a real engine and real weight updates: recorded rollouts, training metrics
+and evaluation metrics.
+"""
 
 import json
 from pathlib import Path
@@ -26,6 +28,11 @@ def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.mark.parametrize("game", GAMES)
 def test_a_step_plays_scores_and_updates(game: str, folder: Path) -> None:
+    """One GRPO step runs 8 episodes without failures and updates the weights.
+
+    Engine and trainer logprobs agree within 1e-4, and each rollout's reward is the sum of its turn
+    rewards.
+    """
     step, _ = read_metrics(folder / game / "metrics.jsonl")
     assert (step["rollout/completed"] + step["rollout/truncated"], step["rollout/failed"]) == (8, 0)
     assert (
@@ -44,6 +51,9 @@ def test_a_step_plays_scores_and_updates(game: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("game", GAMES)
 def test_the_evaluation_says_the_games_figures(game: str, folder: Path) -> None:
+    """The evaluation contains exactly the metrics of the game, and they are consistent with each
+    other.
+    """
     said = json.loads((folder / game / "eval.json").read_text())
     assert said.keys() == {f"{kind}_{name}" for kind in ("greedy", "sampled") for name in FIGURES | OWN[game]}
     for kind in ("greedy", "sampled"):

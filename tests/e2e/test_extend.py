@@ -1,4 +1,6 @@
-"""The examples of docs/extend.md, as they stand there, run outside of the repository: one of them from an installed wheel."""
+"""The examples of docs/extend.md, run verbatim outside the repository; one of them runs from an
+installed wheel.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ TINY = {
 
 @pytest.fixture
 def home(random_model: Path, tmp_path: Path) -> Path:
-    """A user's folder: the examples, questions, and configs/experiment/mine.yaml with what they have in common."""
+    """A user's folder with the examples, a data file of questions, and configs/experiment/mine.yaml
+    with the shared settings.
+    """
     for name, source in EXAMPLES.items():
         (tmp_path / f"{name}.py").write_text(source)
     rows = [{"question": f"Say {number}.", "answer": str(number)} for number in range(4)]
@@ -49,6 +53,9 @@ def run(home: Path, name: str, *arguments: str) -> str:
 
 
 def test_they_are_short() -> None:
+    """The document's examples stay within its stated limits: ten lines for a reward, fifteen for a
+    task.
+    """
     assert EXAMPLES.keys() == {"short", "echo", "gradient", "sequential"}
     lines = {name: [line for line in source.splitlines() if line.strip()] for name, source in EXAMPLES.items()}
     assert len(lines["short"]) <= 10, "a reward takes ten lines"
@@ -58,7 +65,9 @@ def test_they_are_short() -> None:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel of this checkout, installed beside the locked packages."""
+    """Build a wheel of this checkout and install it, without its dependencies, into a separate
+    folder.
+    """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     for room in ("megatron_rl", "configs", "sandbox", "tools"):
@@ -74,7 +83,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def installed(home: Path, site: Path, *words: str) -> str:
-    """What a fresh interpreter says that sees the wheel, and not this repository."""
+    """Run a fresh interpreter that imports the installed wheel instead of this repository, and
+    return its stdout.
+    """
     environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words]
     result = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=200, check=False)
@@ -83,6 +94,9 @@ def installed(home: Path, site: Path, *words: str) -> str:
 
 
 def test_a_wheel_holds_what_a_run_reads(site: Path) -> None:
+    """The wheel contains every config, font and prompt file of the checkout, and its console
+    scripts.
+    """
     for room, pattern in (("configs", "**/*.yaml"), ("megatron_rl/tasks", "**/*.ttf"), ("megatron_rl/rewards", "**/*.yaml")):
         held = {path.relative_to(ROOT / room) for path in (ROOT / room).glob(pattern)}
         target = site / ("megatron_rl/configs" if room == "configs" else room)
@@ -92,7 +106,9 @@ def test_a_wheel_holds_what_a_run_reads(site: Path) -> None:
 
 
 def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None:
-    """The experiment is found beside the file."""
+    """The experiment is found in the configs folder next to the user's file, and the recorded
+    rewards equal the function's formula.
+    """
     data = ["task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]"]
     arguments = ["short.py", "task=vqa", "experiment=mine", "task.reward=accuracy+short", "run.dir=out", *data]
     assert installed(home, site, "-c", "import megatron_rl, sandbox, tools; print(megatron_rl.__file__)").startswith(str(site))
@@ -107,6 +123,7 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
 
 
 def test_a_task_of_fifteen_lines_runs(home: Path) -> None:
+    """The document's example task runs one step, and the recorded rewards equal its reward rule."""
     run(home, "echo", "task=echo", "experiment=mine", "task.options.words=2", "run.dir=out")
     rollouts = [entry.rollout for entry in read_recorded(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert {rollout.example_id for rollout in rollouts} == {"red", "green"} and {rollout.task for rollout in rollouts} == {"echo"}
@@ -115,6 +132,7 @@ def test_a_task_of_fifteen_lines_runs(home: Path) -> None:
 
 
 def test_an_option_that_there_is_not(home: Path) -> None:
+    """An unknown task option ends the run with an error line that names it."""
     (home / "configs" / "task").mkdir()
     (home / "configs" / "task" / "echo.yaml").write_text("name: echo\noptions: {word: 2}\n")
     said = fork_server.run_script(home / "echo.py", "task=echo", "experiment=mine", "run.dir=out", cwd=home, timeout_s=100)
@@ -122,7 +140,10 @@ def test_an_option_that_there_is_not(home: Path) -> None:
 
 
 def test_a_mistake_in_one_reply_fails_that_rollout(home: Path) -> None:
-    """Of two prompts a step one is of the kind that the function cannot read; the other's rollouts are trained on."""
+    """The reward function raises KeyError for one of the step's two prompts.
+
+    The rollouts of this prompt fail, and the step trains on the rollouts of the other prompt.
+    """
     own = "from megatron_rl.cli import cli\ndef picky(reply, answer):\n    return len(reply) / {'0': 1, '1': 2}[answer]\n"
     (home / "picky.py").write_text(own + "cli(rewards={'picky': picky})\n")
     rows = [{"question": f"Say {number}.", "answer": str(number)} for number in (1, 2)]
@@ -139,9 +160,11 @@ def test_a_mistake_in_one_reply_fails_that_rollout(home: Path) -> None:
 
 
 def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
-    """Beside the reward of the other file, each context a micro-batch of its own.
+    """A user's policy loss is used together with a reward from another file. Each sequence is its
+    own micro-batch.
 
-    At the first update every ratio is 1: the loss is minus the mean advantage of the tokens.
+    At the first update every ratio is 1, so the loss must equal the negative mean advantage over
+    the tokens.
     """
     own = "import gradient, short\nfrom megatron_rl.algo.algorithms import Algorithm\nfrom megatron_rl.algo import advantages\n"
     own += "row = Algorithm(advantage_fn=advantages.rloo, policy_loss=gradient.policy_gradient)\n"
@@ -167,11 +190,15 @@ def test_an_algorithm_learns_by_its_own_surrogate(home: Path) -> None:
 
 
 def test_a_family_is_planned(home: Path) -> None:
+    """A memory plan works for a model family defined in a user's file, without creating a run
+    directory.
+    """
     said = run(home, "sequential", "task=vqa", "experiment=mine", "run.dir=out", "plan.only=true", "plan.gpu=l4")
     assert "l4" in said.lower() and not (home / "out").exists()
 
 
 def test_the_doctor_and_help_know_the_users_file(home: Path) -> None:
+    """`doctor`, `--cfg job` and `--help` of a user's file include its task and its experiment."""
     given = ("task=echo", "experiment=mine", "run.dir=out")
     assert run(home, "echo", "doctor", *given).endswith("a run can start\n")
     shown = yaml.safe_load(run(home, "echo", *given, "--cfg", "job"))

@@ -1,4 +1,7 @@
-"""An outage at the very end costs the evaluation, until the same command is given again, and nothing that was trained."""
+"""An outage during the final evaluation costs only the evaluation.
+
+The trained weights are saved, and the same command runs the evaluation again.
+"""
 
 import json
 from pathlib import Path
@@ -13,6 +16,10 @@ from tests.support import fork_server
 
 
 def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
+    """The interrupted run saves its checkpoint and final model without an evaluation.
+
+    Repeating the command adds the evaluation to both.
+    """
     result = fork_server.run_script(SUPPORT / "failed_evaluation.py", random_model, tmp_path / "run", "down", timeout_s=240)
     told = "evaluation: 1 of 1 episodes failed, run.max_failed_fraction=0.1; first reason: the world is down"
     assert f"stopped at step 2 of 2; {told}; the same command goes on" in result.stdout, result.stdout

@@ -1,4 +1,7 @@
-"""A run folder of a stranger's, resumed by the ordinary command: one line, and nothing that its checkpoint holds was run."""
+"""Resuming a run directory from an untrusted source ends with one error line.
+
+No code from its checkpoint is executed.
+"""
 
 import shutil
 from pathlib import Path
@@ -23,7 +26,7 @@ STATES = {
 
 @pytest.fixture(scope="module")
 def begun(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that ended after its second step: its final model is not there."""
+    """A run with a checkpoint of its second step but without its final model."""
     folder = tmp_path_factory.mktemp("begun") / "run"
     result = fork_server.run_world(1, TRAIN, *SFT, f"model.path={random_model}", f"run.dir={folder}", timeout_s=280)
     assert result.returncode == 0, result.stdout[-3000:]
@@ -36,7 +39,12 @@ def begun(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ["metadata", *(pytest.param(each, marks=pytest.mark.long) for each in [*sorted(EXPLOITS.keys() - {"metadata"}), *STATES])],
 )
 def test_it_is_one_line(where: str, begun: Path, random_model: Path, tmp_path: Path) -> None:
-    """security.md 4: both ranks of such a run had run what stood in front of the metadata."""
+    """The error is one line of fewer than 900 characters that names the checkpoint, without a
+    traceback.
+
+    Regression test for security.md, section 4: both ranks of such a run executed code that was
+    placed before the metadata.
+    """
     run, mark = tmp_path / "run", tmp_path / "ran"
     shutil.copytree(begun, run)
     checkpoint = run / "checkpoints" / "step_00000002"

@@ -1,4 +1,7 @@
-"""launch/install.sh where it must refuse or repair, without a network: its lock holds one wheel, a torch of our making."""
+"""launch/install.sh in the cases where it must refuse or repair an installation.
+
+No network is needed: the lock file contains one wheel, a fake torch.
+"""
 
 import os
 import shutil
@@ -13,7 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_wheel(folder: Path, *, cuda: str | None, loads: bool = False) -> Path:
-    """A torch wheel with nothing in it but torch/version.py; one that loads sees no GPU."""
+    """Write a torch wheel that contains only torch/version.py and an __init__.py.
+
+    With `loads`, torch can be imported and reports no GPU.
+    """
     path = folder / "torch-9.9-py3-none-any.whl"
     files = {
         "torch/__init__.py": "class cuda: is_available = lambda: False\n" if loads else "raise ImportError('does not load here')\n",
@@ -30,7 +36,9 @@ def write_wheel(folder: Path, *, cuda: str | None, loads: bool = False) -> Path:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the script, a lock of one CUDA wheel, and `python3.11` and an empty `nvidia-smi` first in its bin."""
+    """A folder with the script, a lock file with one CUDA wheel, and a bin folder with `python3.11`
+    and a failing `nvidia-smi`, which is first in PATH.
+    """
     folder = tmp_path / "checkout"
     for name in ("launch", "requirements", "bin"):
         (folder / name).mkdir(parents=True)
@@ -51,13 +59,20 @@ def write_script(path: Path, body: str) -> None:
 
 
 def install(checkout: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run the script from a folder that is not the checkout. What this machine tells its pip, as a cap on torch, is not for this torch."""
+    """Run the script from outside the checkout.
+
+    The machine's pip configuration is ignored, because it may constrain the torch version.
+    """
     environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PATH": f"{checkout / 'bin'}:{os.environ['PATH']}"}
     command = ["bash", str(checkout / "launch" / "install.sh"), *words]
     return subprocess.run(command, cwd=checkout.parent, env=environment, capture_output=True, text=True, timeout=200, check=False)
 
 
 def test_a_cuda_torch_without_cuda_is_refused_and_the_next_run_starts_over(checkout: Path):
+    """A CUDA build of torch on a machine without a GPU is refused.
+
+    The next run discards the unfinished installation.
+    """
     first = install(checkout)
     assert first.returncode == 1
     assert "error: pip delivered torch built for CUDA 13.0, and this is for machines without a CUDA device" in first.stderr
@@ -71,6 +86,7 @@ def test_a_cuda_torch_without_cuda_is_refused_and_the_next_run_starts_over(check
 
 
 def test_a_cpu_torch_beside_a_gpu_is_refused(checkout: Path):
+    """A CPU build of torch on a machine with a GPU is refused."""
     write_script(checkout / "bin" / "nvidia-smi", 'echo "GPU 0: NVIDIA H200"')
     wheel = write_wheel(checkout.parent, cuda=None)
     (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
@@ -80,7 +96,11 @@ def test_a_cpu_torch_beside_a_gpu_is_refused(checkout: Path):
 
 
 def test_another_kind_of_machine_is_named(checkout: Path):
-    """An image is made where there is no GPU: the lock is the one that was asked for, and is held to its own torch."""
+    """Container images are built on machines without a GPU.
+
+    With the argument `gpu`, the script uses the GPU lock file and requires its build of torch; an
+    unknown argument is an error.
+    """
     wheel = write_wheel(checkout.parent, cuda=None)
     (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
     result = install(checkout, "gpu")
@@ -93,7 +113,11 @@ def test_another_kind_of_machine_is_named(checkout: Path):
 
 
 def test_the_image_is_made_of_what_is_there():
-    """launch/slurm/Dockerfile was never built here: what it copies exists, and what imports the package needs comes along."""
+    """The image of launch/slurm/Dockerfile is never built by the tests.
+
+    This test checks that every path it copies exists and that it copies all packages of the
+    repository.
+    """
     lines = (ROOT / "launch" / "slurm" / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
     packages = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.glob("**/*.py"))} - {"tests", "benchmarks", "shared"}
@@ -103,7 +127,10 @@ def test_the_image_is_made_of_what_is_there():
 
 
 def test_a_driver_that_is_too_old_is_named(checkout: Path):
-    """Then nvidia-smi works, and torch sees no GPU."""
+    """With a driver that is too old, nvidia-smi works but torch sees no GPU.
+
+    The error names the installed and the required driver version.
+    """
     write_script(checkout / "bin" / "nvidia-smi", 'test "$1" = -L && echo "GPU 0: NVIDIA H200" || echo 535.183.01')
     wheel = write_wheel(checkout.parent, cuda="13.0", loads=True)
     (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
@@ -114,7 +141,9 @@ def test_a_driver_that_is_too_old_is_named(checkout: Path):
 
 
 def test_what_triton_lacks_is_named_before_anything_is_made(checkout: Path):
-    """A Python without headers; a machine without a compiler has nothing on its path but what the script itself calls."""
+    """The script fails before it creates a virtual environment if Python's headers or a C compiler
+    is missing. For the second case, PATH contains only the tools that the script itself calls.
+    """
     real = f'exec "{sys.base_prefix}/bin/python3" "$@"'
     write_script(checkout / "bin" / "python3.11", f'case "$2" in *Python.h*) exit 1 ;; *) {real} ;; esac')
     headers = install(checkout, "gpu")
@@ -131,6 +160,7 @@ def test_what_triton_lacks_is_named_before_anything_is_made(checkout: Path):
 
 
 def test_without_a_python_of_311_nothing_is_made(checkout: Path):
+    """Without CPython 3.11, the script fails before it creates a virtual environment."""
     for name in ("python3.11", "python3"):
         write_script(checkout / "bin" / name, "exit 1")
     result = install(checkout)
@@ -140,6 +170,10 @@ def test_without_a_python_of_311_nothing_is_made(checkout: Path):
 
 
 def test_a_matching_stamp_ends_at_once_and_any_change_does_not(checkout: Path):
+    """The script does nothing if the stamp file matches the lock files.
+
+    A changed lock file starts an installation without discarding the existing one.
+    """
     interpreter = checkout / ".venv" / "bin" / "python"
     interpreter.parent.mkdir(parents=True)
     write_script(interpreter, 'test "$1" = -c || { echo "asked: $*"; exit 7; }')  # a Python that cannot install

@@ -1,7 +1,8 @@
-"""The judge against a model server of the world: vLLM's own OpenAI-compatible server on CPU, held to a JSON schema.
+"""The judge client against vLLM's own OpenAI-compatible server on the CPU, with responses
+constrained by a JSON schema.
 
-The model is a nano Qwen2.5-VL with random weights. It knows nothing: that its replies are verdicts at all is the schema's work, and what
-is tested here is that both sides mean the same by a request, an image and a verdict.
+The model is a nano Qwen2.5-VL with random weights. Its responses are valid verdicts only because of
+the schema; the tests check that both sides agree on the format of requests, images and verdicts.
 """
 
 import asyncio
@@ -36,7 +37,9 @@ from tests.support.rollout_factory import make_reward_input
 
 pytestmark = pytest.mark.timeout(600)
 _XGRAMMAR = '{"backend": "xgrammar", "disable_any_whitespace": true}'
-"""A random model left free to write white space writes nothing else."""
+"""Structured-output settings without optional whitespace. A random model that may write whitespace
+writes nothing else.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,10 @@ def _is_up(url: str) -> bool:
 
 
 def test_a_real_server_gives_verdicts(url: str, tmp_path: Path) -> None:
-    """Words and pictures; every verdict is one of its prompt's values, and greedy verdicts are the same when asked again."""
+    """Every verdict on text and on images is one of the values of its prompt.
+
+    Greedy verdicts are equal when requested again and when read from the cache.
+    """
     cache = str(tmp_path / "verdicts.sqlite")
     settings = JudgeSettings(urls=[url], max_tokens=64, timeout_s=120, max_attempts=2, concurrency=4)
     equivalence, evidence = load_judge_prompt("answer_equivalence", examples="general"), load_judge_prompt("step_evidence")
@@ -96,7 +102,10 @@ def test_a_real_server_gives_verdicts(url: str, tmp_path: Path) -> None:
 
 
 def test_a_rubric_is_scored_by_it(url: str) -> None:
-    """TAPO end to end: accuracy by rule, one step by the server; and a model that the server does not have is trouble, no score."""
+    """A TAPO rubric is scored end to end, with accuracy by rule and one step by the server.
+
+    A model name that the server does not have raises an InfraError instead of a score.
+    """
     crop = Shown(Image.new("RGB", (56, 56), "red"), None, (1, 4, 4), "crop", merge=2)
     zoom = ToolCall(tool="zoom", source=json.dumps({"bbox_2d": [0, 0, 40, 40]}))
     turns = [Turn(0, (0, 1), "zoom", tool_call=zoom, images=[crop]), Turn(0, (2, 3), "<answer>red</answer>")]
@@ -117,14 +126,17 @@ def test_a_rubric_is_scored_by_it(url: str) -> None:
 
 
 def num_judged(url: str) -> float:
-    """Replies that the server has given, by its own count."""
+    """Return the number of requests that the server has completed, from its own metrics."""
     told = httpx.get(url.replace("/v1", "/metrics")).text
     return sum(float(number) for number in re.findall(r"^vllm:request_success_total\{.*\} (\S+)$", told, re.MULTILINE))
 
 
 @pytest.fixture(scope="module")
 def judged(url: str, learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """The folder of a PPO run that asked the server, and how many verdicts that gave meanwhile."""
+    """Run PPO with rewards from the server.
+
+    Return the run's home folder and the number of verdicts that the server gave.
+    """
     home, before = tmp_path_factory.mktemp("judged"), num_judged(url)
     ended = fork_server.run_script(SUPPORT / "judged_ppo_run.py", learning_model, home, url, timeout_s=300)
     assert ended.returncode == 0, ended.stdout[-6000:]
@@ -132,8 +144,9 @@ def judged(url: str, learning_model: Path, tmp_path_factory: pytest.TempPathFact
 
 
 def test_ppo_is_rewarded_by_it(judged: tuple[Path, float]) -> None:
-    """Every reward is the verdict on what the policy has boxed, as the run's own file of verdicts has it; 0 where it boxed nothing, or
-    twice."""
+    """Every reward equals the verdict on the policy's boxed answer, as stored in the run's verdict
+    cache. A response without a boxed answer or with two of them has reward 0.
+    """
     home, num_asked = judged
     rollouts = [entry.rollout for number in range(2) for entry in read_recorded(home / "ppo" / "rollouts" / f"step_{number:06d}.jsonl")]
     questions, steps = read_lines(home / "questions.jsonl"), read_metrics(home / "ppo" / "metrics.jsonl")
@@ -153,12 +166,15 @@ def test_ppo_is_rewarded_by_it(judged: tuple[Path, float]) -> None:
 
 
 def answer_in(text: str) -> str:
-    """What stands in its only box."""
+    """Return the content of the only `boxed` command in the text, or an empty string."""
     boxed = re.findall(r"\\boxed\{([^{}]*)\}", text)
     return boxed[0].strip() if text.count("\\boxed{") == len(boxed) == 1 else ""
 
 
 def test_its_critic_learns_beside_the_policy(judged: tuple[Path, float]) -> None:
+    """The critic's metrics are finite and change from step to step, a new value head predicts 0,
+    and the checkpoint contains the critic.
+    """
     home, _ = judged
     first, second, _ = read_metrics(home / "ppo" / "metrics.jsonl")
     for name in ("value/loss", "value/mean", "value/return", "value/rmse", "value/grad_norm", "grad_norm"):
@@ -170,6 +186,9 @@ def test_its_critic_learns_beside_the_policy(judged: tuple[Path, float]) -> None
 
 
 def test_its_weight_of_the_kl_follows_what_was_measured(judged: tuple[Path, float]) -> None:
+    """The second step's KL coefficient equals the adaptive-KL formula applied to the first step's
+    KL.
+    """
     home, _ = judged
     first, second, _ = read_metrics(home / "ppo" / "metrics.jsonl")
     algo = yaml.safe_load((home / "ppo" / "config.yaml").read_text())["algo"]

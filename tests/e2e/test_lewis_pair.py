@@ -1,5 +1,9 @@
-"""Speaker and listener of the Lewis game in training at a time, two runs that meet by HTTP alone: each is rewarded under what the other has
-become. The order is fixed: the listener's run is held after its first step until the speaker's has ended."""
+"""The speaker and the listener of the Lewis game train at the same time in two runs that
+communicate only over HTTP. Each run's rewards come from the other run's current weights.
+
+The order is fixed: the listener's run is paused after its first step until the speaker's run has
+ended.
+"""
 
 import json
 import signal
@@ -21,10 +25,11 @@ from tests.support.trained_speaker import train_speaker, write_lewis_data
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
-# A random listener never says yes or no, and all its rewards are alike: the entropy bonus moves it.
+# A random listener never answers yes or no, so all its rewards are equal; the entropy bonus
+# provides a gradient.
 MOVING = ("optim.lr=1e-2", "algo.entropy_coef=0.1", "batch.group_size=2", "task.max_new_tokens=4")
 SPEAKS, HEARS = 2, 3
-"""Steps."""
+"""Number of training steps of the speaker's and of the listener's run."""
 
 TOKEN = "a-word-of-many-letters"
 
@@ -33,7 +38,9 @@ TOKEN = "a-word-of-many-letters"
 class Pair:
     home: Path
     versions: dict[str, list[str]]
-    """By service, in the order in which it had them: its folder's, that of the run's beginning, those of its steps."""
+    """Weight versions of each service in the order of their appearance: the model folder's, the
+    run's initial one, then one per step.
+    """
 
     def log(self, name: str) -> list[dict[str, object]]:
         return [json.loads(line) for line in (self.home / f"{name}.jsonl").read_text().splitlines()]
@@ -88,7 +95,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 def watch(urls: dict[str, str], versions: dict[str, list[str]], is_over: threading.Event) -> None:
-    """Note each version of a service when it first says it."""
+    """Append each weight version of a service when its health endpoint first reports it."""
     headers = {"Authorization": f"Bearer {TOKEN}"}
     while not is_over.wait(0.02):
         for name, url in urls.items():
@@ -98,7 +105,9 @@ def watch(urls: dict[str, str], versions: dict[str, list[str]], is_over: threadi
 
 
 def test_each_partners_version_moves_with_its_steps(pair: Pair) -> None:
-    """The folder's, that of the run's beginning, and one of each step; no service missed an update."""
+    """Each service had the version of its model folder, the run's initial version, and one version
+    per step; no update was missed.
+    """
     assert {name: len(found) for name, found in pair.versions.items()} == {"listener": 2 + HEARS, "speaker": 2 + SPEAKS}
     for name, num in (("listener_run", HEARS), ("speaker_run", SPEAKS)):
         steps = read_metrics(pair.home / name / "metrics.jsonl")[:-1]
@@ -106,7 +115,10 @@ def test_each_partners_version_moves_with_its_steps(pair: Pair) -> None:
 
 
 def test_a_speakers_rewards_are_by_what_the_listener_had_become(pair: Pair) -> None:
-    """Each accuracy of its training is of a line in the listener's log, all of them under versions of after the listener's first step."""
+    """Every accuracy reward of the speaker's training equals a score in the listener's log.
+
+    All of these scores were computed by weights from after the listener's first step.
+    """
     lines, trained = pair.log("listener"), pair.versions["listener"][2:]
     assert lines and {line["version"] for line in lines} <= {*trained}
     scores = {round(line["reward_score"], 6) for line in lines}
@@ -117,8 +129,10 @@ def test_a_speakers_rewards_are_by_what_the_listener_had_become(pair: Pair) -> N
 
 
 def test_a_listener_hears_what_the_speaker_had_become(pair: Pair) -> None:
-    """Its service is asked by the listener's run alone: in the first step under the folder's weights, and after it under those of the
-    speaker's last step, which started anew from the run's final folder says the same of the same picture."""
+    """Only the listener's run queries the speaker's service: under the model folder's weights in
+    its first step, then under the weights of the speaker's last step. A new server started from the
+    speaker run's final folder returns the same descriptions for the same images.
+    """
     lines, versions = pair.log("speaker"), pair.versions["speaker"]
     assert {line["version"] for line in lines} == {versions[0], versions[-1]}
     said = {line["text"] for line in lines if line["version"] == versions[-1]}

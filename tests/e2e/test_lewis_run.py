@@ -1,7 +1,9 @@
-"""A speaker in training beside a listener as it is started, real engines both: what it is paid is what the listener says, asked by hand.
+"""A speaker is trained against a fixed listener server; both use real engines. The oracle of its
+rewards is the listener server itself, queried directly by the test.
 
-The listener is killed in the middle and started anew: rollouts fail and are played again, and nobody is paid a 0 for it. And the game's own
-launcher, which starts a listener itself.
+The listener is killed during the run and restarted: rollouts fail and are generated again, and none
+of them gets a reward of 0 for the outage. A last test runs the game's own launcher, which starts a
+listener itself.
 """
 
 import json
@@ -43,7 +45,7 @@ STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """A run that has ended well, and the listener that it asked, as it was started the second time."""
+    """A run that has exited with code 0, and the restarted listener server."""
 
     home: Path
     said: str
@@ -55,7 +57,7 @@ class Played:
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """All of its training."""
+        """All rollouts of the training steps."""
         return [entry.rollout for step in range(STEPS) for entry in read_recorded(self.run / "rollouts" / f"step_{step:06d}.jsonl")]
 
 
@@ -95,8 +97,13 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
 
 
 def accuracy_by_hand(played: Played, rollout: Rollout) -> float | None:
-    """soft_gated of a recorded rollout: its words cut out here, its candidates' files read by the data's row, the listener asked over HTTP,
-    and its p(yes) made a reward as the game's own service does. None of one whose tags are not all there: sampled words may be any."""
+    """Return the soft_gated accuracy of a recorded rollout, or None unless each tag occurs exactly
+    once.
+
+    The function extracts the description itself, reads the candidate images by the data row,
+    queries the listener over HTTP and converts its p(yes) to a reward as the game's own service
+    does. Sampled text may lack tags, so None is expected for some rollouts.
+    """
     text, row = (
         rollout.turns[-1].text,
         RecordFiles([f"{played.home}/rounds/speaker:train"], images_root="")[int(rollout.example_id[6:])].row,
@@ -115,7 +122,9 @@ def accuracy_by_hand(played: Played, rollout: Rollout) -> float | None:
 
 
 def test_rewards_are_what_the_listener_says_when_it_is_asked_by_hand(played: Played) -> None:
-    """With 1 for the tags beside it; rewards that are all alike would prove nothing."""
+    """Each recorded accuracy equals `accuracy_by_hand` within 1e-4, and the reward adds 1 for the
+    tags. More than 3 distinct values are required, because equal rewards would prove nothing.
+    """
     rollouts = played.rollouts
     paid = {number: value for number, rollout in enumerate(rollouts) if (value := accuracy_by_hand(played, rollout)) is not None}
     assert len(rollouts) == STEPS * 16 and len(paid) > 40 and len({round(value, 4) for value in paid.values()}) > 3
@@ -128,6 +137,9 @@ def test_rewards_are_what_the_listener_says_when_it_is_asked_by_hand(played: Pla
 
 
 def test_weights_move_and_engine_and_trainer_agree(played: Played) -> None:
+    """Engine and trainer logprobs agree within 1e-4 in every step, and the final weights differ
+    from the initial ones.
+    """
     steps = read_metrics(played.run / "metrics.jsonl")[:-1]
     assert len(steps) == STEPS and max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps) <= 1e-4
     before, after = (load_file(played.home / "speaker" / "model.safetensors"), {})
@@ -138,13 +150,19 @@ def test_weights_move_and_engine_and_trainer_agree(played: Played) -> None:
 
 
 def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played) -> None:
-    """Which all were scored in the end: none is missing (above), and none of them is the listener's silence."""
+    """The run's output reports failed rollouts while the listener is down.
+
+    In the end no rollout has failed, so none was scored as 0 because of the outage.
+    """
     assert re.search(r"waiting: \d+ of 16 rollouts failed \(.*listener: nothing after 2 of 2 tries", played.said)
     assert {step["rollout/failed_fraction"] for step in read_metrics(played.run / "metrics.jsonl")[:-1]} == {0.0}
 
 
 def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -> None:
-    """launch/lewis.sh without a host, as the game is called: an epoch of 8 rounds is two steps of four, and afterwards the port is free."""
+    """launch/lewis.sh is called without a host, as users call it.
+
+    An epoch of 8 rounds is two steps of four prompts, and the listener's port is free afterwards.
+    """
     write_lewis_data(tmp_path)
     make_checkpoint(tmp_path / "listener", preset="nano", init="random", seed=1, words=tmp_path / "rounds" / "words.txt")
     speaker, port = train_speaker(tmp_path / "speaker", vocabulary_file=tmp_path / "rounds" / "words.txt"), find_free_port("127.0.0.1")
@@ -159,5 +177,5 @@ def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -
     assert len(log) >= 2 * 16 and len({round(line["reward"], 4) for line in log}) > 3, "random as it is, it tells descriptions apart"
     assert f":{port}" in (run / "services" / "listener.log").read_text() and list((run / "sheets").glob("*.png"))
     with socket.socket() as taken:
-        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that have ended keep it for a minute
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # closed connections keep the port in use for a minute
         taken.bind(("127.0.0.1", port))

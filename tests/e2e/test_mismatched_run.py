@@ -1,4 +1,6 @@
-"""An engine that samples from another distribution than the trainer's ends the run, on all ranks, before any weight has changed."""
+"""If the engine samples from a different distribution than the trainer's, the run ends on all ranks
+before any weight changes.
+"""
 
 import re
 from pathlib import Path
@@ -15,7 +17,11 @@ SMALL = (
 
 
 def test_a_planted_temperature_ends_the_run_before_its_first_update(random_model: Path, tmp_path: Path) -> None:
-    """What it rolled out is there for launch/explain.py. That the mean is over all ranks is tests/run/test_failure_checks.py's."""
+    """A planted temperature error ends the run with one error line.
+
+    The rollouts of the step are saved for launch/explain.py; no weights, checkpoint or metrics are
+    written. tests/run/test_failure_checks.py checks that the mean is taken over all ranks.
+    """
     folder = tmp_path / "run"
     result = fork_server.run_script(
         SUPPORT / "wrong_temperature_train.py", *SMALL, f"model.path={random_model}", f"run.dir={folder}", timeout_s=240

@@ -1,4 +1,6 @@
-"""Whole runs on two nodes of one machine: a model that spans them is trained; what they do not share is named before anything is built."""
+"""Complete runs on two simulated nodes of one machine: a model that spans both nodes is trained,
+and files that the nodes do not share are named before anything is built.
+"""
 
 import json
 import shutil
@@ -24,7 +26,7 @@ HOST = socket.gethostname()
 
 @dataclass(frozen=True)
 class Lost:
-    """What was left of two nodes when the first one, where the ranks meet, was killed in the middle of training."""
+    """The outcome of killing the first of two nodes, which hosts the ranks' store, in training."""
 
     run: Path
     code: int
@@ -52,7 +54,10 @@ def lost(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_a_model_that_spans_two_nodes_is_trained(lost: Lost) -> None:
-    """Each node has an engine; the trainer's tensor parallelism crosses the border; engines and trainer agree on every logprob."""
+    """Each node has an engine, and the trainer's tensor parallelism spans both nodes.
+
+    Engines and trainer agree on every logprob within 1e-4.
+    """
     steps = [step for step in read_metrics(lost.run / "metrics.jsonl") if "loss" in step]
     assert len(steps) >= 2 and (lost.run / "config.yaml").exists()
     assert all(step["rollout_mismatch/logprob_abs_diff_max"] < 1e-4 and step["grad_norm"] > 0 for step in steps)
@@ -60,6 +65,9 @@ def test_a_model_that_spans_two_nodes_is_trained(lost: Lost) -> None:
 
 
 def test_the_first_node_that_is_lost_ends_the_other(lost: Lost) -> None:
+    """The second node exits with code 1 within 45 s, and its last line is an error that reports the
+    lost node.
+    """
     assert lost.code == 1 and lost.seconds < 45
     assert lost.said.splitlines()[-1].startswith("error: the first node, where all ranks meet, is gone ("), lost.said
     assert "Traceback" not in lost.said
@@ -67,8 +75,10 @@ def test_the_first_node_that_is_lost_ends_the_other(lost: Lost) -> None:
 
 @pytest.mark.parametrize("key", ["run.dir", "model.path"])
 def test_what_nodes_do_not_share_is_named(key: str, random_model: Path, tmp_path: Path) -> None:
-    """The same words on both, in folders of their own: run.dir=run is two folders; model.path=model two models, of which one's config.json
-    has a line more."""
+    """Both nodes get equal arguments but run in different folders. run.dir=run then names two
+    folders, and model.path=model names two models, one of which has an extra line in its
+    config.json.
+    """
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         shutil.copytree(random_model, folder / "model")
@@ -91,7 +101,11 @@ def test_what_nodes_do_not_share_is_named(key: str, random_model: Path, tmp_path
 
 
 def test_what_one_node_lacks_every_node_says(random_model: Path, tmp_path: Path) -> None:
-    """Before they compare: the second has no such file at all, and the first one ends, too."""
+    """A data file is missing on the second node only.
+
+    The first node, which has the file, prints the same error and exits before the nodes compare
+    their inputs.
+    """
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()

@@ -1,4 +1,7 @@
-"""A reward that is no number, in a real run of two processes: it ends before any weight takes it, and what was rolled out is there."""
+"""A NaN reward in a real run of two processes ends the run before a weight update uses it.
+
+The step's rollouts are saved.
+"""
 
 import math
 import re
@@ -11,6 +14,9 @@ from tests.support import fork_server
 
 
 def test_the_rollouts_of_the_step_are_left_behind(random_model: Path, tmp_path: Path) -> None:
+    """Both ranks print the same error, which names the rollout and the file with the step's four
+    rollouts. No metrics of this step and no final model are written.
+    """
     run = tmp_path / "run"
     result = fork_server.run_world(2, SUPPORT / "nan_reward_run.py", random_model, run, timeout_s=240)
     line = r"^said: (step (\d+), task=mine: blue#0 was rewarded nan; .*; the step's rollouts are kept in (\S+), .*)$"

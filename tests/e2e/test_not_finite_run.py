@@ -1,4 +1,7 @@
-"""A run whose numbers overflow ends with one line and exit code 1; what it trained on is kept, and so is every checkpoint before."""
+"""A run whose numbers overflow ends with one error line and exit code 1.
+
+The micro-batch that it trained on and the last checkpoint are kept.
+"""
 
 import re
 from pathlib import Path
@@ -16,6 +19,9 @@ SMALL = (
 
 
 def test_a_learning_rate_of_a_million(random_model: Path, tmp_path: Path) -> None:
+    """With a learning rate of 1e6 the run fails within 6 steps and names the step and the saved
+    micro-batch. The checkpoint of the last successful step is complete.
+    """
     folder = tmp_path / "run"
     own = (f"model.path={random_model}", f"run.dir={folder}", "optim.lr=1e6", "run.steps=6", "checkpoint.every=1", "checkpoint.keep_last=1")
     result = fork_server.run_script(ROOT / "launch" / "train.py", *SMALL, *own, timeout_s=240)

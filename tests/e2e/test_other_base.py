@@ -1,4 +1,6 @@
-"""Between two starts of a run another model comes to lie in model.path: the reference of its KL term would be another one."""
+"""The model folder at model.path is replaced between two starts of a run, which would change the
+reference model of its KL term.
+"""
 
 import shutil
 from pathlib import Path
@@ -18,7 +20,10 @@ RUN = (
 
 @pytest.mark.timeout(400)
 def test_a_run_does_not_go_on_with_another_base(random_model: Path, tmp_path: Path) -> None:
-    """Refused with both digests, before an engine is built; with the first model in its place it goes on."""
+    """The second start is refused before an engine is built, and the error contains both digests.
+
+    Once the first model is back in place, the run resumes.
+    """
     model, first, folder = tmp_path / "model", tmp_path / "first", tmp_path / "run"
     shutil.copytree(random_model, model)
     overrides = (*RUN, f"model.path={model}", f"run.dir={folder}")

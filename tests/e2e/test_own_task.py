@@ -1,4 +1,6 @@
-"""A task from a user's own file, outside the repository: a continued context with a second image, in a real engine and real updates."""
+"""A task from a user's file outside the repository, with a multi-turn sequence and a second image,
+run with a real engine and real weight updates.
+"""
 
 import json
 import shutil
@@ -17,7 +19,7 @@ OWN = SUPPORT / "custom_task.py"
 
 @pytest.fixture(scope="module")
 def folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run folder of custom_task.py, run in a folder of its own."""
+    """Run custom_task.py in a separate folder and return its run directory."""
     home = tmp_path_factory.mktemp("elsewhere")
     shutil.copy(OWN, home / "mine.py")
     result = fork_server.run_script(home / "mine.py", random_model, "run", cwd=home, timeout_s=240)
@@ -34,7 +36,10 @@ def rollouts(folder: Path) -> list[list[Rollout]]:
 
 
 def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> None:
-    """At every step, each of them after three more updates that did change the policy."""
+    """Engine and trainer logprobs differ by at most 1e-4 in each of the 4 steps.
+
+    Every step changes the policy: its ratios deviate from 1 by more than 1e-3.
+    """
     assert len(steps(folder)) == 4
     for step in steps(folder):
         assert step["rollout_mismatch/logprob_abs_diff_max"] <= 1e-4
@@ -43,7 +48,10 @@ def test_engine_and_trainer_agree_on_a_context_with_two_images(folder: Path) -> 
 
 
 def test_the_context_was_continued(folder: Path) -> None:
-    """Three turns in one context, each after the other; the second picture is another one and keeps its shape."""
+    """The three turns of a rollout lie in one sequence, one after another.
+
+    The second image differs in shape from the first.
+    """
     for records in rollouts(folder):
         assert len(records) == 12, "every rollout of the step is recorded"
         for record in records:
@@ -59,7 +67,7 @@ def test_the_context_was_continued(folder: Path) -> None:
 
 
 def test_the_rubric_is_the_users(folder: Path) -> None:
-    """Recomputed here from the recorded replies."""
+    """The recorded rewards equal the user's rubric, recomputed from the recorded responses."""
     for records in rollouts(folder):
         for record in records:
             text = "".join(turn.text for turn in record.turns)
@@ -72,6 +80,7 @@ def test_the_rubric_is_the_users(folder: Path) -> None:
 
 
 def test_the_evaluation_is_the_users(folder: Path) -> None:
+    """The evaluation's success metric follows the user's `success` method."""
     evaluation = json.loads((folder / "eval.json").read_text())
     assert evaluation["greedy_success"] == float(evaluation["greedy_return"] > 0.5), "one example, one greedy episode"
     assert (folder / "final" / "config.json").exists()

@@ -1,6 +1,8 @@
-"""A run that is killed or stopped, and started again, is the run that never was: metrics, rollouts and final weights, bit for bit.
+"""A run that was killed or stopped and then resumed equals a run that was never interrupted: its
+metrics, rollouts and final weights are the same, bit for bit.
 
-The run to compare with writes no checkpoints at all, so that writing them changes nothing either.
+The uninterrupted run, which is the oracle, writes no checkpoints. The tests therefore also show
+that writing checkpoints changes nothing.
 """
 
 import json
@@ -30,7 +32,7 @@ TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK, HELD = SUPPORT / "full_disk_train.py", SUPPORT / "paused_episodes_train.py"
 STOPPED = 75
 CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
-"""Of a rollout, its turns and its verdicts."""
+"""Timing fields of a rollout, its turns and its verdicts, which are not compared."""
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
@@ -45,12 +47,14 @@ SFT = (
 
 
 def begin(*overrides: str, script: Path = TRAIN) -> fork_server.Process:
-    """A run as one process in a group of its own: whatever it starts can be killed with it."""
+    """Start a run as one process in its own process group, so that all processes it starts can be
+    killed with it.
+    """
     return fork_server.Process(script, *SIZES, *overrides)
 
 
 def end(run: fork_server.Process, *, code: int = 0) -> str:
-    """What it said, having ended with that code."""
+    """Wait for the run to exit with this code and return its output."""
     try:
         output, _ = run.communicate(timeout=280)
     finally:
@@ -69,7 +73,10 @@ def kill_when_there_is(path: Path, run: fork_server.Process) -> None:
 
 
 def stop_when_there_is(path: Path, run: fork_server.Process, number: int) -> str:
-    """What a run said that was sent the signal then, and stopped well."""
+    """Send the signal once the path exists.
+
+    Return the output of the run, which must exit with the code of a graceful stop (75).
+    """
     deadline = time.monotonic() + 200
     while not path.exists():
         assert time.monotonic() < deadline and run.poll() is None, end(run)
@@ -83,7 +90,9 @@ def names(run: Path) -> set[str]:
 
 
 def check_equal(resumed: Path, unbroken: Path) -> None:
-    """All that the two runs left behind, but for seconds and checkpoints."""
+    """Check that both runs have left equal metrics, rollouts, final weights, evaluations and prompt
+    statistics; timings and checkpoints are not compared.
+    """
     left, expected = ([alike(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
     assert left == expected and len({str(line) for line in expected}) == len(expected) > 6
     for folder in ("final", "rollouts"):
@@ -96,8 +105,11 @@ def check_equal(resumed: Path, unbroken: Path) -> None:
 
 
 def content(file: Path) -> object:
-    """A file's bytes; of recorded rollouts the lines, or rows, without their clocks; of the model card all but its title, the folder's
-    name."""
+    """Return the comparable content of a file.
+
+    Recorded rollouts are compared as lines or rows without their timings, and the model card
+    without its title, which contains the folder's name. Every other file is compared as bytes.
+    """
     if file.suffix == ".parquet":
         return [repr(unclocked(to_record(each, lambda image: image.key))) for each in read_rollouts(file, with_images=False)]
     if file.name == "README.md":
@@ -106,7 +118,7 @@ def content(file: Path) -> object:
 
 
 def unclocked(value: object) -> object:
-    """A record without its seconds, which are none below 0."""
+    """Return the record without its timings, after checking that no timing is negative."""
     if isinstance(value, list):
         return [unclocked(each) for each in value]
     if not isinstance(value, dict):
@@ -120,7 +132,10 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def alike(line: dict[str, float]) -> dict[str, float]:
-    """A clock's digits have a size on disk, too."""
+    """Remove the timings and the size of the rollout store from a line of metrics.
+
+    The size depends on the number of digits of the recorded timings.
+    """
     return {name: value for name, value in drop_timings(line).items() if name != "store/gb"}
 
 
@@ -130,7 +145,9 @@ def scalars(run: Path) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def warm(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of a warm start: 40 steps from the random nano; it then writes JSON, and is sometimes right."""
+    """Run 40 steps of SFT from the random nano model, after which its policy writes JSON and is
+    sometimes correct.
+    """
     home = tmp_path_factory.mktemp("warm")
     end(begin(*SFT, f"model.path={learning_model}", f"run.dir={home / 'sft'}"))
     return home / "sft"
@@ -148,7 +165,10 @@ def unbroken(warm: Path) -> Path:
 
 
 def check_selection(folder: Path, steps: list[dict[str, float]]) -> None:
-    """Every rollout is kept or counted; rounds stop at the first that fills the step; each prompt's statistics are those of the steps."""
+    """Check the bookkeeping of group selection: every rollout is used or counted as filtered,
+    generation stops at the first batch that fills the step, and the prompt statistics add up to
+    those of the steps.
+    """
     assert {step["rollout/num_gen_batches"] for step in steps} == {1, 2}, "nothing to tell apart"
     for step in steps:
         dropped = step["rollout/filtered_zero_std"] + step["rollout/filtered_surplus"]
@@ -163,9 +183,14 @@ def check_selection(folder: Path, steps: list[dict[str, float]]) -> None:
 
 
 def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """During the save of step 3: the half-written checkpoint is none, and the run goes on from that of step 2. Then during step 4, which
-    has begun when the checkpoint of step 3, written in the foreground, is there. From then on the parameters leave the device between
-    updates: how a run is saved and where it is computed may change on the way."""
+    """A run is killed during the save of step 3, resumed, killed in step 4, and resumed again; it
+    then equals the uninterrupted run.
+
+    The partial checkpoint of step 3 is ignored, so the second attempt resumes from step 2. It saves
+    in the foreground, so that step 4 has begun once the checkpoint of step 3 exists. From the
+    second attempt on, the parameters are offloaded between updates: a run may change how it saves
+    and where it computes when it resumes.
+    """
     run = tmp_path / "run"
     overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1")
     kill_when_there_is(run / "checkpoints" / ".step_00000003.partial", begin(*overrides))
@@ -191,7 +216,11 @@ def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
 
 
 def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """The newest one's signs are turned: the run goes back to the one before by itself, and ends as if nothing had been."""
+    """All signs of the newest checkpoint's weights are flipped.
+
+    The run resumes from the previous checkpoint without help and ends equal to the uninterrupted
+    run.
+    """
     run = tmp_path / "run"
     overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}", "checkpoint.every=1", "checkpoint.background=false")
     kill_when_there_is(run / "checkpoints" / "step_00000002", begin(*overrides))
@@ -206,9 +235,12 @@ def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Pat
 
 
 def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """After a step; in the rollouts of a step, and in the evaluation that ends one, when their grace was over.
+    """A run is stopped by a signal three times and resumed each time; it then equals the
+    uninterrupted run.
 
-    No checkpoint was due: those that are there were written because the run was asked to stop.
+    The first stop comes after a step. The second and third come during a step's rollouts and during
+    an evaluation, after the grace period has passed. No checkpoint was due in these steps; the
+    existing ones were written because of the stop.
     """
     run = tmp_path / "run"
     overrides = (*GRPO, f"model.path={warm / 'final'}", f"run.dir={run}")
@@ -255,8 +287,10 @@ def replayed(recorded: Path, warm: Path, folder: Path, *overrides: str, nproc: i
 
 
 def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """The first step's are those that training has begun with; killed after it and started again, the later ones are those of a life that
-    was never killed."""
+    """The rollouts of the first step in rollout-only mode equal those that the training run
+    generated. A rollout-only run that is killed after its first step and resumed produces the
+    rollouts of one that was never killed.
+    """
     given = (*GRPO, f"model.path={warm / 'final'}", "run.mode=rollout_only", "run.eval_every=0", "run.steps=3")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     assert end(begin(*given, f"run.dir={whole}")).endswith(f"\ndone: not evaluated; {whole}\n") and not (whole / "final").exists()
@@ -273,14 +307,21 @@ def test_rollouts_without_a_trainer(warm: Path, unbroken: Path, tmp_path: Path) 
 
 
 def learned(run: Path, *, steps: int) -> list[dict[str, float]]:
-    """Of the first steps, what their updates say: of rollouts, losses, gradients and divergences."""
+    """Metrics of the first steps without timings, evaluation and rollout-store metrics: those of
+    rollouts, losses, gradients and divergences.
+    """
     lines = read_metrics(run / "metrics.jsonl")[:steps]
     return [{name: value for name, value in alike(line).items() if not name.startswith(("eval/", "store/"))} for line in lines]
 
 
 def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_path: Path) -> None:
-    """Without an engine: every metric and every weight is the recorded run's, bit for bit, where selection, returns to go, several updates
-    and a reference are in play. On two tensor-parallel ranks it is what one rank makes of the same steps."""
+    """Training on recorded rollouts, without an engine, reproduces every metric and every weight of
+    the recorded run, bit for bit. Group selection, returns-to-go, several updates per step and a
+    reference model are active.
+
+    Replaying two of the steps on two tensor-parallel ranks gives the losses and gradients of one
+    rank within a relative tolerance of 1e-4.
+    """
     again = replayed(unbroken, warm, tmp_path / "again")
     assert learned(again, steps=6) == learned(unbroken, steps=6) and len(learned(again, steps=6)) == 6
     expected, found = weights_of(unbroken / "final"), weights_of(again / "final")
@@ -311,9 +352,10 @@ PPO = (
 
 @pytest.mark.parametrize("trunk", ["shared", "own"])
 def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> None:
-    """Stopped for good after the warm-up of two steps, and killed in the step after it: critic, its moments and its statistics go on.
+    """A PPO run is killed after the critic's warm-up of two steps and resumed. It equals an
+    uninterrupted run, so the critic, its optimizer moments and its return statistics are restored.
 
-    The merger makes the policy of such a checkpoint, and says what it leaves out.
+    The merger exports the policy of such a checkpoint and prints that it leaves out the critic.
     """
     unbroken, run = tmp_path / "unbroken", tmp_path / "run"
     overrides = (*PPO, f"model.path={warm / 'final'}", f"critic.backbone={trunk}")
@@ -339,7 +381,9 @@ def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> N
 
 
 def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) -> None:
-    """Megatron's logits from the training state are those of Hugging Face from the merged folder."""
+    """The merger's --verify compares Megatron's logits from the training checkpoint with Hugging
+    Face's logits from the merged folder.
+    """
     checkpoint = warm / "checkpoints" / "step_00000036"
     command = (ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", tmp_path / "merged", "--verify")
     merged = fork_server.run_script(*command, timeout_s=120)
@@ -347,8 +391,10 @@ def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) ->
 
 
 def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_model: Path, tmp_path: Path) -> None:
-    """From step 36, the first of the second stage's five; what the run had left of later steps is kept apart. Made longer when it has
-    finished, it goes on behind its last step."""
+    """A stopped SFT run resumes from step 36, the first of the five steps of its second stage;
+    later steps of the old run are moved to superseded/. A finished run that is given one more step
+    resumes after its last step.
+    """
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
@@ -383,7 +429,10 @@ def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_mode
 
 
 def test_a_disk_that_fills_up_in_the_background_ends_the_run(random_model: Path, tmp_path: Path) -> None:
-    """One line, and no checkpoint is listed: no file can grow beyond 2 MB there."""
+    """No file may grow beyond 2 MB.
+
+    The background save fails, the run ends with one error line, and no checkpoint is listed.
+    """
     paths = (f"model.path={random_model}", f"run.dir={tmp_path / 'run'}")
     overrides = ("task.max_new_tokens=4", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=2", "checkpoint.every=1")
     output = end(begin(*paths, *overrides, script=SMALL_DISK), code=1)

@@ -1,4 +1,6 @@
-"""One command starts a judge, a sandbox and a training that asks both: vLLM's own server on a CPU; and kill -9 ends all of it."""
+"""One command starts a judge (a vLLM server on the CPU), a sandbox server and a training run that
+uses both. After kill -9 of the run, none of its processes is left.
+"""
 
 import sqlite3
 import time
@@ -22,14 +24,14 @@ SANDBOX = ("services.sandbox.kind=sandbox", "services.sandbox.args=[--size,1]", 
 
 @dataclass(frozen=True)
 class Killed:
-    """A run that was killed in the middle of training."""
+    """A run that was killed during training."""
 
     home: Path
     said: str
     urls: dict[str, str]
     health: dict[str, object]
     started: list[str]
-    """Command lines of all that the run had started."""
+    """Command lines of all processes that the run had started."""
     left: list[str]
 
 
@@ -57,7 +59,9 @@ def killed(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Kill
 
 
 def command_of(process: psutil.Process) -> str:
-    """Empty of one that has ended, whether anybody has heard of it or not."""
+    """Return the command line of a process, or an empty string if the process has ended, reaped or
+    not.
+    """
     try:
         return " ".join(process.cmdline())
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -65,6 +69,9 @@ def command_of(process: psutil.Process) -> str:
 
 
 def test_the_judge_of_the_run_gives_the_verdicts_of_its_training(killed: Killed) -> None:
+    """The cached verdicts name the run's judge as their model, and the judge's log contains the
+    requests.
+    """
     with closing(sqlite3.connect(killed.home / "verdicts.sqlite")) as verdicts:
         found = verdicts.execute("SELECT DISTINCT model, prompt FROM verdicts").fetchall()
     assert [model for model, _ in found] == ["judge"] and found[0][1].startswith("process_calculation")
@@ -73,6 +80,9 @@ def test_the_judge_of_the_run_gives_the_verdicts_of_its_training(killed: Killed)
 
 
 def test_the_addresses_are_told_and_not_kept(killed: Killed) -> None:
+    """The services' addresses are printed but not stored in config.yaml, which keeps the service
+    names.
+    """
     kept = yaml.safe_load((killed.home / "run" / "config.yaml").read_text())
     assert (kept["task"]["judge"]["urls"], kept["task"]["sandbox"]["url"]) == (["service:judge"], "service:sandbox")
     for name, url in killed.urls.items():
@@ -81,7 +91,10 @@ def test_the_addresses_are_told_and_not_kept(killed: Killed) -> None:
 
 
 def test_kill_9_ends_all_of_it(killed: Killed) -> None:
-    """Keepers, servers, and what those had started; the addresses that stay behind are of nobody."""
+    """Killing the run ends its supervisors, its servers and their child processes.
+
+    The address files that are left behind are not treated as addresses of running services.
+    """
     assert sum("services/supervisor.py" in line for line in killed.started) == 2 and len(killed.started) >= 5, killed.started
     assert not killed.left
     assert not find_address(killed.home / "run", "judge", "vllm") and not find_address(killed.home / "run", "sandbox", "sandbox")

@@ -1,4 +1,7 @@
-"""Whole runs whose episodes go on over updates, on one process, on two, and with one engine over two: they end, agree and learn."""
+"""Complete runs whose episodes continue across weight updates, on one process, on two processes,
+and with one engine over two processes. Each run finishes, its engine and trainer agree, and its
+reward improves.
+"""
 
 import statistics
 from pathlib import Path
@@ -16,7 +19,9 @@ WORLDS = {"one process": (1, 1), "two processes": (2, 1), "an engine over two": 
 
 
 PARAMS = [pytest.param(name, marks=() if name == "an engine over two" else pytest.mark.long) for name in WORLDS]
-"""What one process does, and two engines of one each (tests/remote has several too), is in what an engine over two does."""
+"""Worlds to test. The default suite runs only one engine over two processes, which covers the other
+two; tests/remote also runs several engines.
+"""
 
 
 @pytest.fixture(scope="module", params=PARAMS)
@@ -36,6 +41,9 @@ def rollouts(folder: Path) -> list[list[Rollout]]:
 
 
 def test_engine_and_trainer_agree_on_the_steps_own_tokens(folder: Path) -> None:
+    """Engine and trainer logprobs of on-policy tokens agree within 1e-4 in every step, although
+    some tokens come from older weights.
+    """
     assert [step["step"] for step in steps(folder)] == list(range(STEPS))
     assert max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps(folder)) <= 1e-4
     fractions = [step["rollout/on_policy_fraction"] for step in steps(folder)]
@@ -43,7 +51,9 @@ def test_engine_and_trainer_agree_on_the_steps_own_tokens(folder: Path) -> None:
 
 
 def test_episodes_went_on_over_updates(folder: Path) -> None:
-    """With pictures on both sides; none is older than it may be, and what the metrics say is what the rollouts are."""
+    """Some rollouts with images were sampled by more than one weight version, and none is staler
+    than one version. The staleness metrics equal the staleness computed from the recorded rollouts.
+    """
     spans = 0
     for number, (step, played) in enumerate(zip(steps(folder), rollouts(folder), strict=True)):
         assert len(played) == PROMPTS * SIZE
@@ -58,12 +68,13 @@ def test_episodes_went_on_over_updates(folder: Path) -> None:
 
 
 def test_every_prompt_was_trained_on_once(folder: Path) -> None:
-    """8 rounds of 7 examples: every example 8 times."""
+    """The 8 steps of 7 prompts each train on each of the 7 examples 8 times."""
     lines = list(read_lines(folder / "prompts.jsonl"))
     assert {line["id"]: line["episodes"] for line in lines} == {f"{number}": STEPS * PROMPTS // 7 * SIZE for number in range(7)}
 
 
 def test_they_learn(folder: Path) -> None:
+    """The mean reward of the last three steps exceeds that of the first three by more than 0.1."""
     rewards = [step["reward/mean"] for step in steps(folder)]
     first, last = statistics.fmean(rewards[:3]), statistics.fmean(rewards[-3:])
     print([f"{reward:.2f}" for reward in rewards])

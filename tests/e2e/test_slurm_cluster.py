@@ -1,5 +1,8 @@
-"""A sweep as an array on a real Slurm of two nodes (tests/support/slurm.py): one task runs through, one is stopped as before a time limit
-and comes back, one fails. And a judge as a job of its own. What is longer stands in test_slurm_long.py.
+"""Jobs on a real two-node Slurm cluster (tests/support/slurm.py): a sweep as a job array and a
+judge service as a separate job.
+
+One task of the array runs to its end, one is stopped as before a time limit and requeued, and one
+fails. test_slurm_long.py contains the tests that take longer.
 """
 
 import json
@@ -19,7 +22,10 @@ from tests.support.slurm_runs import TINY_OVERRIDES, check_equal_runs, read_outp
 
 @pytest.mark.timeout(600)
 def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> None:
-    """The runs of tasks 0 and 1 differ in nothing that is learned: the one that was stopped and came back equals the unbroken one."""
+    """Tasks 0 and 1 train identically.
+
+    The run that was stopped and requeued equals the uninterrupted run.
+    """
     (tree / "sweep.yaml").write_text(
         f"overrides: {json.dumps([f'model.path={random_model}', *TINY_OVERRIDES, 'run.steps=30'])}\n"
         "list: [{run.grace_s: 60}, {run.grace_s: 61}, {model.path: nowhere}]\n"
@@ -44,7 +50,9 @@ def test_an_array_of_three(slurm: Cluster, tree: Path, random_model: Path) -> No
 
 
 def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Path) -> None:
-    """A sandbox's server here, which is there in seconds; vLLM's is in test_slurm_long.py. When its time is over it moves."""
+    """Uses a sandbox server, which starts within seconds, as the service; test_slurm_long.py uses
+    vLLM. At its time limit the job is requeued and publishes a new address.
+    """
     run = tree / "runs" / "judged"
     words = ["model.path=nano", f"run.dir={run}", "services.sandbox={kind: sandbox, external: true, args: [--size,1]}"]
     command = ("sbatch", "--parsable", "--output=runs/judge.out", "launch/slurm/judge.sbatch", "--requeue")
@@ -56,7 +64,7 @@ def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Pat
     second = wait_for_address(tree, run)
     assert second != first
     (run / "final").mkdir()
-    for name in ("eval.json", "final/config.json", "final/model.safetensors"):  # as a run that is finished leaves them
+    for name in ("eval.json", "final/config.json", "final/model.safetensors"):  # the files that a finished run leaves
         (run / name).write_text("{}")
     found = slurm.wait_for_jobs(job)[job]
     assert (found.state, found.code, found.restarts) == ("COMPLETED", "0:0", 1), read_outputs(tree)
@@ -72,7 +80,9 @@ def wait_for_address(tree: Path, run: Path) -> str:
 
 
 def test_the_cluster_ends_with_who_started_it(slurm: Cluster) -> None:
-    """However that ends: here by SIGKILL, with a job under way that is deaf."""
+    """The cluster's processes end with the process that started it, even after SIGKILL and with a
+    running job that ignores SIGTERM.
+    """
     code = (
         "import subprocess, sys, time; from pathlib import Path; from tests.support.slurm import start_cluster\n"
         "with start_cluster() as c:\n"

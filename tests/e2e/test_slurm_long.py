@@ -1,6 +1,8 @@
-"""What a cluster does to runs in minutes, on a real Slurm of two nodes: docs/cluster.md as printed, time limits, preemption, cancellation.
+"""Long cluster scenarios on a real two-node Slurm cluster: the commands of docs/cluster.md
+verbatim, time limits, preemption and cancellation.
 
-By hand: `bash tests/run.sh -m long tests/e2e/test_slurm_long.py`; its log is benchmarks/results/slurm_2026-11-22.md.
+By hand: `bash tests/run.sh -m long tests/e2e/test_slurm_long.py`; its log is
+benchmarks/results/slurm_2026-11-22.md.
 """
 
 import json
@@ -26,14 +28,20 @@ from tests.support.slurm_runs import TINY_OVERRIDES, check_equal_runs, read_outp
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 WAIT_S = 900
 STEPS = "run.steps=250"
-"""Slurm looks at its time limits twice a minute: so many are not done by then."""
+"""Number of steps that a run cannot finish before Slurm enforces a time limit; Slurm checks the
+limits twice a minute.
+"""
 DOCUMENT = (ROOT / "docs" / "cluster.md").read_text()
 ELSEWHERE = ("bash launch/install.sh", "source .venv/bin/activate && export OMP_NUM_THREADS=1")
-"""Commands that made the environment which the tests run in."""
+"""Commands of the document that are skipped because they only create the environment in which the
+tests already run.
+"""
 
 
 def most_at_once(slurm: Cluster, names: list[str]) -> int:
-    """Of these jobs, while they run to their end."""
+    """Wait until all jobs have completed and return the largest number of them that ran at the same
+    time.
+    """
     most, deadline = 0, time.monotonic() + WAIT_S
     while True:
         jobs = slurm.read_jobs()
@@ -45,7 +53,9 @@ def most_at_once(slurm: Cluster, names: list[str]) -> int:
 
 
 def test_the_document_as_printed(slurm: Cluster, tree: Path) -> None:
-    """From the login node to the running sweep, two at a time, and a run on two nodes."""
+    """The document's commands work verbatim, from the login node to the running sweep (two tasks at
+    a time) and to a run on two nodes. Submitting the finished sweep again changes nothing.
+    """
     walk = next(block for block in indented_blocks(DOCUMENT) if block[0] == ELSEWHERE[0])
     assert len(walk) == 10
     for line in [line for line in walk if line not in ELSEWHERE and not line.startswith("scancel")]:
@@ -71,7 +81,11 @@ def test_the_document_as_printed(slurm: Cluster, tree: Path) -> None:
 
 
 def test_slurm_takes_every_other_command(slurm: Cluster, tree: Path) -> None:
-    """Those for GPUs: sbatch says when they would begin; submit writes what sbatch takes."""
+    """Slurm accepts the document's commands for GPU machines:
+
+    `sbatch --test-only` reports a start time for each of them and for the script that
+    launch/submit.py writes.
+    """
     jobs = [line for line in extract_commands(DOCUMENT) if line.startswith("sbatch")]
     assert len(jobs) == 5
     for line in jobs:
@@ -82,7 +96,10 @@ def test_slurm_takes_every_other_command(slurm: Cluster, tree: Path) -> None:
 
 
 def test_two_nodes_are_one_world(slurm: Cluster, tree: Path, random_model: Path) -> None:
-    """A run of two nodes is that of two processes on one, to rounding; stopped and requeued it is itself, bit for bit."""
+    """A run on two nodes equals a run of two processes on one node, up to rounding (1e-5).
+
+    After a stop and a requeue it equals the uninterrupted two-node run, bit for bit.
+    """
     words = [f"model.path={random_model}", *TINY_OVERRIDES, "run.steps=20"]
     submitted = {}
     for name in ("two", "back"):
@@ -103,7 +120,7 @@ def test_two_nodes_are_one_world(slurm: Cluster, tree: Path, random_model: Path)
 
 @pytest.fixture(scope="module")
 def unbroken(slurm: Cluster, tree: Path, random_model: Path) -> Path:
-    """A run that nobody disturbed."""
+    """A run that was never interrupted."""
     folder = tree / "runs" / "unbroken"
     words = [f"model.path={random_model}", *TINY_OVERRIDES, STEPS, f"run.dir={folder}"]
     job = slurm.run("sbatch", "--parsable", "--output=runs/unbroken.out", "launch/slurm/train.sbatch", *words, cwd=tree).strip()
@@ -112,7 +129,9 @@ def unbroken(slurm: Cluster, tree: Path, random_model: Path) -> Path:
 
 
 def test_a_time_limit_requeues_and_changes_nothing(slurm: Cluster, tree: Path, random_model: Path, unbroken: Path) -> None:
-    """launch/submit.py's job; when it trains its limit becomes four minutes from now, and Slurm asks it to stop five before it ends."""
+    """A job of launch/submit.py gets a time limit of four minutes from now during training, and
+    Slurm signals it five minutes before its end. The requeued run equals the uninterrupted run.
+    """
     folder = tree / "runs" / "limited"
     words = [
         f"model.path={random_model}",
@@ -139,7 +158,10 @@ def test_a_time_limit_requeues_and_changes_nothing(slurm: Cluster, tree: Path, r
 
 
 def test_who_is_preempted_comes_back(slurm: Cluster, tree: Path, random_model: Path, unbroken: Path) -> None:
-    """By a job of a partition that goes before, on all processors of both nodes."""
+    """A job of a higher-priority partition takes all processors of both nodes.
+
+    The preempted job is requeued, and its run equals the uninterrupted run.
+    """
     folder = tree / "runs" / "preempted"
     words = [f"model.path={random_model}", *TINY_OVERRIDES, STEPS, f"run.dir={folder}"]
     command = ["sbatch", "--parsable", "--output=runs/preempted.out", "launch/slurm/train.sbatch", "--requeue"]
@@ -155,7 +177,9 @@ def test_who_is_preempted_comes_back(slurm: Cluster, tree: Path, random_model: P
 
 
 def test_a_judge_is_a_job_of_its_own(slurm: Cluster, tree: Path, random_model: Path) -> None:
-    """The run waits for the address that the judge's job publishes, asks it, and with the run's end that job ends."""
+    """The run waits for the address that the judge's job publishes and gets its verdicts from that
+    judge. The judge's job ends when the run ends.
+    """
     home, daemons = tree / "judged", len(slurm.list_processes())
     home.mkdir()
     judge = f"services.judge={{kind: vllm, model: {random_model}, external: true, args: {JUDGE_ARGS}}}"
@@ -174,7 +198,10 @@ def test_a_judge_is_a_job_of_its_own(slurm: Cluster, tree: Path, random_model: P
 
 
 def test_canceled_and_failed_tasks_are_submitted_again(slurm: Cluster, tree: Path, random_model: Path) -> None:
-    """One is canceled while it trains, one lacks its model: nothing is left running, and the same command goes on with both."""
+    """One task is canceled during training and one fails because its model is missing.
+
+    No process is left, and the same command resumes the first task and runs the second.
+    """
     daemons, model = len(slurm.list_processes()), tree / "model"
     overrides = json.dumps([f"model.path={random_model}", *TINY_OVERRIDES, "run.steps=100"])
     text = f"overrides: {overrides}\nlist: [{{}}, {{model.path: {model}}}]\n"

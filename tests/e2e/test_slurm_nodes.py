@@ -1,6 +1,7 @@
-"""A job of two nodes on a real Slurm, with a launcher that only says how it was started and what it heard: it needs no engine.
+"""A two-node job on a real Slurm cluster. A fake launcher that only records its arguments and the
+signals it receives replaces the trainer, so no engine is needed.
 
-Two nodes that train are in test_slurm_long.py.
+test_slurm_long.py runs training on two nodes.
 """
 
 import sys
@@ -65,7 +66,11 @@ def wait_for(*paths: Path) -> None:
 
 
 def test_both_nodes_are_told_where_to_meet_and_when_to_stop(slurm: Cluster, bench: Path) -> None:
-    """A launcher a node; SIGUSR1 at the batch shell reaches both, and the job comes back with the same words."""
+    """One launcher runs per node.
+
+    A SIGUSR1 to the batch shell reaches both launchers, and the job is requeued and restarts with
+    the same arguments.
+    """
     run = bench / "two"
     job = submit(slurm, bench, "run.dir=two", "run.seed=0", "slurm.processes=3", "slurm.time=10")
     wait_for(*(run / f"life_0_node_{node}" for node in (0, 1)))
@@ -87,7 +92,9 @@ def test_both_nodes_are_told_where_to_meet_and_when_to_stop(slurm: Cluster, benc
 
 @pytest.mark.long
 def test_who_is_preempted_comes_back(slurm: Cluster, bench: Path) -> None:
-    """By a job of a partition that goes before, on all processors of both nodes."""
+    """A job of a higher-priority partition takes all processors of both nodes and preempts the job,
+    which is requeued and finishes after one restart.
+    """
     job = submit(slurm, bench, "run.dir=preempted", "run.seed=0")
     wait_for(*(bench / "preempted" / f"life_0_node_{node}" for node in (0, 1)))
     urgent = ["--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 0.1"]
@@ -98,6 +105,9 @@ def test_who_is_preempted_comes_back(slurm: Cluster, bench: Path) -> None:
 
 
 def test_when_one_node_fails_the_other_ends(slurm: Cluster, bench: Path) -> None:
+    """If the launcher of one node fails, the job fails without a restart, and the output contains
+    the error.
+    """
     job = submit(slurm, bench, "run.dir=failing", "run.seed=1")
     found = slurm.wait_for_jobs(job, timeout_s=60)[job]
     assert found.state == "FAILED" and found.restarts == 0
@@ -106,6 +116,10 @@ def test_when_one_node_fails_the_other_ends(slurm: Cluster, bench: Path) -> None
 
 
 def test_who_is_canceled_leaves_nobody_and_stays_away(slurm: Cluster, bench: Path) -> None:
+    """A canceled job leaves no process and is not restarted.
+
+    At least one launcher receives SIGTERM.
+    """
     run, before = bench / "canceled", len(slurm.list_processes())
     job = submit(slurm, bench, "run.dir=canceled", "run.seed=2")
     wait_for(*(run / f"life_0_node_{node}" for node in (0, 1)))

@@ -1,4 +1,6 @@
-"""Two ranks stop together although one alone was asked; a killed launcher leaves nobody; and one process runs twice."""
+"""Two ranks stop together although only one received the signal, a killed launcher leaves no
+process, and one process can start several runs.
+"""
 
 import os
 import re
@@ -28,7 +30,11 @@ def wait_for(path: Path, run: fork_server.Process, *, lines: int = 0) -> None:
 
 
 def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
-    """Rank 1 alone hears the signal. Both end with the same word, the engines and the lock are closed, and nothing stays in /dev/shm."""
+    """Only rank 1 receives SIGTERM.
+
+    Both ranks stop at the same step, one checkpoint of this step exists, and no shared memory is
+    left in /dev/shm.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -41,13 +47,15 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
         ranks[1].send_signal(signal.SIGTERM)
         said = [ranks[0].communicate(timeout=120)[0]]
         assert ranks[1].poll() is None, "who is not the main rank leaves the last word to it"
-        ranks[1].send_signal(signal.SIGTERM)  # as torchrun does when a process ends with a code other than 0
-        # rank 0 held the store that the watch of rank 1 says its last word to, which is given up after REPLY_TIMEOUT_S
+        ranks[1].send_signal(signal.SIGTERM)  # as torchrun does when a process exits with a non-zero code
+        # Rank 0 hosted the store to which the watchdog of rank 1 reports at its exit. Rank 1 gives
+        # up after REPLY_TIMEOUT_S.
         said.append(ranks[1].communicate(timeout=120 + 2 * REPLY_TIMEOUT_S)[0])
     finally:
         for rank in ranks:
             rank.kill()
-    # on a busy machine rank 1 may still be closing what it has when the second signal comes, which is then no other one than the first
+    # On a busy machine, rank 1 may still be closing after its first signal when the second one
+    # arrives; it then treats both as one.
     assert ranks[0].returncode == os.EX_TEMPFAIL and ranks[1].returncode in (-signal.SIGTERM, os.EX_TEMPFAIL), said
     step = int(re.search(r"\nstopped at step (\d+) of 500; the same command goes on\n$", said[0])[1])
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{step:08d}"] and "Traceback" not in "".join(said)
@@ -56,7 +64,9 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
 
 
 def test_a_killed_launcher_leaves_nobody(random_model: Path, tmp_path: Path) -> None:
-    """Not even the one that holds the run folder."""
+    """The worker that holds the lock of the run directory ends within 5 s after its launcher was
+    killed.
+    """
     run = tmp_path / "run"
     launcher = fork_server.Process(SPAWN, "--nproc_per_node", "1", TRAIN, f"model.path={random_model}", f"run.dir={run}", *TINY)
     wait_for(run / ".lock", launcher, lines=1)
@@ -68,7 +78,9 @@ def test_a_killed_launcher_leaves_nobody(random_model: Path, tmp_path: Path) -> 
 
 
 def test_one_process_runs_twice(random_model: Path, tmp_path: Path) -> None:
-    """The second run, in a thread beside an event loop, is the first again, bit for bit; the third has nothing to do."""
+    """The second run, in a thread while an event loop runs, produces the first run's weights bit
+    for bit. The third run finds a finished run directory and does nothing.
+    """
     folders = (tmp_path / "one", tmp_path / "two")
     result = fork_server.run_script(SUPPORT / "repeated_runs.py", random_model, *folders, timeout_s=240)
     assert result.returncode == 0, result.stdout

@@ -1,4 +1,6 @@
-"""Whole runs through launch/train.py with real parts: a warm start, then GRPO from it in every kind of layout."""
+"""Complete runs of launch/train.py without fakes: an SFT warm start, then GRPO from its checkpoint
+in several parallel layouts.
+"""
 
 import json
 from collections import Counter
@@ -29,7 +31,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run that has ended well."""
+    """A run that has exited with code 0."""
 
     folder: Path
     output: str
@@ -37,7 +39,10 @@ class Finished:
 
     @property
     def steps(self) -> list[dict[str, float]]:
-        """The metrics of the run's steps; the last line, that of the final evaluation, is left out."""
+        """Metrics of the run's training steps.
+
+        The last line, which holds the final evaluation, is left out.
+        """
         return read_metrics(self.folder / "metrics.jsonl")[:-1]
 
     def has(self, *overrides: str) -> bool:
@@ -46,7 +51,10 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def warm(torchrun, learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
-    """40 supervised steps from the random nano: it then writes JSON, and is right about as often as not."""
+    """Train the random nano model with SFT for 40 steps.
+
+    The trained model then writes JSON and is correct about half of the time.
+    """
     home = tmp_path_factory.mktemp("warm")
     sizes = ("sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60")
     own = ("stage=sft", f"model.path={learning_model}", *sizes)
@@ -66,7 +74,12 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def check_checkpoint(finished: Finished, *, start: Path) -> None:
-    """What was saved is what every rank trained, transformers reads all of it, and training has moved every tensor."""
+    """Check the exported checkpoint.
+
+    Every rank must have saved the weights that it trained, transformers must load the checkpoint
+    without missing, unexpected or mismatched keys, and every tensor must differ from the starting
+    checkpoint.
+    """
     assert finished.output.count("witness: saved is trained") == 2
     final = finished.folder / "final"
     saved, before = tensors(final), tensors(start)
@@ -86,11 +99,14 @@ def check_checkpoint(finished: Finished, *, start: Path) -> None:
 
 
 def canonical(name: str) -> str:
-    """One spelling for the two that HF has for Qwen2.5-VL's tensors."""
+    """Return the tensor name without its prefixes, because HF has two spellings for the tensors of
+    Qwen2.5-VL.
+    """
     return name.removeprefix("model.").removeprefix("language_model.")
 
 
 def test_the_warm_start_learns(warm: Finished, learning_model: Path) -> None:
+    """SFT reduces the loss by more than a factor of 4 within 40 steps."""
     losses = [step["loss"] for step in warm.steps]
     assert len(losses) == 40
     assert losses[-1] < losses[0] / 4
@@ -98,14 +114,19 @@ def test_the_warm_start_learns(warm: Finished, learning_model: Path) -> None:
 
 
 def test_engine_and_trainer_agree_at_every_step(run: Finished) -> None:
-    """fp32: at most 1e-4, after as many weight updates as there were."""
+    """Engine and trainer logprobs differ by at most 1e-4 (fp32) in every step, so after every
+    weight update of the run.
+    """
     assert [step["step"] for step in run.steps] == list(range(10 if run.has("run.steps=10") else 2))
     assert max(step["rollout_mismatch/logprob_abs_diff_max"] for step in run.steps) <= 1e-4
     assert min(step["grad_norm"] for step in run.steps) > 0
 
 
 def test_the_first_minibatch_is_on_policy(run: Finished) -> None:
-    """With several minibatches and epochs old logprobs are a forward pass of their own, and later ratios leave 1."""
+    """With several mini-batches and epochs, old logprobs come from a separate forward pass: the
+    first ratio is 1 within 1e-5 and later ratios deviate from 1 by more than 1e-3. With a single
+    update per step, the first ratio is not logged.
+    """
     ratios = [step.get("policy/first_ratio") for step in run.steps]
     assert all((ratio is None) != run.has(*SEVERAL) for ratio in ratios), "one update alone is its own old policy: it is not measured"
     assert all(ratio is None or ratio == pytest.approx(1, abs=1e-5) for ratio in ratios)
@@ -113,7 +134,11 @@ def test_the_first_minibatch_is_on_policy(run: Finished) -> None:
 
 
 def test_the_reference_is_where_the_run_began(run: Finished) -> None:
-    """k3 of every token is 0 or more, so a mean of 0 says that all are; with one update a step the first is measured before it."""
+    """The KL to the reference model is 0 before the first update and positive after it.
+
+    The k3 estimate of each token is at least 0, so a mean of 0 means that all are 0. With one
+    update per step, the KL of the first step is measured before the update.
+    """
     if run.has(*SEVERAL):
         assert all(step["policy/kl_ref"] > 1e-6 for step in run.steps)
     else:
@@ -122,7 +147,9 @@ def test_the_reference_is_where_the_run_began(run: Finished) -> None:
 
 
 def test_times_have_names(run: Finished) -> None:
-    """Over the run at most 5% lies in no span, the engine's start included."""
+    """At most 5% of the run's total time, including the engine's start, lies outside all timed
+    spans.
+    """
     lines = read_metrics(run.folder / "metrics.jsonl")
     assert sum(line["time/unaccounted"] for line in lines) <= 0.05 * sum(line["time/total"] for line in lines)
     for name in ("engine", "environment", "update", "sync"):
@@ -131,6 +158,9 @@ def test_times_have_names(run: Finished) -> None:
 
 
 def test_metrics_and_settings_are_left_behind(run: Finished) -> None:
+    """The run directory contains the resolved config, the evaluation, TensorBoard events that match
+    metrics.jsonl, and an offline W&B run if one is configured.
+    """
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert config["run"]["dir"] == str(run.folder)
     assert config["optim"]["lr"] == 1e-3 and config["algo"]["clip_ratio_low"] == 0.2, "overrides and defaults, resolved"
@@ -145,6 +175,9 @@ def test_metrics_and_settings_are_left_behind(run: Finished) -> None:
 
 
 def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
+    """Each step records its best and worst rollouts as configured, with tokens, advantages and
+    images. The W&B table shows the same rollout.
+    """
     kinds = (
         ["best", "best", "worst"]
         if run.has("rollouts.keep_best=2")
@@ -174,11 +207,16 @@ def test_best_and_worst_rollouts_are_left_behind(run: Finished) -> None:
 
 
 def test_the_checkpoint_is_what_was_trained(run: Finished, warm: Finished) -> None:
+    """The final model of each layout passes `check_checkpoint`."""
     check_checkpoint(run, start=warm.folder / "final")
 
 
 def test_a_step_is_traced_for_perfetto(run: Finished) -> None:
-    """Spans of both ranks are as long as the metrics say, and hold their episodes: a reply and a step of the environment for each turn."""
+    """The trace's spans last as long as the step metrics report (within 0.02 s).
+
+    The spans of each rank contain its episodes, with one "reply" span per turn and one "scoring"
+    span per rollout.
+    """
     if not run.has("run.trace=1"):
         assert not (run.folder / "trace").exists()
         return

@@ -1,4 +1,6 @@
-"""A GRPO run that trains an adapter, through launch/train.py with real parts, on two tensor-parallel processes."""
+"""A GRPO run of launch/train.py that trains a LoRA adapter on two tensor-parallel processes,
+without fakes.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ from tests.conftest import ROOT, start
 from tools.convert.merger import MergeOptions, merge_checkpoint
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=16")
-# Replies of an untrained model are all worth the same: the entropy bonus gives the gradient, and moves the policy off its reference.
+# All responses of an untrained model earn the same reward. The entropy bonus provides the gradient
+# and moves the policy away from its reference.
 GRPO = ("optim.lr=1e-2", "batch.prompts_per_step=2", "batch.group_size=2", "algo.kl_coef=0.01", "algo.entropy_coef=0.1")
 STEPS = ("run.steps=3", "checkpoint.every=3")
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,projector]", "parallel.tp=2", "parallel.sequence_parallel=true")
@@ -24,7 +27,9 @@ LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=[attention,mlp,vision,proje
 
 @pytest.fixture(scope="module")
 def folder(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """By torchrun itself, from the first import to the last line."""
+    """Start the run with the launcher in fresh processes, so that the test covers it from the first
+    import to the exit.
+    """
     out = tmp_path_factory.mktemp("run") / "run"
     own = (f"model.path={learning_model}", f"run.dir={out}", "task.eval_samples=1")
     ended = start(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *STEPS, *LORA, timeout_s=240)
@@ -33,6 +38,10 @@ def folder(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_the_engine_serves_the_adapter_and_the_reference_is_the_base(folder: Path) -> None:
+    """Engine and trainer logprobs agree within 1e-4 in every step.
+
+    The KL to the base model is 0 in the first step and positive afterwards.
+    """
     steps = read_metrics(folder / "metrics.jsonl")[:-1]
     assert len(steps) == 3
     assert max(step["rollout_mismatch/logprob_abs_diff_max"] for step in steps) <= 1e-4
@@ -43,7 +52,9 @@ def test_the_engine_serves_the_adapter_and_the_reference_is_the_base(folder: Pat
 
 
 def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_path: Path) -> None:
-    """The merger finds the adapter in the checkpoint, adds it once, and will not add another."""
+    """The merger finds the adapter in the checkpoint and applies it once; the result equals the
+    run's final model within 1e-6. Merging a second adapter into the result is refused.
+    """
     checkpoint = folder / "checkpoints" / "step_00000003"
     assert (checkpoint / "adapter" / WEIGHTS).read_bytes() == (folder / "adapter" / WEIGHTS).read_bytes()
     asked = MergeOptions(
@@ -58,6 +69,10 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
 
 
 def test_the_adapter_over_the_base_is_the_merged_model(folder: Path, learning_model: Path) -> None:
+    """PEFT's merge of the saved adapter into the base model equals the final model within 1e-6.
+
+    Only the adapted linear layers differ from the base.
+    """
     assert all(tensor.any() for name, tensor in load_file(folder / "adapter" / WEIGHTS).items())
     base = Qwen2_5_VLForConditionalGeneration.from_pretrained(learning_model, dtype=torch.float32)
     adapted = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()

@@ -1,6 +1,8 @@
-"""Questions about clips, trained on and evaluated: a warm start, real vLLM, a real box, files that this test makes.
+"""A training run and an evaluation on questions about videos: SFT, then GRPO, with real vLLM, a
+real sandbox, and video files that this test writes.
 
-Oracle: the frames of the clips, decoded here; the run's own evaluation; and a server of vLLM's own with the same weights, by HTTP.
+Three oracles are used: the frames of the videos, decoded by the test; the run's own evaluation; and
+a separate vLLM server with the same weights, queried over HTTP.
 """
 
 import json
@@ -41,7 +43,7 @@ PIXELS = {"min_pixels": 3136, "max_pixels": 3136}
 class Finished:
     home: Path
     words: tuple[str, ...]
-    """Of every stage."""
+    """Overrides shared by all stages."""
 
     @property
     def run(self) -> Path:
@@ -52,7 +54,9 @@ class Finished:
 
 
 def write_data(home: Path) -> None:
-    """Two clips that differ in the stretch of frames that is asked for, and what a demonstrator does with them."""
+    """Write two videos that differ in the queried frames, one question about each, and one
+    demonstration for each.
+    """
     questions, shown = [], []
     for name, color in COLORS.items():
         other = next(each for each in COLORS.values() if each != color)
@@ -75,7 +79,9 @@ def write_data(home: Path) -> None:
 
 @pytest.fixture(scope="module")
 def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
-    """A warm start that teaches the words, then two steps of GRPO, all of which are kept."""
+    """Run SFT, which teaches the output format, then two GRPO steps whose rollouts are all
+    recorded.
+    """
     room_or_skip()
     home = tmp_path_factory.mktemp("video")
     write_data(home)
@@ -94,8 +100,11 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
 
 
 def test_the_record_holds_frames_where_code_fetched_them(finished: Finished) -> None:
-    """No picture is in a prompt, which names the clip; each that is in a context came of a call, and is the clip's at the number that it
-    asked for."""
+    """The prompt names the video but contains no image.
+
+    Every image in a sequence comes from a tool call and equals the video's frame at the requested
+    index.
+    """
     renderer, num_fetched = Renderer(ModelSettings(path=str(finished.home / "nano"), **PIXELS)), 0
     names = {f"train/{number}": name for number, name in enumerate(COLORS)}
     for rollout in [*finished.recorded(0), *finished.recorded(1)]:
@@ -117,7 +126,9 @@ def test_the_record_holds_frames_where_code_fetched_them(finished: Finished) -> 
 
 
 def test_frames_are_trained_on_and_paid_for(finished: Finished) -> None:
-    """Engine and trainer see the same frames; the reward is the rule's, by hand."""
+    """Engine and trainer logprobs differ by less than 1e-4 on sequences with frames, and the
+    rewards equal the reward rule recomputed by the test.
+    """
     steps = [line for line in read_metrics(finished.run / "metrics.jsonl") if "reward/mean" in line]
     assert len(steps) == 2
     for number, line in enumerate(steps):
@@ -130,7 +141,11 @@ def test_frames_are_trained_on_and_paid_for(finished: Finished) -> None:
 
 
 def test_an_evaluation_gives_the_runs_own_figures(finished: Finished, torchrun) -> None:  # noqa: ANN001
-    """And a server of vLLM's own, to which the frames go as PNG over HTTP, says the same words and earns the same."""
+    """A separate evaluation of the final model reproduces the scores of the run's own evaluation.
+
+    A separate vLLM server, which receives the frames as PNG over HTTP, returns the same responses
+    and scores.
+    """
     out = finished.home / "alone"
     torchrun(1, EVALUATE, *finished.words, f"model.path={finished.run}/final", f"run.dir={out}", timeout_s=240)
     found, own = (json.loads(path.read_text()) for path in (out / "evaluation.json", finished.run / "eval.json"))

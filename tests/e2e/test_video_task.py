@@ -1,4 +1,6 @@
-"""Questions about videos, which only code sees: from the user's files to the score, in a real box. Oracle: the colors of the frames."""
+"""Questions about videos that only the policy's code can read, from the user's files to the score,
+in a real sandbox. The oracle is the color of each frame.
+"""
 
 import json
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from tests.e2e.test_visual_python_task import Said, color_of, play, task_of
 
 NUM_FRAMES, RED, GREEN = 200, (220, 20, 20), (20, 200, 20)
 LATE = 150
-"""The one stretch of frames, from here on for ten, that is red."""
+"""Index of the first of ten red frames; all other frames are green."""
 
 
 def make_clip(path: Path, color_at: Callable[[int], tuple[int, int, int]], *, num: int = NUM_FRAMES, codec: str = "mp4v") -> Path:
@@ -49,8 +51,12 @@ def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_code_fetches_the_frames_that_the_policy_sees(questions: Path, renderer: Renderer) -> None:
-    """Nothing of the video is in the prompt; the frame that the code shows comes back, and the answer is what is seen on it. One that looks
-    at another frame answers wrongly; one that asks for a frame behind the end reads why, and goes on."""
+    """The prompt contains no frame of the video. The policy's code fetches a frame, which is
+    returned as an observation, and the policy answers with its color.
+
+    A policy that fetches another frame answers incorrectly. A policy that requests a frame past the
+    end receives an IndexError as its observation and can retry.
+    """
 
     def looks_at(number: int) -> Callable[[Example], Said]:
         def policy(example: Example) -> Said:
@@ -74,6 +80,7 @@ def test_code_fetches_the_frames_that_the_policy_sees(questions: Path, renderer:
 
 
 def test_gold_earns_full_marks(questions: Path, renderer: Renderer) -> None:
+    """The task's gold responses earn the full reward of 1.1."""
     task = task_of(questions, reward="pyvision")
 
     def gold(example: Example) -> Said:
@@ -85,7 +92,9 @@ def test_gold_earns_full_marks(questions: Path, renderer: Renderer) -> None:
 
 
 def test_what_cannot_be_decoded_is_ours(questions: Path, renderer: Renderer, tmp_path: Path) -> None:
-    """A file that begins as a video does and is none: its episodes fail for good, and say which row."""
+    """A file with the header of a video but undecodable content fails its episodes permanently, and
+    the reason names the row.
+    """
     (tmp_path / "clip.mp4").write_bytes((questions.parent / "clip.mp4").read_bytes()[:16] + b"x" * 4000)
     (tmp_path / "q.jsonl").write_text(questions.read_text())
 
@@ -99,7 +108,9 @@ def test_what_cannot_be_decoded_is_ours(questions: Path, renderer: Renderer, tmp
 
 @pytest.mark.parametrize(("codec", "suffix"), [("mp4v", ".mp4"), ("MJPG", ".avi"), ("VP80", ".webm")])
 def test_frames_are_those_that_were_written(codec: str, suffix: str, tmp_path: Path) -> None:
-    """At every number, in whatever order: forwards, far back, from the end, and in a batch. Each frame has its own gray."""
+    """`Clip` returns the frame that was written at each index, in any access order: forwards, far
+    back, from the end and in a batch. Each frame has its own gray level.
+    """
     clip = Clip(str(make_clip(tmp_path / f"a{suffix}", lambda number: (number, 255 - number, 128), codec=codec)))
     assert len(clip) == NUM_FRAMES and clip.get_avg_fps() == pytest.approx(25)
     order = [0, 1, 150, 151, 149, 3, *np.random.default_rng(0).integers(0, NUM_FRAMES, 40).tolist(), NUM_FRAMES - 1]
@@ -129,6 +140,9 @@ def test_frames_are_those_that_were_written(codec: str, suffix: str, tmp_path: P
     ],
 )
 def test_a_bad_video_is_one_line(hint: dict, said: str, tmp_path: Path) -> None:
+    """An invalid video path or hint raises a one-line ValueError that names the row and the
+    field.
+    """
     home, away = tmp_path / "home", tmp_path / "away"
     home.mkdir()
     away.mkdir()
@@ -140,7 +154,7 @@ def test_a_bad_video_is_one_line(hint: dict, said: str, tmp_path: Path) -> None:
 
 
 def test_only_code_sees_videos(questions: Path) -> None:
-    """Tasks and protocols without it say so before anything starts."""
+    """Other tasks and protocols reject rows with a video before anything starts."""
     data = DataSettings(train=[str(questions)], eval=[str(questions)])
     for task in (
         VqaTask(TaskSettings(name="vqa", data=data)),
@@ -151,6 +165,10 @@ def test_only_code_sees_videos(questions: Path) -> None:
 
 
 def test_places_of_videos_are_named() -> None:
+    """<video> placeholders are replaced by the names of the videos.
+
+    If their number does not match, all names are put before the question.
+    """
     two = PyVisionProtocol(num_videos=2)
     asked = [
         two.write_prompt(question, [])[1]["content"][0]["text"]

@@ -1,4 +1,7 @@
-"""The task from the user's files to the score, with the real sandbox and a policy that is a function of what it is shown."""
+"""The visual_python task from the user's files to the score, with a real sandbox.
+
+The policy is a function of the text and the images in its sequence.
+"""
 
 import asyncio
 import base64
@@ -32,14 +35,16 @@ from tests.support.fake_judge_server import make_judge_settings as judged_by
 COLORS = {"red": (220, 20, 20), "green": (20, 200, 20), "blue": (20, 20, 220), "yellow": (230, 220, 20)}
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=4000, max_sequence_tokens=9000, max_images=6, seed=0)
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-"""Of the image processor (Qwen2.5-VL's preprocessor_config.json)."""
+"""Normalization constants of the image processor (preprocessor_config.json of Qwen2.5-VL)."""
 
 Said = Callable[[str, list[Image]], str]
 
 
 @dataclass
 class Policy:
-    """An engine that says what `said` makes of the context: its text, and its images as the model gets them."""
+    """An engine that returns the text that `said` computes from the sequence's decoded text and its
+    preprocessed images.
+    """
 
     renderer: Renderer
     said: Said
@@ -60,7 +65,7 @@ def renderer(random_model: Path) -> Renderer:
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One picture and question for each color; the first three rows' pictures are hidden from the policy."""
+    """Write one question with one image for each color. All rows hide the image from the policy."""
     folder = tmp_path_factory.mktemp("questions")
     with (folder / "q.jsonl").open("w") as file:
         for name, color in COLORS.items():
@@ -96,7 +101,10 @@ def room_or_skip() -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of a sandbox server in a process of its own; skipped where there is no room."""
+    """The address of a sandbox server in its own process.
+
+    Skips the tests if this machine cannot run a sandbox.
+    """
     room_or_skip()
     command = [sys.executable, "-m", "sandbox", "serve", "--port=0", "--size=2", "--wait=30"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
@@ -107,7 +115,7 @@ def server() -> Iterator[str]:
 
 
 def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Example], Said]) -> list[list[Rollout]]:
-    """For each policy an episode of each training example; all at once on two boxes."""
+    """Run one episode of each training example per policy, all concurrently on two sandboxes."""
     room_or_skip()
 
     async def one(said: Said, example: Example, group: int) -> Rollout:
@@ -127,14 +135,20 @@ def play(task: VisualPythonTask, renderer: Renderer, *policies: Callable[[Exampl
 
 
 def color_of(image: Image) -> str:
-    """The nearest color, read from the patches that go into the model."""
+    """Return the name of the color closest to the mean of the image's patches, which are the
+    model's input.
+    """
     patch_PC = image.patch_PC.numpy().reshape(-1, 3, 2 * 14 * 14)
     mean = (patch_PC.mean(axis=(0, 2)) * STD + MEAN) * 255
     return min(COLORS, key=lambda name: np.abs(mean - COLORS[name]).sum())
 
 
 def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: Renderer, questions: Path) -> None:
-    """The prompt shows no picture. Who looks reads the color from the patches of the observation; who does not look cannot know it."""
+    """The prompt contains no image.
+
+    A policy that displays the image reads the color from the observation's patches and earns 1.1 on
+    every question. A policy that guesses "red" earns 1.0 on the red question and 0 on the others.
+    """
 
     def looks(context: str, images: list[Image]) -> str:
         if not images:
@@ -170,6 +184,10 @@ def test_an_answer_that_stands_only_in_a_picture_of_turn_two_is_found(renderer: 
 def test_gold_earns_full_marks_and_no_gold_none(
     renderer: Renderer, questions: Path, server: str, protocol: str, reward: str, full: float
 ) -> None:
+    """The gold responses of every tool format earn the full reward.
+
+    Responses without an answer or a tool call earn no positive reward and reach the turn limit.
+    """
     task = task_of(questions, tool_format=protocol, reward=reward, sandbox=SandboxSettings(url=server))
 
     def gold(example: Example) -> Said:
@@ -187,7 +205,10 @@ def test_gold_earns_full_marks_and_no_gold_none(
 def test_gold_earns_full_marks_of_a_judge_that_looks(
     renderer: Renderer, questions: Path, server: str, reward: str, full: float, verdicts: int
 ) -> None:
-    """The judge is a server on loopback. It gives its full score to evidence that has the color of the question's own picture."""
+    """A judge server on loopback gives its full score if the images that the code produced have the
+    color of the question's image. Correct answers after displaying an image of another color earn
+    0.5 less.
+    """
 
     def looks(body: dict) -> JudgeReply:
         urls = [part["image_url"]["url"] for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
@@ -204,7 +225,7 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(
             return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
 
         def beside(example: Example) -> Said:
-            """Answers rightly, after a look at a picture of another color."""
+            """Answer correctly after displaying an image of another color."""
             code = "from PIL import Image\nImage.new('RGB', (90, 90), 'magenta').show()"
             replies = [task.protocol.write_code(code), *task.gold_replies(example)[1:]]
             return lambda context, images: replies[context.count("<|im_start|>assistant") - 1]
@@ -216,7 +237,10 @@ def test_gold_earns_full_marks_of_a_judge_that_looks(
 
 
 def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer, questions: Path, server: str) -> None:
-    """The same pictures and scores; and code that no interpreter takes is an observation here as there."""
+    """A sandbox server and the task's own local sandboxes produce equal images and scores.
+
+    Code that no interpreter accepts becomes the same observation with either.
+    """
 
     def gold(example: Example) -> Said:
         odd = [write_code("print('\0')"), write_code("x = 1 #" + "#" * 3500)]
@@ -239,6 +263,9 @@ def test_a_server_of_boxes_gives_what_boxes_of_ones_own_give(renderer: Renderer,
 
 
 def test_the_users_data_arrive(questions: Path) -> None:
+    """Examples contain the user's answers, max_eval limits the evaluation set, and the tool
+    format's settings follow the row's env_name and file names.
+    """
     task = task_of(questions)
     assert [example.payload["answer"] for example in task.examples("train")] == list(COLORS)
     assert len(task.examples("eval")) == 2, "task.data.max_eval"
@@ -251,6 +278,9 @@ def test_the_users_data_arrive(questions: Path) -> None:
 
 
 def test_demonstrations_are_the_users_transcripts_in_shuffled_rounds(renderer: Renderer, questions: Path, tmp_path: Path) -> None:
+    """Demonstrations repeat the user's transcripts in shuffled passes and mask everything except
+    the responses. Fewer demonstrations are a prefix of more.
+    """
     path = tmp_path / "cold_start.jsonl"
     with path.open("w") as file:
         for number, name in enumerate(COLORS):
@@ -285,11 +315,13 @@ def test_demonstrations_are_the_users_transcripts_in_shuffled_rounds(renderer: R
     ],
 )
 def test_a_reward_that_needs_a_judge_says_so(questions: Path, given: dict, match: str) -> None:
+    """A reward that needs a judge is refused without task.judge.urls."""
     with pytest.raises(ValueError, match=match):
         task_of(questions, **given)
 
 
 def test_no_data_says_so() -> None:
+    """Missing data files raise a ValueError that names the config key."""
     task = VisualPythonTask(TaskSettings(name="visual_python"))
     for ask, key in (
         (lambda: task.examples("train"), "train"),
@@ -300,6 +332,7 @@ def test_no_data_says_so() -> None:
 
 
 def test_a_server_that_is_not_there_is_ours(questions: Path) -> None:
+    """An unreachable sandbox server raises an InfraError that names task.sandbox.url."""
     data = DataSettings(train=[str(questions)])
     settings = TaskSettings(name="visual_python", data=data, sandbox=SandboxSettings(url="http://127.0.0.1:9"))
     with pytest.raises(InfraError, match=r"task.sandbox.url=http://127\.0\.0\.1:9"):

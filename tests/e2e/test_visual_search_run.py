@@ -1,4 +1,8 @@
-"""The agents' path from end to end: a warm start on transcripts, then GRPO whose policy crops the canvas by Python in the real sandbox."""
+"""A tool-use run from end to end:
+
+SFT on transcripts, then GRPO with a policy that crops the canvas by running Python in a real
+sandbox.
+"""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +32,9 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
-    """80 supervised steps teach the words, not yet the places: the policy looks somewhere and answers something. Then two steps of GRPO."""
+    """Train with SFT for 80 steps, which teach the format but not the correct positions, so that
+    the policy crops some region and answers something. Then run two GRPO steps.
+    """
     home = tmp_path_factory.mktemp("search")
     make_checkpoint(home / "nano", preset="nano_search", seed=0)
     stages = ("sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48", "optim.lr=2e-3")
@@ -41,7 +47,9 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
 
 
 def test_the_sandbox_ran_the_policys_code_and_the_policy_saw_the_crop(finished: Finished) -> None:
-    """What came back is a second picture in the context, at the size of the first, and the turn after it was sampled."""
+    """The crop returned by the sandbox is the second image of the sequence, with the same number of
+    image tokens (25) as the first, and the next turn is sampled after it.
+    """
     looked = [rollout for rollout in finished.recorded if rollout.turns[0].tool_call is not None and rollout.turns[0].images]
     assert len(finished.recorded) == 32
     assert len(looked) >= 4, [rollout.turns for rollout in finished.recorded]
@@ -59,6 +67,9 @@ def test_the_sandbox_ran_the_policys_code_and_the_policy_saw_the_crop(finished: 
 
 
 def test_engine_and_trainer_agree_on_contexts_with_two_pictures(finished: Finished) -> None:
+    """Engine and trainer logprobs agree within 1e-4 on sequences with two images, and no rollout
+    fails.
+    """
     steps = [step for step in read_metrics(finished.grpo / "metrics.jsonl") if "reward/mean" in step]
     assert len(steps) == 2
     for step in steps:
@@ -68,7 +79,10 @@ def test_engine_and_trainer_agree_on_contexts_with_two_pictures(finished: Finish
 
 
 def test_rewards_are_those_of_the_rule(finished: Finished) -> None:
-    """1.1 for a right answer after a look, 1 for a right guess, else 0: counted from the record alone."""
+    """Rewards recomputed from the recorded rollouts match:
+
+    1.1 for a correct answer after a tool call, 1 for a correct answer without one, else 0.
+    """
     for rollout in finished.recorded:
         expected = rollout.reward_terms["accuracy"] * (
             1 + 0.1 * sum(turn.tool_call is not None and turn.tool_call.ran for turn in rollout.turns)
@@ -78,6 +92,7 @@ def test_rewards_are_those_of_the_rule(finished: Finished) -> None:
 
 
 def test_both_stages_tell_accuracy_and_tool_use(finished: Finished) -> None:
+    """The evaluations of SFT and of GRPO report success and tool use."""
     for folder in (finished.warm, finished.grpo):
         told = json.loads((folder / "eval.json").read_text())
         assert {"greedy_success", "greedy_tool_use", "sampled_success", "sampled_tool_use"} <= told.keys()

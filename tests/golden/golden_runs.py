@@ -1,10 +1,13 @@
-"""Golden runs: short whole runs whose every number must stay the same, bit for bit, from commit to commit on one machine.
+"""Golden runs: short complete runs whose numbers must stay the same, bit for bit, from commit to
+commit on one machine.
 
-    python tests/golden/golden_runs.py record runs/golden            # makes the starts where they lack, plays every run, writes golden.json
-    python tests/golden/golden_runs.py check runs/golden [NAME ...]  # plays them again; exit code 1 names the first number that differs
+    python tests/golden/golden_runs.py record runs/golden            # runs all, writes golden.json
+    python tests/golden/golden_runs.py check runs/golden [NAME ...]  # runs all or some again
 
-What a run leaves that depends on the machine (time/*, memory/*) is left out. Other machines round otherwise: there,
-tests/golden/test_recorded.py compares what recorded rollouts teach, to 1e-5.
+`record` creates the initial models if they are missing. `check` prints the first number of each run
+that differs and exits with 1 if there is any. Metrics that depend on the machine (time/*, memory/*)
+are not compared. Other machines round differently; for them, tests/golden/test_recorded.py compares
+the training results of recorded rollouts within 1e-5.
 """
 
 import argparse
@@ -49,11 +52,16 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "look": ("nano_search", LOOK),
     "agent": ("look", AGENT),
 }
-"""Name: (the start, a preset or another run's final model; settings). Runs that others start from stand before them."""
+"""Maps the name of a run to its initial model (a preset, or the final model of another run) and its
+settings. A run that starts from another run comes after it.
+"""
 
 
 def play(name: str, home: Path) -> dict[str, object]:
-    """One run in a new folder: its steps' metrics and the checksum of its final weights."""
+    """Run the named run in a new folder.
+
+    Return the metrics of its steps and the checksum of its final weights.
+    """
     start, overrides = RUNS[name]
     folder = home / name
     shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +81,11 @@ def play(name: str, home: Path) -> dict[str, object]:
 
 
 def difference(old: dict, new: dict) -> str:
-    """The first number that differs, or ''. Metrics that only one side has are named last: a metric may come, not change."""
+    """Return the first number that differs, or an empty string.
+
+    Metrics that exist on one side only are ignored here and listed by `keys_that_changed`, because
+    new metrics may be added.
+    """
     for before, after in zip(old["steps"], new["steps"], strict=True):
         for key in before.keys() & after.keys():
             if before[key] != after[key]:

@@ -1,10 +1,13 @@
-"""Recorded rollouts for CI, and what they teach: a real engine's episodes with made-up rewards, and every number of training on them.
+"""Records rollouts for CI and the results of training on them. A real engine generates the
+episodes, and the rewards are made up.
 
-    python tests/golden/record_rollouts.py play      # vLLM plays: rollouts.jsonl and images/, then `expect` in a process of its own
-    python tests/golden/record_rollouts.py expect    # trains on what is there: expected.json
+    python tests/golden/record_rollouts.py play      # writes rollouts.jsonl and images/
+    python tests/golden/record_rollouts.py expect    # writes expected.json
 
-`expect` alone is for a change that is meant to move numbers; its difference is then part of the change. `play` is for a change of the wire
-format or of the nano model; tokens, and so everything, are new afterwards.
+`play` generates the rollouts with vLLM and then runs `expect` in a new process. `expect` trains on
+the recorded rollouts and records every number. Run `expect` alone after a change that is meant to
+change numbers; the difference of expected.json is then part of the change. Run `play` after a
+change of the rollout format or of the nano model; it changes the tokens and therefore all numbers.
 """
 
 import argparse
@@ -37,19 +40,23 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
 HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=16, max_sequence_tokens=512, max_images=4, seed=7)
 STOP = ("s", "y")
-"""Texts that end a turn: an untrained model ends hardly any by itself, and turns of one length would hide what is divided by lengths."""
+"""Strings that end a turn. An untrained model rarely ends a turn itself, and turns of equal length
+would hide errors in the normalization by length.
+"""
 EQUAL, FAILED = 1, (2, 2)
-"""The group whose rewards are all equal, and the rollout (group, sample) that failed by our own fault."""
+"""Group whose rewards are all equal, and rollout (group, sample index) that failed with an
+infrastructure error.
+"""
 
 
 def make_model(folder: Path) -> Path:
-    """As the fixture random_model makes it."""
+    """Create the model of the fixture random_model."""
     make_checkpoint(folder / "random", preset="nano", init="random", seed=1)
     return folder / "random"
 
 
 class Nobody:
-    """Shares the engine's device with it: no trainer does."""
+    """Stands in for a trainer on the engine's device; there is none here."""
 
     def sleep(self) -> None: ...
 
@@ -86,7 +93,9 @@ def play(model: Path) -> None:
 
 
 def reward(rollout: Rollout, draw: random.Random) -> None:
-    """An untrained model earns the same everywhere: rewards, scores and gains are made up, and add up."""
+    """Overwrite a rollout's rewards, step scores and reward deltas with made-up values that add up,
+    because an untrained model earns the same reward everywhere.
+    """
     rollout.wall_s = rollout.env_s = rollout.scoring_s = 0.0
     for turn in rollout.turns:
         turn.generation_s = turn.env_s = 0.0
@@ -126,7 +135,7 @@ def main() -> None:
         else:
             play(model)
     if verb == "play":
-        subprocess.run([sys.executable, __file__, "expect"], check=True)  # the engine took the process group with it
+        subprocess.run([sys.executable, __file__, "expect"], check=True)  # closing the engine has destroyed the process group
 
 
 if __name__ == "__main__":

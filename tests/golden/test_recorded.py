@@ -1,8 +1,10 @@
-"""CI trains on recorded rollouts: whatever a step makes of them is what it made when they were recorded, on any machine.
+"""Trains on recorded rollouts and compares the results with the values recorded with them, on any
+machine.
 
-Integers (ids, masks, denominators, what is dropped, how it is packed) are exact; losses and every metric agree to 1e-5, the norm of the
-first gradient to 4e-5. The logprobs were given by a real engine when the rollouts were recorded: that the trainer's agree to 1e-4 is no
-recording of ours.
+Integers (ids, masks, denominators, filtered groups, packing) must be equal. Losses and all metrics
+agree within 1e-5, and the norm of the first gradient within 4e-5. The rollout logprobs come from a
+real engine, so the check that the trainer's logprobs agree with them within 1e-4 does not depend on
+recorded trainer values.
 """
 
 import json
@@ -36,7 +38,9 @@ def world() -> Iterator[None]:
 
 
 def changed(name: str, settings: Settings) -> tuple[list[str], dict[str, Any]]:
-    """What a step teaches now, and where that differs from what it taught."""
+    """Return the differences between the recorded and the computed training results, and the
+    computed results.
+    """
     found = json.loads(json.dumps(compute_golden_step(settings)))
     return find_differences(json.loads((GOLDEN / "expected.json").read_text())[name], found), found
 
@@ -44,7 +48,11 @@ def changed(name: str, settings: Settings) -> tuple[list[str], dict[str, Any]]:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_teaches_what_it_taught(name: str, random_model: Path) -> None:
-    """Each update moves the policy on several micro-batches, those after the first from where it was."""
+    """The results of each case equal the recorded ones.
+
+    Each update changes the policy and consists of several micro-batches; later updates start from
+    changed weights, since some ratios are clipped.
+    """
     told, found = changed(name, CASES[name].settings(random_model))
     assert told == []
     assert min(update["grad_norm"] for update in found["updates"]) > 0 and min(map(len, found["minibatches"])) > 1
@@ -53,7 +61,10 @@ def test_a_step_teaches_what_it_taught(name: str, random_model: Path) -> None:
 
 @pytest.mark.usefixtures("world")
 def test_the_trainer_agrees_with_the_engine_that_sampled(random_model: Path) -> None:
-    """On every sampled token, those of the dropped group and of the failed rollout too; turns of one token and two pictures are there."""
+    """Trainer and engine logprobs agree within LOGPROB_BOUND on every sampled token, including
+    those of the filtered group and of the failed rollout. The rollouts include turns of one token
+    and sequences with two images.
+    """
     rollouts = load_rollouts()
     policy = build_golden_policy(CASES["grpo"].settings(random_model))
     contexts = [each for index, rollout in enumerate(rollouts) for each in make_pack_items(rollout, BatchSettings(), index=index)]
@@ -70,7 +81,7 @@ def test_the_trainer_agrees_with_the_engine_that_sampled(random_model: Path) -> 
 
 @dataclass(frozen=True)
 class Planted:
-    """A mistake, and in which case and numbers it shows first."""
+    """A mistake, and the test case and the first number that reveal it."""
 
     case: str
     owner: object
@@ -99,6 +110,7 @@ PLANTED = {
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_a_planted_mistake_is_noticed(mistake: str, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted mistake changes the recorded number that it should affect."""
     planted = PLANTED[mistake]
     monkeypatch.setattr(planted.owner, planted.name, planted.wrong)
     told, _ = changed(planted.case, CASES[planted.case].settings(random_model))
@@ -110,12 +122,14 @@ def test_a_planted_mistake_is_noticed(mistake: str, random_model: Path, monkeypa
     ("case", "setting", "value"), [("grpo", "clip_ratio_high", 0.09), ("gspo", "clip_ratio_low", 0.09), ("lora", "kl_coef", 0.0501)]
 )
 def test_a_setting_that_slipped_is_noticed(case: str, setting: str, value: float, random_model: Path) -> None:
+    """A slightly changed setting changes the results of the updates and nothing else."""
     settings = CASES[case].settings(random_model)
     told, _ = changed(case, replace(settings, algo=replace(settings.algo, **{setting: value})))
     assert told and all(line.startswith("updates") for line in told), told
 
 
 def test_a_difference_is_told_with_its_place() -> None:
+    """`find_differences` reports each difference with its path and applies its tolerances."""
     expected = {"loss": 1.0, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 1e-6}
     assert find_differences(expected, {"loss": 1.000001, "dropped": ["", "stop_reason"], "rollout_mismatch/logprob_abs_diff": 9e-5}) == []
     assert find_differences(expected, {"loss": 1.0001, "dropped": ["", ""], "rollout_mismatch/logprob_abs_diff": 2e-4}) == [

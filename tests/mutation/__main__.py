@@ -1,10 +1,12 @@
-"""Plants one mistake at a time in a copy of the source tree and reports which test fails because of it.
+"""Plants one mistake at a time in a copy of the source tree and reports which test fails because of
+it.
 
     python -m tests.mutation                 # every mutant; takes minutes
     python -m tests.mutation clip schedule   # mutants whose name contains one of these words
     python -m tests.mutation --list
 
-Exits with 1 if no test notices a mistake. tests/contracts/test_mutants.py keeps the table in step with the code.
+Exits with 1 if no test notices a mistake. tests/contracts/test_mutants.py keeps the table in step
+with the code.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Accuracy rewards of answers without a judge, as in a run."""
+"""Computes accuracy rewards without a judge, as in a run."""
 
 import asyncio
 from collections.abc import Iterable
@@ -13,7 +13,10 @@ from tests.support.rollout_factory import make_reward_input
 
 
 def compute_rewards(cases: Iterable[tuple[str, str, str]], *, source: str = "") -> list[float]:
-    """The rewards of (reference, reply's answer, question), all asked at once of one helper process."""
+    """Return the rewards of (reference, answer in the response, question).
+
+    One helper process verifies all of them concurrently.
+    """
 
     async def ask() -> list[float]:
         accuracy = AccuracyReward(read_answer=read_tagged, math_verifier=MathVerifier(), judge=None)

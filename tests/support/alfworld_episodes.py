@@ -1,4 +1,4 @@
-"""Episodes of ALFWorld without an engine: the test says what is replied."""
+"""Runs ALFWorld episodes without an engine; the test provides the responses."""
 
 from pathlib import Path
 

@@ -1,4 +1,7 @@
-"""A scripted fleet whose episodes go on over an update: an event loop that lives from run to run, and tools that a test holds up."""
+"""A scripted rollout manager whose episodes continue across weight updates.
+
+Its event loop stays alive between generation calls, and tests can block its tool calls.
+"""
 
 import asyncio
 from collections import Counter
@@ -18,7 +21,9 @@ from tests.support.scripted_rollout_manager import EPISODE, ChatEnv, ChatTask, F
 
 @dataclass
 class AsyncScriptedEngine(ScriptedEngine):
-    """Its tokens are of the weights that it serves when they are asked for."""
+    """A scripted engine whose tokens have the weight version that it serves at the time of the
+    request.
+    """
 
     weight_version: int = 0
     loop: asyncio.Runner = field(default_factory=lambda: asyncio.Runner(loop_factory=PausableEventLoop))
@@ -35,7 +40,10 @@ class AsyncScriptedEngine(ScriptedEngine):
 
 @dataclass
 class BlockingEnv(ChatEnv):
-    """Its first tool call lasts for as long as the task holds its example; what was open is closed."""
+    """An environment whose first tool call blocks for as long as the task blocks its example.
+
+    The task counts opened and closed environments.
+    """
 
     task: "BlockingTask"
     num_steps: int = 0
@@ -59,7 +67,7 @@ class BlockingEnv(ChatEnv):
 @dataclass
 class BlockingTask(ChatTask):
     blocked: dict[str, range] = field(default_factory=dict)
-    """By example, which of its environments, in the order in which they were opened, are held up."""
+    """Per example, the indices of its blocked environments in the order of their creation."""
     opened: Counter[str] = field(default_factory=Counter)
     closed: Counter[str] = field(default_factory=Counter)
 
@@ -73,7 +81,10 @@ class BlockingTask(ChatTask):
 def make_async_manager(
     renderer: Renderer, engine: AsyncScriptedEngine | None = None, *, max_staleness: int, num_steps: int, **changes: object
 ) -> RolloutManager:
-    """Rounds of 2 prompts of 3 episodes of 2 turns of 3 tokens."""
+    """Create a manager for generation batches of 2 prompts with 3 episodes each.
+
+    An episode has 2 turns of 3 tokens.
+    """
     engine = engine or AsyncScriptedEngine()
     parts = {"trainer": FakeTrainer(engine.log), "gather_rollouts": lambda mine: mine, "episode_settings": EPISODE, **changes}
     rounds = GenerationSettings(num_prompts=2, group_size=3, max_num_gen_batches=9, max_staleness=max_staleness, num_steps=num_steps)
@@ -81,13 +92,15 @@ def make_async_manager(
 
 
 def run_step(fleet: RolloutManager, step: int) -> list[Rollout]:
-    """A training step of one round, under weights of the step's number."""
+    """Run a training step of one generation batch. The weight version is the step's number."""
     fleet.update_weights(iter(()), version=step)
     return fleet.generate(step, is_enough=lambda _: True)
 
 
 def turn_versions(rollout: Rollout) -> list[int]:
-    """Of the first token of each turn, all of whose tokens have the same."""
+    """Return the weight version of each turn, after checking that all tokens of a turn have the
+    same version.
+    """
     spans = [rollout.sequences[turn.sequence].weight_versions[slice(*turn.token_span)] for turn in rollout.turns]
     assert all(len(set(span)) == 1 for span in spans)
     return [span[0] for span in spans]

@@ -1,8 +1,13 @@
-"""A process that does not come back from C: what ends it is a signal, and no handler of Python's hears that.
+"""A process that is blocked in C code, so that no Python signal handler runs when it receives a
+signal.
 
-python blocked_process.py store PORT        waits, as rank 0 of two, where ranks meet; the other one never comes
-python blocked_process.py collective PORT   waits for rank 1 in a collective, in a run that has begun; rank 1 sleeps
-python blocked_process.py forked PORT       has a forked child that is ended by SIGTERM, and is well itself
+    python blocked_process.py store PORT
+    python blocked_process.py collective PORT
+    python blocked_process.py forked PORT
+
+`store`: rank 0 of two waits in the rendezvous for a rank that never starts. `collective`: a started
+run waits in a collective for rank 1, which sleeps. `forked`: a forked child receives SIGTERM, and
+the process itself must not be affected.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Small files that stand for large things: what a stranger may have put into a folder of models, runs or questions."""
+"""Small files that expand to large data, as an untrusted source may put them into folders of
+models, runs or questions.
+"""
 
 import io
 import json
@@ -24,25 +26,25 @@ def write_sparse_file(path: Path, size: int, prefix: bytes = b"") -> None:
 
 
 def parquet_of_one_text(path: Path, *, rows: int = 400) -> None:
-    """security.md 10: a dictionary of one text of 1 MiB, for all rows."""
+    """Write 400 rows that refer to one dictionary entry of 1 MiB of text (security.md 10)."""
     text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array(["x" * (1 << 20)]))
     pq.write_table(pa.table({"question": text}), path, compression="zstd", store_schema=False)
 
 
 def parquet_of_one_list(path: Path) -> None:
-    """One row: a list of 2**25 zeros, 256 MiB as integers."""
+    """Write one row with a list of 2**25 zeros, which are 256 MiB as integers."""
     zeros = pa.array(np.zeros(1 << 25, np.int64))
     lists = pa.ListArray.from_arrays(pa.array([0, 1 << 25], pa.int32()), zeros)
     pq.write_table(pa.table({"question": lists}), path, compression="zstd")
 
 
 def parquet_of_nulls(path: Path) -> None:
-    """Five million rows of nothing."""
+    """Write five million rows of nulls."""
     pq.write_table(pa.table({"question": pa.nulls(5_000_000, pa.int8())}), path, compression="zstd")
 
 
 def arrow_of_one_column(path: Path) -> None:
-    """256 MiB of zeros, compressed."""
+    """Write 256 MiB of zeros, compressed."""
     table = pa.table({"question": pa.array(np.zeros(1 << 25, np.int64))})
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema, options=options) as writer:
@@ -50,14 +52,14 @@ def arrow_of_one_column(path: Path) -> None:
 
 
 def arrow_of_nulls(path: Path) -> None:
-    """Two thousand million rows in 400 bytes."""
+    """Write 2**31 - 2 rows of nulls in 400 bytes."""
     batch = pa.RecordBatch.from_arrays([pa.Array.from_buffers(pa.null(), 2**31 - 2, [None])], ["question"])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
 
 
 def arrow_out_of_bounds(path: Path) -> None:
-    """A text whose end lies a GiB behind its column."""
+    """Write a string whose end offset lies 1 GiB past its column."""
     batch = pa.RecordBatch.from_arrays([pa.array(["a", "b"])], ["question"])
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
@@ -66,12 +68,14 @@ def arrow_out_of_bounds(path: Path) -> None:
 
 
 def json_of_depth(path: Path, depth: int = 900) -> None:
-    """security.md 24: Python's reader takes it, what goes through it by recursion does not."""
+    """Write JSON that Python's parser accepts but that recursive functions cannot traverse
+    (security.md 24).
+    """
     path.write_text('{"question": "q", "answer": "a", "deep": ' + "[" * depth + "]" * depth + "}\n")
 
 
 def jpeg_of_scans(path: Path, *, side: int = 4000, scans: int = 3000) -> None:
-    """A progressive JPEG whose last pass stands in it so many times: 60 KB."""
+    """Write a progressive JPEG of 60 KB that repeats its last scan `scans` times."""
     encoded = io.BytesIO()
     Image.new("L", (side, side), 90).save(encoded, "JPEG", progressive=True)
     data = encoded.getvalue()
@@ -80,7 +84,7 @@ def jpeg_of_scans(path: Path, *, side: int = 4000, scans: int = 3000) -> None:
 
 
 def torch_file(path: Path, content: bytes, *, storages: dict[str, bytes] | None = None, compressed: bool = False) -> None:
-    """A file of torch.save's form with this pickle."""
+    """Write a file in the format of torch.save with this pickle."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/byteorder", b"little")
@@ -90,7 +94,9 @@ def torch_file(path: Path, content: bytes, *, storages: dict[str, bytes] | None 
 
 
 def tensor_pickle(size: tuple[int, ...], stride: tuple[int, ...], *, numel: int) -> bytes:
-    """What torch.save writes of {"w": a float tensor that is a view of storage 0}."""
+    """Return the pickle that torch.save writes for {"w": a float tensor that is a view of storage
+    0}.
+    """
 
     def ints(values: tuple[int, ...]) -> bytes:
         return b"(" + b"".join(b"\x8a\x08" + value.to_bytes(8, "little") for value in values) + b"t"
@@ -102,12 +108,12 @@ def tensor_pickle(size: tuple[int, ...], stride: tuple[int, ...], *, numel: int)
 
 
 def torch_of_strides(path: Path) -> None:
-    """security.md 25: two rows, 3 TB apart."""
+    """Write a tensor with two rows that lie 4 TB apart (security.md 25)."""
     torch_file(path, tensor_pickle((2, 2), (10**12, 1), numel=4), storages={"0": bytes(16)})
 
 
 def torch_of_zeros(path: Path) -> None:
-    """A pickle of 256 MiB, deflated to 256 KB."""
+    """Write a pickle of 256 MiB, deflated to 256 KB."""
     torch_file(path, b"\x80\x02B" + struct.pack("<I", GIB >> 2) + bytes(GIB >> 2) + b".", compressed=True)
 
 
@@ -116,32 +122,34 @@ def torch_of_a_bytearray(path: Path) -> None:
 
 
 def torch_of_copies(path: Path) -> None:
-    """A list of 20,000 pairs once, and 300 OrderedDicts of it."""
+    """Write one list of 20,000 pairs and 300 OrderedDicts that are created from it."""
     pairs = b"](" + b"".join(b"(J" + struct.pack("<i", number) + b"Kat" for number in range(20_000)) + b"eq\x01"
     torch_file(path, b"\x80\x02](" + pairs + b"ccollections\nOrderedDict\nq\x020" + b"h\x02h\x01\x85R" * 300 + b"e.")
 
 
 MEMO_PICKLE = b"\x80\x02Nr" + struct.pack("<I", 1 << 26) + b"."
-"""None, put at a place of the memo that makes C's unpickler take a GiB."""
+"""Pickle that stores None at a memo index for which the C unpickler allocates 1 GiB."""
 NESTED_KEY_PICKLE = b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."
-"""A dict whose key is a tuple in a tuple in a tuple."""
+"""Pickle of a dict whose key is a million nested tuples."""
 
 
 def safetensors_of_names(path: Path) -> None:
-    """A header of 45 MB: half a million empty tensors."""
+    """Write a header of 45 MB with 600,000 empty tensors."""
     header = json.dumps({f"w{number:06}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(600_000)}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
 def yaml_of_aliases(path: Path) -> None:
-    """Ten lines that stand for 10**9 words."""
+    """Write ten lines that expand to 10**9 words."""
     lines = ["a0: &a0 [w, w, w, w, w, w, w, w, w, w]"]
     lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 9)]
     path.write_text("\n".join(lines) + "\nrun: {steps: *a8}\n")
 
 
 def metadata_of_chunks(path: Path, *, chunks: int = 20_000) -> None:
-    """security.md 25: a tensor in so many chunks, each of which was compared with each."""
+    """Write the metadata of a tensor with 20,000 chunks, for which a quadratic comparison of chunks
+    takes too long (security.md 25).
+    """
     from torch import Size
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata

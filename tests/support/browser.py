@@ -1,4 +1,6 @@
-"""A headless Chromium that a test steers by its DevTools protocol: keys, the size and the scheme of its window, what its page says."""
+"""A headless Chromium that tests control over its DevTools protocol: keys, window size and color
+scheme, JavaScript values, and console messages.
+"""
 
 import json
 import subprocess
@@ -16,12 +18,12 @@ TIMEOUT_S = 30.0
 
 
 class BrowserPage:
-    """One tab."""
+    """One tab of the browser."""
 
     def __init__(self, connection: ClientConnection) -> None:
         self._connection, self._number = connection, 0
         self.console_messages: list[str] = []
-        """What its console has been told, and errors that nobody caught."""
+        """Console messages and uncaught errors."""
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
 
@@ -37,13 +39,13 @@ class BrowserPage:
                 return told["result"]
 
     def evaluate(self, expression: str) -> Any:
-        """Of a JavaScript expression, in JSON."""
+        """Return the value of a JavaScript expression as JSON data."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait_until(self, expression: str) -> None:
-        """Until it is true."""
+        """Wait until the expression is true."""
         deadline = time.monotonic() + TIMEOUT_S
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, (expression, self.evaluate("document.body.innerText")[:3000], self.console_messages)

@@ -1,6 +1,8 @@
-"""A step of GRPO in each game of cards, run after run; the second and third credit turns by their states. Run by test_card_runs.py.
+"""Runs one GRPO step in each card game. Run by test_card_runs.py.
 
-python card_game_runs.py MODEL_FOLDER FOLDER
+    python card_game_runs.py MODEL_FOLDER FOLDER
+
+The second and the third game assign credit to turns by their states (GiGPO).
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The games of cards, played by replies that are handed in."""
+"""Runs episodes of the card games with given responses."""
 
 import asyncio
 
@@ -16,13 +16,13 @@ def build_card_task(name: str, **options: object) -> Task:
 
 
 def image_and_text(message: Message) -> tuple[bytes, str]:
-    """What a policy sees of it."""
+    """Return the policy's input in a message: the image's bytes and the text."""
     image, text = message["content"]
     return image["image"].tobytes(), text["text"]
 
 
 def play_replies(task: Task, example: Example, replies: list[str], seed: int = 0) -> list[Step]:
-    """An episode; nobody speaks after its end."""
+    """Run an episode and return its steps. Only the last one may end the episode."""
 
     async def episode() -> list[Step]:
         env = task.env(example)

@@ -1,4 +1,8 @@
-"""What the mishaps of disks do, in a room of its own: python chaos_disks.py. Prints `seen`, and what this machine lacks."""
+"""Checks the mishaps of disks in an isolated process. Prints `seen` and the capabilities that this
+machine lacks.
+
+    python -m tests.support.chaos_disks
+"""
 
 import errno
 import multiprocessing
@@ -23,7 +27,7 @@ STALL_S = 1.5
 
 
 def write_errno(path: Path) -> int:
-    """What writing a page there fails with; 0: it does not."""
+    """Write a page to the path. Return the errno of the failure, or 0 if there is none."""
     try:
         path.write_bytes(bytes(4096))
     except OSError as error:
@@ -32,7 +36,10 @@ def write_errno(path: Path) -> int:
 
 
 def apply_mishap(kind: str, scene: Scene) -> bool:
-    """NotNow, with what the machine lacks, is that alone."""
+    """Inject the mishap and return True.
+
+    If this machine lacks the means, check that it raises NotNow with the reason, and return False.
+    """
     mishap = Mishap(what=kind, number=0, after=0, share=0.0, lasts_s=STALL_S)
     lacks = scene.room.lacks if kind.startswith("fill") else scene.room.lacks_blocks
     if lacks:
@@ -44,7 +51,9 @@ def apply_mishap(kind: str, scene: Scene) -> bool:
 
 
 def check_stalls(scene: Scene) -> None:
-    """Who writes waits until it is over, or taken back."""
+    """A writer waits until the disk is thawed, either after its time or by the reversal of the
+    mishap.
+    """
     for what, least_s in (("stall disk", STALL_S - 0.5), ("slow disk", 0.3), ("hang disk", 0.0)):
         apply_mishap(what, scene)
         time.sleep(0.3)
@@ -56,7 +65,11 @@ def check_stalls(scene: Scene) -> None:
 
 
 def check_read_only(scene: Scene) -> None:
-    """Nothing is written any more; behind the check there is what was flushed, each line of the metrics, and not what was written alone."""
+    """Nothing can be written to a disk that has become read-only.
+
+    After the file-system check the flushed data, which includes each line of the metrics, is
+    present, and unflushed data is not.
+    """
     disk = scene.folder / "disk"
     log = MetricsLog(disk / "run", WandbSettings(mode="disabled"), {})
     for step in range(3):
@@ -66,7 +79,7 @@ def check_read_only(scene: Scene) -> None:
     assert write_errno(disk / "other") == errno.EROFS
     with pytest.raises(OSError, match="Read-only file system"):
         log.log(3, {"a": 1.0})
-    with suppress(OSError):  # it tries once more
+    with suppress(OSError):  # closing writes once more
         log.close()
     scene.take_back(all_of_it=True)
     scene.room.mend(disk)

@@ -1,7 +1,9 @@
-"""Tokenizers of small size with the special tokens, normalizers and chat templates of the families that judges are made of.
+"""Small tokenizers with the special tokens, normalizers and chat templates of the model families
+used as judges.
 
-They cut text into bytes. What is a special token in them is spelled as in the family's released tokenizer; where a family has none for its
-roles (Vicuna, Alpaca), the words that its template gives to them are special here, so that the tokenizer tells of these too.
+They split text into bytes. Special tokens are spelled as in the family's released tokenizer.
+Families without special tokens for roles (Vicuna, Alpaca) get the role strings of their template as
+special tokens, so that these strings are detected as well.
 """
 
 import functools
@@ -17,19 +19,19 @@ _BERT = normalizers.BertNormalizer(clean_text=True, handle_chinese_chars=False, 
 @dataclass(slots=True, frozen=True)
 class ChatFamily:
     prefix: str
-    """Before the whole."""
+    """Text before the first message."""
     system: tuple[str, str]
     user: tuple[str, str]
-    """Before and behind a message."""
+    """Text before and after a message."""
     generation_prompt: str
-    """Behind all messages: the judge's turn begins."""
+    """Text after all messages, which begins the judge's turn."""
     unused_specials: tuple[str, ...] = ()
-    """Special tokens that the template does not use: pictures, tools, fillers."""
+    """Special tokens that the template does not use: images, tools, fillers."""
     used_specials: tuple[str, ...] = ()
-    """Those that it uses."""
+    """Special tokens that the template uses."""
     normalizer: normalizers.Normalizer | None = None
     match_normalized: bool = False
-    """Whether they are looked for behind the normalizer, in its spelling."""
+    """If True, special tokens are matched in the normalized text."""
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
@@ -201,7 +203,9 @@ FAMILIES = {
         True,
     ),
 }
-"""The last two are nobody's: the worst that a tokenizer can do to text before it looks for special tokens."""
+"""Chat families by name. The last two belong to no real model; they are the worst case of what a
+tokenizer can do to text before it looks for special tokens.
+"""
 
 
 @functools.cache
@@ -225,7 +229,7 @@ def build_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def find_special_tokens(name: str, system: str, user: str) -> list[str]:
-    """The special tokens of a whole prompt, in order."""
+    """Return the special tokens of a complete prompt in order."""
     tokenizer = build_tokenizer(name)
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]

@@ -1,6 +1,10 @@
-"""Run under torchrun by test_checkpoint.py: a world that writes training states at its layouts, or goes on from those of other worlds.
+"""A world that saves training states in one parallel layout or loads those of other layouts. Run
+under torchrun by test_checkpoint.py.
 
-usage: checkpoint_world.py MODEL OUT write:NAME read:NAME:LAYOUT save_on_full_disk:NAME damaged:NAME ...     (names of VARIANTS and LAYOUTS)
+    checkpoint_world.py MODEL OUT COMMAND ...
+
+Commands are write:NAME, read:NAME:LAYOUT, full_disk:NAME, damaged:NAME and poisoned:NAME, with
+names from VARIANTS and LAYOUTS.
 """
 
 import os
@@ -63,7 +67,9 @@ VARIANTS = {
 
 
 class CheckpointWorld:
-    """Builds policies at its layouts, one layout at a time, and trains them on the same contexts."""
+    """Builds policies in several layouts, one layout at a time, and trains them on the same
+    sequences.
+    """
 
     def __init__(self, model: Path, out: Path) -> None:
         self.model, self.out = model, out
@@ -87,7 +93,10 @@ class CheckpointWorld:
         )  # fmt: skip
 
     def update(self, policy: Policy) -> dict[str, object]:
-        """One update: loss, and the change of every tensor; and what the generators give next."""
+        """Run one update.
+
+        Return its loss, the change of every tensor, and the next numbers of the random generators.
+        """
         before = copy_weights(policy)
         batches, loss = policy.pack(self.contexts, max_tokens=10_000), make_policy_objective(AlgoSettings(entropy_coef=0.1))
         for batch in batches:
@@ -112,7 +121,7 @@ def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def draw_random_numbers() -> list[float]:
-    """Draws from every rank's generator and from its tensor-parallel stream."""
+    """Return numbers from the generator of every rank and from its tensor-parallel generator."""
     with megatron_on_cpu(), tensor_parallel.get_cuda_rng_tracker().fork():
         own = torch.rand(2).tolist()
     draws: list = [None] * dist.get_world_size()
@@ -128,7 +137,11 @@ def make_folder(path: Path) -> Path:
 
 
 def write_checkpoint(world: CheckpointWorld, name: str) -> None:
-    """Two updates, a save whose writer is held back until a third update has changed everything; then the writer goes on."""
+    """Run two updates and save in the background.
+
+    The writer is blocked until a third update has changed all weights, so the saved state must be a
+    copy.
+    """
     variant, trained = VARIANTS[name], Event()
     write_data = FileSystemWriter.write_data
 
@@ -155,12 +168,16 @@ def write_checkpoint(world: CheckpointWorld, name: str) -> None:
 
 
 def matches_written(part: torch.Tensor, written: torch.Tensor) -> bool:
-    """Bit for bit, but for rows of zeros that pad a vocabulary."""
+    """Return True if the tensors are equal, bit for bit, except for the zero rows that pad a
+    vocabulary.
+    """
     return torch.equal(part[: len(written)], written) and not part[len(written) :].any()
 
 
 def gather_by_megatron(policy: Policy) -> list[tuple[str, tuple[slice, ...], torch.Tensor]]:
-    """(key, place, part) of the optimizer's tensors as Megatron itself gathers them, on the first rank of a data-parallel group."""
+    """Return (key, slice, part) of the optimizer's tensors as Megatron itself gathers them, on the
+    first rank of a data-parallel group.
+    """
     how = {"non_homogeneous_layers": True, "distrib_optim_fully_reshardable_mem_efficient": True}
     found = {}
     with megatron_on_cpu(), torch.no_grad():
@@ -178,7 +195,7 @@ def gather_objects(local_value: object) -> list:
 
 
 def stored_sizes(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
-    """{(file, place in it): (key, bytes of the tensor's part there)} of a checkpoint."""
+    """Return {(file, offset): (key, bytes of the tensor's part)} of a checkpoint."""
     metadata = FileSystemReader(path).read_metadata()
     found = {}
     for index, info in metadata.storage_data.items():
@@ -189,7 +206,9 @@ def stored_sizes(path: Path) -> dict[tuple[str, int], tuple[str, int]]:
 
 
 def reload_checkpoint(world: CheckpointWorld, name: str, layout: str) -> None:
-    """Load, write again, and compare all tensors, the optimizer's included; then one update. And what each rank read."""
+    """Load a checkpoint, save it again and compare all tensors, including the optimizer's; then run
+    one update. Also records how many bytes each rank has read.
+    """
     read_chunk, places = McoreTensors.read_chunk, []
 
     def counted(self: McoreTensors, key: str, offsets: torch.Size) -> torch.Tensor:
@@ -214,19 +233,21 @@ def reload_checkpoint(world: CheckpointWorld, name: str, layout: str) -> None:
 
 
 def own_optimizer_bytes(policy: Policy) -> int:
-    """Of the main weights and moments that this rank steps; of copies on tensor-parallel ranks, too."""
+    """Return the bytes of the main weights and moments that this rank updates, including copies on
+    tensor-parallel ranks.
+    """
     parts = [part for part in policy.network.optimizer.chained_optimizers if not part.is_stub_optimizer]
     return sum(12 * main.numel() for part in parts for group in part.optimizer.param_groups for main in group["params"])
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """All of a checkpoint, whole, as Megatron's own reader sees it."""
+    """Return all tensors of a checkpoint, unsharded, as read by Megatron's own reader."""
     with megatron_on_cpu():
         return {key: value for key, value in dist_checkpointing.load_plain_tensors(str(path)).items() if isinstance(value, torch.Tensor)}
 
 
 def save_on_full_disk(world: CheckpointWorld, name: str) -> None:
-    """The last rank's files cannot grow beyond 100 kB: every rank raises the same OSError."""
+    """Files of the last rank cannot grow beyond 100 kB. Every rank must raise the same OSError."""
     variant = VARIANTS[name]
     with world.use_layout(variant.layout):
         policy = world.policy(variant)
@@ -244,7 +265,7 @@ def save_on_full_disk(world: CheckpointWorld, name: str) -> None:
 
 
 def load_damaged(world: CheckpointWorld, name: str) -> None:
-    """The second half of a file is missing: loading says so."""
+    """Loading a checkpoint with a truncated file must raise a ValueError."""
     variant, copy = VARIANTS[name], world.out / f"{name}_damaged"
     shutil.copytree(world.out / name, copy)
     os.truncate(copy / "__0_0.distcp", (copy / "__0_0.distcp").stat().st_size // 2)
@@ -256,7 +277,11 @@ def load_damaged(world: CheckpointWorld, name: str) -> None:
 
 
 def load_malicious(world: CheckpointWorld, name: str) -> None:
-    """A copy with something of a stranger's in each place that is read: what is said, and where it ran; by us, and by Megatron itself."""
+    """Load copies of a checkpoint with an exploit in each file that is read.
+
+    Records the error, whether the exploit ran in this trainer's loader, and whether it ran in
+    Megatron's own loader.
+    """
     variant, told = VARIANTS[name], {}
     with world.use_layout(variant.layout):
         policy = world.policy(variant)
@@ -269,7 +294,7 @@ def load_malicious(world: CheckpointWorld, name: str) -> None:
                 told[where] = {"said": "", "ran": mark.exists()}
             except ValueError as error:
                 told[where] = {"said": str(error), "ran": mark.exists()}
-            with megatron_on_cpu(), suppress(Exception, CheckpointException):  # the control: whatever it says, has it run?
+            with megatron_on_cpu(), suppress(Exception, CheckpointException):  # control: only whether the exploit ran matters
                 weights = sharded_weights(policy.network.chunks)
                 moments = optimizer_tensors(policy.network.optimizer, weights, vocab_size=policy.spec.vocab_size)
                 dist_checkpointing.load({"w": weights, "o": moments}, str(copy))

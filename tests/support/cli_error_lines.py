@@ -1,6 +1,9 @@
-"""Words of command lines, each given to the door in this one process, which must end before it starts anything that stays.
+"""Runs command lines in this single process. Each must end before it starts anything persistent.
 
-usage: cli_error_lines.py LINES.json      a list of lists of words; prints a line of JSON for each: [exit code, standard error]
+    cli_error_lines.py LINES.json
+
+LINES.json contains a list of argument lists. For each of them, the script prints a line of JSON:
+[exit code, standard error].
 """
 
 import io
@@ -16,7 +19,7 @@ from megatron_rl.cli import cli
 
 
 def run_command_line(words: list[str]) -> tuple[object, str]:
-    """How launch/train.py with these words ends, and what it says."""
+    """Run launch/train.py with these arguments. Return its exit code and its standard error."""
     sys.argv[1:] = words
     said, environment = io.StringIO(), dict(os.environ)
     try:

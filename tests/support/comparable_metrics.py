@@ -1,8 +1,8 @@
-"""What equal runs say alike: their metrics without the clock and the memory of the machine they were on."""
+"""Removes the metrics that depend on the machine, so that those of equal runs can be compared."""
 
 MACHINE_PREFIXES = ("time/", "memory/")
 
 
 def drop_timings(line: dict[str, float]) -> dict[str, float]:
-    """Of one line of metrics.jsonl."""
+    """Return a line of metrics.jsonl without timings and memory metrics."""
     return {name: value for name, value in line.items() if not name.startswith(MACHINE_PREFIXES)}

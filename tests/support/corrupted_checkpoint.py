@@ -1,15 +1,20 @@
-"""Turns the sign of numbers in the stored tensors of a checkpoint: sizes stay, and all archives can be read."""
+"""Flips the signs of numbers in the stored tensors of a checkpoint.
+
+File sizes do not change and all archives stay readable.
+"""
 
 import re
 from itertools import pairwise
 from pathlib import Path
 
 ZIP_HEADER = re.compile(rb"PK\x03\x04|PK\x01\x02|PK\x05\x06|PK\x07\x08")
-"""Where a zip archive has one of its headers."""
+"""Matches the headers of a zip archive."""
 
 
 def flip_signs(checkpoint: Path, *, min_bytes: int = 40_000, num_values: int = 4096) -> int:
-    """Change so many float32 in the middle of each stored tensor of at least that size. Returns in how many tensors."""
+    """Flip the signs of `num_values` float32 values in the middle of each stored tensor of at least
+    `min_bytes` bytes. Returns the number of changed tensors.
+    """
     num_tensors = 0
     for path in sorted(checkpoint.glob("__*.distcp")):
         data = bytearray(path.read_bytes())

@@ -1,7 +1,10 @@
-"""Run in a world by tests/parity/test_critic.py: what critics on the policy's trunk and on one of their own compute at several layouts;
-and at the first of them PPO of a policy with adapters, whose critic has adapters of its own, with a checkpoint on the way.
+"""Computes values and updates of critics with a shared and with a separate backbone in several
+parallel layouts. Run in a world by tests/parity/test_critic.py.
 
-usage: critic_layouts.py MODEL ADAPTER OUT LAYOUT ...     (layouts as in parallel_layouts.py)
+    critic_layouts.py MODEL ADAPTER OUT LAYOUT ...
+
+Layouts are written as in parallel_layouts.py. In the first layout the script also runs PPO of a
+policy with LoRA adapters, whose critic has its own adapters, with a checkpoint in between.
 """
 
 import sys
@@ -42,7 +45,9 @@ LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "p
 
 
 def randomize_head(network: Network) -> None:
-    """Numbers in every layer: a new head says 0, whatever it is shown."""
+    """Fill every layer of the value head with random numbers, because a new head predicts 0 for any
+    input.
+    """
     head = network.chunks[-1].value_head
     if head is not None:
         generator = torch.Generator().manual_seed(5)
@@ -51,7 +56,7 @@ def randomize_head(network: Network) -> None:
 
 
 def set_returns(batches: list[MicroBatch]) -> list[MicroBatch]:
-    """With targets that depend on the tokens alone, not on how they were cut."""
+    """Set return targets that depend only on the tokens, not on how they are packed."""
     for batch in batches:
         batch.return_T = ((7 * batch.token_T + 3 * batch.target_T) % 11) / 2.0 * batch.mask_T
         batch.old_value_T = 0.5 * batch.return_T
@@ -96,7 +101,9 @@ def run_layout(model: Path, out: Path, text: str) -> None:
 
 
 def count_forward_passes(policy: Policy, whole: list[MicroBatch]) -> dict[str, object]:
-    """Logprobs and values, each by itself and both together, with how often this rank's part of the trunk was gone through for each."""
+    """Compute logprobs and values, separately and together, and count this rank's forward passes
+    through the backbone for each.
+    """
     passes: list[int] = []
     hook = policy.network.chunks[0].register_forward_hook(lambda *_: passes.append(1))
 
@@ -112,7 +119,9 @@ def count_forward_passes(policy: Policy, whole: list[MicroBatch]) -> dict[str, o
 
 
 def run_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
-    """Three steps, a checkpoint as a run writes it, and the fourth step: straight on, and by others that go on from it."""
+    """Run three steps, save a checkpoint as a run does, and run the fourth step twice: without
+    interruption, and with new models resumed from the checkpoint.
+    """
     case = LayoutCase.parse(text)
     layout, renderer = build_layout(case.parallel_settings(), seed=0), Renderer(ModelSettings(path=str(model)))
     contexts, spec = make_example_items(renderer), read_spec(model)
@@ -158,7 +167,9 @@ def copy_parameters(learner: TrainableModel) -> dict[str, torch.Tensor]:
 
 
 def describe_parameters(learner: TrainableModel, before: dict[str, torch.Tensor]) -> list[tuple[str, bool, bool]]:
-    """Of each of this rank's parameters: its name, whether it has room for a gradient, whether it has moved."""
+    """Return for each of this rank's parameters its name, whether it has a gradient buffer, and
+    whether it has changed.
+    """
     live = learner.network.chunks.named_parameters()
     return [(name, "main_grad" in parameter.__dict__, not torch.equal(parameter, before[name])) for name, parameter in live]
 

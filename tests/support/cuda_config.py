@@ -1,9 +1,14 @@
-"""vLLM's own configuration of every recipe for GPUs, made on a machine without one: a line of JSON for each, for
-tests/memory_plan/test_engine_memory.py; of the first recipe another line, of a vLLM that is not told of our pictures.
+"""Prints vLLM's configuration of every GPU recipe on a machine without a GPU, one line of JSON per
+recipe. Run by tests/memory_plan/test_engine_memory.py.
 
-The platform that vLLM found, a CPU, becomes one of CUDA that says what a recipe's GPU would say: its name, its memory, its capability.
-Nothing is started and no weights are read: a folder has a released config.json and the processor's released limits, 12.8 megapixels.
-    cuda_config.py FOLDER RECIPE...       FOLDER: a nano model, which lends its tokenizer and its processor
+    cuda_config.py FOLDER RECIPE...
+
+FOLDER contains a nano model, whose tokenizer and processor are used. The first recipe gets a second
+line, with a vLLM that does not know this trainer's image sizes.
+
+The platform that vLLM has detected, a CPU, is replaced by a CUDA platform that reports the name,
+memory and compute capability of the recipe's GPU. Nothing is started and no weights are read. The
+model folder contains a released config.json and the processor's released limit of 12.8 megapixels.
 """
 
 import json
@@ -18,10 +23,10 @@ os.environ.update(
     HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0",
     VLLM_LOGGING_LEVEL="CRITICAL", RANK="5", LOCAL_RANK="5", WORLD_SIZE="8",
 )  # fmt: skip
-for library in ("vllm._C", "vllm._C_stable_libtorch"):  # CUDA's kernels, which no configuration needs
+for library in ("vllm._C", "vllm._C_stable_libtorch"):  # CUDA kernels, which no configuration needs
     sys.modules[library] = types.ModuleType(library)
 
-import vllm.model_executor.models.qwen2_5_vl  # noqa: E402, F401 (while the platform is a CPU's: a CUDA platform asks its kernels)
+import vllm.model_executor.models.qwen2_5_vl  # noqa: E402, F401 (before the platform is replaced: a CUDA platform needs its kernels)
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.multimodal import MULTIMODAL_REGISTRY  # noqa: E402
 from vllm.multimodal.encoder_budget import MultiModalBudget  # noqa: E402
@@ -36,14 +41,14 @@ from megatron_rl.rollout.vllm.engine_core import engine_arguments  # noqa: E402
 from tests.contracts.test_configs import settings_of  # noqa: E402
 
 RELEASED_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 16384}
-"""Of the processor of every released Qwen2.5-VL."""
+"""Image size limits of the processor of every released Qwen2.5-VL."""
 SIZES = ("3B", "7B")
-"""Of the recipes' models."""
+"""Model sizes of the recipes."""
 CAPABILITY = {"l4": (8, 9), "l40s": (8, 9), "a100": (8, 0), "h100": (9, 0), "h200": (9, 0)}
 
 
 def patch_platform(name: str) -> None:
-    """Let vLLM's platform be this GPU."""
+    """Make vLLM's platform report this GPU."""
 
     class Pretended(CudaPlatformBase):
         @classmethod
@@ -70,7 +75,9 @@ def patch_platform(name: str) -> None:
 
 
 def make_model_folder(nano: Path, size: str, out: Path) -> Path:
-    """A folder without weights: the released sizes and limits of pictures, a nano's tokenizer."""
+    """Create a model folder without weights, with the released config, the released image size
+    limits, and the tokenizer of the nano model.
+    """
     shutil.copytree(nano, out, ignore=shutil.ignore_patterns("*.safetensors"))
     (out / "config.json").write_text(json.dumps(make_released_config(size)))
     processor = json.loads((out / "processor_config.json").read_text())
@@ -80,7 +87,10 @@ def make_model_folder(nano: Path, size: str, out: Path) -> Path:
 
 
 def describe_engine_config(folder: Path, recipe: str, *, is_ours: bool) -> dict[str, object]:
-    """What vLLM makes of a recipe. is_ours: it is told of our pictures."""
+    """Return vLLM's configuration for a recipe.
+
+    With `is_ours`, vLLM receives this trainer's image size limits.
+    """
     settings = settings_of(f"experiment={recipe}")
     patch_platform(settings.plan.gpu)
     pixels = (settings.model.min_pixels, settings.model.max_pixels) if is_ours else None

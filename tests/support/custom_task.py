@@ -1,7 +1,10 @@
-"""A user's own file: a task that this project does not know, in turns that share one context, and a run of it.
+"""A user's own file with a task that the repository does not contain, multi-turn in one sequence,
+and a run of this task.
 
     python custom_task.py MODEL_FOLDER RUN_FOLDER
-test_own_task.py copies it out of the repository and runs it there. Nothing below is known to megatron_rl before `run` is called.
+
+test_own_task.py copies this file out of the repository and runs it there. megatron_rl knows nothing
+of the task before `run` is called.
 """
 
 import sys
@@ -29,7 +32,7 @@ COLORS = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
 
 
 async def vowel_fraction(outcome: RewardInput) -> float:
-    """The share of vowels in all that was said."""
+    """Return the fraction of vowels in all responses."""
     text = "".join(outcome.replies)
     return sum(letter in "aeiou" for letter in text) / max(len(text), 1)
 
@@ -42,7 +45,9 @@ def make_image_message(color: str, size: tuple[int, int], question: str) -> Mess
 
 @dataclass
 class TwoImageEnv(Env):
-    """First one picture, then a second of another size in the same context, then a question in words alone."""
+    """Returns an image, then a second image of another size in the same sequence, then a question
+    without an image.
+    """
 
     color: str
     replies: list[str] = field(default_factory=list)

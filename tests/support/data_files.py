@@ -1,4 +1,6 @@
-"""The same rows as JSON list, JSON lines and Parquet, and pictures whose pixels are known."""
+"""Writes the same rows as a JSON list, JSON lines or Parquet, and creates images with known
+pixels.
+"""
 
 import base64
 import json
@@ -19,7 +21,7 @@ def make_png(color: str = "red", *, size: tuple[int, int] = (30, 20), mode: str 
 
 
 def encode_bytes(value: object) -> object:
-    """Bytes, which JSON does not have, as base64 text, at any depth."""
+    """Replace bytes, which JSON does not support, by base64 text at any depth."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, dict):
@@ -28,7 +30,7 @@ def encode_bytes(value: object) -> object:
 
 
 def write_rows(path: Path, rows: list[dict]) -> Path:
-    """In the format that the suffix names."""
+    """Write the rows in the format of the path's suffix."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_struct_array(pa.array(rows)), path)
     elif path.suffix == ".json":

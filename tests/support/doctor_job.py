@@ -1,7 +1,9 @@
-"""Run by test_doctor_job.py as two nodes of one rank: what the doctor says of them. The second has a trouble of its own, and a clock that
-is 5 s ahead. Rank 0 prints the report as JSON.
+"""Runs the doctor's checks on two nodes of one rank each. Run by test_doctor_job.py.
 
-usage: doctor_job.py MODEL RUN_DIR
+    doctor_job.py MODEL RUN_DIR
+
+The second node has an additional error of its own and a clock that is 5 s ahead. Rank 0 prints the
+report as JSON.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Reads the commands that a text prints, and parses them with the parsers of what they start, without starting anything.
+"""Extracts the commands from a text and parses them with the parsers of the programs they start,
+without starting anything.
 
-Commands stand in indented blocks: where one line of a block is a command, every line is. Each is given to the parser that would read it:
-torchrun's, hydra's with every setting checked, a script's or an entry point's own argparse, pytest's for tests/run.sh.
+Commands stand in indented blocks: if one line of a block is a command, every line is. Each command
+is passed to the parser that would read it: torchrun's, Hydra's with a check of every setting, the
+argparse parser of a script or an entry point, or pytest's for tests/run.sh.
 """
 
 import argparse
@@ -36,21 +38,27 @@ from tests.contracts.test_configs import settings_of
 PYTHONS = ("python", ".venv/bin/python", ".venv-trl/bin/python")
 HYDRA = ("launch/train.py", "launch/doctor.py", "launch/server_command.py", "launch/evaluate.py", "launch/serve.py")
 SLURM = {"sbatch": "", "squeue": "--me", "scancel": "--me|JOB|--batch --signal=USR1 JOB"}
-"""Of Slurm's commands: what may stand behind them; sbatch's words are its own."""
+"""Allowed arguments of Slurm commands. Those of sbatch are checked elsewhere."""
 ASSIGNMENTS = re.compile(r"(?:[A-Z_]+=\S*\s+)*")
-"""Of environment variables, in front of a command."""
+"""Matches environment variables set before a command."""
 
 
 class InvalidCommand(Exception):
-    """A command does not parse."""
+    """Raised for a command that does not parse."""
 
 
 class ArgumentsParsed(BaseException):
-    """Ends a script when its arguments were read; no `except` of the script's catches it."""
+    """Ends a script after its arguments were read.
+
+    No `except Exception` of the script catches it.
+    """
 
 
 def indented_blocks(text: str) -> Iterator[list[str]]:
-    """Runs of lines that are indented by four spaces or more, outside fences; a backslash joins a line with the next."""
+    """Yield blocks of lines that are indented by at least four spaces, outside code fences.
+
+    A backslash joins a line with the next one.
+    """
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL).replace("\\\n", " ")
     for indented, lines in groupby(text.splitlines(), key=lambda line: line.startswith("    ")):
         if indented:
@@ -58,7 +66,9 @@ def indented_blocks(text: str) -> Iterator[list[str]]:
 
 
 def split_words(line: str) -> list[str]:
-    """Without a comment and without environment variables in front."""
+    """Split a command into words, without comments and without the environment variables set before
+    it.
+    """
     return shlex.split(line[ASSIGNMENTS.match(line).end() :], comments=True)
 
 
@@ -68,7 +78,9 @@ def is_command(line: str) -> bool:
 
 
 def extract_commands(text: str) -> list[str]:
-    """Every line of every block that holds a command, but for comments, and every command of several words in `backticks`."""
+    """Return every line of every block that contains a command, except comments, and every command
+    of several words in `backticks`.
+    """
     quoted = [span for span in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) if is_command(span) and len(split_words(span)) > 1]
     return [line for lines in indented_blocks(text) if any(map(is_command, lines)) for line in lines if split_words(line)] + quoted
 
@@ -79,14 +91,14 @@ def module_docs(path: Path) -> str:
 
 @cache
 def entry_points() -> dict[str, str]:
-    """Console scripts of setup.py: name -> module:function."""
+    """Return the console scripts of setup.py as {name: module:function}."""
     with patch("setuptools.setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
     return dict(re.split(r"\s*=\s*", entry) for entry in setup.call_args.kwargs["entry_points"]["console_scripts"])
 
 
 def check_command(line: str, config: pytest.Config) -> None:
-    """Raises Wrong, or what composes the settings raises."""
+    """Raise InvalidCommand, or the error of composing the settings, if the command is invalid."""
     first, *rest = split_words(line)
     if first == "bash":
         check_shell(rest, config)
@@ -116,7 +128,7 @@ def check_command(line: str, config: pytest.Config) -> None:
 
 @cache
 def doc_examples() -> dict[str, str]:
-    """Sources of the files that docs/extend.md shows, by name."""
+    """Return the sources of the files in docs/extend.md by name."""
     text = (ROOT / "docs" / "extend.md").read_text()
     return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 
@@ -175,7 +187,9 @@ def check_shell(words: list[str], config: pytest.Config) -> None:
 
 
 def check_job(words: list[str]) -> None:
-    """Words of sbatch, a script, and what it hands on. sbatch itself reads its words in tests/e2e/test_slurm_cluster.py."""
+    """Check a job submission: options of sbatch, a script and its arguments. sbatch's own parsing
+    is covered by tests/e2e/test_slurm_cluster.py.
+    """
     script, *arguments = dropwhile(is_option, words)
     check_executable(script)
     if script == "launch/slurm/sweep.sbatch":
@@ -211,7 +225,7 @@ def check_executable(script: str) -> None:
 
 
 def check_argparse(name: str, start: Callable[[], object], arguments: list[str]) -> None:
-    """Runs a script up to the point where its arguments are read."""
+    """Run a script up to the point where its arguments are parsed."""
 
     def only(reads: Callable[..., object]) -> Callable[..., None]:
         def parse_only(parser: argparse.ArgumentParser, args: list[str] | None = None, namespace: object = None) -> None:
@@ -234,14 +248,20 @@ def check_argparse(name: str, start: Callable[[], object], arguments: list[str])
 
 
 def parse_or_raise(parse: Callable[[], Any]) -> Any:
-    """What a parser made of its words; it raises Wrong instead of ending the process."""
+    """Return the result of `parse`.
+
+    A parser's error raises InvalidCommand instead of ending the process.
+    """
     with patch.object(argparse.ArgumentParser, "error", lambda parser, message: _raise(InvalidCommand(f"{parser.prog}: {message}"))):
         return parse()
 
 
 @contextmanager
 def prepend_to_sys_path(script: Path) -> Iterator[None]:
-    """Modules beside a script can be imported, as where Python starts it; what it does to the path itself is taken back."""
+    """Allow imports of modules in the script's folder, as when Python starts the script.
+
+    Changes of sys.path are reverted afterwards.
+    """
     before = list(sys.path)
     sys.path.insert(0, str(script.parent))
     try:

@@ -1,11 +1,14 @@
-"""A run of server_engine_run.py that starts two servers itself, of which it loses one now and then, at seeded moments:
+"""A run of server_engine_run.py that starts two servers itself and loses one of them at seeded
+moments.
 
     python engine_kills_run.py MODEL_FOLDER RUN_FOLDER SEED KILLS [WORD ...]
 
-A moment is a phase (generation, pause, transfer), a way (killed, stopped, core killed, core stopped, ended), a server and a place in the
-phase; all pairs of phase and way come in turn, in a shuffled order. With each update at most one comes, when both servers serve. One that
-serves again is steady at once: kills come faster than a run gives up a server that ends in a row (services/engine_servers.py).
-RUN_FOLDER/kills.jsonl has what was done, and what became of it.
+A kill has a phase (generation, pause, transfer), a method (killed, stopped, core killed, core
+stopped, ended), a server and a position in the phase. All pairs of phase and method are used in
+turn, in a shuffled order. At most one kill happens per update, and only when both servers are
+healthy. A server counts as stable as soon as it is healthy again, because otherwise the run would
+give up a server that ends several times in a row (services/engine_servers.py).
+RUN_FOLDER/kills.jsonl contains each kill and its outcome.
 """
 
 import asyncio
@@ -30,7 +33,7 @@ from tests.support.server_engine_run import SERVER_ENGINE_OVERRIDES, run_cli
 
 PHASES, METHODS = ("generation", "pause", "transfer"), ("killed", "stopped", "core killed", "core stopped", "ended")
 RECOVERY_TIMEOUT_S = 3000.0
-"""Until both must serve again."""
+"""Maximum seconds until both servers are healthy again."""
 
 
 @dataclass
@@ -39,15 +42,15 @@ class EngineKill:
     method: str
     server: int
     position: int
-    """The request after the update, or the bucket of it, from 0."""
+    """Zero-based index of the request after the update, or of the update's bucket."""
     version: int = -1
-    """Version of the update that the kill came with or after."""
+    """Version of the update during or after which the kill happened."""
     down_s: float = -1.0
-    """From the kill until both served again; -1: nobody waited for it."""
+    """Seconds from the kill until both servers were healthy again; -1 if this was not measured."""
 
 
 class EngineKiller:
-    """Its methods stand in the place of those of a run."""
+    """Contains replacements for methods of a run."""
 
     def __init__(self, folder: Path, *, seed: int, num: int) -> None:
         self.folder, self.remaining, self.kills = folder, draw_kills(seed, num), []
@@ -106,7 +109,9 @@ def draw_kills(seed: int, num: int) -> list[EngineKill]:
 
 
 def send_kill_signal(supervisor_pid: int, method: str) -> None:
-    """The server is its keeper's child; its engine's core is among the server's."""
+    """Send the signal to the server, which is the child of its supervisor, or to its engine core,
+    which is a child of the server.
+    """
     (server,) = psutil.Process(supervisor_pid).children()
     cores = [child for child in server.children() if "resource_tracker" not in " ".join(child.cmdline())]
     number = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "ended": signal.SIGTERM}[method.rpartition(" ")[2]]

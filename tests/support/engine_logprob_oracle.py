@@ -1,4 +1,6 @@
-"""What the engine sampled, and the oracle of its logprobs: one HF float32 forward, banned ids removed, divided by the temperature."""
+"""The oracle for the engine's logprobs: a float32 forward pass in HF without the banned ids,
+divided by the temperature.
+"""
 
 import asyncio
 from collections import Counter
@@ -16,12 +18,17 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, TokenSequence
 
 LOGPROB_BOUND = 1e-4
-"""Absolute, in float32; typical is 3e-6, the largest seen 1.8e-5."""
+"""Maximum absolute difference in float32. Typical values are 3e-6; the largest observed is
+1.8e-5.
+"""
 
 
 @contextmanager
 def open_engine(model: Path, renderer: Renderer, *, reads_weights: bool = True) -> Iterator[ColocatedEngine]:
-    """A real engine of a folder; without its weights it plays after the first load_weights."""
+    """Start a real engine for a model folder.
+
+    Without the folder's weights, it can generate after the first load_weights.
+    """
     engine = ColocatedEngine(
         str(model), EngineSettings(kv_cache_mib=32), reads_weights=reads_weights,
         image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
@@ -40,7 +47,7 @@ def generate_all(engine: ColocatedEngine, contexts: list[TokenSequence], samplin
 
 @torch.no_grad()
 def policy_logits(hf: HF, token_ids: list[int], images: list[Image], *, renderer: Renderer) -> torch.Tensor:
-    """float64 [L, vocabulary], banned ids at -inf."""
+    """Return float64 logits [L, vocabulary] with banned ids at -inf."""
     ids = torch.tensor([token_ids])
     vision = {}
     if images:
@@ -52,7 +59,7 @@ def policy_logits(hf: HF, token_ids: list[int], images: list[Image], *, renderer
 
 
 def max_logprob_diff(hf: HF, context: TokenSequence, completion: Completion, *, temperature: float, renderer: Renderer) -> float:
-    """Largest difference between the engine's logprobs and HF's."""
+    """Return the largest difference between the engine's logprobs and HF's."""
     token_ids = context.token_ids + completion.token_ids
     logits = policy_logits(hf, token_ids, context.images, renderer=renderer) / (temperature or 1.0)
     expected = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[len(context.token_ids) - 1 :, 0]
@@ -61,7 +68,11 @@ def max_logprob_diff(hf: HF, context: TokenSequence, completion: Completion, *, 
 
 
 def check_frequencies(expected: torch.Tensor, counts: Counter[int]) -> None:
-    """Bins of tokens that are expected about 10 times together. All but 1e-4 of chi-squared lies below its mean and 5 deviations."""
+    """Check the token counts with a chi-squared test.
+
+    Tokens are grouped in bins with an expected count of about 10. Under the null hypothesis,
+    chi-squared exceeds its mean by more than 5 standard deviations with a probability below 1e-4.
+    """
     order = expected.argsort(descending=True)
     bins = (expected[order].cumsum(0) / 10).long().unique(return_inverse=True)[1]
     seen = torch.tensor([counts[token] for token in order.tolist()], dtype=torch.float64)

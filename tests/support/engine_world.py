@@ -1,6 +1,8 @@
-"""Run under torchrun by test_engine_world.py: an engine on every rank (tp 1) or one over all ranks (tp 2), under random tool delays.
+"""An engine on every rank (tp 1) or one engine over all ranks (tp 2), with random tool delays. Run
+under torchrun by test_engine_world.py.
 
-Arguments: model folder, engine.tp, file that each engine's leader writes its greedy completions to (a rank's own suffix is added).
+Arguments: model folder, engine.tp, and the file to which the leader of each engine writes its
+greedy completions (each rank appends its own suffix).
 """
 
 import asyncio
@@ -28,7 +30,9 @@ TURNS = 3
 
 
 async def generate_turns(engine: ColocatedEngine, context: TokenSequence, *, delay: random.Random, index: int) -> list[Completion]:
-    """Several turns on a growing context, with a tool of random duration between them."""
+    """Generate several turns of a growing sequence, with a tool call of random duration before
+    each.
+    """
     completions = []
     for _ in range(TURNS):
         await asyncio.sleep(delay.random() * 0.05)
@@ -96,7 +100,11 @@ def main(model: str, tp: int, out: Path) -> None:
 
 
 def corrupt_transfer(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], *, rank: int) -> None:
-    """One bit of a tensor is turned over on its way to the last rank: that rank names it, a rank that holds another slice does not care."""
+    """Flip one bit of a tensor on its way to the last rank.
+
+    This rank must report the tensor by name; a rank that holds another slice of the tensor must not
+    fail.
+    """
     deliver = engine._core.weights.load_bucket
     for name in ("model.language_model.layers.0.self_attn.o_proj.weight", "model.visual.blocks.0.attn.qkv.weight", "lm_head.weight"):
 
@@ -114,7 +122,10 @@ def corrupt_transfer(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], 
 
 
 def load_on_other_ranks(engine: ColocatedEngine, tensors: dict[str, torch.Tensor]) -> None:
-    """Two engines of tp 1 both hold the spoiled element; of a tensor cut over two ranks only the last does."""
+    """Engines with tp 1 all hold the corrupted element, so all fail.
+
+    With a tensor sharded over two ranks, only the last rank fails.
+    """
     if engine._group is None:
         expect_error(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)
     else:

@@ -1,4 +1,6 @@
-"""launch/explain.py with a trainer that makes a mistake where the model is cut up, on its last rank alone: a script for torchrun."""
+"""A torchrun script: launch/explain.py with a trainer whose last rank computes incorrectly if the
+model is sharded.
+"""
 
 import sys
 

@@ -1,5 +1,8 @@
-"""A run folder as a run leaves it, made by hand: what was sampled is random, and what was said of it is Hugging Face's model's, told apart
-from megatron_rl/explain by being computed here. A mistake is planted in how it was said, or in the files."""
+"""Creates a run directory as a run leaves it, with random sampled tokens.
+
+The logprobs come from Hugging Face's model and are computed here, independently of
+megatron_rl/explain. A mistake is planted in the engine's behavior or in the recorded files.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,15 +28,17 @@ STALE_TENSOR = "model.layers.2.mlp.down_proj.weight"
 
 @dataclass(slots=True, frozen=True)
 class EngineBehavior:
-    """How an engine came to its logprobs."""
+    """Describes how an engine has computed its logprobs."""
 
     temperature: float = TEMPERATURE
     transform_images: Callable[[list[Image]], list[Image]] = list
-    """What it saw in the place of a context's pictures."""
+    """Returns the images that the engine used in place of the sequence's images."""
 
 
 def make_rollouts(renderer: Renderer) -> list[Rollout]:
-    """Two: a picture, a reply, another picture of that size, a reply; and one picture, one reply."""
+    """Return two rollouts: one with an image, a response, another image of the same size and a
+    response, and one with one image and one response.
+    """
     generator = np.random.default_rng(0)
     allowed = [token for token in range(256) if token not in renderer.banned_ids]
     made = []
@@ -53,7 +58,7 @@ def make_rollouts(renderer: Renderer) -> list[Rollout]:
 
 
 def set_engine_logprobs(model: PreTrainedModel, renderer: Renderer, context: TokenSequence, behavior: EngineBehavior) -> None:
-    """Have the engine's logprobs in a context."""
+    """Set the rollout logprobs of a sequence to those of an engine with this behavior."""
     logits = policy_logits(model, context.token_ids, behavior.transform_images(context.images), renderer=renderer) / behavior.temperature
     logprobs = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(context.token_ids[1:])[:, None])[:, 0]
     pairs = zip([0.0, *logprobs.tolist()], context.loss_mask, strict=True)
@@ -72,8 +77,11 @@ def write_run(
     None] = lambda model: None,
     corrupt_rollouts: Callable[[list[Rollout]], None] = lambda rollouts: None, as_lines: bool = False, dtype: str = "float32",
 ) -> Path:  # fmt: skip
-    """The folder of a run whose step 0 `model` sampled. `change_model` is done to the engine's model, which computes in `dtype`,
-    `corrupt_rollouts` to what is recorded."""
+    """Write a run directory whose step 0 was sampled by `model`.
+
+    `change_model` modifies the engine's model, which computes in `dtype`; `corrupt_rollouts`
+    modifies the recorded rollouts.
+    """
     renderer = Renderer(ModelSettings(path=str(model)))
     hf = AutoModelForImageTextToText.from_pretrained(model, dtype=dtype).eval()
     change_model(hf)
@@ -93,7 +101,7 @@ def write_run(
 
 
 def resize_twice(image: Image, renderer: Renderer, size: tuple[int, int]) -> Image:
-    """The same picture after it went through another size, with the patches of that."""
+    """Return the image after a resize to another size and back, with the patches of the result."""
     again = image.pil.resize(size, 3).resize(image.pil.size, 3)
     patches = renderer.processor.image_processor(images=[again], do_resize=False, return_tensors="pt")["pixel_values"]
     return replace(image, pil=again, patch_PC=patches)
@@ -121,7 +129,9 @@ def set_rope_sections(*sections: int) -> Callable[[PreTrainedModel], None]:
 
 
 def engine_mistakes(renderer: Renderer, older: Path) -> dict[str, dict]:
-    """By what is to be said in float32: how the engine came to its numbers."""
+    """Return the planted engine mistakes, keyed by the finding that explain must report in
+    float32.
+    """
     tensor = read_stale_tensor(older)
 
     def stale(model: PreTrainedModel) -> None:

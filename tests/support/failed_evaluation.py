@@ -1,6 +1,7 @@
-"""A run whose evaluation cannot be scored: its world is down for that split alone, unless it is up. Run by test_failed_evaluation.py.
+"""A run whose evaluation episodes fail with an InfraError, unless its last argument is `up`. Run by
+test_failed_evaluation.py.
 
-python failed_evaluation.py MODEL_FOLDER RUN_FOLDER down|up
+    python failed_evaluation.py MODEL_FOLDER RUN_FOLDER down|up
 """
 
 import sys

@@ -1,13 +1,15 @@
-"""Run by test_waits.py: updates of a policy on a device that is not there, and every wait of the host for it.
+"""Runs policy updates on a nonexistent device and counts every wait of the host for it. Run by
+test_waits.py.
 
-Tensors have a shape, a device ("meta", in the place of CUDA: torch's autograd on a CPU build has no streams for that one) and nothing
-behind them (torch's FakeTensorMode): forward and backward pass, Megatron's schedule and its optimizer run to the end, and what mixes a
-tensor of the host with one of the device raises.
+    fake_device.py MODELS OUT CASE ...
 
-usage: fake_device.py MODELS OUT CASE ...
+A case is written as 2,1,full,0,3,norm: number of blocks per tower, tensor-parallel size,
+recomputation, LoRA rank, number of micro-batches, and a planted bug (none, or one of PLANTED_BUGS).
 
-A case as 2,1,full,0,3,norm: blocks of each tower, tensor-parallel size, recomputation, rank of adapters, micro-batches, a mistake planted
-(none, or one of PLANTED).
+Tensors have a shape and a device but no data (torch's FakeTensorMode). The device is "meta" instead
+of CUDA, for which torch's autograd has no streams in a CPU build. The forward and backward pass,
+Megatron's schedule and its optimizer run to the end. Operations that mix a host tensor with a
+device tensor raise.
 """
 
 import json
@@ -53,7 +55,10 @@ aten = torch.ops.aten
 
 
 class HostSyncCounter(TorchDispatchMode):
-    """Counts what the host waits for, by where; answers in the device's place with ones."""
+    """Counts the operations for which the host waits, by their call site.
+
+    Values that the host reads from the device are ones.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +69,7 @@ class HostSyncCounter(TorchDispatchMode):
         self.counts[" < ".join([operation, *(f"{Path(f.filename).name}:{f.lineno}" for f in reversed(frames[-3:]))])] += 1
 
     def tolist(self, tensor: torch.Tensor) -> list:
-        """In the place of FakeTensor's, which asks for every number by itself."""
+        """Replace FakeTensor's tolist, which reads every number separately."""
         self.record("tolist")
         return np.ones(tensor.shape).tolist()
 
@@ -73,15 +78,15 @@ class HostSyncCounter(TorchDispatchMode):
         on_device = [t.device.type == DEVICE for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         if func is aten._local_scalar_dense.default:
             self.record("item") if any(on_device) else None
-            return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool  # of integers: 0 ranks have trouble
+            return 1.0 if args[0].dtype.is_floating_point else args[0].dtype == torch.bool  # integers: 0 ranks report an error
         if func in (torch.ops.c10d.reduce_scatter_tensor_coalesced_.default, torch.ops.c10d.allgather_into_tensor_coalesced_.default):
-            return FakeWork().boxed()  # the only collectives of Megatron's that torch has no shapes for
+            return FakeWork().boxed()  # the only collectives of Megatron without shapes in torch
         if func is aten.nonzero.default:
             self.record("nonzero")
             return args[0].new_empty((8, args[0].dim()), dtype=torch.long)
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default) and any(on_device):
             indices = [index for index in args[1] if index is not None]
-            is_fill = len(args) > 2 and args[2].numel() == 1  # ATen makes a masked_fill of it
+            is_fill = len(args) > 2 and args[2].numel() == 1  # ATen turns it into a masked_fill
             if any(index.device.type != DEVICE or (index.dtype == torch.bool and not is_fill) for index in indices):
                 self.record("index")
         if func is aten.copy_.default and any(on_device) and not all(on_device):
@@ -94,7 +99,10 @@ class HostSyncCounter(TorchDispatchMode):
 
 
 class TensorLiteralMode(TorchFunctionMode):
-    """Tensors of numbers: made on the host and then sent, as for CUDA; and numbers of the device's among them are asked for one by one."""
+    """Creates tensor literals on the host and then moves them, as for CUDA.
+
+    Device scalars in a literal are read one by one.
+    """
 
     def __init__(self, waits: HostSyncCounter) -> None:
         super().__init__()
@@ -108,19 +116,24 @@ class TensorLiteralMode(TorchFunctionMode):
         device = args[0].device if near else torch.device(kwargs.pop("device", None) or "cpu")
         numbers = tree_map_only(torch.Tensor, lambda tensor: tensor.item(), args[near])
         made = torch.tensor(numbers, dtype=kwargs.get("dtype", args[0].dtype if near else None))
-        made.constant = None  # else torch would compute with its numbers, on the device that is not there
+        made.constant = None  # otherwise torch would compute with its values on the fake device
         return made.to(device)
 
 
 def compute_on_host(of_grids, grids, sizes):  # noqa: ANN001
-    """What the host computes from what it knows, with real numbers; what it then sends has none."""
+    """Compute with real numbers what the host derives from its own data.
+
+    Only the cu_ tensors keep their values.
+    """
     with _disable_current_modes():
         known = of_grids(grids, sizes)
     return {name: tensor if name.startswith("cu_") else torch.empty_like(tensor) for name, tensor in known.items()}
 
 
 def move_to_device(batch: MicroBatch, tp: int) -> MicroBatch:
-    """The numbers of grid_I3 stay: they are the host's. So do the patches of the images that rank 0 encodes, until a pass sends them."""
+    """Move a micro-batch to the fake device. grid_I3 stays on the host, and so do the patches of
+    the images that rank 0 encodes, until a pass transfers them.
+    """
     columns = {name: getattr(batch, name) for name in MicroBatch.__slots__ if name not in ("grid_I3", "patch_PC")}
     tensors = {name: torch.empty_like(value, device=DEVICE) for name, value in columns.items() if isinstance(value, torch.Tensor)}
     mine = images_of_rank(batch.images, tp)[0]
@@ -129,12 +142,12 @@ def move_to_device(batch: MicroBatch, tp: int) -> MicroBatch:
 
 
 def fake_varlen_kernel(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: ANN001
-    """A kernel of the right shapes."""
+    """Return an output of the kernel's shape."""
     return q_TND * (k_KMD.mean() + v_KMD.mean())
 
 
 def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN001
-    """In the place of build.load_model: no weights are read, and all of it is on the device."""
+    """Replace build.load_model: create the model on the fake device without reading weights."""
     with _disable_current_modes(), megatron_cpu._patched_cuda(torch.device("cpu")):
         chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     for module in chunks.modules():
@@ -150,7 +163,7 @@ def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN00
 
 
 def checking_norm(norm, x):  # noqa: ANN001
-    """A norm that looks at what it is given."""
+    """Compute the norm after checking its input, which makes the host wait."""
     assert x.isfinite().all()
     return RMSNORM(norm, x)
 
@@ -164,12 +177,16 @@ PLANTED_BUGS = {
 
 
 def gather_locally(found: list, shared_value: object, **_: object) -> None:
-    """all_gather_object over ranks that say the same."""
+    """Replace all_gather_object for ranks that all contribute the same value."""
     found[:] = [shared_value] * len(found)
 
 
 def count_update_waits(model: Path, *, tp: int, recompute: str, rank: int, micro_batches: int) -> Counter[str]:
-    """What one update waits for. It has a value head, pictures, a prompt that two contexts share, and more rows than a block of logits."""
+    """Count the host's waits in one update.
+
+    The update has a value head, images, a prompt that two sequences share, and more rows than one
+    chunk of logits.
+    """
     settings = ModelSettings(path=str(model))
     parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1, recompute=recompute, log_probs_chunk_size=4)
     renderer, lora, waits = Renderer(settings), LoraSettings(rank=rank), HostSyncCounter()

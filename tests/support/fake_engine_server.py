@@ -1,9 +1,12 @@
-"""In the place of a server of vLLM that a run starts: it is healthy at once, or whatever FOLDER/how says.
+"""Stands in for a vLLM server that a run starts. It is healthy at once, or behaves as FOLDER/how
+specifies.
 
-usage: fake_engine_server.py FOLDER ... --host H --port P
+    fake_engine_server.py FOLDER ... --host H --port P
 
-It asks for its token, and proves that it knows it. FOLDER/how, read at each start and each question: well; silent (takes no questions);
-ends (with code 3, behind two lines). Each start adds a line to FOLDER/starts: its process, its cores, and variables of its environment.
+The server rejects requests without its token and proves that it knows the token. FOLDER/how is read
+at each start and at each request: well; silent (does not respond); ends (exits with code 3 after
+two lines of output). Each start appends a line to FOLDER/starts with the process id, the CPU cores,
+and variables of the environment.
 """
 
 import json
@@ -29,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *given: object) -> None:
-        """It keeps silent."""
+        """Log nothing."""
 
 
 def read_behavior() -> str:

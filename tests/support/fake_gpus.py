@@ -1,4 +1,6 @@
-"""GPUs that are not there: what torch and NVIDIA's kernel module said of real ones, told by torch of this machine."""
+"""Makes torch report GPUs that this machine does not have, with the values that torch and NVIDIA's
+kernel module report for real ones.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,14 +19,19 @@ H100 = Gpu(name="NVIDIA H100 80GB HBM3", memory_bytes=85_029_158_912)
 L40S = Gpu(name="NVIDIA L40S", memory_bytes=47_697_362_944)
 L4 = Gpu(name="NVIDIA L4", memory_bytes=23_574_151_168)
 MIG_SLICE = Gpu(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", memory_bytes=10_468_982_784)
-"""Names and total_memory as torch.cuda.get_device_properties gives them (published logs; none of these was here)."""
+"""GPUs with the names and total_memory of torch.cuda.get_device_properties, taken from published
+logs; none of them was available here.
+"""
 
 
 def patch_gpus(
     monkeypatch: pytest.MonkeyPatch, folder: Path, gpus: Sequence[Gpu], *, driver_text: str = OPEN_MODULE, shared_bytes: int = 8 << 30
 ) -> None:
-    """Torch for CUDA 13 with these GPUs, a driver whose file is `driver_text`, `shared_bytes` bytes free in /dev/shm, no
-    CUDA_VISIBLE_DEVICES."""
+    """Replace torch's device queries by those of a CUDA 13 build with these GPUs.
+
+    The driver's version file contains `driver_text`, /dev/shm has `shared_bytes` bytes free, and
+    CUDA_VISIBLE_DEVICES is unset.
+    """
     (folder / "version").write_text(driver_text)
     monkeypatch.setattr("megatron_rl.preflight.gpus.DRIVER", folder / "version")
     monkeypatch.setattr("megatron_rl.preflight.gpus.shutil.disk_usage", lambda _: SimpleNamespace(free=shared_bytes))

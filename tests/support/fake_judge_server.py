@@ -1,4 +1,7 @@
-"""A strict OpenAI-compatible server on loopback (requests must be what the openai package itself calls valid), and a judge that asks it."""
+"""A strict OpenAI-compatible judge server on loopback, and a judge that uses it.
+
+The openai package's own types decide which requests are valid.
+"""
 
 import asyncio
 import json
@@ -27,9 +30,11 @@ class JudgeReply:
     headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
     delay_s: float = 0.0
     drop_connection: bool = False
-    """Close the connection without a word."""
+    """Close the connection without a response."""
     num_repeats: int = 1
-    """The body is sent so often; in pieces without a length where the headers say Transfer-Encoding."""
+    """Number of times the body is sent. If the headers contain Transfer-Encoding, it is sent in
+    chunks without a length.
+    """
 
 
 def make_completion(text: str) -> JudgeReply:
@@ -42,16 +47,16 @@ def make_completion(text: str) -> JudgeReply:
 class JudgeServer:
     url: str
     respond: Callable[[dict], JudgeReply]
-    """What to answer to a request's body."""
+    """Computes the response to the body of a request."""
     models_reply: JudgeReply | None = None
-    """What to answer to a question for the models, if not these."""
+    """Response to a request for the models, if it differs from the list of `models`."""
     models: tuple[str, ...] = ("served", "judge", "other")
     bodies: list[dict] = field(default_factory=list)
     request_times: list[float] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     in_flight: int = 0
     max_in_flight: int = 0
-    """Requests that were under way at once."""
+    """Largest number of concurrent requests."""
 
 
 @contextmanager
@@ -102,7 +107,7 @@ def serve_judge(respond: Callable[[dict], JudgeReply]) -> Iterator[JudgeServer]:
                 for _ in range(reply.num_repeats):
                     self.wfile.write(piece)
                 self.wfile.write(b"0\r\n\r\n" if chunked else b"")
-            except (BrokenPipeError, ConnectionResetError):  # the client gave up, which some tests want
+            except (BrokenPipeError, ConnectionResetError):  # the client gave up, as some tests intend
                 self.close_connection = True
 
         def log_message(self, *_: object) -> None:
@@ -110,7 +115,7 @@ def serve_judge(respond: Callable[[dict], JudgeReply]) -> Iterator[JudgeServer]:
 
     class Http(ThreadingHTTPServer):
         daemon_threads = True
-        request_queue_size = 128  # with the usual 5 many connections at once wait a second for the kernel's second attempt
+        request_queue_size = 128  # with the default of 5, connections wait a second for the kernel's second attempt
 
     http = Http(("127.0.0.1", 0), Handler)
     server = JudgeServer(f"http://127.0.0.1:{http.server_port}/v1", respond)
@@ -133,7 +138,7 @@ def answer_correct(_: dict) -> JudgeReply:
 
 
 def run_judge(settings: JudgeSettings, client_fn: Callable[[Judge], Awaitable[None]]) -> Judge:
-    """A judge used in an event loop of its own, then closed. Its rests are short."""
+    """Use a judge with short retry delays in its own event loop, then close it."""
     judge = Judge(settings, backoff_s=0.01)
 
     async def main() -> None:

@@ -1,6 +1,9 @@
-"""The listener's own application around an engine whose numbers are known: p(yes) is a hash of pixels and question.
+"""The listener's own application with a fake engine whose probabilities are known: p(yes) is a hash
+of the image's pixels and the question.
 
-As a script it is a server: fake_listener.py PORT [--version V] [--delay-s S] prints its address, and lives until it is ended.
+    fake_listener.py PORT [--version V] [--delay-s S]
+
+As a script, it is a server that prints its address and runs until it receives a signal.
 """
 
 import argparse
@@ -52,14 +55,14 @@ class Renderer:
 
 @dataclass
 class FakeEngineHolder:
-    """An engine room without an engine. The mass of yes is on two tokens."""
+    """An engine holder without an engine. It splits the probability of yes between two tokens."""
 
     version: str = "one"
     delay_s: float = 0.0
     logprobs_fn: Callable[[float], list[float]] = lambda p: [math.log(p / 4), math.log(1 - p), math.log(3 * p / 4)]
     renderer: Renderer = field(default_factory=Renderer)
     requests: list[tuple[str, str]] = field(default_factory=list)
-    """(picture, question) in the order in which the engine was asked."""
+    """(image key, question) of each request, in order."""
     is_healthy: bool = True
     busy_s: float = 0.0
 

@@ -1,4 +1,7 @@
-"""A sandbox server in this process, over real sockets, whose boxes do nothing: for what happens before a box is asked."""
+"""A sandbox server in this process, over real sockets, whose sandboxes do nothing.
+
+Used to test everything that happens before a sandbox runs code.
+"""
 
 import asyncio
 import json
@@ -25,7 +28,10 @@ from sandbox.server import create_app
 
 
 class FakeBox:
-    """Says its code, and waits as long as that says: `sleep 2`. Its only file is as large as its name says."""
+    """Returns its code as output.
+
+    The code `sleep 2` waits for 2 s first. Each file has the size that its name specifies.
+    """
 
     def __init__(self, pool: "FakePool") -> None:
         self.pool = pool
@@ -50,7 +56,7 @@ class FakeBox:
 
 
 class FakePool(SandboxPool):
-    """A pool without processes."""
+    """A sandbox pool without processes."""
 
     def __init__(self, limits: BoxLimits | None = None, *, size: int = 8) -> None:
         super().__init__(size=size, limits=limits)
@@ -68,7 +74,7 @@ class FakePool(SandboxPool):
 
 @dataclass
 class RunningServer:
-    """A server at work, and the records that it would have written."""
+    """A running server and the log records that it has written."""
 
     port: int
     pool: FakePool
@@ -87,7 +93,10 @@ class RunningServer:
 def serve_sandbox(
     *, connections: ConnectionRegistry | None = None, pool: FakePool | None = None, app: FastAPI | None = None, token: str = ""
 ) -> Iterator[RunningServer]:
-    """In a thread with a loop of its own. `app` in the place of the whole of ours."""
+    """Run the server in a thread with its own event loop.
+
+    `app` replaces the complete application.
+    """
     pool = pool or FakePool()
     with create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(make_uvicorn_config(app or create_app(pool, token=token), connections or ConnectionRegistry()))
@@ -117,7 +126,10 @@ def build_request(path: str, body: object = None, *, method: str = "POST", heade
 
 
 def read_answer(connection: socket) -> bytes:
-    """All that comes until the other side ends it; empty where it cut the line."""
+    """Read until the other side closes the connection.
+
+    A reset connection returns the data received before the reset.
+    """
     answer = b""
     try:
         while part := connection.recv(1 << 16):
@@ -128,7 +140,9 @@ def read_answer(connection: socket) -> bytes:
 
 
 def parse_results(data: Any, *, limits: BoxLimits | None = None, calls: int = 1) -> CallResult:
-    """The last of some equal results of one box."""
+    """Decode the same result `calls` times with one image budget, as from one sandbox, and return
+    the last one.
+    """
     limits = limits or BoxLimits()
     allowance = ImageBudget(limits)
     return [decode_result(data, limits=limits, budget=allowance) for _ in range(calls)][-1]

@@ -1,7 +1,9 @@
-"""A Transformer Engine of plain torch under the names, parameters and keywords of the real one that megatron-core 0.16.1 calls.
+"""A Transformer Engine in plain torch, with the names, parameters and keywords of the real one that
+megatron-core 0.16.1 uses.
 
-What it has is what a policy of ours needs; everything else of the real one is missing, which Megatron takes for an older version.
-tests/contracts/test_transformer_engine.py holds it against the real one's source where that is at hand. Install it before Megatron comes.
+It contains only what this trainer's policy needs. Everything else is missing, which Megatron takes
+for an older version. tests/contracts/test_transformer_engine.py compares it with the source of the
+real one if that is available. Install it before Megatron is imported.
 """
 
 import sys
@@ -17,7 +19,7 @@ VERSION = "2.20.2"
 
 
 class Linear(nn.Module):
-    """Column-parallel: out_features are cut; row-parallel: in_features."""
+    """Linear layer. Column parallelism shards out_features, row parallelism in_features."""
 
     def __init__(
         self, in_features: int, out_features: int, sequence_parallel: bool = False, fuse_wgrad_accumulation: bool = False,
@@ -77,7 +79,9 @@ class DotProductAttention(nn.Module):
         cu_seqlens_q_padded: torch.Tensor | None = None, cu_seqlens_kv_padded: torch.Tensor | None = None, max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """Query [T, heads, d], key and value [T, groups, d] -> [T, heads * d]; each sequence for itself."""
+        """Attend within each sequence: query [T, heads, d], key and value [T, groups, d] -> [T,
+        heads * d].
+        """
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal") and torch.equal(cu_seqlens_q, cu_seqlens_q_padded)
         outputs = []
         for start, stop in pairwise(cu_seqlens_q.tolist()):
@@ -88,7 +92,7 @@ class DotProductAttention(nn.Module):
 
 
 class Placeholder:
-    """Stands where Megatron names something of the real one without building it."""
+    """Stands in for objects that Megatron imports from the real package without using them."""
 
 
 LAYERS = (Linear, LayerNormLinear, RMSNorm, DotProductAttention)
@@ -105,11 +109,13 @@ CONTENT = {
         ("fused_compute_score_for_moe_aux_loss", "fused_moe_aux_loss", "fused_topk_with_score_function"), Placeholder
     ),
 }
-"""Submodules with what Megatron imports of each without expecting that it might be missing (extensions/transformer_engine.py)."""
+"""Submodules with the objects that Megatron imports from them unconditionally
+(extensions/transformer_engine.py).
+"""
 
 
 def install_fake(*, has_fp8: bool = True) -> None:
-    """`import transformer_engine` finds it from now on."""
+    """Make `import transformer_engine` find the fake from now on."""
     for suffix, content in CONTENT.items():
         if suffix == ".pytorch.fp8" and not has_fp8:
             continue

@@ -1,7 +1,9 @@
-"""Runs benchmarks/trl_side.py where TRL and datasets are not installed: as much of both as it asks of them, and no training.
+"""Runs benchmarks/trl_side.py without TRL and datasets installed: implements the parts of both that
+the script uses, without any training.
 
-The stand-in for the trainer turns messages into tokens as TRL does, by the processor's chat template, and deals each prompt's group to the
-reward function: half of the replies take the right step, the others are no JSON. A dataset's rows are written to --out with `.rows` added.
+The fake trainer tokenizes messages with the processor's chat template, as TRL does, and passes each
+prompt's group to the reward function: half of the responses take the optimal step, the others are
+not JSON. The rows of the dataset are written to the path of --out with `.rows` appended.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""In the place of vLLM's server, at once: it says its names when it is asked for its models, and has a child that left its session.
+"""Stands in for vLLM's server without startup time. It lists its model names and has a child
+process in another session.
 
-usage: fake_vllm_server.py FOLDER well|silent|ends|denies --model M --served-model-name A B --host H --port P
+    fake_vllm_server.py FOLDER HOW --model M --served-model-name A B --host H --port P
 
-FOLDER/pids has both processes, FOLDER/environment.json what they were told.
+HOW is well, silent, ends or denies. FOLDER/pids contains the ids of both processes,
+FOLDER/environment.json their environment.
 """
 
 import json
@@ -40,6 +42,6 @@ if __name__ == "__main__":
     if given.how == "ends":
         sys.exit(3)
     if given.how == "silent":
-        sys.stdin = open(os.pipe()[0])  # noqa: SIM115 (nobody writes there)
+        sys.stdin = open(os.pipe()[0])  # noqa: SIM115 (nothing is ever written to this pipe)
         sys.stdin.read()
     HTTPServer((given.host, given.port), Handler).serve_forever()

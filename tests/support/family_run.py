@@ -1,6 +1,7 @@
-"""Two steps of GRPO of a model of any family, tensor parallel over all ranks. Run by test_family_runs.py.
+"""Two GRPO steps of a model of any family, tensor parallel over all ranks. Run by
+test_family_runs.py.
 
-python family_run.py MODEL_FOLDER RUN_FOLDER
+    python family_run.py MODEL_FOLDER RUN_FOLDER
 """
 
 import os

@@ -1,4 +1,8 @@
-"""Checkpoints as other trainers leave them, sliced here row by row or by torch, so that nothing of the table under test takes part."""
+"""Writes checkpoints in the formats of other trainers.
+
+The tensors are sliced here row by row or by torch, so that the mapping tables under test are not
+involved.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -20,11 +24,13 @@ HEADS, KV_HEADS, HEAD_DIM, LAYERS, VISION_HEADS, VISION_DIM = 4, 2, 32, 4, 2, 32
 BLOCK_MLP = {
     "qwen2_5_vl": (("gate_proj", "up_proj"), "down_proj"), "qwen2_vl": (("fc1",), "fc2"), "qwen3_vl": (("linear_fc1",), "linear_fc2"),
 }  # fmt: skip
-"""The layers of a block's MLP by family."""
+"""Layer names of a vision block's MLP per model family."""
 
 
 def read_hf_tensors(folder: Path) -> State:
-    """All tensors of a Hugging Face folder by the released names, through safetensors alone."""
+    """Return all tensors of a Hugging Face folder, keyed by their released names, read with
+    safetensors alone.
+    """
     return {canonical_name(name): tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
@@ -38,7 +44,9 @@ def tensor_shard(tensor: torch.Tensor, rank: int, tp: int, dim: int) -> torch.Te
 
 
 def layer_shard(hf: State, layer: int, rank: int, tp: int, *, fused_norms: bool) -> State:
-    """One decoder layer of one tensor-parallel rank, under Megatron's names without their prefix."""
+    """Return one decoder layer of one tensor-parallel rank, with Megatron's names without their
+    prefix.
+    """
     prefix = f"model.layers.{layer}."
     state = {
         "self_attention.linear_proj.weight": tensor_shard(hf[f"{prefix}self_attn.o_proj.weight"], rank, tp, 1),
@@ -69,7 +77,10 @@ def detect_family(hf: State) -> str:
 
 
 def mlp_shard(hf: State, name: str, first: tuple[str, ...], second: str, rank: int, tp: int) -> State:
-    """An MLP of one rank, its halves side by side where there are two."""
+    """Return the MLP shard of one rank.
+
+    If the first layer has two halves, each is sharded and they are concatenated.
+    """
     state = {}
     for kind in ("weight", "bias"):
         state[f"linear_fc1.{kind}"] = torch.cat([tensor_shard(hf[f"{name}.{each}.{kind}"], rank, tp, 0) for each in first])
@@ -78,7 +89,9 @@ def mlp_shard(hf: State, name: str, first: tuple[str, ...], second: str, rank: i
 
 
 def merger_state(hf: State, rank: int, tp: int) -> State:
-    """Megatron's projector, its norm the block's last; mbridge's own mergers of Qwen3-VL."""
+    """Return the merger: as Megatron's projector, with its norm as the final norm of the decoder,
+    or as mbridge's own mergers for Qwen3-VL.
+    """
     state = {}
     for kind in [kind for kind in ("weight", "bias") if f"visual.merger.ln_q.{kind}" in hf]:
         state[f"decoder.final_layernorm.{kind}"] = hf[f"visual.merger.ln_q.{kind}"]
@@ -94,7 +107,7 @@ def merger_state(hf: State, rank: int, tp: int) -> State:
 
 
 def megatron_tower_state(hf: State, rank: int, tp: int) -> State:
-    """The vision tower of one rank as Megatron cuts it."""
+    """Return the vision tower of one rank as Megatron shards it."""
     whole = ("patch_embed.proj.weight", "patch_embed.proj.bias", "pos_embed.weight")
     state = {name: hf[f"visual.{name}"] for name in whole if f"visual.{name}" in hf} | merger_state(hf, rank, tp)
     for block in range(sum(name.endswith(".attn.qkv.weight") for name in hf)):
@@ -115,7 +128,11 @@ def megatron_tower_state(hf: State, rank: int, tp: int) -> State:
 
 
 def chunk_state(hf: State, layers: range, rank: int, tp: int, *, padding: int, tower: str, fused_norms: bool, is_tied_copy: bool) -> State:
-    """One model chunk of one rank: its layers numbered from 0, the ends of the model where they belong."""
+    """Return one model chunk of one rank.
+
+    Its layers are numbered from 0; embedding, final norm and output layer belong to the first and
+    last chunk.
+    """
 
     def padded(name: str) -> torch.Tensor:
         return tensor_shard(torch.cat([hf[name], torch.full((padding, hf[name].shape[1]), 7.0)]), rank, tp, 0)
@@ -144,7 +161,10 @@ def chunk_state(hf: State, layers: range, rank: int, tp: int, *, padding: int, t
 def write_verl_megatron(
     out: Path, hf: State, *, tp: int, pp: int, chunks: int = 1, padding: int = 0, tower: str = "hf", tied: bool = False
 ) -> None:
-    """verl's: out/model/mp_rank_TT_PPP/model.pt with a list of state dicts, norms fused as Transformer Engine's."""
+    """Write a checkpoint of verl: out/model/mp_rank_TT_PPP/model.pt with a list of state dicts.
+
+    Norms are fused as in Transformer Engine.
+    """
     size = LAYERS // (pp * chunks)
     for rank in range(tp):
         for stage in range(pp):
@@ -161,7 +181,8 @@ def write_verl_megatron(
 
 
 def write_megatron_lm(out: Path, hf: State, *, tp: int, change: Callable[[int, State], None] | None = None) -> None:
-    """Megatron-LM's at one stage: out/mp_rank_TT/model_optim_rng.pt, the state dict under "model" beside arguments and random states.
+    """Write a checkpoint of Megatron-LM with one pipeline stage: out/mp_rank_TT/model_optim_rng.pt.
+    The state dict is stored under "model", next to arguments and random states.
 
     `change(rank, state)` may damage a rank's state dict.
     """
@@ -180,7 +201,9 @@ def write_megatron_lm(out: Path, hf: State, *, tp: int, change: Callable[[int, S
 
 
 def write_fsdp(out: Path, hf: State, mesh_shape: tuple[int, ...]) -> None:
-    """What each rank of an FSDP world saves: DTensors cut by torch itself, one file a rank. The process group only pretends to be one."""
+    """Write what each rank of an FSDP world saves: one file per rank with DTensors, sharded by
+    torch itself in a fake process group.
+    """
     out.mkdir()
     size = torch.Size(mesh_shape).numel()
     placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]

@@ -1,8 +1,10 @@
-"""Processes that need not import packages: forked from one that has imported what every run imports (8 seconds of a core, once).
+"""Starts processes without the cost of importing packages. They are forked from a process that has
+imported what every run imports, which takes 8 s of CPU time once.
 
-To a script nothing differs from `python SCRIPT ARGUMENTS...` or from torchrun: it is `__main__`, with its own arguments, environment,
-folder and session, it imports this project's modules itself, and all it says goes into a file. What a fresh interpreter does, and what
-torchrun does, is tested by processes that are started without this (tests/conftest.py: start).
+For a script, nothing differs from `python SCRIPT ARGUMENTS...` or from torchrun: it is `__main__`,
+with its own arguments, environment, folder and session; it imports this project's modules itself,
+and its output goes to a file. Tests of fresh interpreters and of torchrun itself use processes
+started without this module (tests/conftest.py: start).
 """
 
 import atexit
@@ -21,17 +23,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TERMINATE_TIMEOUT_S = 10.0
-"""Between the request to end and the end by force."""
+"""Seconds between SIGTERM and SIGKILL."""
 _outputs = tempfile.TemporaryDirectory(prefix="forked_")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.fork_server_preload"])
 
 
 class Process:
-    """One process that was started; what subprocess.Popen offers of it."""
+    """A started process with part of the interface of subprocess.Popen."""
 
     def __init__(self, script: str | Path, *arguments: object, cwd: Path = ROOT, environment: Mapping[str, str] | None = None) -> None:
-        """`environment` is added to this process's own. Standard error joins standard output."""
+        """Start the script.
+
+        `environment` is added to this process's own environment, and stderr is redirected to
+        stdout.
+        """
         descriptor, name = tempfile.mkstemp(dir=_outputs.name)
         os.close(descriptor)
         self.output = Path(name)
@@ -64,14 +70,14 @@ class Process:
         self._process.join()
 
     def terminate(self, *, deadline: float) -> None:
-        """Ask it to end; by this time on the monotonic clock it has."""
+        """Send SIGTERM, and SIGKILL at the deadline, which is a value of time.monotonic()."""
         self._process.terminate()
         self._process.join(max(0.0, deadline - time.monotonic()))
         self.kill()
 
 
 def run_script(script: str | Path, *arguments: object, timeout_s: float, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """One process, to its end."""
+    """Run one process until it exits."""
     process = Process(script, *arguments, cwd=cwd)
     try:
         output, _ = process.communicate(timeout_s)
@@ -81,8 +87,11 @@ def run_script(script: str | Path, *arguments: object, timeout_s: float, cwd: Pa
 
 
 def run_world(num_ranks: int, script: str | Path, *arguments: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """As many processes as torchrun would start, with what it tells them; the first that fails ends the others, and its code is that of
-    the world. Raises TimeoutExpired."""
+    """Run as many processes as torchrun would start, with its environment variables.
+
+    The first rank that fails ends the others, and its exit code becomes the world's. Raises
+    TimeoutExpired.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -110,7 +119,7 @@ def _collect_output(ranks: list[Process]) -> str:
 
 
 def _run_child(argv: list[str], folder: str, environment: dict[str, str], output: str) -> None:
-    """In the new process."""
+    """Set up the new process and run the script in it."""
     os.setsid()
     descriptor = os.open(output, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):

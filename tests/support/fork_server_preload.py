@@ -1,6 +1,8 @@
-"""Imports, for tests/support/fork_server.py, the packages that a run loads, in the environment of an engine.
+"""Imports the packages that a run loads, in the environment of an engine, for
+tests/support/fork_server.py.
 
-This project's own modules are removed again: every process imports them itself, because a test may change one before that.
+This project's own modules are removed again, so that each process imports them itself; a test may
+change a module before this import.
 """
 
 import atexit
@@ -10,7 +12,7 @@ import sys
 import warnings
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as the door has it
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as in the CLI
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron_rl.rollout.vllm.engine_core import _prepare_environment
@@ -29,7 +31,9 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "megatron
 
 
 def _detach_media_folder() -> None:
-    """The folder in which wandb (imported by megatron.core) makes its tables is the parent's to remove, when it ends."""
+    """Keep the child from removing wandb's media folder (wandb is imported by megatron.core), which
+    the parent removes at its exit.
+    """
     atexit.unregister(MEDIA_TMP.cleanup)
     MEDIA_TMP._finalizer.detach()
 

@@ -1,6 +1,7 @@
-"""Run under torchrun by test_parts.py: one GRPO step with parts frozen or slowed down, at tp 2 x pp 2 or on one process.
+"""One GRPO step with frozen modules or with learning rates per module, at tp 2 x pp 2 or on one
+process. Run under torchrun by test_parts.py.
 
-usage: frozen_parts_world.py MODEL OUT TP PP CASE ...
+    frozen_parts_world.py MODEL OUT TP PP CASE ...
 """
 
 import sys
@@ -18,7 +19,7 @@ from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed_example import make_example_items
 
 CASES: dict[str, tuple[list[str], dict[str, float]]] = {
-    # frozen parts, and the parts' own learning rates
+    # frozen modules, learning rate per module
     "whole": ([], {}),
     "no_vision": (["vision"], {}),
     "no_merger": (["merger"], {}),
@@ -32,7 +33,7 @@ def train_one_step(model: Path, layout: Layout, parallel: ParallelSettings, case
     frozen, part_lr = CASES[case]
     settings = ModelSettings(path=str(model), frozen=frozen)
     renderer = Renderer(settings)
-    optim = OptimSettings(lr=0.1, eps=1e-3, clip_grad=1e9, lr_by_module=part_lr)  # clipped, one part's gradient would change another's step
+    optim = OptimSettings(lr=0.1, eps=1e-3, clip_grad=1e9, lr_by_module=part_lr)  # no clipping: it would couple the updates of all modules
     policy = Policy(
         settings, layout, parallel=parallel, optim=optim, num_steps=1,
         banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,

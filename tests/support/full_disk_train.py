@@ -1,4 +1,6 @@
-"""launch/train.py where no file can grow beyond 2 MB: a disk that fills up while the 4.4 MB checkpoint is written."""
+"""launch/train.py with a limit of 2 MB per file, which simulates a disk that fills up while the
+checkpoint of 4.4 MB is written.
+"""
 
 import resource
 import runpy

@@ -1,6 +1,8 @@
-"""What recorded rollouts teach: the real path from rollouts to updates, without an engine, and every number of it in plain values.
+"""Trains on recorded rollouts without an engine, on the trainer's own path from rollouts to
+updates, and returns every number as a plain value.
 
-tests/golden/record_rollouts.py writes these numbers down, tests/golden/test_recorded.py compares with them.
+tests/golden/record_rollouts.py records these numbers, and tests/golden/test_recorded.py compares
+with them.
 """
 
 import hashlib
@@ -40,23 +42,32 @@ from tests.support.single_process_policy import close_with_world
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 PIXELS = {"min_pixels": 12000, "max_pixels": 14200}
-"""112 x 112 and 168 x 84 pixels are final sizes."""
+"""Limits for which 112 x 112 and 168 x 84 pixels need no resizing."""
 REL_TOL, ABS_TOL = 1e-5, 2e-6
-"""Relative, and absolute for what is nearly 0, as a loss is whose advantages cancel. Two threads, or kernels for AVX2 in place of AVX-512,
-make a fifth of it at most; PyTorch's for a CPU without vectors make a little more than all of it."""
+"""Relative tolerance, and absolute tolerance for values near 0, such as a loss whose advantages
+cancel. Running with two threads, or with kernels for AVX2 instead of AVX-512, uses at most a fifth
+of the tolerance. PyTorch's kernels for CPUs without vector instructions exceed it slightly.
+"""
 FIRST_GRAD_NORM, FIRST_GRAD_NORM_TOL = "updates[0]/grad_norm", 4e-5
-"""Of a norm that nearly all is the first layer's of the vision tower, furthest from the loss: MKL's kernels for AVX-512 on a CPU with AMX
-make 1.7e-5 of it beside those for AVX2 (MKL_ENABLE_INSTRUCTIONS). Later norms, and all with LoRA, are no such."""
+"""Tolerance for a gradient norm that is dominated by the first layer of the vision tower, the layer
+furthest from the loss. MKL's AVX-512 kernels on a CPU with AMX differ by 1.7e-5 from its AVX2
+kernels (MKL_ENABLE_INSTRUCTIONS). Later norms and all norms with LoRA are not dominated by this
+layer.
+"""
 LOGPROB_BOUND = 1e-4
-"""Of one token's logprob, in float32: the engine's against the trainer's, and a ratio against another machine's."""
+"""Bound for the logprob of a single float32 token: between engine and trainer, and for a ratio
+between two machines.
+"""
 ROUNDING_METRICS = ("rollout_mismatch/logprob_abs_diff", "rollout_mismatch/logprob_abs_diff_p99", "rollout_mismatch/logprob_abs_diff_max")
-"""Rounding itself: no two machines have the same. They have the bound instead."""
+"""Metrics that measure rounding itself, which differs between any two machines. They are checked
+against LOGPROB_BOUND instead of the recorded value.
+"""
 SINGLE_TOKEN_METRICS = ("policy/ratio_abs_dev_max",)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GoldenCase:
-    """Settings of one step's updates. The micro-batches are small, so that there are several."""
+    """Settings for the updates of one step. Micro-batches are small, so that there are several."""
 
     algo: Mapping[str, Any] = field(default_factory=dict)
     batch: Mapping[str, Any] = field(default_factory=dict)
@@ -64,7 +75,11 @@ class GoldenCase:
     lr: float = 1e-4
 
     def settings(self, model: Path) -> Settings:
-        """Adam's eps is far above every gradient: the step is then a multiple of it, and rounding is not divided by itself."""
+        """Return the complete settings.
+
+        Adam's eps is far above every gradient, so that an update is proportional to its gradient
+        and no rounding error is divided by another one.
+        """
         return Settings(
             model=ModelSettings(path=str(model), **PIXELS),
             lora=LoraSettings(**self.lora),
@@ -93,7 +108,10 @@ CASES = {
 
 
 def load_rollouts() -> list[Rollout]:
-    """Anew for each use: credit is written into them."""
+    """Read the recorded rollouts.
+
+    Each use needs its own copy, because advantages are written into the rollouts.
+    """
     return [entry.rollout for entry in read_recorded(GOLDEN / "rollouts.jsonl")]
 
 
@@ -106,7 +124,10 @@ def build_golden_policy(settings: Settings) -> Policy:
 
 
 def compute_golden_step(settings: Settings) -> dict[str, Any]:
-    """A step of training_loop.py on the recorded rollouts, in a world of one: what was dropped, packed and measured, as JSON values."""
+    """Run a step of training_loop.py on the recorded rollouts with a world size of 1.
+
+    Return what was filtered, packed and measured as JSON values.
+    """
     rollouts, algorithm = load_rollouts(), ALGORITHMS[settings.algo.name]
     policy = build_golden_policy(settings)
     fills_batch(rollouts, settings, algorithm)
@@ -123,7 +144,7 @@ def compute_golden_step(settings: Settings) -> dict[str, Any]:
 
 
 def describe_batch(batch: MicroBatch) -> dict[str, Any]:
-    """Its integers: sizes for people, and a digest of all of them."""
+    """Return the integers of a micro-batch: readable sizes, and a digest of all of them."""
     integers = (batch.token_T, batch.target_T, batch.mask_T, batch.position_3T, batch.cu_seqlens_S1, batch.grid_I3, batch.vision_position_M)
     digest = hashlib.sha256(repr([each.tolist() for each in (*integers, batch.vision_row_M)]).encode())
     sources = [each and (each.rollout, each.sequence, each.start) for each in batch.origin_S]
@@ -135,7 +156,11 @@ def describe_batch(batch: MicroBatch) -> dict[str, Any]:
 
 
 def find_differences(expected: Any, found: Any, path: str = "") -> list[str]:
-    """Where two trees of JSON values differ: integers and texts at all, floats by more than CLOSE and SMALL, or what BOUND allows."""
+    """Return the differences between two trees of JSON values.
+
+    Integers and strings must be equal; floats may differ by REL_TOL and ABS_TOL, or by the special
+    tolerances above.
+    """
     if isinstance(expected, dict) and isinstance(found, dict):
         names = sorted(expected.keys() | found.keys())
         return [line for name in names for line in find_differences(expected.get(name), found.get(name), f"{path}/{name}".lstrip("/"))]

@@ -1,7 +1,8 @@
-"""What a GPU's kernels compute and keep, on a CPU: torch's own decomposition of its fused norm, Megatron's SwiGLUFunction uncompiled, and
-attention over runs of keys that are gathered.
+"""Replaces GPU kernels on a CPU, with the results and the saved tensors of the kernels: torch's own
+decomposition of its fused norm, Megatron's SwiGLUFunction without compilation, and attention over
+gathered keys.
 
-Each is one operation to whoever watches: what a kernel needs in passing stays inside it.
+Each kernel is a single operation for dispatch modes; its temporary tensors are not visible to them.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,9 @@ def run_unwatched(compute: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 
 class FusedNorm(torch.autograd.Function):
-    """Keeps what aten::_fused_rms_norm_backward asks for: input, weight, and a statistic a row in fp32."""
+    """Saves the inputs of aten::_fused_rms_norm_backward: input, weight, and one fp32 statistic per
+    row.
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:  # noqa: ANN001
@@ -44,7 +47,9 @@ class FusedNorm(torch.autograd.Function):
 
 
 class VarlenAttention(torch.autograd.Function):
-    """Keeps what flash attention keeps: what it is given, its result, and a statistic a query and head in fp32."""
+    """Saves what flash attention saves: its inputs, its output, and one fp32 statistic per query
+    and head.
+    """
 
     @staticmethod
     def forward(
@@ -68,13 +73,13 @@ class VarlenAttention(torch.autograd.Function):
 
 
 def patch_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention, too, as in bfloat16 on a GPU."""
+    """Replace varlen attention, as in bfloat16 on a GPU."""
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda device, dtype: True)
     monkeypatch.setattr(attention, "varlen_attention", VarlenAttention.apply)
 
 
 def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Build and run the policy as on a GPU."""
+    """Build and run the policy with the kernels it uses on a GPU."""
     for module in (transformer, vision):
         monkeypatch.setattr(module, "fused_rms_norm", FusedNorm.apply)
     monkeypatch.setattr(transformer, "fuses_activation", lambda: True)

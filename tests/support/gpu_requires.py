@@ -1,11 +1,13 @@
-"""What each pin of requirements/gpu.txt demands, out of pip's own reports: written into tests/contracts/gpu_requires.json by hand.
+"""Writes the requirements of each pin of requirements/gpu.txt, taken from pip's own reports, to
+tests/contracts/gpu_requires.json. Run by hand.
 
     grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >pins.txt
     pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report r.json -r pins.txt       # Python 3.11
     pip install --dry-run --no-deps --ignore-installed --use-feature=fast-deps --report t.json torch===2.13.0
     python -m tests.support.gpu_requires r.json t.json
 
-No wheel is fetched whole. The second asks for CUDA's torch where pip would rather take a CPU's (torch 2.13.0+cpu).
+No complete wheel is downloaded. The second report covers the CUDA build of torch, because pip may
+prefer the CPU build (torch 2.13.0+cpu).
 """
 
 import argparse
@@ -20,18 +22,22 @@ ENVIRONMENT = {
     "python_version": "3.11", "python_full_version": "3.11.9", "implementation_name": "cpython", "os_name": "posix",
     "platform_python_implementation": "CPython", "sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64",
 }  # fmt: skip
-"""Which the lock is for."""
+"""Marker environment of the machines for which the lock file is made."""
 REQUIRES = Path(__file__).resolve().parents[1] / "contracts" / "gpu_requires.json"
 
 
 def is_required(requirement: Requirement, extras: Iterable[str]) -> bool:
-    """Whether it is demanded there, of a package that is installed with these extras."""
+    """Return True if the requirement applies in ENVIRONMENT to a package that is installed with
+    these extras.
+    """
     marker = requirement.marker
     return marker is None or any(marker.evaluate(ENVIRONMENT | {"extra": extra}) for extra in ("", *extras))
 
 
 def requested_extras(requires: Mapping[str, Iterable[str]]) -> dict[str, set[str]]:
-    """By package, the extras that others want of it, and what these bring in turn."""
+    """Return the extras that other packages request of each package, including those requested by
+    extras.
+    """
     found: dict[str, set[str]] = {name: set() for name in requires}
     size = -1
     while size != (size := sum(map(len, found.values()))):

@@ -1,6 +1,7 @@
-"""Run under torchrun by test_overlap.py: the same updates with reductions after the backward pass and beside it.
+"""Runs the same updates with gradient reductions after the backward pass and overlapped with it.
+Run under torchrun by test_overlap.py.
 
-usage: grad_reduce_overlap_world.py MODEL OUT
+    grad_reduce_overlap_world.py MODEL OUT
 """
 
 import sys
@@ -23,7 +24,9 @@ from megatron_rl.rollout.renderer import Renderer
 from tests.support.packed_example import make_example_items
 
 UPDATES = ("pictures", "pictures", "words", "pictures", "head", "pictures")
-"""What the last micro-batch of the rank has that holds the one context without a picture; or an update of the value head alone."""
+"""Kind of each update: on the rank with the only sequence without images, the last micro-batch has
+images or only text ("words"); "head" updates only the value head.
+"""
 CRITIC = CriticSettings(head_sizes=[4])
 
 
@@ -51,7 +54,9 @@ def run_updates(model: Path, parallel: ParallelSettings) -> dict[str, object]:
 
 
 def record_early_reductions(policy: Policy, early: list[int]) -> None:
-    """Note every bucket that begins to be reduced before the backward pass of all micro-batches is through."""
+    """Append to `early` for every bucket whose reduction starts before the backward passes of all
+    micro-batches have finished.
+    """
     start, finalize = _START, policy.network.chunks[0].config.finalize_model_grads_func
     is_through: list[bool] = []
 

@@ -1,10 +1,18 @@
-"""Run as a world by test_hang_watchdog.py: ranks that gather under a watch, of which rank 1 does something else.
+"""Ranks that gather objects under a watchdog, while rank 1 does something else. Run as a world by
+test_hang_watchdog.py.
 
-usage: hang_watchdog_world.py OUT lags|asks|ends|memory|stops|writes LIMIT_S
+    hang_watchdog_world.py OUT lags|asks|ends|memory|stops|writes LIMIT_S
 
-OUT/began_N appears when rank N comes to the gathering that rank 1 does not come to: it sleeps, ends by an error, has no memory left, is
-stopped, or comes when it has answered more questions than a silent one may leave. The latter two are waited for in a group that waits much
-longer than LIMIT_S. With `asks` it sleeps, is the first to ask, and still writes its stacks when the others ask.
+OUT/began_N appears when rank N reaches the collective that rank 1 does not join.
+- lags: rank 1 sleeps.
+- asks: rank 1 sleeps, is the first to send a request, and still writes its stacks when the other
+  ranks send theirs.
+- ends: rank 1 raises an error.
+- memory: rank 1 has no memory left.
+- stops: rank 1 receives SIGSTOP.
+- writes: rank 1 joins after replying to more requests than a rank may miss.
+
+For the last two, the ranks wait in a group with a timeout far above LIMIT_S.
 """
 
 import os
@@ -51,7 +59,7 @@ def main(out: Path, scenario: str, limit_s: float) -> None:
             all_gather_object(world.rank)
         group = long_timeout_group(timeout_s=100.0) if waits_long else None
         if waits_long:
-            watch_module.REPLY_TIMEOUT_S = 0.5  # the connection to the store has its own limit by now
+            watch_module.REPLY_TIMEOUT_S = 0.5  # the connection to the store already has its own timeout
         if scenario == "asks" and world.rank == 1:
             watch_module.NEAR_TIMEOUT, watch_module.STACK_WRITE_TIMEOUT_S = 0.6, 0.6 * limit_s
         (out / f"began_{world.rank}").touch()
@@ -75,5 +83,5 @@ if __name__ == "__main__":
         main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
     except PeerLost:
         sys.exit(1)
-    except ValueError:  # what a process does that waits before it says why
+    except ValueError:  # a process that waits before it reports its error
         time.sleep(60)

@@ -1,6 +1,7 @@
-"""Prints the bytes that 60 freed blocks of 6 MB leave resident where smaller ones lie between them. Run by test_world.py.
+"""Prints how many bytes stay resident after 60 blocks of 6 MB with smaller blocks between them were
+freed. Run by test_world.py.
 
-heap_fragmentation.py [returned]
+    heap_fragmentation.py [returned]
 """
 
 import ctypes
@@ -22,13 +23,13 @@ def main() -> None:
     heap.malloc.restype, heap.malloc.argtypes, heap.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     if sys.argv[1:] == ["returned"]:
         trim_malloc()
-    heap.free(heap.malloc(31 << 20))  # from here on the library maps no block of up to 31 MB by itself
+    heap.free(heap.malloc(31 << 20))  # from now on, malloc uses no separate mapping for blocks up to 31 MB
     before, blocks = resident_bytes(), []
     for _ in range(60):
         blocks.append(heap.malloc(BLOCK_BYTES))
         ctypes.memset(blocks[-1], 1, BLOCK_BYTES)
         ctypes.memset(heap.malloc(SMALL_BLOCK_BYTES), 1, SMALL_BLOCK_BYTES)
-    assert resident_bytes() - before > 50 * BLOCK_BYTES  # the heap may have had some room
+    assert resident_bytes() - before > 50 * BLOCK_BYTES  # the heap may have had free memory before
     for block in blocks:
         heap.free(block)
     print(resident_bytes() - before - 60 * SMALL_BLOCK_BYTES)

@@ -1,4 +1,7 @@
-"""Hugging Face's run of the packed example, one context at a time, with torch's own autograd: what the policy is compared with."""
+"""The oracle for the policy:
+
+Hugging Face's model on the packed example, one sequence at a time, with torch's own autograd.
+"""
 
 from pathlib import Path
 
@@ -20,7 +23,7 @@ MODULES = (
     r"|model\.visual\.(blocks\.\d+\.(attn\.(qkv|proj)|mlp\.((gate|up|down)_proj|(linear_)?fc[12]))|merger\.mlp\.(0|2))"
     r"|model\.visual\.(merger|deepstack_merger_list\.\d+)\.linear_fc[12]"
 )
-"""Every linear layer that an adapter may be of, of any family."""
+"""All linear layers that may have an adapter, in any model family."""
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -28,19 +31,22 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def compute_logits(model: PreTrainedModel, renderer: Renderer, context: TokenSequence) -> torch.Tensor:
-    """HF's own forward of one context: logits [L, vocabulary]."""
+    """Return the logits [L, vocabulary] of HF's own forward pass over one sequence."""
     return verify.compute_logits(model, context, image_token_id=renderer.image_token_id)
 
 
 def sampled_log_softmax(logits: torch.Tensor, banned_ids: list[int]) -> torch.Tensor:
-    """log softmax at the sampling temperature over the ids that may be sampled."""
+    """Return the log-softmax at the sampling temperature over the ids that may be sampled."""
     keep = torch.ones(logits.shape[-1], dtype=torch.bool)
     keep[banned_ids] = False
     return (logits / TEMPERATURE).masked_fill(~keep, float("-inf")).log_softmax(-1)
 
 
 def write_adapter(model: Path, folder: Path) -> Path:
-    """Made by PEFT alone, with B as large as A, so that no part of it is a no-op."""
+    """Write an adapter made by PEFT alone.
+
+    B is as large as A, so that no part of the adapter is a no-op.
+    """
     torch.manual_seed(0)
     base = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
     adapted = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=MODULES, task_type="CAUSAL_LM"))
@@ -55,7 +61,9 @@ def write_adapter(model: Path, folder: Path) -> Path:
 def compute_forward(
     model: PreTrainedModel, renderer: Renderer, contexts: list[PackItem]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [R, V] and logprobs [R] of what was sampled, and the loss of layouts.weighted_nll over the denominators, with its graph."""
+    """Return logits [R, V] and logprobs [R] of the sampled tokens, and the loss of
+    layouts.weighted_nll divided by the denominators, with its graph.
+    """
     logits, logprobs, loss = [], [], torch.tensor(0.0)
     for weighted in contexts:
         rows = [t for t in range(weighted.num_tokens - 1) if weighted.sequence.loss_mask[t + 1]]
@@ -71,13 +79,17 @@ def compute_forward(
 
 
 class HfReference:
-    """What HF computes on the same contexts, one sequence at a time, with torch's own autograd.
+    """HF's results for the example sequences, one sequence at a time, with torch's own autograd.
 
-    In float64, so that the rounding seen is the policy's own (HF's norms and rotary angles stay in float32).
+    The model runs in float64, so that differences are the policy's own rounding errors (HF's norms
+    and rotary angles stay in float32).
     """
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
-        """With the LoRA adapter of a PEFT folder, its gradients alone."""
+        """Load the model.
+
+        With the LoRA adapter of a PEFT folder, only the adapter has gradients.
+        """
         self.folder, self.renderer = folder, Renderer(ModelSettings(path=str(folder)))
         self.model = AutoModelForImageTextToText.from_pretrained(folder)
         if adapter:
@@ -88,7 +100,9 @@ class HfReference:
         self.model.double()
         self.logits, self.logprobs, loss = compute_forward(self.model, self.renderer, self.contexts)
         self.rounding_error = max((logits - self.logits).abs().max().item(), (logprobs - self.logprobs).abs().max().item())
-        """Largest difference of Hugging Face's own logits and logprobs in float32 and float64 on this processor."""
+        """Largest difference between Hugging Face's own float32 and float64 logits and logprobs on
+        this processor.
+        """
         assert self.rounding_error < 2e-5
         loss.backward()
         self.loss = loss.item()
@@ -96,10 +110,12 @@ class HfReference:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference of logits and logprobs in float32.
+        """Largest allowed difference of logits and logprobs in float32.
 
-        1e-5 for Qwen2.5-VL, 1e-5 of the logits' deviation for families whose random weights make larger logits. On processors where
-        Hugging Face's own float32 is farther from its float64 than that (1.13e-5 was measured without AVX-512), 1.2 times that distance.
+        The bound is 1e-5 for Qwen2.5-VL and 1e-5 of the logits' standard deviation for families
+        whose random weights produce larger logits. On processors where Hugging Face's own float32
+        results differ from its float64 results by more (1.13e-5 was measured without AVX-512), the
+        bound is 1.2 times this difference.
         """
         scale = self.logits.std().item()
         assert 1 < scale < 5

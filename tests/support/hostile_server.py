@@ -1,4 +1,4 @@
-"""A real server at a free port that answers every request in one bad way."""
+"""A real server on a free port that misbehaves in one way in response to every request."""
 
 import socket
 import threading
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 PAUSE_S = 0.02
-"""Between two parts of an answer that dribbles: far below every time-out of a read."""
+"""Seconds between two parts of a slow response; far below every read timeout."""
 
 
 def _packed(num_bytes: int) -> bytes:
@@ -29,14 +29,17 @@ FIRST_BYTES = {
     "401": b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 11\r\n\r\nno such key",
     "403": b"HTTP/1.1 403 Forbidden\r\nContent-Length: 11\r\n\r\nno such key",
 }
-"""What is sent at once, by the name of the way."""
+"""First bytes of the response, by the name of the behavior."""
 ENDLESS_BYTES = {"body by drops": b" ", "head by drops": b"X-A: 1\r\n", "endless": b"a" * (1 << 16), "long error": b"a" * (1 << 16)}
-"""What follows without end."""
+"""Bytes that are repeated without end after the first ones."""
 
 
 @contextmanager
 def serve_hostile(behavior: str, *, redirect_url: str = "") -> Iterator[str]:
-    """Yield the address. The ways are those of HEADS, and `redirect`, to the address `redirect_url`."""
+    """Start the server and yield its address.
+
+    Behaviors are those of FIRST_BYTES and `redirect`, which redirects to `redirect_url`.
+    """
     trap, is_over = socket.create_server(("127.0.0.1", 0)), threading.Event()
     heads = FIRST_BYTES | {"redirect": f"HTTP/1.1 302 Found\r\nLocation: {redirect_url}\r\nContent-Length: 0\r\n\r\n".encode()}
 

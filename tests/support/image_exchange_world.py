@@ -1,6 +1,7 @@
-"""Ranks of two nodes that roll out pictures and encode each other's. Run under torchrun by test_image_exchange.py.
+"""Ranks of two nodes that generate rollouts with images and encode each other's images. Run under
+torchrun by test_image_exchange.py.
 
-image_exchange_world.py OUT
+    image_exchange_world.py OUT
 """
 
 import os
@@ -23,7 +24,7 @@ PATCH_SIZE = 14
 
 
 def make_picture(number: int) -> pil.Image:
-    """Noise of 4 x 2 or 6 x 4 patches, by its number."""
+    """Return noise of 4 x 2 or 6 x 4 patches, seeded by the number."""
     height, width = (56, 28) if number % 2 else (84, 56)
     return pil.fromarray(np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8))
 
@@ -34,7 +35,9 @@ def make_image(number: int) -> Image:
 
 
 def make_rollout(rank: int, sample_index: int, step: int) -> Rollout:
-    """Sees the picture that all ranks of a step see, one of its own in its prompt, and one of its own that came back in a turn."""
+    """Create a rollout with an image shared by all ranks of a step, its own image in the prompt,
+    and its own image in a turn's observation.
+    """
     first = 1000 * step + 100 * rank + 10 * sample_index
     context, seen = TokenSequence(), [make_image(1000 * step + 999), make_image(first + 1), make_image(first + 2)]
     context.extend([5, 6, 7], images=tuple(seen[:2]))
@@ -45,7 +48,10 @@ def make_rollout(rank: int, sample_index: int, step: int) -> Rollout:
 
 
 def read_fd_link(number: str) -> str:
-    """What a file descriptor of this process is of; the one that lists them is gone by now."""
+    """Return the target of a file descriptor of this process.
+
+    The descriptor that listed the folder is already closed.
+    """
     try:
         return os.readlink(f"/proc/self/fd/{number}")
     except FileNotFoundError:
@@ -53,7 +59,7 @@ def read_fd_link(number: str) -> str:
 
 
 def without_images(rollout: Rollout) -> Rollout:
-    """Without pictures."""
+    """Replace the images of a rollout by their keys, grids and merge sizes."""
     contexts = [replace(each, images=[seen.key for seen in each.images]) for each in rollout.sequences]
     turns = [replace(each, images=[(seen.key, seen.grid, seen.merge) for seen in each.images]) for each in rollout.turns]
     return replace(rollout, sequences=contexts, turns=turns)
@@ -71,7 +77,7 @@ def main(out: Path) -> None:
         assert [without_images(each) for each in rollouts] == [without_images(each) for each in expected]
         has = {(each.group == world.rank, seen.pil is not None) for each in rollouts for seen in each.images}
         assert has == ({(False, False)} if world.rank == 1 else {(True, True), (False, False)}), "no picture goes with the words"
-        # Everyone encodes its own and what the rank but one after it has seen.
+        # Each rank encodes its own images and those of the rank two positions after it.
         needed = {
             rank: [seen for each in rollouts if each.group in (rank, (rank + 2) % 4) for seen in each.images] for rank in range(world.size)
         }

@@ -1,4 +1,6 @@
-"""A model whose user added tokens until no tensor parallel size divides its vocabulary."""
+"""Creates a model with a vocabulary that no tensor-parallel size divides, because its user has
+added tokens.
+"""
 
 from pathlib import Path
 
@@ -9,7 +11,9 @@ ADDED = 3
 
 
 def add_tokens(folder: Path, out: Path) -> Path:
-    """The model with rows for the tokens that its tokenizer lacked, and three more, as transformers resizes it."""
+    """Resize the model with transformers: add the tokens that its tokenizer lacks, and
+    three more.
+    """
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     size, processor = model.config.text_config.vocab_size, AutoProcessor.from_pretrained(folder)
     processor.tokenizer.add_tokens([f"<own_{number}>" for number in range(size + ADDED - len(processor.tokenizer))])

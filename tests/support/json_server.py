@@ -1,4 +1,7 @@
-"""A real HTTP server in a thread, in the place of somebody's: one function answers."""
+"""A real HTTP server in a thread that stands in for another service.
+
+One function computes the responses.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -7,12 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
 AnswerFn = Callable[[str, dict], tuple[int, object] | None]
-"""From a path and a body, {} where there is none, to a status and what is said, bytes as they are; None breaks the connection off. Of what
-is said by an iterator each part is sent when it comes."""
+"""Maps a path and a JSON body ({} if there is none) to a status and a response. Bytes are sent
+unchanged, and the parts of an iterator are sent as they come. None closes the connection.
+"""
 
 
 def start_server(answer: AnswerFn) -> ThreadingHTTPServer:
-    """At a free port, until it is stopped."""
+    """Start a server on a free port; it runs until it is stopped."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -40,7 +44,7 @@ def start_server(answer: AnswerFn) -> ThreadingHTTPServer:
         do_POST = do_GET
 
         def log_message(self, *given: object) -> None:
-            """It keeps silent."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -1,4 +1,6 @@
-"""Words of a run that asks a judge which it, or a job beside it, starts: vLLM's own server on a CPU, of a nano with random weights."""
+"""Overrides of a run whose judge is a service, started by the run or by another job: vLLM's own
+server on a CPU with a nano model with random weights.
+"""
 
 import json
 from pathlib import Path
@@ -9,7 +11,9 @@ JUDGE_ARGS = (
     "[--dtype,float32,--enforce-eager,--max-model-len,4096,--kv-cache-memory-bytes,67108864,"
     '--structured-outputs-config.backend,xgrammar,--structured-outputs-config.disable_any_whitespace,"true"]'
 )
-"""A schema makes the nano give verdicts, as in tests/e2e/test_judge_server.py. Its environment has TORCHDYNAMO_DISABLE=1."""
+"""Arguments of the judge server. A JSON schema makes the nano's responses valid verdicts, as in
+tests/e2e/test_judge_server.py. The server needs TORCHDYNAMO_DISABLE=1 in its environment.
+"""
 TINY_OVERRIDES = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=4096", "task.max_turns=1",
     "task.max_new_tokens=4", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2",
@@ -17,7 +21,10 @@ TINY_OVERRIDES = (
 
 
 def judge_run_overrides(home: Path, model: Path) -> list[str]:
-    """Of a run on a question with a picture, all of whose answers a judge looks at; the verdicts are kept in home/verdicts.sqlite."""
+    """Return the overrides of a run on a question with an image.
+
+    A judge grades every answer, and the verdicts are cached in home/verdicts.sqlite.
+    """
     Image.new("RGB", (84, 56), "red").save(home / "red.png")
     row = {"question": "What is 2 + 2?", "answer": "4", "data_source": "mine", "images": ["red.png"]}
     (home / "mine.jsonl").write_text(f"{json.dumps(row)}\n" * 4)

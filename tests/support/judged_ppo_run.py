@@ -1,7 +1,9 @@
-"""A warm start that learns to write \\boxed{...}, and two steps of PPO from it whose answers only a judge can grade. Run by
-tests/e2e/test_judge_server.py, which serves the judge.
+"""An SFT warm start that learns to write \\boxed{...}, and two PPO steps from it on questions whose
+answers only a judge can grade.
 
-python judged_ppo_run.py MODEL_FOLDER FOLDER URL
+    python judged_ppo_run.py MODEL_FOLDER FOLDER URL
+
+Run by tests/e2e/test_judge_server.py, which starts the judge server.
 """
 
 import sys
@@ -33,7 +35,7 @@ THINGS = ("wall", "door", "roof", "gate", "lamp", "boat")
 
 
 def make_questions() -> list[dict]:
-    """No rule knows whether their answers are right."""
+    """Return questions with answers that no rule can grade."""
     return [
         {
             "question": f"<image>\nWhat about the {thing}?",
@@ -65,7 +67,11 @@ def sft_settings(model: Path, folder: Path) -> Settings:
 
 
 def ppo_settings(sft: Settings, folder: Path, url: str) -> Settings:
-    """The judge's replies are hot: its verdicts are coins, so that a reward which is not its own would show."""
+    """Return the settings of the PPO run.
+
+    The judge samples at a high temperature, so its verdicts are close to random and a reward from
+    any other source would be noticed.
+    """
     judge = JudgeSettings(urls=[url], model="judge", max_tokens=64, timeout_s=120, temperature=2.0, cache=str(folder / "verdicts.sqlite"))
     return replace(
         sft, stage="rl", model=replace(sft.model, path=str(folder / "sft" / "final")), optim=OptimSettings(lr=3e-4),

@@ -1,4 +1,9 @@
-"""A life of the run of tests/test_stale_run.py that SIGKILL ends: python killed_attempt.py MODEL_FOLDER RUN_FOLDER WHERE STEP"""
+"""An attempt of the run of tests/test_stale_run.py that SIGKILL ends at a given place.
+
+    python killed_attempt.py MODEL_FOLDER RUN_FOLDER WHERE STEP
+
+WHERE is rollouts, update, checkpoint or sync.
+"""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Clients of the listeners, and a listener in a thread for them to ask over a real socket."""
+"""Settings of listener clients, and a listener server in a thread, over a real socket."""
 
 import asyncio
 import threading
@@ -23,7 +23,7 @@ ENCODED_PICTURES = [ImageFile(encode_png(picture)) for picture in PICTURES]
 
 @contextmanager
 def serve_listener(engine: FakeEngineHolder, *roots: Path, **options: object) -> Iterator[str]:
-    """The application over a real socket, in a thread."""
+    """Run the application in a thread, over a real socket."""
 
     with create_server(("127.0.0.1", 0)) as place:
         server = uvicorn.Server(make_uvicorn_config(build_app(engine, *roots, **options), ConnectionRegistry()))

@@ -1,8 +1,10 @@
-"""Run as a world by distributed/test_dealing.py: an engine on every rank, which plays what it is dealt and takes of what is left.
+"""An engine on every rank that generates its assigned groups and takes over remaining ones. Run as
+a world by distributed/test_dealing.py.
 
-usage: load_balancer_world.py MODEL OUT slow|down|fails      rank 0 is 8 times slower, or down for a while; rank 1 makes a mistake
+    load_balancer_world.py MODEL OUT slow|down|fails
 
-OUT.RANK has the groups that this rank played, by round, and what every rank then had of all.
+slow: rank 0 is 8 times slower. down: rank 0 is down for a while. fails: rank 1 raises an error.
+OUT.RANK contains the groups that this rank generated, per round, and the rollouts of all ranks.
 """
 
 import json
@@ -23,7 +25,7 @@ REPLY_S = 0.2
 
 class FailingEngine(DelayedEngine):
     async def generate(self, token_ids: list[int], images: list[Image], sampling: SamplingSettings) -> Completion:
-        if len(self.requests) >= 3:  # of its first four, however slow it is
+        if len(self.requests) >= 3:  # among its first four requests, however slow the engine is
             raise KeyError("a mistake")
         return await super().generate(token_ids, images, sampling)
 
@@ -31,7 +33,7 @@ class FailingEngine(DelayedEngine):
 def main(model: str, out: str, case: str) -> None:
     world, played = read_world(), []
     engine = DelayedEngine(reply_s=REPLY_S)
-    if world.rank == (case == "fails"):  # rank 0 keeps the store
+    if world.rank == (case == "fails"):  # rank 0 hosts the store
         made = {
             "slow": DelayedEngine(reply_s=8 * REPLY_S),
             "down": DelayedEngine(reply_s=REPLY_S, num_faults=4),
@@ -66,4 +68,4 @@ if __name__ == "__main__":
     try:
         main(*sys.argv[1:])
     except (KeyError, RuntimeError) as error:
-        print(f"ended: {error!r}", flush=True)  # every rank ends by itself, or the world's time limit does
+        print(f"ended: {error!r}", flush=True)  # each rank ends by itself, or the world's time limit ends it

@@ -1,4 +1,6 @@
-"""Nodes on one machine that meet over the loopback: launchers with a temporary folder each, or ranks without a launcher."""
+"""Simulates nodes on one machine that communicate over the loopback interface: launchers with a
+temporary folder each, or ranks without a launcher.
+"""
 
 import socket
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ def free_port() -> int:
 
 
 def start_launchers(script: Path, *arguments: object, num_processes: int, temp_dirs: Sequence[Path]) -> list[fork_server.Process]:
-    """launch/launch.py for each of the homes, the node's temporary folder."""
+    """Start launch/launch.py once per node. Each node has its own temporary folder."""
     meet = ("--nnodes", len(temp_dirs), "--master_addr", "127.0.0.1", "--master_port", free_port(), "--nproc_per_node", num_processes)
     spawn = fork_server.ROOT / "launch" / "launch.py"
     return [
@@ -24,7 +26,10 @@ def start_launchers(script: Path, *arguments: object, num_processes: int, temp_d
 
 
 def start_ranks(script: Path, *arguments: object, folders: Sequence[Path]) -> list[fork_server.Process]:
-    """A node of one rank in each of the folders, its temporary one, too, with what torchrun tells it."""
+    """Start one rank per folder as a node of its own, with the environment variables of torchrun.
+
+    The folder is also the node's temporary folder.
+    """
     size, port = len(folders), free_port()
     world = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "GROUP_WORLD_SIZE": str(size), "LOCAL_RANK": "0",

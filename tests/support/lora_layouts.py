@@ -1,6 +1,9 @@
-"""Run under torchrun by test_lora.py: one world walks several layouts of a policy with adapters and writes what each computes.
+"""Computes the same policy with LoRA adapters in several parallel layouts. Run under torchrun by
+test_lora.py.
 
-usage: lora_layouts.py MODELS ADAPTER OUT LAYOUT ...      layouts are those of parallel_layouts.py
+    lora_layouts.py MODELS ADAPTER OUT LAYOUT ...
+
+Layouts are written as in parallel_layouts.py.
 """
 
 import sys
@@ -43,7 +46,10 @@ def copy_base_parameters(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int) -> dict[str, object]:
-    """GRPO steps in several micro-batches: losses, gradient norms, the adapters afterwards, and whether the base is what it was."""
+    """Run GRPO steps with several micro-batches each.
+
+    Return losses, gradient norms, the trained adapters, and whether the base weights are unchanged.
+    """
     before = copy_base_parameters(policy)
     loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
     metrics = [policy.update(policy.pack(contexts, max_tokens=200), loss, step=step) for step in range(num_steps)]
@@ -56,7 +62,9 @@ def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int) -> 
 
 
 def count_parameters(policy: Policy) -> dict[str, int]:
-    """Numbers that this rank's stage holds, over all tensor-parallel ranks' own parts: in adapters, gradient buffers, optimizer state."""
+    """Return the number of elements on this rank: in adapters, trained parameters, gradient buffers
+    and optimizer state.
+    """
     state = sum(t.numel() for s in policy.network.optimizer.optimizer.state.values() for t in s.values() if t.dim())
     return {
         "adapters": sum(p.numel() for name, p in policy.network.chunks.named_parameters() if is_adapter(name)),
@@ -67,7 +75,10 @@ def count_parameters(policy: Policy) -> dict[str, int]:
 
 
 def resume_training(trained: Policy, make: Callable[[], Policy], contexts: list[PackItem], folder: Path) -> dict[str, object]:
-    """The world's first layout writes its training state; every layout, the first too, reads it and takes one more step."""
+    """Save the training state in the world's first layout.
+
+    Every layout, including the first, loads it and runs one more step.
+    """
     if not folder.exists():
         dist.barrier()
         folder.mkdir(exist_ok=True)
@@ -89,7 +100,7 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
-        layout = build_layout(parallel, seed=3)  # seeds the generators too
+        layout = build_layout(parallel, seed=3)  # also seeds the generators
         return Policy(
             ModelSettings(path=str(model)), layout, parallel=parallel, optim=OptimSettings(lr=1e-2), num_steps=3, lora=lora, seed=seed,
             banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, keep_reference=True,

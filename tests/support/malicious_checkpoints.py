@@ -1,4 +1,7 @@
-"""Checkpoints of ours with something in them that runs when it is unpickled: it makes a folder, which tells that it ran."""
+"""Plants code in checkpoints of this trainer that runs when it is unpickled.
+
+It creates a folder, which shows that it has run.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ from megatron_rl.weights.formats.digests import STATE, make_file_record
 
 
 class PickleExploit:
-    """Unpickled, it is a call of os.mkdir."""
+    """An object whose unpickling calls os.mkdir."""
 
     def __init__(self, mark: Path) -> None:
         self.marker = mark
@@ -27,13 +30,15 @@ class PickleExploit:
 
 
 def _exploit_metadata_prefix(folder: Path, mark: Path) -> None:
-    """In front of the metadata, which is whole."""
+    """Put the exploit before the metadata, which stays intact."""
     path = folder / ".metadata"
     path.write_bytes(f"cposix\nmkdir\n(S'{mark}'\ntR0".encode() + path.read_bytes())
 
 
 def _exploit_rank_metadata(folder: Path, mark: Path) -> None:
-    """Where `.metadata` cannot be read, torch reads each rank's own."""
+    """Put the exploit into a rank's own metadata, which torch reads if `.metadata` is
+    unreadable.
+    """
     (folder / ".metadata").rename(folder / ".kept")
     (folder / ".metadata").write_bytes(b"cposix")
     (folder / "__0.metadata").write_bytes(pickle.dumps(PickleExploit(mark)))
@@ -46,7 +51,9 @@ def _change_metadata(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def _replace_chunk(metadata: Metadata, key: str, folder: Path, content: object) -> _StorageInfo:
-    """A new file that holds the content, in place of a chunk of the tensor."""
+    """Write the content to a new file and make the metadata refer to it in place of a chunk of the
+    tensor.
+    """
     torch.save(content, folder / "__9_9.distcp")
     index = next(index for index in metadata.storage_data if index.fqn == key)
     metadata.storage_data[index] = _StorageInfo("__9_9.distcp", 0, (folder / "__9_9.distcp").stat().st_size)
@@ -58,7 +65,7 @@ def _find_key(metadata: Metadata, *, of_optimizer: bool) -> str:
 
 
 def _exploit_tensor(*, of_optimizer: bool) -> Callable[[Path, Path], None]:
-    """Something else than the tensor lies where a chunk of it should."""
+    """Replace a chunk of a tensor by another object."""
 
     def poison(folder: Path, mark: Path) -> None:
         _change_metadata(
@@ -70,14 +77,16 @@ def _exploit_tensor(*, of_optimizer: bool) -> Callable[[Path, Path], None]:
 
 
 def _exploit_bytes_entry(*, of_optimizer: bool) -> Callable[[Path, Path], None]:
-    """The metadata, which is harmless to read, calls a tensor bytes: torch loads those without weights_only."""
+    """Declare a tensor as bytes in otherwise harmless metadata, because torch loads bytes without
+    weights_only.
+    """
 
     def change(metadata: Metadata, folder: Path, mark: Path) -> None:
         key = _find_key(metadata, of_optimizer=of_optimizer)
         place = _replace_chunk(metadata, key, folder, PickleExploit(mark))
         size = metadata.state_dict_metadata[key].size
         metadata.state_dict_metadata[key] = BytesStorageMetadata()
-        metadata.state_dict_metadata[key].size = size  # which Megatron holds against the model's
+        metadata.state_dict_metadata[key].size = size  # Megatron compares it with the model's
         metadata.storage_data[MetadataIndex(key)] = place
 
     return lambda folder, mark: _change_metadata(folder, lambda metadata: change(metadata, folder, mark))
@@ -106,18 +115,20 @@ EXPLOITS: dict[str, Callable[[Path, Path], None]] = {
     "generators": _exploit_common("generators"),
     "backend": _name_other_backend,
 }
-"""Where it lies -> puts it there: poison(folder, mark). The folder `mark` is there when it ran."""
+"""Maps the location of an exploit to the function that plants it: poison(folder, mark). The folder
+`mark` exists after the exploit has run.
+"""
 RUN_BY_TORCH = {"metadata", "a weight called bytes", "a moment called bytes"}
-"""Where it runs when megatron-core 0.16.1 and torch 2.13 read the folder by themselves."""
+"""Exploits that run when megatron-core 0.16.1 and torch 2.13 load the folder themselves."""
 
 
 def update_record(checkpoint: Path) -> None:
-    """Let run/state.json record the files of a run's checkpoint as they are now."""
+    """Update run/state.json with records of the checkpoint's current files."""
     write_record(checkpoint, read_state(checkpoint))
 
 
 def write_record(checkpoint: Path, state: CheckpointState, *, files: object = None) -> None:
-    """Write run/state.json with these records of files, or with those of what is there."""
+    """Write run/state.json with these file records, or with records of the existing files."""
     paths = [path for path in sorted(checkpoint.rglob("*")) if path.is_file() and path != checkpoint / STATE]
     found = {str(path.relative_to(checkpoint)): make_file_record(path) for path in paths}
     write_state(checkpoint / STATE, asdict(replace(state, files=found if files is None else files)))

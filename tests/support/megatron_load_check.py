@@ -1,7 +1,9 @@
-"""Run under torchrun by test_converted.py: at each layout, Megatron's own load of a converted checkpoint against the policy's load of the
-Hugging Face folder it was made from, bitwise.
+"""Compares, in each layout and bit for bit, Megatron's own load of a converted checkpoint with the
+policy's load of the Hugging Face folder it was made from. Run under torchrun by test_converted.py.
 
-usage: megatron_load_check.py TP,PP ... -- FOLDER ...            each with model/ and checkpoint/ in it
+    megatron_load_check.py TP,PP ... -- FOLDER ...
+
+Each folder contains model/ and checkpoint/.
 """
 
 import sys
@@ -50,7 +52,7 @@ def main() -> None:
         for layout in sys.argv[1:cut]:
             tp, pp = (int(part) for part in layout.split(","))
             check_load(folder / "model", folder / "checkpoint", tp, pp)
-            sys.stdout.write(f"[{folder.name}] equal at tp{tp} pp{pp}\n")  # in one piece: four processes speak
+            sys.stdout.write(f"[{folder.name}] equal at tp{tp} pp{pp}\n")  # one write, because four processes print
 
 
 if __name__ == "__main__":

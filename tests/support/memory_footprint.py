@@ -1,4 +1,6 @@
-"""What a policy that has trained a step really holds: its storages by kind, each counted once."""
+"""Measures the memory of a policy after a training step: the size of its storages by kind, each
+counted once.
+"""
 
 import torch
 

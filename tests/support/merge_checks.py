@@ -1,4 +1,6 @@
-"""What the tests of the merger ask of a merge: that it succeeds, to the last bit, or is refused in one line and leaves nothing."""
+"""Checks for tests of the merger: a merge succeeds with bitwise equal tensors, or is refused with
+one line and leaves nothing behind.
+"""
 
 from pathlib import Path
 
@@ -19,7 +21,7 @@ def assert_same_tensors(found: State, wanted: State) -> None:
 
 
 def assert_refused(checkpoint: Path, out: Path, capsys: pytest.CaptureFixture[str], *said: str, options: tuple[object, ...] = ()) -> None:
-    """Exit code 1, one line, nothing written."""
+    """Check that the merge exits with code 1, prints one error line, and writes nothing."""
     capsys.readouterr()
     assert run_merge(checkpoint, out, *options) == 1
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A server of a model as it is started, in a process of its own; and pictures to ask it about."""
+"""Starts a model server as a separate process, and creates images for requests to it."""
 
 import base64
 import io
@@ -17,7 +17,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 
 IMAGE_SIDE = 84
-"""Of a picture: three by three tokens, which no processor resizes."""
+"""Side of an image in pixels; such an image has three by three tokens and is never resized."""
 NANO_ARGS = ("--kv-cache-mib", "32", "--max-model-len", "512", "--max-pixels", "12544")
 
 
@@ -36,7 +36,10 @@ class ServerProcess:
 
 
 def start_model_server(kind: str, model: Path, *words: object, variables: Mapping[str, str] = {}) -> ServerProcess:
-    """Waits until it takes requests, as long as its process lives; port 0 unless `words` say otherwise."""
+    """Start a server and wait until it accepts requests.
+
+    Raises AssertionError if it exits first. The port is 0 unless `words` specifies another.
+    """
     program = f"megatron_rl.tasks.lewis.server.{kind}_app"
     command = [sys.executable, "-m", program, "--model", str(model), "--port", "0", *NANO_ARGS, *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}

@@ -1,10 +1,10 @@
-"""Run by test_multi_node.py under two launchers, and by one torchrun: two training steps at each
-layout, as the ranks of parallel_layouts.py train.
+"""Runs two training steps in each layout, as the ranks of parallel_layouts.py train. Run by
+test_multi_node.py under two launchers, and under one torchrun.
 
-usage: multi_node_world.py MODELS OUT LAYOUT ... [until_lost]
+    multi_node_world.py MODELS OUT LAYOUT ... [until_lost]
 
-Rank 0 writes OUT/steps.json: {layout: {"loss": [...], "grad_norm": [...]}}, and OUT/places.json: where each rank was. With `until_lost` the
-ranks then meet until they cannot.
+Rank 0 writes OUT/steps.json: {layout: {"loss": [...], "grad_norm": [...]}}, and OUT/places.json
+with the location of each rank. With `until_lost`, the ranks then run collectives until one fails.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""A run whose reward function is broken for one of its examples. Run under torchrun by test_not_finite.py.
+"""A run whose reward function returns NaN for one of its examples. Run as a world by
+test_not_finite_reward.py.
 
-nan_reward_run.py MODEL_FOLDER RUN_FOLDER
+    nan_reward_run.py MODEL_FOLDER RUN_FOLDER
 """
 
 import math
@@ -14,7 +15,9 @@ from megatron_rl.rewards.rubric import RewardInput, RewardTerm, Rubric
 from tests.support.custom_task import TwoImageTask
 
 BAD_COLOR = "blue"
-"""Of three examples, two a step: the first or the second step meets it."""
+"""Example with a NaN reward. With three examples and two per step, it occurs in the first or the
+second step.
+"""
 
 
 async def nan_reward(outcome: RewardInput) -> float:

@@ -1,5 +1,9 @@
-"""The packed batch that parity is measured on, built the same way in every process: text only, two images of
-different sizes, an image and a whole prompt that two contexts share, the same prompt with its images swapped, and a branch."""
+"""The packed batch of the parity tests, built identically in every process.
+
+It contains a text-only sequence, sequences with two images of different sizes, an image and a
+complete prompt shared by two sequences, the same prompt with its images swapped, and a sequence
+that branches from another one.
+"""
 
 import numpy as np
 from PIL import Image as Pillow
@@ -10,7 +14,10 @@ from megatron_rl.types import TokenSequence
 
 
 def make_picture(seed: int, width: int, height: int) -> Pillow.Image:
-    """Colored noise in 14 x 14 blocks: sides are multiples of 28, so nothing is resized."""
+    """Return colored noise in 14 x 14 blocks.
+
+    Sides are multiples of 28, so that nothing is resized.
+    """
     blocks = np.random.default_rng(seed).integers(0, 255, (height // 14, width // 14, 3))
     return Pillow.fromarray(np.kron(blocks, np.ones((14, 14, 1))).astype(np.uint8))
 
@@ -32,13 +39,16 @@ def make_prompts(renderer: Renderer) -> list[TokenSequence]:
 
 
 def make_pack_item(context: TokenSequence, *, advantage: float = 0.0, weight: float = 1.0, denominator: int = 1) -> PackItem:
-    """A context whose sampled tokens all have one advantage."""
+    """Return a pack item in which all sampled tokens have the same advantage."""
     context.set_column("advantages", [advantage * sampled for sampled in context.loss_mask])
     return PackItem(context, weight=weight, denominator=denominator)
 
 
 def make_example_items(renderer: Renderer) -> list[PackItem]:
-    """Contexts of different lengths with 40 to 76 sampled tokens each; weights and advantages differ by context."""
+    """Return sequences of different lengths with 40 to 76 sampled tokens each.
+
+    Weights and advantages differ between sequences.
+    """
     made: list[PackItem] = []
     for index in range(7):
         context = make_prompts(renderer)[index] if index < 6 else branch_from(renderer, made[1].sequence)
@@ -51,7 +61,9 @@ def make_example_items(renderer: Renderer) -> list[PackItem]:
 
 
 def branch_from(renderer: Renderer, parent: TokenSequence) -> TokenSequence:
-    """What begins as an earlier context does, half of its reply included, and goes on with a picture."""
+    """Return a sequence that shares its start with an earlier sequence, including half of its
+    response, and continues with an image.
+    """
     tokens = parent.token_ids[: len(parent.token_ids) - sum(parent.loss_mask) // 2]
     more, made = renderer.prompt([user_message("Go on.", make_picture(2, 56, 140))]), TokenSequence()
     made.extend(tokens + more.token_ids, images=(*parent.images, *more.images))

@@ -1,9 +1,9 @@
-"""Run under torchrun by test_policy.py: one world walks several layouts and writes what each computes.
+"""Computes the same policy in several parallel layouts. Run under torchrun by test_policy.py.
 
-usage: parallel_layouts.py MODELS OUT LAYOUT ...
+    parallel_layouts.py MODELS OUT LAYOUT ...
 
-A layout as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallel, recomputation, model; or 4,2,2,1,full,0.1,tied with the size of a bucket of
-exported weights, in MiB.
+A layout is written as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallelism, recomputation, model;
+or as 4,2,2,1,full,0.1,tied with the bucket size of exported weights in MiB.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from tests.support.packed_example import make_example_items
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One layout of one model; the data-parallel size is what remains of the world."""
+    """One parallel layout of one model. The data-parallel size follows from the world size."""
 
     tp: int
     pp: int
@@ -53,7 +53,10 @@ class LayoutCase:
         return cls(int(tp), int(pp), int(vpp), bool(int(sequence_parallel)), recompute, bucket_mib, model)
 
     def parallel_settings(self) -> ParallelSettings:
-        """Logits exist 100 rows at a time: the example has more than 300."""
+        """Return the parallel settings.
+
+        Logits are computed for 100 rows at a time; the example has more than 300.
+        """
         return ParallelSettings(
             tp=self.tp,
             pp=self.pp,
@@ -65,12 +68,12 @@ class LayoutCase:
 
 
 def weighted_nll(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
-    """A loss in which every sampled token counts differently, and the entropy too."""
+    """Return a loss in which every sampled token and its entropy has a different weight."""
     return -(rows.weight_R * (rows.logprob_R + 0.3 * rows.entropy_R)).sum(), LossMetrics(sums={}, maxima={})
 
 
 def full_logits(policy: Policy, batch: MicroBatch) -> torch.Tensor | None:
-    """Logits [R, vocabulary] on the last stage, None elsewhere."""
+    """Return logits [R, vocabulary] on the last stage, and None on other stages."""
     layout: Layout = policy.layout
 
     def collect(_batch: MicroBatch, _rows_R: torch.Tensor, hidden_RH: torch.Tensor, **_: object) -> torch.Tensor:
@@ -85,12 +88,16 @@ def full_logits(policy: Policy, batch: MicroBatch) -> torch.Tensor | None:
 
 
 def reduce_whole_gradients(*arguments: object, **options: object) -> None:
-    """Megatron's reduction, but all-reduced: each rank then holds the whole gradient instead of its optimizer shard's."""
+    """Reduce gradients as Megatron does, but with an all-reduce, so that each rank has the whole
+    gradient instead of its optimizer shard.
+    """
     finalize_model_grads(*arguments, **{**options, "force_all_reduce": True})
 
 
 def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, torch.Tensor]:
-    """HF-named gradients of the loss sum divided by the denominators' sum, through Megatron's schedule (frozen parts: zeros)."""
+    """Return HF-named gradients of the loss sum divided by the sum of the denominators, computed by
+    Megatron's schedule. Frozen modules have zero gradients.
+    """
 
     def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         value, _ = weighted_nll(make_loss_inputs(batch, rows_R, *policy._logprob_and_entropy(batch, rows_R, hidden_RH)))
@@ -119,8 +126,11 @@ def make_policy(model: Path, renderer: Renderer, layout: Layout, case: LayoutCas
 
 
 def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, initial: HfTensors) -> dict[str, object]:
-    """GRPO steps, each context a micro-batch: losses, gradient norms and every tensor's change since it was `initial`. The lr keeps the
-    change far above fp32's rounding of weights."""
+    """Run GRPO steps with one micro-batch per sequence.
+
+    Return losses, gradient norms and the change of every tensor from `initial`. The learning rate
+    keeps the changes far above the fp32 rounding of the weights.
+    """
     loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
     metrics = [policy.update(policy.pack(contexts, max_tokens=1), loss, step=step) for step in range(num_steps)]
     change = {name: tensor - initial.read(name) for name, tensor in policy.hf_weights()}
@@ -128,7 +138,10 @@ def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, ini
 
 
 def digest_parameters(policy: Policy) -> list[tuple[str, str]]:
-    """(what, digest) of every parameter of every rank; entries of one `what` are copies of each other."""
+    """Return (name, digest) of every parameter of this rank.
+
+    Entries with the same name must be copies of each other.
+    """
     placement, found = policy.hf_iterator.placement, []
     for name, parameter in policy.network.chunks.named_parameters():
         chunk, local = name.split(".", 1)
@@ -142,7 +155,9 @@ def digest_parameters(policy: Policy) -> list[tuple[str, str]]:
 
 
 def padding_extrema(policy: Policy) -> list[list[float]]:
-    """The largest number and the largest gradient of rows of this rank that pad the vocabulary, for each tensor that has them."""
+    """Return, for each tensor whose rows on this rank include vocabulary padding, the largest
+    absolute value and gradient in the padding.
+    """
     rows = padded_vocab(policy.spec.vocab_size, policy.layout.tp) // policy.layout.tp
     own = policy.spec.vocab_size - policy.layout.tp_rank * rows
     tables = [p for name, p in policy.network.chunks.named_parameters() if name.split(".", 1)[1] in PADDED_KEYS and own < rows]
@@ -155,7 +170,7 @@ def run_layout(models: Path, out: Path, text: str) -> None:
     renderer = Renderer(ModelSettings(path=str(model)))
     contexts = make_example_items(renderer)
     positions = read_spec(model).rope_positions
-    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, nothing shared
+    whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, no shared prompts
     stored = HfTensors(model)
     policy = make_policy(model, renderer, layout, case, lr=0.1, eps=1e-4)
     result: dict[str, object] = {"logits": full_logits(policy, whole), "mask": whole.mask_T, "sent": {}, "padding": []}
@@ -184,7 +199,11 @@ def run_layout(models: Path, out: Path, text: str) -> None:
 
 
 def destroy_layout() -> None:
-    """Close the layout's process groups; Megatron only forgets them, and a walk over many layouts would gather thousands of threads."""
+    """Destroy the layout's process groups.
+
+    Megatron only drops its references, and a sequence of many layouts would accumulate thousands of
+    threads.
+    """
     dist.barrier()
     for group in parallel_state._global_process_group_list:
         if group is not None:

@@ -1,8 +1,10 @@
-"""launch/train.py whose episodes do not end while a file of this name lies beside the run folder, and which says so with another file.
+"""launch/train.py with episodes that do not end while a certain file exists next to the run
+directory. A second file reports that an episode waits.
 
-    hold_train, hold_train_is_felt    episodes of training
-    hold_eval, hold_eval_is_felt      episodes of evaluations
-All else is as it was: runs with and without the files can be compared.
+- hold_train, hold_train_is_felt: episodes of training
+- hold_eval, hold_eval_is_felt: episodes of evaluations
+
+Everything else is unchanged, so that runs with and without the files can be compared.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ episode = RolloutManager._run_episode_with_retries
 
 
 async def run_then_wait(self: RolloutManager, scheduled: ScheduledGroup, work_buffer: WorkBuffer, **given: object) -> Rollout:
-    """The episode, and then a wait: it is what was sampled before that is given up."""
+    """Run the episode, then wait. The episode is complete when it is discarded."""
     kind = "hold_eval" if scheduled.settings.seed == self.episode_settings.at_step(-1).seed else "hold_train"
     rollout = await episode(self, scheduled, work_buffer, **given)
     while (HOME / kind).exists():

@@ -1,9 +1,11 @@
-"""Run by test_converted.py: converts one model with --verify once as it is and once with each of several planted mistakes.
+"""Converts a model with --verify, once unmodified and once with each planted bug. Run by
+test_converted.py.
 
-Every mistake is symmetric: what converts there converts back, so that only the logits can tell.
+    planted_conversion_bugs.py MODEL OUT
 
-usage: planted_conversion_bugs.py MODEL OUT            writes OUT/NAME.json for each: exit code, what was said, whether a round trip
-survives
+Every bug is symmetric: it cancels in a round trip, so only the comparison of logits can reveal it.
+For each bug, the script writes OUT/NAME.json with the exit code, the output, and whether a round
+trip preserves the tensors.
 """
 
 import json
@@ -29,7 +31,7 @@ from tools.convert.converter_hf_to_mcore import main
 
 
 def swap_heads(q: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
-    """The first two query heads change places."""
+    """Swap the first two query heads."""
     first, second, rest = q.split([heads.head_dim, heads.head_dim, q.shape[0] - 2 * heads.head_dim])
     return torch.cat([second, first, rest])
 

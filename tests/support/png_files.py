@@ -1,4 +1,6 @@
-"""PNG files written chunk by chunk (PNG 1.2, sections 3 to 6), so that a test chooses depth, color type and transparency."""
+"""Writes PNG files chunk by chunk (PNG 1.2, sections 3 to 6), so that tests choose bit depth, color
+type and transparency.
+"""
 
 import struct
 import zlib
@@ -12,11 +14,11 @@ GRAY, COLOR, INDEXED, GRAY_ALPHA, COLOR_ALPHA = 0, 2, 3, 4, 6
 def write_png(
     values: np.ndarray, *, color: int, depth: int, transparent: Sequence[int] = (), palette: bytes = b"", extra: Sequence[bytes] = ()
 ) -> bytes:
-    """Return the PNG of `values` [H, W] or [H, W, samples], not interlaced, no filters.
+    """Return the PNG of `values` [H, W] or [H, W, samples], not interlaced, without filters.
 
     Args:
-        transparent: the samples of tRNS (two bytes each; one byte each for an indexed picture).
-        extra: whole chunks between IHDR and IDAT.
+        transparent: The samples of tRNS (two bytes each; one byte each for an indexed image).
+        extra: Complete chunks between IHDR and IDAT.
     """
     height, width = values.shape[:2]
     rows = [_pack_row(row.reshape(-1), depth) for row in values]

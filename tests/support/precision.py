@@ -1,6 +1,7 @@
-"""Run under torchrun by test_precision.py on one process: bfloat16 parameters, and a policy that leaves the device between steps.
+"""Trains with bfloat16 parameters, and offloads a policy between steps. Run under torchrun by
+test_precision.py on one process.
 
-usage: precision.py MODEL OUT
+    precision.py MODEL OUT
 """
 
 import sys
@@ -29,7 +30,7 @@ def make_policy(model: Path, layout: Layout, *, dtype: str, lr: float, **paralle
 
 
 def copy_main_weights(policy: Policy) -> torch.Tensor:
-    """The optimizer's own weights, flat."""
+    """Return the optimizer's main weights as a flat tensor."""
     return torch.cat([p.detach().flatten() for group in policy.network.optimizer.param_groups for p in group["params"]])
 
 
@@ -42,7 +43,9 @@ def copy_weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def train_in_bfloat16(model: Path, layout: Layout, renderer: Renderer) -> dict[str, object]:
-    """Steps of 1e-5: far below the spacing of most bfloat16 weights, so that they only add up in the fp32 ones."""
+    """Train with steps of 1e-5, which are far below the spacing of most bfloat16 weights, so that
+    they accumulate only in the fp32 main weights.
+    """
     policy = make_policy(model, layout, dtype="bfloat16", lr=1e-5)
     whole = pack(make_example_items(renderer), image_token_id=renderer.image_token_id, positions=policy.spec.rope_positions)
     result: dict[str, object] = {"logits": full_logits(policy, whole), "before": copy_weights(policy)}

@@ -1,4 +1,6 @@
-"""Qwen3-VL-4B by its config.json, without weights: three pictures are added behind layers, patches of 16 pixels."""
+"""The spec of Qwen3-VL-4B from its config.json, without weights: features of three vision layers
+are added in the decoder (DeepStack), and patches have 16 pixels.
+"""
 
 from megatron_rl.models.hf_config import parse_spec
 from megatron_rl.models.model_spec import ModelSpec

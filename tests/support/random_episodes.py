@@ -1,6 +1,8 @@
-"""Random episodes of agents: junk in the questions, the observations and the pictures' sizes, in the words of any tool protocol.
+"""Random tool-use episodes with junk in the questions, the observations and the image sizes, in the
+syntax of any tool protocol.
 
-The episode, its renderer and its limits are the real ones; only the world is made up, and where a test wants it so, what the policy says.
+The episode, its renderer and its limits are the real ones. Only the environment is fake, and the
+policy if a test wants that.
 """
 
 import asyncio
@@ -39,7 +41,10 @@ SIDES = (1, 5, 28, 40, 57, 84, 111, 200, 420)
 
 @cache
 def make_pictures() -> list[Pillow.Image]:
-    """200 of them, of noise in blocks, no side over 100 times the other; the modes that a sandbox returns."""
+    """Return 200 images of block noise in the modes that a sandbox returns.
+
+    No side is more than 100 times the other.
+    """
     draw = random.Random(0)
     made = []
     for seed in range(200):
@@ -60,7 +65,7 @@ async def zero_reward(outcome: RewardInput) -> float:
 
 @dataclass
 class RandomEnv(Env):
-    """An environment that remembers what it said: the prompt first, then one observation a turn."""
+    """An environment that records its messages: the prompt first, then one observation per turn."""
 
     rng: random.Random
     protocol: ToolProtocol
@@ -104,7 +109,9 @@ class RandomTask:
 
 @dataclass
 class RandomPolicy:
-    """An engine that says junk: text as the tokenizer cuts it, or ids as no tokenizer would; ended, or cut off."""
+    """An engine that generates junk: tokenized text or token ids that no tokenizer would produce,
+    either finished or cut off.
+    """
 
     renderer: Renderer
     rng: random.Random
@@ -133,7 +140,7 @@ class RandomPolicy:
 
 
 def make_episode(seed: int, *, renderer: Renderer, engine: InferenceEngine, protocol: ToolProtocol, settings: EpisodeSettings) -> tuple:
-    """The rollout of one random episode as a coroutine's parts: (coroutine, its world)."""
+    """Return the coroutine of one random episode and its environment."""
     world = RandomEnv(random.Random(seed), protocol)
     task, example = RandomTask(world), Example(id=str(seed), payload={})
     conversation = TokenConversation(engine, renderer, settings)
@@ -146,9 +153,11 @@ def run_random_episode(seed: int, **how: object) -> tuple[Rollout, RandomEnv]:
 
 
 def render_chatml(messages: list[Message], images: list[Image], *, special_tokens: Sequence[str]) -> str:
-    """Messages in ChatML by hand, ready for the assistant to speak; takes as many images as they hold off the front of the list.
+    """Render messages in ChatML independently of the renderer, up to the assistant's turn. Removes
+    the images of the messages from the front of the list.
 
-    The names of special tokens have a blank behind their first character; text is in Unicode's normal form C, as Qwen's tokenizer makes it.
+    The names of special tokens get a space after their first character. Text is in Unicode normal
+    form C, as Qwen's tokenizer produces it.
     """
     text = ""
     for message in messages:

@@ -1,4 +1,6 @@
-"""What a loss sees of a micro-batch, made up: float64, so that its numbers can be told from rounding."""
+"""Creates the inputs of a loss for a micro-batch in float64, so that errors can be distinguished
+from rounding.
+"""
 
 from collections.abc import Sequence
 
@@ -16,7 +18,10 @@ def make_loss_inputs(
     segments: Sequence[int] | None = None, turns: Sequence[int] | None = None, old: Sequence[float] | None = None,
     dtype: torch.dtype = torch.float64, **given: Sequence[float],
 ) -> LossInputs:  # fmt: skip
-    """Rows whose logprob (a leaf with gradient) is old + log_ratio; without old ones -1, -2, -3, ... Other columns by their names."""
+    """Return rows whose logprob (a leaf with gradient) is old + log_ratio.
+
+    Without old logprobs, they are -1, -2, -3, ... Other columns are given by name.
+    """
     size = len(log_ratio)
 
     def column(values: Sequence[float]) -> torch.Tensor:
@@ -37,7 +42,10 @@ def make_loss_inputs(
 
 
 def make_random_loss_inputs(seed: int, lengths: Sequence[int], *, log_ratio_std: float = 0.7) -> LossInputs:
-    """Segments of these lengths, each with one advantage; numbered with gaps, as shared prompts leave them."""
+    """Return segments of these lengths, each with one advantage.
+
+    Their numbers have gaps, as with shared prompts.
+    """
     generator = torch.Generator().manual_seed(seed)
     size, lengths_S = sum(lengths), torch.tensor(lengths, dtype=torch.long)
 
@@ -59,6 +67,6 @@ def make_random_loss_inputs(seed: int, lengths: Sequence[int], *, log_ratio_std:
 
 
 def to_floats(rows: LossInputs) -> dict[str, list[float]]:
-    """The columns as plain floats, by their names without the suffix."""
+    """Return the columns as lists of floats, keyed by their names without the suffix."""
     columns = ("logprob", "entropy", "old_logprob", "rollout_logprob", "ref_logprob", "advantage", "weight", "sequence")
     return {name: getattr(rows, f"{name}_R").tolist() for name in columns}

@@ -1,7 +1,10 @@
-"""Reads one file after another as the trainer does, or as a library does by itself, and tells of each what was said and what it took.
+"""Reads files as the trainer does, or as a library does by itself, and reports the error and the
+cost of each read.
 
-usage: reader_cost.py READER PATH [READER PATH ...]       a line of JSON each: error, mb (growth of the largest memory, children's too),
-cpu_s
+    reader_cost.py READER PATH [READER PATH ...]
+
+Prints a line of JSON per file: error, mb (growth of the peak memory, including child processes),
+cpu_s.
 """
 
 import contextlib
@@ -109,12 +112,14 @@ READERS: dict[str, Callable[[Path], object]] = {
 class ReadResult:
     error: str
     mb: int
-    """By how much the largest memory grew: of this process, or of one that it started."""
+    """Growth of the peak memory in MB, of this process or of a child process."""
     cpu_s: float
 
 
 def measure_reads(*files: tuple[str, Path], memory_gb: int = 8) -> list[ReadResult | None]:
-    """What reading each file took, in one process; None for the one that it ended at. Nothing of it takes more than `memory_gb`."""
+    """Return the cost of reading each file in one process, and None for the file whose read ended
+    the process and for those after it. The process may use at most `memory_gb`.
+    """
     words = [str(word) for pair in files for word in pair]
     most = memory_gb << 30
     done = subprocess.run(
@@ -127,7 +132,9 @@ def measure_reads(*files: tuple[str, Path], memory_gb: int = 8) -> list[ReadResu
 
 
 def is_cheap(result: ReadResult | None) -> bool:
-    """One line of ours, 100 MB and 10 s of a core."""
+    """Check that a read failed with a one-line ValueError of this trainer and used at most 100 MB
+    and 10 s of CPU time.
+    """
     assert result is not None
     assert result.error.startswith("ValueError: ") and "\n" not in result.error and len(result.error) < 900, result
     assert result.mb <= 100 and result.cpu_s <= 10, result
@@ -135,13 +142,15 @@ def is_cheap(result: ReadResult | None) -> bool:
 
 
 def peak_memory_kib() -> int:
-    """KiB. Of this process since it began (ru_maxrss would remember the one that it was forked from)."""
+    """Return the peak memory in KiB of this process since its start, or of its children. ru_maxrss
+    of this process would include the process that it was forked from.
+    """
     status = Path("/proc/self/status").read_text().split()
     return max(int(status[status.index("VmHWM:") + 1]), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 
 
 def cpu_seconds() -> float:
-    """Seconds of a core: of this process, and of those that it started and that ended."""
+    """Return the CPU seconds of this process and of its child processes that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in used)
 

@@ -1,6 +1,7 @@
-"""Three runs in one process: the second in another folder and within an event loop, as in a notebook; the third has nothing to do.
+"""Three runs in one process: the second in another folder and within an event loop, as in a
+notebook; the third repeats the first, which is finished.
 
-python repeated_runs.py MODEL_FOLDER RUN_FOLDER OTHER_RUN_FOLDER
+    python repeated_runs.py MODEL_FOLDER RUN_FOLDER OTHER_RUN_FOLDER
 """
 
 import asyncio

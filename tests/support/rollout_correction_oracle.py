@@ -1,4 +1,6 @@
-"""What corrections say of tokens, in plain floats and loops over a sequence's tokens: the oracle of their tests."""
+"""The oracle for rollout corrections: the weight of each token, computed in plain floats with loops
+over a sequence's tokens.
+"""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +12,11 @@ from megatron_rl.config import AlgoSettings
 def textbook_weights(
     algo: AlgoSettings, *, log_r: Sequence[float], drift: Sequence[float], advantage: Sequence[float], sequence: Sequence[object]
 ) -> list[float]:
-    """The weight of each token: `log_r` is that of the trainer's old probability over the engine's, `drift` the engine's logprob less the
-    current one, `sequence` says which one each token is of."""
+    """Return the weight of each token.
+
+    `log_r` is the log ratio of the trainer's old probability to the engine's, `drift` the engine's
+    logprob minus the current one, and `sequence` identifies the sequence of each token.
+    """
     weights = []
     for t, own in enumerate(sequence):
         members = [s for s, other in enumerate(sequence) if other == own]

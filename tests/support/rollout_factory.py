@@ -1,4 +1,6 @@
-"""Episodes for the tests of credit and selection: real contexts, tokens without meaning, scores handed in."""
+"""Creates rollouts for tests of advantages and filtering, with real sequences, meaningless tokens
+and given scores.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,11 +18,13 @@ def make_rollout(
     lengths: Sequence[int] = (1,), turn_sequences: Sequence[int] | None = None, stop_reason: StopReason = StopReason.DONE,
     has_image: bool = False, sample_index: int = 0, states: Sequence[str] = (),
 ) -> Rollout:  # fmt: skip
-    """One that has a turn for each of `reward_deltas` (or `step_scores`, or `lengths`), of which turn k samples lengths[k] tokens in
-    context number contexts[k].
+    """Create a rollout with a turn for each of `reward_deltas` (or `step_scores`, or `lengths`).
+    Turn k samples lengths[k] tokens in sequence turn_sequences[k].
 
-    Without gains a turn's gain is its score, and without scores 0. Without a reward, it is the outcome and the gains; without an
-    outcome, the reward less the gains; without either the episode failed. Every turn is preceded and followed by an observed token.
+    Without reward deltas, a turn's delta is its score, or 0 if it has none. Without a reward, it is
+    the sum of the outcome reward and the deltas. Without an outcome reward, it is the reward minus
+    the deltas. Without both, the rollout has failed. Every turn has an observed token before and
+    after it.
     """
     num_turns = len(next(given for given in (reward_deltas, step_scores, lengths) if given is not None))
     lengths = list(lengths) + [1] * (num_turns - len(lengths))
@@ -54,13 +58,15 @@ def make_rollout(
 def make_reward_input(
     *turns: Turn, payload: Mapping[str, object] | None = None, stop_reason: StopReason = StopReason.DONE, images: Sequence[Image] = ()
 ) -> RewardInput:
-    """What a rubric sees of an episode of these turns."""
+    """Return the input of a rubric for a rollout with these turns."""
     rollout = Rollout(task="t", example_id="e0", group=0, sample_index=0, turns=list(turns), stop_reason=stop_reason)
     return RewardInput(payload=payload or {}, rollout=rollout, prompt_images=list(images))
 
 
 def set_kl_logprobs(rollout: Rollout, *per_token: float) -> Rollout:
-    """Let old and reference logprobs differ by these numbers, over the sampled tokens of all its contexts in order."""
+    """Set old and reference logprobs that differ by these numbers, in the order of the sampled
+    tokens of all sequences.
+    """
     numbers = iter(per_token)
     for context in rollout.sequences:
         column = [next(numbers) if sampled else 7.0 for sampled in context.loss_mask]
@@ -71,14 +77,19 @@ def set_kl_logprobs(rollout: Rollout, *per_token: float) -> Rollout:
 
 
 def collect_token_advantages(rollout: Rollout) -> list[float]:
-    """What its sampled tokens are credited with, in order; all others have exactly 0."""
+    """Return the advantages of the sampled tokens in order.
+
+    All other tokens must have an advantage of exactly 0.
+    """
     pairs = [pair for context in rollout.sequences for pair in zip(context.advantages, context.loss_mask, strict=True)]
     assert all(value == 0.0 for value, sampled in pairs if not sampled)
     return [value for value, sampled in pairs if sampled]
 
 
 def collect_turn_advantages(rollout: Rollout) -> list[float] | None:
-    """What its turns are credited with: one number for all tokens of a turn. None where no credit was written."""
+    """Return one advantage per turn, which all tokens of a turn must share, or None if no
+    advantages were set.
+    """
     if not any(context.advantages for context in rollout.sequences):
         return None
     assert len(collect_token_advantages(rollout)) == sum(stop - start for start, stop in (turn.token_span for turn in rollout.turns))
@@ -92,6 +103,8 @@ def collect_turn_advantages(rollout: Rollout) -> list[float] | None:
 def compute_turn_advantages(
     rollouts: Sequence[Rollout], turn_credit: str, *, norm_adv_by_std: bool = False, **given: float | bool
 ) -> list[list[float] | None]:
-    """Return the credit of every turn by algo.turn_credit=scheme; None where none was written."""
+    """Return the advantages of every turn under algo.turn_credit=`turn_credit`, or None for a
+    rollout without advantages.
+    """
     ALGORITHMS["grpo"].advantage_fn(rollouts, AlgoSettings(turn_credit=turn_credit, norm_adv_by_std=norm_adv_by_std, **given))
     return [collect_turn_advantages(rollout) for rollout in rollouts]

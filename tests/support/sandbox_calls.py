@@ -1,4 +1,6 @@
-"""Prints, as JSON, what a pool without privilege says to calls that each meet another layer. Run by test_sandbox_cli.py."""
+"""Prints, as JSON, the results of calls in an unprivileged sandbox pool, each of which hits another
+isolation layer. Run by test_sandbox_cli.py.
+"""
 
 import asyncio
 import json

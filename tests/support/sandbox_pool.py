@@ -1,4 +1,6 @@
-"""Shared by the sandbox's end-to-end tests: an event loop that lives over a module's tests, and what is left on the host."""
+"""Helpers of the sandbox's end-to-end tests: a pool with an event loop that stays open for a
+module's tests, and a snapshot of the host.
+"""
 
 import asyncio
 import os
@@ -17,7 +19,7 @@ from sandbox.layers import choose_layers, detect_layers
 
 
 class PoolRunner:
-    """A started pool, used from plain test functions."""
+    """A started pool that plain test functions can use."""
 
     def __init__(self, runner: asyncio.Runner, pool: SandboxPool) -> None:
         self.runner, self.pool = runner, pool
@@ -26,7 +28,7 @@ class PoolRunner:
         return self.runner.run(coroutine)
 
     def run_codes(self, *codes: str, **inputs: Any) -> list[Any]:
-        """The results of some calls in one box."""
+        """Run the codes in one sandbox and return their results."""
 
         async def calls() -> list[Any]:
             async with await self.pool.open(**inputs) as box:
@@ -36,7 +38,7 @@ class PoolRunner:
 
 
 def start_pool(limits: BoxLimits | None = None, *, size: int = 4) -> Iterator[PoolRunner]:
-    """Skips, with the reason, where the host offers no isolation."""
+    """Start a pool. Skips the tests, with the reason, if the host supports no isolation."""
     try:
         choose_layers(detect_layers())
     except SandboxError as fault:
@@ -49,7 +51,9 @@ def start_pool(limits: BoxLimits | None = None, *, size: int = 4) -> Iterator[Po
 
 
 def snapshot_host() -> dict[str, object]:
-    """All that a pool could leave on this host: to be compared before and after."""
+    """Return everything that a pool could leave on this host, for a comparison before and after a
+    test.
+    """
     me = psutil.Process()
     groups = (
         {path for place in find_own_groups().values() for path in place.glob("sandbox-*")} if Path("/proc/self/cgroup").exists() else set()
@@ -69,6 +73,6 @@ def snapshot_host() -> dict[str, object]:
 def _is_open(number: int) -> bool:
     try:
         os.fstat(number)
-    except OSError:  # the listing's own descriptor
+    except OSError:  # the descriptor that listed the folder
         return False
     return True

@@ -1,4 +1,7 @@
-"""A fleet without vLLM and without a process group: its engine says what the test tells it to, and its gather returns what it is given."""
+"""A rollout manager without vLLM and without a process group.
+
+Its engine returns scripted responses, and its gather function returns its input.
+"""
 
 import asyncio
 from collections import Counter
@@ -23,7 +26,10 @@ EPISODE = EpisodeSettings(temperature=0.9, max_turns=2, max_new_tokens=3, max_se
 
 @dataclass
 class ScriptedEngine:
-    """An engine. Its replies have as many tokens as they may, as its seed says; the first `faults` requests of every seed fail."""
+    """An engine whose responses have the maximum length and a token that depends on the seed.
+
+    The first `num_faults` requests of every seed fail.
+    """
 
     num_faults: int = 0
     fault_type: type[InfraError] = InfraError
@@ -65,7 +71,10 @@ class ScriptedEngine:
 
 @dataclass
 class DelayedEngine(ScriptedEngine):
-    """Takes its time for a reply. From its request number `fails_from` on nothing can be had of it any more."""
+    """An engine that takes `reply_s` seconds per response.
+
+    All requests from number `fails_from` on fail permanently.
+    """
 
     reply_s: float = 0.0
     fails_from: int = 10**6
@@ -95,7 +104,9 @@ class FakeTrainer:
 
 @dataclass
 class ChatEnv(Env):
-    """An environment that never ends by itself, and tells its task the seed it was given."""
+    """An environment that never ends an episode itself and records the seeds of its resets in its
+    task.
+    """
 
     resets: list[tuple[str, int]]
     example: Example
@@ -108,7 +119,7 @@ class ChatEnv(Env):
         return Step(messages=[{"role": "user", "content": "Go on."}], reward=1.0, done=False)
 
     async def close(self) -> None:
-        """Nothing to give back."""
+        """There is nothing to close."""
 
 
 @dataclass
@@ -145,7 +156,7 @@ def make_rollout_manager(
 
 
 def strip_timings(rollouts: list[Rollout]) -> list[tuple]:
-    """What was played, without its clocks."""
+    """Return the contents of the rollouts without their timings."""
     turns = [[replace(turn, generation_s=0.0, env_s=0.0) for turn in rollout.turns] for rollout in rollouts]
     parts = [(r.example_id, r.group, r.sample_index, r.status, r.stop_reason, r.reward, r.reward_terms, r.sequences) for r in rollouts]
     return list(zip(parts, turns, strict=True))

@@ -1,6 +1,8 @@
-"""A short run, of the task in custom_task.py, under torchrun or alone: python server_engine_run.py MODEL_FOLDER RUN_FOLDER [WORD ...]
+"""A short run of the task in custom_task.py, under torchrun or as a single process.
 
-Without words its engines are in its own processes.
+    python server_engine_run.py MODEL_FOLDER RUN_FOLDER [WORD ...]
+
+Without further overrides, the engines are colocated.
 """
 
 import sys

@@ -1,6 +1,8 @@
-"""Run by test_services.py, which kills it: a process that holds a service.
+"""A process that starts a service and is killed by test_services.py.
 
-usage: service_process.py RUN COMMAND ...      RUN/up appears when the service is
+    service_process.py RUN COMMAND ...
+
+RUN/up appears when the service is up.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A policy in this very process: a world of one over gloo, for tests of seconds."""
+"""A policy in the test's own process, in a gloo world of size 1, for tests that take seconds."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,11 @@ _opened: list[Policy] = []
 
 
 def close_with_world(policy: Policy) -> Policy:
-    """It is closed with the world: its groups, each with a thread that wakes a hundred times a second, would else stay."""
+    """Register the policy to be closed together with the world.
+
+    Otherwise its process groups would stay, each with a thread that wakes up a hundred times per
+    second.
+    """
     _opened.append(policy)
     return policy
 
@@ -38,7 +42,7 @@ def single_process_world() -> Iterator[None]:
 def make_policy_and_renderer(
     model: Path, optim: OptimSettings, *, num_steps: int = 10, lora: LoraSettings | None = None, dtype: str = "float32", **settings: object
 ) -> tuple[Policy, Renderer]:
-    """A policy on the model of a folder, and its renderer; within a world."""
+    """Create a policy from a model folder, and its renderer. Requires a world."""
     chosen, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings()
     renderer = Renderer(chosen)
     policy = Policy(

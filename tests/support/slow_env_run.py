@@ -1,7 +1,7 @@
-"""Run by e2e/test_slow_looks.py: a task with a picture before each of its two turns, whose tools take long now and then, under
-run.max_staleness.
+"""A run with run.max_staleness of a task that shows an image before each of its two turns and whose
+tool calls sometimes take long. Run by e2e/test_slow_looks.py.
 
-usage: slow_env_run.py MODEL_FOLDER RUN_FOLDER ENGINE_TP
+    slow_env_run.py MODEL_FOLDER RUN_FOLDER ENGINE_TP
 """
 
 import asyncio
@@ -31,7 +31,7 @@ STEPS, PROMPTS, SIZE = 14, 4, 6
 
 @dataclass
 class SlowEnv(Env):
-    """Rewards the share of a reply's characters that are lowercase letters."""
+    """Rewards the fraction of a response's characters that are lowercase letters."""
 
     number: int
     turns: int = 0

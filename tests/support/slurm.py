@@ -1,8 +1,10 @@
-"""A real Slurm of two nodes on this machine, private to one test process: Debian's daemons in a folder of their own, on loopback.
+"""A real two-node Slurm cluster on this machine, private to one test process: Debian's daemons with
+their own folder, on the loopback interface.
 
-All of it, jobs included, lives in a process namespace whose first process dies with the one that called `start_cluster`: nothing outlives a
-test, not even a test that was killed. The nodes n1 and n2 pretend to 16 processors and 8 GPUs each (stand-in files), so that what a
-cluster is asked for is granted here.
+All its processes, including jobs, live in a PID namespace whose first process dies with the process
+that called `start_cluster`, so nothing outlives a test, not even one that was killed. The nodes n1
+and n2 claim 16 processors and 8 GPUs each (with device files as stand-ins), so that requests for a
+large cluster are granted.
 """
 
 import os
@@ -69,13 +71,15 @@ slurmd -D -N n1 &
 slurmd -D -N n2 &
 wait
 """
-"""What the first process of the namespace does."""
+"""Script of the first process in the namespace."""
 UNSHARE_COMMAND = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 
 
 def find_missing() -> str:
-    """Why no cluster can be started here; '' where one can."""
+    """Return the reason why no cluster can be started on this machine, or an empty string if one
+    can.
+    """
     if os.geteuid() != 0:
         return "needs root"
     missing = [program for program in PROGRAMS if not shutil.which(program)]
@@ -89,7 +93,7 @@ def find_missing() -> str:
 
 @dataclass(slots=True, frozen=True)
 class Job:
-    """What slurmctld says of a job."""
+    """State of a job as reported by slurmctld."""
 
     state: str
     reason: str
@@ -101,11 +105,14 @@ class Job:
 class Cluster:
     folder: Path
     environment: Mapping[str, str]
-    """Of whoever talks to it."""
+    """Environment variables for commands that use the cluster."""
     init_process: subprocess.Popen
 
     def run(self, *words: str, cwd: Path, check: bool = True) -> str:
-        """What a command says, of Slurm or of ours; it ends with code 0."""
+        """Run a command in the cluster's environment and return its output.
+
+        It must exit with code 0 if `check` is True.
+        """
         done = subprocess.run(
             words, cwd=cwd, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
@@ -113,7 +120,7 @@ class Cluster:
         return done.stdout
 
     def read_jobs(self) -> dict[str, Job]:
-        """{job, or ARRAY_TASK: how it stands}."""
+        """Return {job id, or ARRAY_TASK: state of the job}."""
         told = self.run("scontrol", "show", "job", "--oneliner", cwd=self.folder)
         found = {}
         for line in told.splitlines():
@@ -124,7 +131,7 @@ class Cluster:
         return found
 
     def wait_for_jobs(self, *names: str, states: Sequence[str] = FINAL_STATES, timeout_s: float = 240) -> dict[str, Job]:
-        """Until all of these stand so."""
+        """Wait until all these jobs are in one of the states, and return them."""
         deadline = time.monotonic() + timeout_s
         while True:
             jobs = self.read_jobs()
@@ -137,13 +144,15 @@ class Cluster:
         return "\n".join(f"{path.name}: {line}" for path in self.folder.glob("*.log") for line in path.read_text().splitlines()[-15:])
 
     def list_processes(self) -> list[int]:
-        """All that live in it: daemons and jobs. By the namespace of its first process."""
+        """Return the ids of all daemons and jobs of the cluster, found by the PID namespace of its
+        first process.
+        """
         namespace = _namespace(_children(self.init_process.pid)[0]) if self.init_process.poll() is None else None
         pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
         return [pid for pid in pids if namespace and _namespace(pid) == namespace]
 
     def stop(self) -> None:
-        """The first process is killed with its parent, and all others of its namespace with it."""
+        """Kill the first process, which ends all other processes of its namespace."""
         pids = self.list_processes()
         self.init_process.kill()
         self.init_process.wait()
@@ -153,7 +162,7 @@ class Cluster:
 
 @contextmanager
 def start_cluster() -> Iterator[Cluster]:
-    """Two idle nodes inside the block."""
+    """Start a cluster with two idle nodes and stop it at the end of the block."""
     with ExitStack() as closing:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="slurm_", dir="/tmp")))
         _write(folder)
@@ -189,7 +198,7 @@ def _write(folder: Path) -> None:
     (folder / "cgroup.conf").write_text(CGROUP)
     devices = [folder / f"gpu{number}" for number in range(8)]
     for device in devices:
-        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # as /dev/null
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))  # same device as /dev/null
     (folder / "gres.conf").write_text(f"NodeName=n1,n2 Name=gpu File={folder}/gpu[0-7]\n")
     (folder / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
@@ -212,5 +221,5 @@ def _children(pid: int) -> list[int]:
 def _namespace(pid: int) -> str:
     try:
         return os.readlink(f"/proc/{pid}/ns/pid")
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return ""

@@ -1,4 +1,6 @@
-"""Runs that tests submit to Slurm (tests/support/slurm.py): small ones, watched and compared."""
+"""Helpers for small runs that tests submit to Slurm (tests/support/slurm.py): settings, waiting and
+comparison.
+"""
 
 import time
 from pathlib import Path
@@ -11,7 +13,9 @@ TINY_OVERRIDES = (
     "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.01",
     "optim.lr=1e-3",
 )  # fmt: skip
-"""Settings of a run whose steps take a sixth of a second. All its rewards are alike: the entropy moves its weights."""
+"""Settings of a run whose steps take a sixth of a second. All its rewards are equal, so only the
+entropy bonus changes the weights.
+"""
 
 
 def wait_for_steps(run: Path, num: int, *, timeout_s: float = 240) -> None:
@@ -22,12 +26,14 @@ def wait_for_steps(run: Path, num: int, *, timeout_s: float = 240) -> None:
 
 
 def read_outputs(tree: Path) -> str:
-    """All that the jobs said, for a test that fails."""
+    """Return the output of all jobs, for the message of a failing test."""
     return "\n".join(f"{path}:\n{path.read_text()}" for path in [*tree.glob("*.out"), *tree.glob("runs/**/output.txt")])
 
 
 def check_equal_runs(resumed: Path, unbroken: Path) -> None:
-    """Metrics but for seconds, evaluation, weights."""
+    """Check that both runs have equal metrics except timings, equal evaluations, and bitwise equal
+    weights.
+    """
     left, expected = ([drop_timings(line) for line in read_metrics(run / "metrics.jsonl")] for run in (resumed, unbroken))
     assert left == expected and len({line.get("loss") for line in expected}) > 0.9 * len(expected), "nothing to tell apart"
     assert (resumed / "eval.json").read_bytes() == (unbroken / "eval.json").read_bytes()

@@ -1,6 +1,9 @@
-"""Run as a world by distributed/test_skew.py: an engine that plays DELAY_S longer than another, a part of a checkpoint that takes as long.
+"""Ranks with stragglers: an engine and a part of a checkpoint that each take DELAY_S longer on one
+rank. Run as a world by distributed/test_skew.py.
 
-usage: straggler_world.py OUT SKEW_S      parallel.timeout_s is 1
+    straggler_world.py OUT SKEW_S
+
+SKEW_S is parallel.straggler_timeout_s; parallel.timeout_s is 1.
 """
 
 import asyncio

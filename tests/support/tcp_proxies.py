@@ -1,4 +1,6 @@
-"""Ways to servers that can be cut and mended: to whoever takes them the server is gone meanwhile."""
+"""TCP proxies to servers that can be closed and reopened, so that clients find a server unreachable
+in between.
+"""
 
 import socket
 from collections.abc import Iterator, Sequence
@@ -10,7 +12,7 @@ HOST = "127.0.0.1"
 
 
 class TcpProxy:
-    """At `url`, to a server at another address."""
+    """A proxy at `url` to a server at another address."""
 
     def __init__(self, target: str) -> None:
         self._target, self._port = (urlsplit(target).hostname, urlsplit(target).port), 0
@@ -24,7 +26,7 @@ class TcpProxy:
         Thread(target=self._serve, args=(self._entry,), daemon=True).start()
 
     def close(self) -> None:
-        """What is under way breaks off, and nobody is let in."""
+        """Break all connections and accept no new ones."""
         self._entry.shutdown(socket.SHUT_RDWR)
         self._entry.close()
         for each in self._open:
@@ -36,7 +38,7 @@ class TcpProxy:
         while True:
             try:
                 near, _ = entry.accept()
-            except OSError:  # it is cut
+            except OSError:  # the proxy is closed
                 return
             far = socket.create_connection(self._target)
             self._open += [near, far]

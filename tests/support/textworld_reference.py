@@ -1,13 +1,17 @@
-"""Plays games by TextWorld's own environment, with the names that the package alfworld gives: what ours is compared with.
+"""The oracle for the ALFWorld task: plays games in TextWorld's own environment, with the object
+names of the alfworld package.
 
-python textworld_reference.py < {"path of a game": [commands], ...}        prints {path: [[text, admissible commands, won], ...]}
+    python textworld_reference.py < GAMES.json
+
+Reads {"path of a game": [commands], ...} and prints {path: [[text, admissible commands, won],
+...]}.
 """
 
 import json
 import sys
 from types import ModuleType
 
-jericho = sys.modules["jericho"] = ModuleType("jericho")  # the engine of another sort of games
+jericho = sys.modules["jericho"] = ModuleType("jericho")  # engine of another kind of games
 jericho.UnsupportedGameWarning = jericho.TruncatedInputActionWarning = BytesWarning
 
 from alfworld.agents.utils.misc import Demangler  # noqa: E402

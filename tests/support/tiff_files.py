@@ -1,4 +1,6 @@
-"""TIFF files written tag by tag (TIFF 6.0, section 2), so that a test chooses every field and knows every sample."""
+"""Writes TIFF files tag by tag (TIFF 6.0, section 2), so that tests choose every field and know
+every sample.
+"""
 
 import struct
 from collections.abc import Mapping
@@ -14,7 +16,10 @@ WHITE_IS_ZERO, BLACK_IS_ZERO, RGB, PALETTE, CMYK, YCBCR, LAB = 0, 1, 2, 3, 5, 6,
 
 
 def pack_bits(values_HW: np.ndarray, bits: int) -> bytes:
-    """Return rows of samples of fewer than 8 bits, or of 12, each row padded to whole bytes, high bits first."""
+    """Pack rows of samples with fewer than 8 bits, or with 12, high bits first.
+
+    Each row is padded to whole bytes.
+    """
     rows = []
     for row in values_HW:
         text = "".join(format(int(value), f"0{bits}b") for value in row)
@@ -38,13 +43,13 @@ def write_tiff(
     """Return an uncompressed TIFF of `values` [H, W] or [H, W, samples].
 
     Args:
-        order: "<" little endian, ">" big endian.
-        bits: of a sample, where it is not that of the array's type (1, 2, 4 or 12).
-        big: BigTIFF.
-        planar: one plane a sample instead of interleaved samples.
-        rows_per_strip: 0 is one strip.
-        tile: height and width; (0, 0) is strips.
-        tags: further tags, or other values of tags.
+        order: "<" for little endian, ">" for big endian.
+        bits: Bits per sample, if they differ from the array's type (1, 2, 4 or 12).
+        big: Write a BigTIFF.
+        planar: Write one plane per sample instead of interleaved samples.
+        rows_per_strip: 0 writes a single strip.
+        tile: Height and width of tiles; (0, 0) writes strips.
+        tags: Additional tags, or other values for tags.
     """
     values_HWS = values if values.ndim == 3 else values[:, :, None]
     height, width, samples = values_HWS.shape
@@ -66,7 +71,9 @@ def write_tiff(
 def assemble_tiff(
     entries: Mapping[int, tuple[int, tuple[int, ...]]], pieces: list[bytes], *, order: str, big: bool = False, is_tiled: bool = False
 ) -> bytes:  # fmt: skip
-    """Return the file of these tags, with the offsets and byte counts of its strips or tiles."""
+    """Return the file with these tags and with the offsets and byte counts of its strips or
+    tiles.
+    """
     head = 16 if big else 8
     offsets = tuple(head + sum(map(len, pieces[:each])) for each in range(len(pieces)))
     whole = dict(entries)

@@ -1,6 +1,8 @@
-"""A nano that plays the Lewis game's speaker after seconds: Hugging Face and torch teach it to say any color of any picture, in the tags.
+"""Trains a nano speaker for the Lewis game within seconds. It learns with Hugging Face and torch
+alone to name a random color for any image, with the required tags.
 
-What it says varies from sample to sample, so that a listener's rewards do; nothing of this project's trainer or engine has part in it.
+Its responses vary between samples, so that a listener's rewards vary as well. This project's
+trainer and engine are not involved.
 """
 
 import random
@@ -19,7 +21,9 @@ STEPS, BATCH_SIZE = 60, 8
 
 
 def write_lewis_data(output_dir: Path) -> None:
-    """home/pictures: two kinds of four things in three views, noise that nothing resizes; home/rounds of it; home/rounds/words.txt."""
+    """Write pictures/ (two categories of four objects in three views each, as noise images that are
+    never resized), rounds/ built from them, and rounds/words.txt.
+    """
     for number in range(24):
         folder = output_dir / "pictures" / f"kind{number // 12}" / f"thing{number // 3}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +37,7 @@ def make_reply(color: str, category: str) -> str:
 
 
 def train_speaker(out: Path, *, vocabulary_file: Path) -> Path:
-    """The speaker's folder."""
+    """Train the speaker and return its folder."""
     make_checkpoint(out.with_name("untaught"), preset="nano", init="learn", seed=0, words=vocabulary_file)
     processor = AutoProcessor.from_pretrained(out.with_name("untaught"))
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(out.with_name("untaught"), dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Rows of transcripts and what the trainer makes of them."""
+"""Builds rows of transcripts and loads them as the trainer does."""
 
 from pathlib import Path
 
@@ -11,7 +11,9 @@ SHAREGPT_MESSAGES = [{"from": "human", "value": "Which?"}, {"from": "gpt", "valu
 
 
 def load_conversation(folder: Path, row: dict, *, suffix: str = ".jsonl") -> list[tuple]:
-    """The row's conversation as (role, parts...), a color for a picture of it; a masked reply has the role MASKED."""
+    """Return the row's conversation as (role, parts...), with the color of an image in place of the
+    image. A masked response has the role MASKED.
+    """
     for color in ("red", "blue"):
         (folder / f"{color}.png").write_bytes(make_png(color))
     (folder / "a.mp4").write_bytes(b"\0")
@@ -26,7 +28,7 @@ def load_conversation(folder: Path, row: dict, *, suffix: str = ".jsonl") -> lis
 
 
 def reply_pair_row(**flags: object) -> dict:
-    """Two replies, the first with these flags."""
+    """Return a row with two responses, the first of which has these flags."""
     return {"messages": [USER, {"role": "assistant", "content": "bad"} | flags, USER, REPLY]}
 
 

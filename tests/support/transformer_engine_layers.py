@@ -1,6 +1,8 @@
-"""A policy on Transformer Engine's layer spec, built by Megatron on the stand-in for it, beside one on our own layers; prints JSON.
+"""Compares a policy with Transformer Engine's layer spec, built by Megatron on the fake Transformer
+Engine, with a policy with this trainer's own layers. Prints JSON.
 
-Called with a model's folder; without one, and without the stand-in, it says what is said of the Transformer Engine that is installed.
+Without a model folder as its argument, the script uses the installed Transformer Engine instead of
+the fake one and prints only what the trainer reports about it.
 """
 
 import json
@@ -23,7 +25,9 @@ from tests.support.single_process_policy import make_policy_and_renderer, single
 
 
 def compare_layers(model: Path) -> dict[str, object]:
-    """The largest difference of logits and of gradients (relative to the largest of the tensor), and what a layer holds."""
+    """Return the largest difference of logits and of gradients (relative to the tensor's maximum),
+    and the names and shapes of the parameters.
+    """
     results = []
     for uses in (True, False):
         for module in (load_model, policy, transformer):
@@ -46,7 +50,7 @@ def compare_layers(model: Path) -> dict[str, object]:
 
 
 def describe_kernels(capability: tuple[int, int]) -> dict[str, object]:
-    """What is said where a GPU of this capability would be."""
+    """Return what the trainer reports about its kernels on a GPU with this compute capability."""
     torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: capability
     uses = [kernels.uses_transformer_engine(LoraSettings(rank=rank)) for rank in (0, 4)]
     return {"trouble": kernels.transformer_engine_error(), "uses": uses, "kernels": kernels.describe_kernels(LoraSettings())}

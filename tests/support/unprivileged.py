@@ -1,6 +1,10 @@
-"""As root: python unprivileged.py COMMAND... runs it as a user without any right, in a mount table that shows that user the interpreter.
+"""Run by root, executes a command as a user without any rights, with mounts that make the
+interpreter accessible to this user.
 
-An interpreter often lies below a home that only its owner may enter; such folders are covered by open ones that show the interpreter alone.
+    python unprivileged.py COMMAND...
+
+An interpreter often lies below a home folder that only its owner may enter. Such folders are
+covered by accessible ones that contain only the interpreter.
 """
 
 import os
@@ -24,7 +28,7 @@ def main() -> None:
     for closed in {find_private_parent(path) for path in needed} - {None}:
         inside = {path: os.open(path, os.O_PATH) for path in needed if path.is_relative_to(closed)}
         kernel.mount("tmpfs", str(closed), kind="tmpfs", data="mode=755")
-        for path, descriptor in sorted(inside.items()):  # a folder before what lies in it
+        for path, descriptor in sorted(inside.items()):  # a folder before its contents
             path.mkdir(parents=True, exist_ok=True)
             kernel.mount(f"/proc/self/fd/{descriptor}", str(path), flags=kernel.MS_BIND | kernel.MS_REC)
             os.close(descriptor)

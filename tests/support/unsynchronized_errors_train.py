@@ -1,4 +1,7 @@
-"""launch/train.py, but a rank does not wait for the main one before it tells an error: only a rule that knows no time keeps it silent."""
+"""launch/train.py without the delay before the other ranks report an error.
+
+Only a rule that does not depend on timing can then prevent duplicate reports.
+"""
 
 from megatron_rl.cli import app, cli
 

@@ -1,4 +1,6 @@
-"""launch/train.py, watched: when a run has saved its model, every rank reads the folder back and compares it with what it trained."""
+"""launch/train.py with a check of its saved model: every rank reads the folder back and compares it
+with the parameters that it trained.
+"""
 
 import runpy
 import sys
@@ -15,7 +17,9 @@ save = Policy.save_hf
 
 
 def save_and_compare(self: Policy, out: Path, *, card: str) -> None:
-    """Save, build a second policy from the folder in the same layout, and demand equal bits of every parameter of this rank."""
+    """Save the model, load a second policy from the folder in the same layout, and check that every
+    parameter of this rank is equal, bit for bit.
+    """
     save(self, out, card=card)
     saved = Policy(
         replace(self.settings, path=str(out)), self.layout,

@@ -1,4 +1,6 @@
-"""Shared by the tests of the agents' environment: episodes of given replies in a pool, and what came back."""
+"""Helpers of the tests of the tool-use environment: episodes with given responses in a sandbox
+pool, and their observations.
+"""
 
 from dataclasses import dataclass
 
@@ -17,7 +19,7 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), 
 
 @dataclass(frozen=True)
 class DecodedImage:
-    """A picture that is decoded already."""
+    """An image that is already decoded."""
 
     image: Image.Image
 
@@ -33,7 +35,7 @@ def make_env(runner: PoolRunner, protocol: ToolProtocol, *images: object, questi
 def run_replies(
     runner: PoolRunner, protocol: ToolProtocol, *replies: str, images: tuple[object, ...] = (DecodedImage(NOISE),)
 ) -> list[Step]:
-    """The steps of one episode."""
+    """Run an episode with these responses and return its steps."""
 
     async def episode() -> list[Step]:
         env = make_env(runner, protocol, *images)

@@ -1,4 +1,6 @@
-"""`python -m vllm.entrypoints.openai.api_server` as a script, so that tests/support/fork_server.py can run it: vLLM is imported already."""
+"""`python -m vllm.entrypoints.openai.api_server` as a script for tests/support/fork_server.py,
+which has already imported vLLM.
+"""
 
 from runpy import run_module
 

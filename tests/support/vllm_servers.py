@@ -1,4 +1,4 @@
-"""Real servers of vLLM for tests: started side by side, ended however the test ends."""
+"""Starts real vLLM servers for tests, several at a time, and ends them however the test ends."""
 
 import os
 import time
@@ -20,12 +20,12 @@ from tests.conftest import ROOT
 
 HOST, TOKEN = "127.0.0.1", "a-word-of-many-letters"
 ENGINE_SETTINGS = EngineSettings(mode="server", urls=["http://127.0.0.1:1"], kv_cache_mib=32, health_timeout_s=60)
-"""Of the servers; the addresses are known once they are started."""
+"""Settings of the servers. Their addresses are only known once they have started."""
 NO_PIXEL_LIMITS: Mapping[str, int] = {}
 
 
 def write_token_file(folder: Path) -> Path:
-    """Return a file in the folder with the token of all these servers."""
+    """Write a file with the token of all these servers and return its path."""
     (folder / "token").write_text(TOKEN)
     return folder / "token"
 
@@ -39,7 +39,10 @@ def start_vllm_server(
     settings: EngineSettings = ENGINE_SETTINGS,
     pixel_limits: Mapping[str, int] = NO_PIXEL_LIMITS,
 ) -> tuple[str, SupervisedProcess]:
-    """`pixel_limits`: settings of the model, min_pixels and max_pixels."""
+    """Start a server and return its address and process.
+
+    `pixel_limits` contains the model settings min_pixels and max_pixels.
+    """
     renderer = Renderer(ModelSettings(path=str(model), **pixel_limits))
     port, given = port or find_free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
     arguments = server_arguments(str(model), settings, **given, cuda=False, seed=seed, timeout_s=60)
@@ -64,13 +67,16 @@ def wait_until_healthy(url: str, process: SupervisedProcess, log: Path, *, timeo
 
 @contextmanager
 def serve_openai(model: Path, log: Path, *, pixels: tuple[int, int]) -> Iterator[str]:
-    """The address, up to /v1, of a server with the model's own weights, and with what a run's engine is told of pixels."""
+    """Start a server with the model's own weights and the image size limits of a run's engine.
+
+    Yield its address including /v1.
+    """
     renderer, settings, port = Renderer(ModelSettings(path=str(model))), EngineSettings(kv_cache_mib=32), find_free_port(HOST)
     arguments = server_arguments(str(model), settings, banned_ids=renderer.banned_ids, pixels=pixels, cuda=False, seed=0, timeout_s=60)
     arguments[arguments.index("--load-format") + 1] = "auto"
-    for name in ("--logits-processors", "--middleware"):  # which ask for a run's own arguments, and its token
+    for name in ("--logits-processors", "--middleware"):  # they require a run's own arguments and its token
         place = arguments.index(name)
-        del arguments[place : place + 2]  # such a model's likeliest tokens are none that it bans
+        del arguments[place : place + 2]  # the most likely tokens of such a model are not banned ones
     environment = {**os.environ, **server_environment(settings, token_file="none"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     kept = SupervisedProcess([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
     try:
@@ -89,7 +95,7 @@ def serve_engines(
     settings: EngineSettings = ENGINE_SETTINGS,
     pixel_limits: Mapping[str, int] = NO_PIXEL_LIMITS,
 ) -> Iterator[list[str]]:
-    """Their addresses."""
+    """Start the servers and yield their addresses."""
     logs = [folder / f"{number}.log" for number in range(num_servers)]
     started = [
         (*start_vllm_server(model, seed=number, log=log, settings=settings, pixel_limits=pixel_limits), log)
@@ -101,14 +107,16 @@ def serve_engines(
         yield [url for url, _, _ in started]
     finally:
         for _, kept, _ in started:
-            kept.stop()  # one of several processes that is killed leaves shared memory
+            kept.stop()  # killing one of several processes leaves shared memory behind
 
 
 @contextmanager
 def connect_server_engine(
     urls: Sequence[str], renderer: Renderer, *, name: str = "test", settings: EngineSettings = ENGINE_SETTINGS, bucket_bytes: int = 1 << 20
 ) -> Iterator[ServerEngine]:
-    """A run's way to these servers, which have no weights before the first load_weights."""
+    """Return a run's engine for these servers, which have no weights before the first
+    load_weights.
+    """
     own = [VllmServer(url, token=TOKEN) for url in urls]
     wanted = expected_fingerprint(settings, renderer.tokenizer.name_or_path, banned_ids=renderer.banned_ids, pixels=renderer.final_pixels)
     sender = WeightSender(own, expected=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)

@@ -1,6 +1,6 @@
-"""launch/train.py whose trainer samples, in its own books, at 1.3 times the engine's temperature.
+"""launch/train.py with a trainer that computes logprobs at 1.3 times the engine's temperature.
 
-An optimizer's step leaves the file `updated` beside the run folder.
+An optimizer step creates the file `updated` next to the run directory.
 """
 
 import runpy
