@@ -104,20 +104,20 @@ async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> t
 def main() -> None:
     """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--games", type=Path, required=True, help="a folder of make_alfworld.py, which is called for what it lacks")
-    parser.add_argument("--num", type=int, default=200, help="games of eval")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8], help="games played at the same time, one run each")
-    parser.add_argument("--timed", type=int, default=40, help="games of each of these runs")
+    parser.add_argument("--games", type=Path, required=True, help="folder of games; make_alfworld.py creates missing ones")
+    parser.add_argument("--num", type=int, default=200, help="number of eval games")
+    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8], help="numbers of concurrent games, one run each")
+    parser.add_argument("--timed", type=int, default=40, help="number of games in each of these runs")
     given = parser.parse_args()
     started = time.perf_counter()
     assert make_alfworld.main(["--out", str(given.games), "--num-train", "6", "--num-eval", str(given.num)]) == 0
-    print(f"Made or found in {time.perf_counter() - started:.0f} s; {os.cpu_count()} cores.\n")
+    print(f"Games ready after {time.perf_counter() - started:.0f} s; {os.cpu_count()} cores.\n")
     print(f"| share won (%) | all (95%) | {' | '.join(ALFWORLD_NAME_BY_KIND)} | steps | return |")
     print(f"|---|---|{'---|' * len(ALFWORLD_NAME_BY_KIND)}---|---|")
     for name in ("random", "planner"):
         tally, *_ = asyncio.run(everyone(given.games, at_once=max(given.at_once), num=given.num, is_random=name == "random"))
         print(tally.row(name), flush=True)
-    print("\n| games at once | steps a second | MiB of a player |\n|---|---|---|")
+    print("\n| concurrent games | steps / s | MiB per player |\n|---|---|---|")
     for at_once in given.at_once:
         _, rate, memory = asyncio.run(everyone(given.games, at_once=at_once, num=given.timed, is_random=True))
         print(f"| {at_once} | {rate:.0f} | {memory:.0f} |", flush=True)

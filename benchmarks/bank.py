@@ -62,7 +62,7 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
     tenth = max(1, len(seconds) // 10)
     held = bank.metrics()
     kib = step_path(folder / ROLLOUTS_FOLDER, len(seconds) - 1).stat().st_size / 1024 / per_step
-    print("| episodes | a step, s: median | first tenth | last tenth | GB | gone | KiB each but for its picture |")
+    print("| episodes | s / step: median | first tenth | last tenth | GB | evicted | KiB per episode without image |")
     print("|---|---|---|---|---|---|---|")
     median, first, last = statistics.median(seconds), statistics.median(seconds[:tenth]), statistics.median(seconds[-tenth:])
     print(
@@ -95,17 +95,17 @@ def shown(folder: Path) -> None:
             mib = psutil.Process(served.pid).memory_info().rss / 2**20
         finally:
             served.terminate()
-    print("\n| rollouts | opened (runs and rows), s | text filter, s | episode, s | MiB |")
+    print("\n| rollouts | page load (runs and rows), s | text filter, s | episode, s | MiB |")
     print("|---|---|---|---|---|")
     print(f"| {found['total']} | {runs_s + row_s:.2f} | {text_s:.2f} | {episode_s:.2f} | {mib:.0f} |")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What it costs to keep every rollout.")
+    parser = argparse.ArgumentParser(description="Measures the cost of storing all rollouts.")
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--per-step", type=int, default=256)
     parser.add_argument("--limit-gb", type=float, default=4.0)
-    parser.add_argument("--tiny", action="store_true", help="whether the script still runs")
+    parser.add_argument("--tiny", action="store_true", help="smoke test with small sizes")
     given = parser.parse_args()
     sizes = {"episodes": 64, "per_step": 16, "limit_gb": 0.003} if given.tiny else {}
     with tempfile.TemporaryDirectory() as folder:

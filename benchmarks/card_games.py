@@ -52,7 +52,7 @@ GAMES = {
     "ez_points": Game("ezpoints_sft_cpu", 0.064, 100.0, "RL4VLM 50.0, CoSo 50"),
     "blackjack": Game("blackjack_sft_cpu", 28.1, 42.95, "RL4VLM 40.2, GFlowVLM 43.8"),
     "points24": Game("points24_sft_cpu", 0.0, 70.2, "RL4VLM 2.3, GTR-Turbo 53.5"),
-    "alfworld": Game("alfworld_sft_cpu", 2.0, 100.0, "RL4VLM 21.7, of official games"),
+    "alfworld": Game("alfworld_sft_cpu", 2.0, 100.0, "RL4VLM 21.7, on official games"),
 }
 TINY = ["task.eval_samples=1", "task.max_new_tokens=8", "task.max_turns=1"]
 TINY_STAGE = {
@@ -103,7 +103,7 @@ def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
 
 def table(out: Path, seeds: list[int]) -> str:
     """Return the Markdown table of means over the finished seeds, with minimum and maximum."""
-    head = "| game | algorithm | seeds | warm start | after | random | best possible | published (7B) | warm start, min | run, min |"
+    head = "| game | algorithm | seeds | warm start | after RL | random | best possible | published (7B) | warm start, min | run, min |"
     lines = [head, "|" + "---|" * 10]
     for cell in CELLS:
         game, algorithm = cell.split("/")
@@ -136,8 +136,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/games"))
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--tiny", action="store_true", help="a step a run")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: one step per run")
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     for seed in [] if arguments.table else arguments.seeds:

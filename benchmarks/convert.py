@@ -44,7 +44,7 @@ def cost(*command: str) -> Cost:
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{said}")
+        sys.exit(f"{' '.join(command)} exited with code {process.returncode}:\n{said}")
     return Cost(time.perf_counter() - started, usage.ru_maxrss * 1024)
 
 
@@ -129,15 +129,15 @@ def main() -> None:
     """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["3B", "7B"])
-    parser.add_argument("--layers", type=int, help="decoder layers instead of the size's own, for a quick look")
-    parser.add_argument("--models", type=Path, nargs="+", metavar="DIR", help="Hugging Face folders to convert instead")
-    parser.add_argument("--folder", type=Path, required=True, help="a new folder on the disk that is measured; removed afterwards")
+    parser.add_argument("--layers", type=int, help="decoder layers, for a quick test; default: those of the released model")
+    parser.add_argument("--models", type=Path, nargs="+", metavar="DIR", help="convert these Hugging Face folders instead of --sizes")
+    parser.add_argument("--folder", type=Path, required=True, help="new folder on the disk to measure; removed afterwards")
     given = parser.parse_args()
     given.folder.mkdir(parents=True)
     free, needed = shutil.disk_usage(given.folder).free / 1e9, needed_gb(given.models)
     if free < needed:
         given.folder.rmdir()
-        sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {needed:.0f} are needed; nothing was measured")
+        sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {needed:.0f} GB are required; nothing was measured")
     try:
         print(f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'cp s':>7} {'cp s':>7} {'tool s':>7} {'ratio':>6}   load")
         for model in given.models or []:

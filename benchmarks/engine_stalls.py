@@ -162,9 +162,9 @@ def main() -> None:
     """Run the benchmark and print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=8, help="episodes of a group")
-    parser.add_argument("--megapixels", type=float, default=2.0, help="of a picture")
-    parser.add_argument("--tokens", type=int, default=512, help="of a reply at most; all lengths are as likely")
+    parser.add_argument("--samples", type=int, default=8, help="episodes per group")
+    parser.add_argument("--megapixels", type=float, default=2.0, help="size of each image")
+    parser.add_argument("--tokens", type=int, default=512, help="maximum response length; all lengths are equally likely")
     parser.add_argument("--step-ms", type=float, default=20.0)
     chosen = parser.parse_args()
     pixels = int(chosen.megapixels * 1e6)

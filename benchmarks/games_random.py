@@ -96,14 +96,14 @@ def told(wins: int, num: int) -> str:
 def main() -> None:
     """Run the simulation and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--episodes", type=int, default=100_000, help="of random play in each game")
+    parser.add_argument("--episodes", type=int, default=100_000, help="random episodes per game")
     num, dice, dealer = parser.parse_args().episodes, random.Random(0), np.random.default_rng(0)
     game = Blackjack(symbolic=True)
     game.reset(seed=0)
     hands = hand_probabilities()
     held_out = Points24Task(TaskSettings(name="points24", options=Points24Options()))
     solved_share = np.mean([bool(held_out.gold_replies(example)) for example in held_out.examples("eval")])
-    solvable = f"{100 * float(sum(share for hand, share in hands.items() if find_solution(hand))):.2f}; of the 500 {100 * solved_share:.1f}"
+    solvable = f"{100 * float(sum(share for hand, share in hands.items() if find_solution(hand))):.2f}; held out {100 * solved_share:.1f}"
     coin, most_wins, best = (
         evaluate_policy(dict.fromkeys(POSITIONS, 0.5)),
         evaluate_policy(best_policy(criterion="wins")),
@@ -113,9 +113,9 @@ def main() -> None:
         ("number_line", compute_policy_success({state: (0.5, 0.5) for state in STATES}), lambda: walked(dice), "100"),
         ("ez_points", random_points(EZPOINTS), lambda: written(EZPOINTS, lambda dealer: deal_pair(EZPOINTS, dealer), dealer, dice), "100"),
         ("points24", None, lambda: written(POINTS24, deal_four, dealer, dice), solvable),
-        ("blackjack", coin.wins, lambda: tossed(game, dice), f"{100 * most_wins.wins:.2f}; of best return {100 * best.wins:.2f}"),
+        ("blackjack", coin.wins, lambda: tossed(game, dice), f"{100 * most_wins.wins:.2f}; with best return {100 * best.wins:.2f}"),
     )
-    print("| game | random, exactly % | random, played % (95%) | best % |\n|---|---|---|---|")
+    print("| game | random, exact % | random, simulated % (95%) | best % |\n|---|---|---|---|")
     for name, exact, episode, ceiling in rows:
         wins = sum(episode() > 0 for _ in range(num))
         print(f"| {name} | {'-' if exact is None else f'{100 * exact:.3f}'} | {told(wins, num)} | {ceiling} |", flush=True)

@@ -75,7 +75,7 @@ def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:
         ended = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
         code, peak_kib, said = json.loads(ended.stdout)
         if code:
-            raise RuntimeError(f"{kind}: the run ended with code {code}: {said}")
+            raise RuntimeError(f"{kind}: the run exited with code {code}: {said}")
         return peak_kib * 1024
 
 
@@ -94,9 +94,9 @@ def make_questions(folder: Path, *, num: int, side: int) -> None:
 def main() -> None:
     """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--side", type=int, default=1400, help="of a picture in pixels, a multiple of 28")
+    parser.add_argument("--side", type=int, default=1400, help="side of each image in pixels; a multiple of 28")
     parser.add_argument("--episodes", type=int, nargs=2, default=[8, 64])
-    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of a third run; 1 leaves it out")
+    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of a third run; 1: no third run")
     given = parser.parse_args()
     few, many = given.episodes
     with tempfile.TemporaryDirectory() as home:
@@ -106,12 +106,12 @@ def main() -> None:
         make_questions(data, num=many, side=given.side)
         kinds = [Kind(few, 1), Kind(many, 1), *([Kind(many, given.ranks)] if given.ranks > 1 else [])]
         found = {kind: (planned(kind, model, side=given.side), measured(kind, model, data, side=given.side)) for kind in kinds}
-    print("| run | pictures by plan, GB | peak of a process, GB |\n|---|---|---|")
+    print("| run | planned images, GB | peak of a process, GB |\n|---|---|---|")
     for kind, (plan, peak) in found.items():
         print(f"| {kind} | {plan / 1e9:.3f} | {peak / 1e9:.3f} |")
     for less, more in [(kind, kinds[1]) for kind in (kinds[0], *kinds[2:])]:
         plan, peak = (found[more][column] - found[less][column] for column in (0, 1))
-        print(f"| {more} less {less} | {plan / 1e9:.3f} | {peak / 1e9:.3f}, measured / planned {peak / plan:.2f} |")
+        print(f"| {more} minus {less} | {plan / 1e9:.3f} | {peak / 1e9:.3f}, measured / planned {peak / plan:.2f} |")
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[st
                     break
             time.sleep(1)
         else:
-            raise TimeoutError(f"{' '.join(command)}: not up within {WAIT_S} s")
+            raise TimeoutError(f"{' '.join(command)}: not healthy after {WAIT_S} s")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -204,7 +204,7 @@ def sheets(home: Home, name: str) -> list[str]:
 
 def table(out: Path, seeds: list[int]) -> str:
     """Return the Markdown table of all cells."""
-    head = "| seed | cell | partner (95%) | frozen | stranger | drift | words | wall load | processor s |"
+    head = "| seed | cell | partner (95%) | frozen | stranger | drift | words | load | processor s |"
     lines = [head, "|" + "---|" * 9]
     for seed in seeds:
         for name in ("speaker_sft", *CELLS):
@@ -238,12 +238,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/lewis_seeds"))
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS), help="default: all")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--table", action="store_true", help="run nothing")
-    parser.add_argument("--tiny", action="store_true", help="a step a run")
-    parser.add_argument("--pace", action="store_true", help="measure the first seed's listener instead")
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: one step per run")
+    parser.add_argument("--pace", action="store_true", help="only measure the throughput of the first seed's listener")
     arguments = parser.parse_args()
     if arguments.tiny and arguments.cells != ["speaker"]:
-        parser.error("--tiny takes --cells speaker alone: a speaker of one step describes nothing that a listener could be asked about")
+        parser.error("--tiny requires --cells speaker: after one step, the speaker writes no description that a listener could score")
     out = arguments.out.resolve()
     if arguments.pace:
         with serving("listener", out / f"seed{arguments.seeds[0]}" / "listener_sft" / "final") as url:

@@ -42,7 +42,7 @@ async def _pace(url: str, paths: list[Path]) -> str:
         await asyncio.gather(*map(ask, range(REQUESTS)))
         seconds, engine = time.perf_counter() - began, await _engine_s(http) - before
     num = REQUESTS * ITEMS * CANDIDATES
-    return f"{num} candidates in {seconds:.2f} s: {num / seconds:.1f} a second; engine {engine:.2f} s, the rest {1 - engine / seconds:.1%}"
+    return f"{num} candidates in {seconds:.2f} s: {num / seconds:.1f} per second; engine {engine:.2f} s, other {1 - engine / seconds:.1%}"
 
 
 def _item(candidates: list[dict[str, str]], name: str, dice: random.Random) -> dict[str, object]:

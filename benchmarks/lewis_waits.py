@@ -55,13 +55,13 @@ def main() -> None:
     """Print the fraction for a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--skip", type=int, default=2, help="steps of the beginning (default %(default)s)")
+    parser.add_argument("--skip", type=int, default=2, help="number of first steps to skip (default %(default)s)")
     given = parser.parse_args()
     steps = [waits(file) for file in sorted((given.run / TRACE_FOLDER).glob("step_*.json"))[given.skip :]]
     if not steps:
-        parser.error(f"{given.run} has traces of no more than {given.skip} steps; run it with run.trace=25")
+        parser.error(f"{given.run} has traces of at most {given.skip} steps; set run.trace=25 for the run")
     alone, whole = (sum(column) for column in zip(*steps, strict=True))
-    print(f"{len(steps)} steps, {whole / len(steps):.2f} s each; waiting for scores alone {alone / whole:.1%}")
+    print(f"{len(steps)} steps, {whole / len(steps):.2f} s each; waiting only for scores: {alone / whole:.1%}")
 
 
 if __name__ == "__main__":

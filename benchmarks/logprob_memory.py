@@ -52,13 +52,13 @@ def measure(rows: int, block: int, hidden: int) -> None:
 def main() -> None:
     """Run all chunk sizes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=1024, help="sampled tokens of the micro-batch")
+    parser.add_argument("--rows", type=int, default=1024, help="number of sampled tokens in the micro-batch")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--blocks", type=int, nargs="+", default=[1024, 256, 64], help="values of parallel.log_probs_chunk_size")
     given = parser.parse_args()
     logits = given.rows * VOCABULARY * 4 >> 20
     print(f"{given.rows} rows x {VOCABULARY}: one copy of the logits is {logits} MiB\n")
-    print("| rows at a time | MiB above the start | seconds | sum of logprobs | norm of the gradient |\n|---|---|---|---|---|", flush=True)
+    print("| chunk size | MiB above the start | seconds | sum of logprobs | gradient norm |\n|---|---|---|---|---|", flush=True)
     for block in given.blocks:
         process = multiprocessing.get_context("fork").Process(target=measure, args=(given.rows, block, given.hidden))
         process.start()

@@ -126,8 +126,8 @@ def watched() -> Iterator[Seen]:
 def main() -> None:
     """Run the benchmark and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=125, help="of 8 episodes each")
-    parser.add_argument("--tiny", action="store_true", help="two groups")
+    parser.add_argument("--groups", type=int, default=125, help="number of groups of 8 episodes")
+    parser.add_argument("--tiny", action="store_true", help="smoke test with two groups")
     given = parser.parse_args()
     groups = 2 if given.tiny else given.groups
     with tempfile.TemporaryDirectory() as folder:
@@ -147,14 +147,16 @@ def main() -> None:
     failed = [rollout.reason for rollout in rollouts if not rollout.is_scored]
     whole = sum(len(rollout.turns) == LOOKS and len(rollout.images) >= LOOKS for rollout in rollouts)
     p50, p99 = np.percentile(np.array(seen.seconds) * 1000, [50, 99])
-    print("| episodes | at once | failed | of three pictures | s | callbacks | median, ms | p99, ms | longest, ms | above 50 ms | load |")
+    print(
+        "| episodes | concurrent | failed | with three images | s | callbacks | median, ms | p99, ms | longest, ms | above 50 ms | load |"
+    )
     print("|" + "---|" * 11)
     print(
         f"| {len(rollouts)} | {seen.most} | {len(failed)} | {whole} | {seconds:.0f} | {len(seen.seconds)} | {p50:.3f} | {p99:.2f} "
         f"| {max(seen.seconds) * 1000:.1f} | {seen.slow.total()} | {os.getloadavg()[0]:.1f} |"
     )
     for name, num in seen.slow.most_common(5):
-        print(f"{num} times: {name}")
+        print(f"{num} callbacks above 50 ms: {name}")
     for reason in sorted({*failed})[:3]:
         print(f"failed: {reason}")
 

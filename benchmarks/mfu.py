@@ -104,13 +104,15 @@ def main() -> None:
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "vision", "full"])
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--sequences", type=int, default=32)
-    parser.add_argument("--text", type=int, default=1024, help="text tokens a sequence")
-    parser.add_argument("--image", type=int, default=560, help="side of each sequence's picture, in pixels; a multiple of 28")
-    parser.add_argument("--group", type=int, default=1, help="sequences that have prompt and picture in common")
-    parser.add_argument("--unshared", action="store_true", help="a group's prompts begin with different tokens: none is shared")
+    parser.add_argument("--text", type=int, default=1024, help="text tokens per sequence")
+    parser.add_argument("--image", type=int, default=560, help="side of each sequence's image in pixels; a multiple of 28")
+    parser.add_argument("--group", type=int, default=1, help="number of sequences that share prompt and image")
+    parser.add_argument(
+        "--unshared", action="store_true", help="begin each prompt of a group with a different token, so that none is shared"
+    )
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
-    parser.add_argument("--updates", type=int, default=5, help="timed ones, after one that is not")
-    parser.add_argument("--profile", action="store_true", help="one more update, under torch's profiler: where its time goes")
+    parser.add_argument("--updates", type=int, default=5, help="number of timed updates, after one warm-up update")
+    parser.add_argument("--profile", action="store_true", help="profile one more update with torch.profiler")
     given = parser.parse_args()
 
     world, model = read_world(), read_spec(given.model, key="--model")
@@ -161,7 +163,7 @@ def print_profile(act: Callable[[], object]) -> None:
     by = "self_device_time_total" if has_gpu else "self_cpu_time_total"
     print(averages.table(sort_by=by, row_limit=30, max_name_column_width=60))
     waits = {row.key: row.count for row in averages if row.key in WAITS}
-    print(f"waits of the host in one update: {waits}")
+    print(f"host synchronizations in one update: {waits}")
 
 
 def report(seconds: float, tokens: int, work: float, processes: int) -> None:
@@ -172,8 +174,8 @@ def report(seconds: float, tokens: int, work: float, processes: int) -> None:
     else:
         device, memory = "CPU", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     peak = next((gpu.flops_per_s for name, gpu in GPU_SPECS.items() if re.search(rf"\b{name}\b", device, re.IGNORECASE)), None)
-    share = f"{rate / peak:.1%}" if peak else "device unknown"
-    print("| device | processes | s / update | tokens / s | TFLOP/s a process | MFU | peak GiB |\n|---|---|---|---|---|---|---|")
+    share = f"{rate / peak:.1%}" if peak else "unknown device"
+    print("| device | processes | s / update | tokens / s | TFLOP/s per process | MFU | peak GiB |\n|---|---|---|---|---|---|---|")
     print(f"| {device} | {processes} | {seconds:.3f} | {tokens / seconds:.0f} | {rate / 1e12:.3f} | {share} | {memory:.2f} |")
 
 

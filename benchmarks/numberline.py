@@ -78,9 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0], help="values of run.max_staleness for GRPO")
-    parser.add_argument("--beyond", nargs="+", default=[], metavar="KEY=VALUE", help="settings of GRPO where the staleness is above 0")
+    parser.add_argument("--beyond", nargs="+", default=[], metavar="KEY=VALUE", help="GRPO settings for a staleness above 0")
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
-    parser.add_argument("--tiny", action="store_true", help="a step or two a stage")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: one or two steps per stage")
     arguments = parser.parse_args()
     rows = []
     cells = [(seed, staleness) for seed in arguments.seeds for staleness in arguments.staleness]
@@ -88,7 +88,9 @@ def main() -> None:
         rows.append(run_seed(seed, staleness, arguments.beyond, arguments.out, tiny=arguments.tiny))
         print(json.dumps(rows[-1]), flush=True)
     stages = "after SFT greedy | temperature 1 | after GRPO greedy | temperature 1"
-    print(f"| seed | staleness: allowed | seen | {stages} | SFT s | GRPO s | s a step | sync ms | gap max | outside spans |")
+    print(
+        f"| seed | max staleness | mean staleness | {stages} | SFT s | GRPO s | s / step | sync ms | max logprob diff | unaccounted time |"
+    )
     print("|" + "---|" * 13)
     for row in rows:
         shares = " | ".join(f"{row[f'{stage} {kind}']:.1%}" for stage in ("sft", "grpo") for kind in ("greedy", "sampled"))

@@ -157,21 +157,21 @@ async def _until_up(url: str) -> SandboxClient:
         except RuntimeError:
             await client.close()
             await asyncio.sleep(0.1)
-    raise TimeoutError("the server did not come up")
+    raise TimeoutError("the server did not start")
 
 
 async def throughput(sizes: Sizes) -> None:
     """Measure calls per second in process, over HTTP and without isolation."""
     tables = {}
     async with SandboxPool(size=sizes.clients, limits=LIMITS) as pool:
-        tables["in process, an open box each"] = await per_second(pool, sizes, reopen=False)
-        tables["in process, a new box every call"] = await per_second(pool, sizes, reopen=True)
+        tables["in process, one open box per client"] = await per_second(pool, sizes, reopen=False)
+        tables["in process, a new box per call"] = await per_second(pool, sizes, reopen=True)
     with server(sizes) as url:
         async with await _until_up(url) as client:
-            tables["over HTTP, an open box each"] = await per_second(client, sizes, reopen=False)
+            tables["over HTTP, one open box per client"] = await per_second(client, sizes, reopen=False)
     async with SandboxPool(size=sizes.clients, limits=LIMITS, isolation="none") as pool:
-        tables["no isolation, in process, an open box each"] = await per_second(pool, sizes, reopen=False)
-    print(f"Calls a second, {sizes.clients} clients, {os.cpu_count()} cores:\n\n| | {' | '.join(CODES)} |\n|---|{'---|' * len(CODES)}")
+        tables["no isolation, in process, one open box per client"] = await per_second(pool, sizes, reopen=False)
+    print(f"Calls per second, {sizes.clients} clients, {os.cpu_count()} cores:\n\n| | {' | '.join(CODES)} |\n|---|{'---|' * len(CODES)}")
     for name, rates in tables.items():
         print(f"| {name} | {' | '.join(f'{rate:.0f}' for rate in rates.values())} |")
     print()
@@ -231,13 +231,13 @@ async def leaks(sizes: Sizes) -> None:
         grown = (psutil.Process().memory_info().rss - memory) / 2**20
     await asyncio.get_running_loop().shutdown_default_executor()  # threads that parse large replies belong to the event loop
     after = standing()
-    print(f"{sizes.calls} calls in {time.perf_counter() - started:.0f} s, {lost} of them told that the state before was lost:\n")
-    print("| | before the pool | pool with no box open | the same after the calls | pool closed |\n|---|---|---|---|---|")
+    print(f"{sizes.calls} calls in {time.perf_counter() - started:.0f} s, {lost} of them reported that earlier state was lost:\n")
+    print("| | before the pool | pool without open boxes | the same after the calls | pool closed |\n|---|---|---|---|---|")
     for name in before:
         print(f"| {name} | {before[name]} | {warm_up[name]} | {at_end[name]} | {after[name]} |")
-    print(f"\nResident memory of the pool's own process grew by {grown:.1f} MiB meanwhile.")
+    print(f"\nResident memory of the pool's own process grew by {grown:.1f} MiB during the calls.")
     own = {name for name in before if name != "processes of the machine"}  # others start and end during the test
-    assert all(after[name] <= before[name] for name in own), "something was left behind"
+    assert all(after[name] <= before[name] for name in own), "resources were leaked"
 
 
 PARTS = {"warm": warm, "throughput": throughput, "leaks": leaks}
@@ -247,11 +247,11 @@ def main() -> None:
     """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=300, help="calls that a median is of")
-    parser.add_argument("--clients", type=int, default=32, help="of the throughput, side by side")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each figure of the throughput")
-    parser.add_argument("--calls", type=int, default=10_000, help=f"of the search for leaks, a multiple of {CALLS_PER_BOX}")
-    parser.add_argument("--port", type=int, default=18080, help="that the server of the throughput takes")
+    parser.add_argument("--repeats", type=int, default=300, help="number of calls per median")
+    parser.add_argument("--clients", type=int, default=32, help="concurrent clients of the throughput measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each throughput measurement")
+    parser.add_argument("--calls", type=int, default=10_000, help=f"number of calls of the leak test; a multiple of {CALLS_PER_BOX}")
+    parser.add_argument("--port", type=int, default=18080, help="port of the server in the throughput measurement")
     given = parser.parse_args()
     print(f"Load average at the start: {', '.join(f'{load:.1f}' for load in os.getloadavg())}.\n")
     for part in given.parts:

@@ -48,7 +48,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 COLUMNS = (
-    "GPUs", "episodes", "s a step", "rollout", "update", "sync", "tokens / s / GPU", "GB tensors", "GB gradients", "GB weights",
+    "GPUs", "episodes", "s / step", "rollout", "update", "sync", "tokens / s / GPU", "GB tensors", "GB gradients", "GB weights",
     "engines idle", "slots idle",
 )  # fmt: skip
 """Columns of the tables.
@@ -164,26 +164,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 256, 1024])
-    parser.add_argument("--seeds", type=int, default=3, help="steps that are drawn; their mean is shown")
+    parser.add_argument("--seeds", type=int, default=3, help="number of simulated steps; the tables show their mean")
     given = parser.parse_args()
     case = case_for(given)
     episode = case.episode
     print(f"{given.experiment}: {case.settings.plan.gpu}, episodes of {episode.total_tokens:,.0f} tokens, "
           f"{episode.sampled_tokens:,.0f} of them sampled\n")  # fmt: skip
     head = " | ".join(COLUMNS)
-    for grows, words in ((False, "The recipe's batch"), (True, "A batch that grows with the GPUs")):
+    for grows, words in ((False, "The recipe's batch"), (True, "A batch that scales with the number of GPUs")):
         print(f"{words}\n\n| {head} |\n|{'---|' * len(COLUMNS)}")
         for size in given.gpus:
             print(row(on(case, size, grows=grows), seeds=given.seeds))
         print()
     for size in (given.gpus[0], given.gpus[-1]):
-        print(f"The step on {size:,} GPUs, with\n\n| constant | half of it | twice of it |\n|---|---|---|")
+        print(f"Change of the step time on {size:,} GPUs\n\n| constant | halved | doubled |\n|---|---|---|")
         for name, half, twice in sensitivities(on(case, size, grows=False)):
             if max(abs(half - 1), abs(twice - 1)) >= 0.005:
                 print(f"| {name} | {half - 1:+.0%} | {twice - 1:+.0%} |")
         print()
     shown = rollout_seconds(case)
-    print(f"Without drawing, by the longest of all: {sum(shown.values()):.0f} s of rollout on {case.world_size} GPUs")
+    print(f"Closed-form estimate: {sum(shown.values()):.0f} s of rollout on {case.world_size} GPUs")
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=12, help="sampled a turn at most")
+    parser.add_argument("--tokens", type=int, default=12, help="maximum number of sampled tokens per turn")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "nano"
@@ -120,7 +120,7 @@ def main() -> None:
             image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
         )  # fmt: skip
         play(engine, renderer, [[0.0]], tokens=chosen.tokens, lock_step=False)
-        print("| seed | lock step s | per episode s | critical path s | faster by | of the critical path |\n|---|---|---|---|---|---|")
+        print("| seed | lock-step s | per-episode s | critical path s | speedup | per-episode / critical path |\n|---|---|---|---|---|---|")
         for seed in chosen.seeds:
             draws_ET = np.random.default_rng(seed).lognormal(np.log(0.5), 1.0, (chosen.episodes, chosen.turns)).tolist()
             slowest = max(draws_ET, key=sum)

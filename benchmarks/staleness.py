@@ -104,18 +104,20 @@ def row(steps: list[dict[str, float]]) -> list[str]:
 def main() -> None:
     """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="the warm start")
+    parser.add_argument("--model", type=Path, required=True, help="model after the warm start")
     parser.add_argument("--out", type=Path, default=Path("runs/staleness"))
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--median", type=float, default=0.5, help="seconds of a tool")
-    parser.add_argument("--sigma", type=float, default=1.0, help="of the logarithm; 0: every tool takes as long")
+    parser.add_argument("--median", type=float, default=0.5, help="median latency of a tool call in seconds")
+    parser.add_argument(
+        "--sigma", type=float, default=1.0, help="standard deviation of the log latency; 0: the same latency for every call"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--size", type=int, default=128, help="boxes")
-    parser.add_argument("--tiny", action="store_true", help="four small steps")
-    parser.add_argument("overrides", nargs="*", help="further settings of the runs, KEY=VALUE")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: four small steps")
+    parser.add_argument("overrides", nargs="*", help="additional settings of the runs, KEY=VALUE")
     given = parser.parse_intermixed_args()  # settings and options may be mixed
     given.out.mkdir(parents=True, exist_ok=True)
-    print("| staleness | s a step | update s | staleness seen | stale | reward | load |\n|" + "---|" * 7, flush=True)
+    print("| max staleness | s / step | update s | mean staleness | stale | reward | load |\n|" + "---|" * 7, flush=True)
     for staleness in given.staleness:
         with slow_sandbox(given.size, median=given.median, sigma=given.sigma) as url:
             words = [f"model.path={given.model}", f"task.sandbox.url={url}", f"run.max_staleness={staleness}", "run.steps=30"]

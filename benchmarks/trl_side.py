@@ -109,8 +109,8 @@ def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
     ours = renderer.prompt([make_observation((row["current"], row["target"]))])
     message = {"role": "user", "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]}
     (token_ids,), _, fields = trainer._tokenize_prompts([[message]])
-    assert list(token_ids) == ours.token_ids, "the two sides' prompt ids differ"
-    assert torch.equal(fields["pixel_values"], ours.images[0].patch_PC), "the two sides' pixels differ"
+    assert list(token_ids) == ours.token_ids, "prompt ids of TRL and of our renderer differ"
+    assert torch.equal(fields["pixel_values"], ours.images[0].patch_PC), "pixels of TRL and of our renderer differ"
 
 
 def grpo_config(given: argparse.Namespace) -> GRPOConfig:
@@ -161,18 +161,18 @@ def main() -> None:
     """Train with TRL."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", required=True)
-    parser.add_argument("--out", type=Path, required=True, help="JSON lines, one a step")
+    parser.add_argument("--out", type=Path, required=True, help="file for JSON lines, one per step")
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--prompts", type=int, required=True, help="prompts a step, over all processes")
+    parser.add_argument("--prompts", type=int, required=True, help="prompts per step, over all processes")
     parser.add_argument("--group-size", type=int, required=True)
     parser.add_argument("--max-tokens", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
     parser.add_argument("--min-pixels", type=int, required=True)
     parser.add_argument("--max-pixels", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True, help="torch threads a process")
-    parser.add_argument("--micro-batch", type=int, required=True, help="samples of one forward and backward pass")
-    parser.add_argument("--static-cache", action="store_true", help="transformers' static key/value cache instead of the dynamic one")
+    parser.add_argument("--threads", type=int, required=True, help="torch threads per process")
+    parser.add_argument("--micro-batch", type=int, required=True, help="samples per forward and backward pass")
+    parser.add_argument("--static-cache", action="store_true", help="use transformers' static key/value cache instead of the dynamic one")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
     given = parser.parse_args()

@@ -30,8 +30,8 @@ from megatron_rl.types import TOKEN_COLUMNS, Rollout, TokenSequence, Turn
 
 PER_STEP, TURNS, NUM_METRICS = 256, 3, 80
 HEAD = (
-    "episodes", "steps", "GB", "--memory-gb", "up, s", "runs, s", "rows, s", "sorted, s", "text, s", "curves, s", "episode, s",
-    "rollouts, files left out", "peak, MB",
+    "episodes", "steps", "GB", "--memory-gb", "start, s", "runs, s", "rows, s", "sorted, s", "text, s", "curves, s", "episode, s",
+    "rollouts, skipped files", "peak, MB",
 )  # fmt: skip
 WORDS = "go to microwave 1, and heat the apple "
 
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=10.0)
     parser.add_argument("--memory-gb", type=float, nargs="+", default=[8.0, 2.0, 0.6])
-    parser.add_argument("--tiny", action="store_true", help="whether the script still runs")
+    parser.add_argument("--tiny", action="store_true", help="smoke test with small sizes")
     given = parser.parse_args()
     sizes = [Size("short", 20, 1)] if given.tiny else SIZES
     print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}")

@@ -86,7 +86,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/visual_search_seeds"))
-    parser.add_argument("--tiny", action="store_true", help="a step or two a stage")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: one or two steps per stage")
     arguments = parser.parse_args()
     out = arguments.out.absolute()
     rows = []

@@ -161,7 +161,7 @@ def measure(side: Side, given: argparse.Namespace) -> Result:
             if process.poll() is None:
                 process.terminate()  # torchrun ends its workers
     if process.returncode:
-        raise RuntimeError(f"{side.name} ended with {process.returncode}:\n{output.read_text()[-2000:]}")
+        raise RuntimeError(f"{side.name} exited with code {process.returncode}:\n{output.read_text()[-2000:]}")
     lines = [line for line in map(json.loads, side.log.read_text().splitlines()) if line["step"] < given.steps]
     seconds, solved = [step_seconds(line) for line in lines], [solved_fraction(line) for line in lines]
     first, last = min(n for n in seen if n >= given.warmup), max(n for n in seen if n <= given.steps)
@@ -231,8 +231,8 @@ def compare(results: list[Result], ours: str, theirs: str) -> None:
     """Print ratios of adjacent runs, and check that both sides started from the same policy."""
     pairs = list(zip((r for r in results if r.side == ours), (r for r in results if r.side == theirs), strict=True))
     for what, ratios in {
-        "seconds a step": [them.step_s / us.step_s for us, them in pairs],
-        "CPU seconds a step": [them.cpu_step_s / us.cpu_step_s for us, them in pairs],
+        "seconds per step": [them.step_s / us.step_s for us, them in pairs],
+        "CPU seconds per step": [them.cpu_step_s / us.cpu_step_s for us, them in pairs],
     }.items():
         print(f"{what}: {theirs} / {ours} = {statistics.median(ratios):.2f} (each round: {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
     us, them = (side.solved[0] for side in pairs[0])
@@ -240,23 +240,23 @@ def compare(results: list[Result], ours: str, theirs: str) -> None:
     noise = math.sqrt(2 * mean * (1 - mean) / (PROMPTS * GROUP_SIZE))
     verdict = "the same policy" if abs(us - them) <= 3 * noise else "NOT the same policy"
     print(f"step 0 solved: ours {us:.1%}, TRL {them:.1%}, standard error of the difference {noise:.1%}: {verdict}")
-    print("prompt ids and pixels: equal (benchmarks/trl_side.py ends with an error otherwise)")
+    print("prompt ids and pixels: equal (benchmarks/trl_side.py exits with an error otherwise)")
 
 
 def main() -> None:
     """Run both sides and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/sft/final", help="NumberLine checkpoint after the warm start")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each side, in turns")
+    parser.add_argument("--rounds", type=int, default=2, help="number of runs per side, alternating")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=2, help="first steps that are left out of the medians")
+    parser.add_argument("--warmup", type=int, default=2, help="number of first steps excluded from the medians")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl", default=TRL_BEST, choices=list(TRL_SWITCHES), metavar="SWITCHES", help=f"one of {', '.join(TRL_SWITCHES)}")
-    parser.add_argument("--sweep", action="store_true", help="every choice of --trl and both of ours, once each, instead")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs/vs_trl", help="a new folder: results.jsonl and each run's own log")
+    parser.add_argument("--sweep", action="store_true", help="instead, run every choice of --trl and both of our process counts once")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs/vs_trl", help="new folder for results.jsonl and the logs of the runs")
     given = parser.parse_args()
     if given.out.exists():
-        parser.error(f"--out {given.out} is there already; remove it or choose another")
+        parser.error(f"--out={given.out}: exists; remove it or choose another folder")
     given.model = str(Path(given.model).resolve())
     results: list[Result] = []
 

@@ -278,14 +278,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 1024])
-    parser.add_argument("--steps", type=int, default=6, help="of a run; the first two are not counted")
+    parser.add_argument("--steps", type=int, default=6, help="steps per run; the first two are not counted")
     parser.add_argument(
         "--spread",
         type=float,
         help="standard deviation of the logarithm of an episode's tokens; default: memory_plan/step_time_constants.py",
     )
-    parser.add_argument("--measured", type=Path, help="lengths of what --measure has written, in place of log-normal ones")
-    parser.add_argument("--measure", type=Path, metavar="RUN/rollouts", help="print the lengths of the episodes of a run's bank, and end")
+    parser.add_argument("--measured", type=Path, help="file with the output of --measure; default: log-normal lengths")
+    parser.add_argument("--measure", type=Path, metavar="RUN/rollouts", help="print the episode lengths of a run's rollout store, and exit")
     given = parser.parse_args()
     if given.measure:
         print(json.dumps(measure(given.measure)))
@@ -294,7 +294,7 @@ def main() -> None:
     case = case_for(given)
     if given.spread is not None:
         case = replace(case, speeds=replace(case.speeds, spread=given.spread))
-    kinds = (f"{kind}, s | times as fast | idle | staleness" for kind in ("colocated", "apart"))
+    kinds = (f"{kind}, s | speedup | idle | staleness" for kind in ("colocated", "apart"))
     print(f"| GPUs | episodes | staleness | {' | trainers | '.join(kinds)} |\n|{'---|' * 12}", flush=True)
     for size in given.gpus:
         print("\n".join(rows(case, size, steps=given.steps, shape=shape)), flush=True)

@@ -87,8 +87,8 @@ def main() -> None:
     """Run all layouts, or measure one inside torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/nano", help="a Hugging Face Qwen2.5-VL folder")
-    parser.add_argument("--repeats", type=int, default=30, help="after one that is left out")
-    parser.add_argument("--layout", choices=list(LAYOUTS), help="only this one; what torchrun is given")
+    parser.add_argument("--repeats", type=int, default=30, help="number of timed repetitions, after one warm-up")
+    parser.add_argument("--layout", choices=list(LAYOUTS), help="run only this layout; also set for the torchrun processes")
     given = parser.parse_args()
     if "RANK" in os.environ:
         measure(given.layout, given)
@@ -103,7 +103,7 @@ def main() -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         run = subprocess.run([*torchrun, *own], cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, check=False)
         if run.returncode:
-            sys.exit(f"{name} ended with {run.returncode}:\n{run.stderr[-2000:]}")
+            sys.exit(f"{name} exited with code {run.returncode}:\n{run.stderr[-2000:]}")
     print(f"load average now: {os.getloadavg()[0]:.1f}")
 
 

@@ -56,17 +56,17 @@ def main() -> None:
     """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patches", type=int, nargs="+", default=[1024, 10_000, 40_000, 160_000])
-    parser.add_argument("--patience", type=float, default=10.0, help="seconds of one round")
-    parser.add_argument("--tiny", action="store_true", help="16 and 32 patches, 64 wide")
+    parser.add_argument("--patience", type=float, default=10.0, help="skip a variant at larger sizes after a round of more seconds")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: 16 and 32 patches, width 64")
     given = parser.parse_args()
     slow: set[str] = set()
     print(machine())
-    print_head("patches", "how", "forward ms", "backward ms", "peak MB", "output off", "gradient off")
+    print_head("patches", "how", "forward ms", "backward ms", "peak MB", "output error", "gradient error")
     for num in [16, 32] if given.tiny else given.patches:
         patches, truth = torch.randn(num, CHANNELS, *KERNEL, device=device(), dtype=torch.bfloat16), []
         for name, embedding in embeddings(64 if given.tiny else WIDTH).items():
             if name in slow:
-                print_row(num, name, *["not asked"] * 5)
+                print_row(num, name, *["not measured"] * 5)
                 continue
             try:
                 forward, backward, peak, made = measured(embedding, patches)

@@ -179,26 +179,26 @@ def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, Co
     policy = ledger.phase(
         "-", "build policy", lambda: build_policy(settings, layout, renderer, patches=patches, num_steps=turns, is_rl=True)
     )
-    ledger.phase("-", "policy leaves", policy.sleep)
+    ledger.phase("-", "policy offload", policy.sleep)
     return policy, ledger.phase("-", "build engine", lambda: build_colocated_engine(settings, renderer, world)), renderer
 
 
 def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None:
     """Run all turns and print the measurements."""
     policy, engine, renderer = build(settings, ledger, turns=given.turns)
-    ledger.phase("-", "engine sleeps", engine.sleep)
-    ledger.phase("-", "policy returns", policy.wake)
+    ledger.phase("-", "engine sleep", engine.sleep)
+    ledger.phase("-", "policy reload", policy.wake)
     asked, loss = prompts(renderer, num=given.prompts, side=given.image), make_policy_objective(settings.algo)
     sent = sum(tensor.numel() * tensor.element_size() for _, tensor in policy.hf_weights())
     sampled, seen = [], {}
     for turn in range(given.turns):
         ledger.phase(turn, "sync", lambda turn=turn: engine.load_weights(policy.hf_weights(), version=turn))
-        ledger.phase(turn, "policy leaves", policy.sleep)
-        ledger.phase(turn, "engine wakes", engine.wake)
+        ledger.phase(turn, "policy offload", policy.sleep)
+        ledger.phase(turn, "engine wake-up", engine.wake)
         play = partial(replies, engine, asked, group=given.group, tokens=given.tokens, turn=turn)
         said = ledger.phase(turn, "rollout", lambda play=play: engine.run(play()))
-        ledger.phase(turn, "engine sleeps", engine.sleep)
-        ledger.phase(turn, "policy returns", policy.wake)
+        ledger.phase(turn, "engine sleep", engine.sleep)
+        ledger.phase(turn, "policy reload", policy.wake)
         work = credited(said)
 
         def update(work: list[PackItem] = work, turn: int = turn) -> dict[str, float]:
@@ -222,11 +222,11 @@ def report(ledger: Ledger, *, sent: int, sampled: list[int], seen: dict[str, flo
         return statistics.median(ledger.seconds[name])
 
     rates = [tokens / seconds for tokens, seconds in zip(sampled, ledger.seconds["rollout"], strict=True)]
-    print_head("of a turn, median", "")
+    print_head("median per turn", "")
     print_row("sync s", f"{median('sync'):.3f}")
     print_row("sync GB, GB/s", f"{sent / GB:.3f}, {sent / GB / median('sync'):.2f}")
-    print_row("engine pause s", f"{median('engine sleeps') + median('engine wakes'):.3f}")
-    print_row("policy leaves and returns s", f"{median('policy leaves') + median('policy returns'):.3f}")
+    print_row("engine pause s", f"{median('engine sleep') + median('engine wake-up'):.3f}")
+    print_row("policy offload and reload s", f"{median('policy offload') + median('policy reload'):.3f}")
     print_row("sampled tokens / s", f"{statistics.median(rates):.0f}")
     for name, value in sorted(seen.items()):
         if name.startswith("rollout_mismatch/logprob_abs_diff"):
@@ -237,17 +237,17 @@ def main() -> None:
     """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="a Qwen2.5-VL folder with a tokenizer")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="of both sides")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="dtype of policy and engine")
     parser.add_argument("--lora-rank", type=int, default=0)
     parser.add_argument("--recompute", default="full", choices=["none", "selective", "vision", "full"])
-    parser.add_argument("--eager", action="store_true", help="the engine without compilation and CUDA graphs")
+    parser.add_argument("--eager", action="store_true", help="run the engine without compilation and CUDA graphs")
     parser.add_argument("--utilization", type=float, default=0.5, help="engine.gpu_memory_utilization")
-    parser.add_argument("--gpu", default=gpu_here(), choices=[*GPU_SPECS, ""], help="whose plan is printed; default: the device here")
+    parser.add_argument("--gpu", default=gpu_here(), choices=[*GPU_SPECS, ""], help="GPU of the memory plan; default: this GPU")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=32, help="each with a picture")
-    parser.add_argument("--group", type=int, default=8, help="replies to each")
-    parser.add_argument("--tokens", type=int, default=128, help="of a reply at most")
-    parser.add_argument("--image", type=int, default=140, help="side of the pictures in pixels; a multiple of 28")
+    parser.add_argument("--prompts", type=int, default=32, help="number of prompts, each with an image")
+    parser.add_argument("--group", type=int, default=8, help="responses per prompt")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum tokens per response")
+    parser.add_argument("--image", type=int, default=140, help="side of the images in pixels; a multiple of 28")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--tiny", action="store_true", help=", ".join(f"{name} {value}" for name, value in TINY.items()))

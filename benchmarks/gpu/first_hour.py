@@ -129,7 +129,7 @@ def check(folders: Folders) -> list[Stage]:
         Step("tests/gpu", 120, (*RUN, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "120")),
         Step("warm start", 160, warm, makes=sft / "final"),
         Step("GRPO, 8 steps", 240, (*learn, "run.steps=8")),
-        Step("goes on to 10", 180, (*learn, "run.steps=10")),
+        Step("GRPO, resume to 10", 180, (*learn, "run.steps=10")),
     ]
     return [prepare(folders), Stage(steps, background=make_models(folders))]
 
@@ -167,9 +167,9 @@ def play(step: Step, log: TextIO, environment: dict[str, str]) -> tuple[float, s
     )  # fmt: skip
     try:
         code = process.wait(timeout=step.limit_s)
-        how = "well" if code == 0 else f"with {code}"
+        how = "well" if code == 0 else f"exit code {code}"
     except subprocess.TimeoutExpired:
-        how = f"late: over {step.limit_s} s"
+        how = f"timed out after {step.limit_s} s"
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -191,7 +191,7 @@ def gpus() -> str:
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return "no nvidia-smi here\n"
+        return "nvidia-smi not found\n"
     return subprocess.run([tool, "--query-gpu=name,driver_version,memory.total", "--format=csv"], capture_output=True, text=True).stdout
 
 
@@ -214,7 +214,7 @@ def run_steps(steps: Sequence[Step], *, log: Path, kit: Path, patience: float) -
         # A partial model would be taken for a complete one by the next part.
         if how != "well" and step.makes is not None:
             shutil.rmtree(step.makes, ignore_errors=True)
-        print(f"\n{step.name}: ended {how} after {seconds:.1f} s", *(tables(said) if how == "well" else said[-15:]), sep="\n", flush=True)
+        print(f"\n{step.name}: result: {how}; {seconds:.1f} s", *(tables(said) if how == "well" else said[-15:]), sep="\n", flush=True)
         rows.append((step.name, f"{seconds:.1f}", step.limit_s, how))
     return rows
 
@@ -252,12 +252,14 @@ def main() -> None:
     """Run one part."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", type=int, choices=list(PARTS), required=True)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the results go")
-    parser.add_argument("--kit", type=Path, default=ROOT / ".gpu", metavar="DIR", help="what was carried, and what is made on the way")
-    parser.add_argument("--models", type=Path, metavar="DIR", help="models of released sizes, 21 GB; default: the kit")
-    parser.add_argument("--only", default="", metavar="REGEX", help="run only the steps with such a name, as 'GRPO|goes on'")
-    parser.add_argument("--tiny", action="store_true", help="the nano model alone, and as little of it as there is")
-    parser.add_argument("--patience", type=float, default=1.0, help="times the steps' limits")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
+    parser.add_argument(
+        "--kit", type=Path, default=ROOT / ".gpu", metavar="DIR", help="folder of the carried files; steps write their output here too"
+    )
+    parser.add_argument("--models", type=Path, metavar="DIR", help="folder for models of released sizes, 21 GB; default: --kit")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only the steps whose name matches, such as 'GRPO|varlen'")
+    parser.add_argument("--tiny", action="store_true", help="smoke test: only the nano model, with the smallest sizes")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor of the time limits")
     given = parser.parse_args()
     folders = Folders(given.kit.resolve(), (given.models or given.kit).resolve(), given.tiny)
     stages = [stage.only(given.only) for stage in PARTS[given.part](folders)]

@@ -33,11 +33,11 @@ def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 def main(arguments: list[str] | None = None) -> None:
     """Run the script or module with the adapted kernel."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", action="store_true", help="what follows is a module")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help="a script or a module, and its arguments")
+    parser.add_argument("-m", action="store_true", help="run a module instead of a script")
+    parser.add_argument("words", nargs=argparse.REMAINDER, help="script or module, and its arguments")
     given = parser.parse_args(arguments)
     if not given.words:
-        parser.error("nothing to run")
+        parser.error("no script or module given")
     varlen.varlen_attn = understood(varlen.varlen_attn)
     sys.argv = given.words
     if given.m:

@@ -91,7 +91,7 @@ def cut(wheel: Path, folder: Path) -> None:
         names = source.namelist()
         lacking = sorted(LIBRARIES.difference(names))
         if lacking:
-            raise ValueError(f"{wheel} has no {', '.join(lacking)}: cut by the list of vLLM 0.32.0")
+            raise ValueError(f"{wheel} has no {', '.join(lacking)}; use the wheel of vLLM 0.32.0")
         for name in filter(is_kept, names):
             path = Path(source.extract(name, folder))
             if name.endswith(".so"):

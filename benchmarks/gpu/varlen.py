@@ -79,15 +79,17 @@ def sizes(*, tiny: bool) -> dict[str, tuple[list[int], list[int]]]:
     tokens, prompt, reply = 32768 // scale, 8192 // scale, 2048 // scale
     apart = {length // scale: list(range(0, tokens + 1, length // scale)) for length in (2048, 8192)}
     shared = [0, *range(prompt, tokens + 1, reply)]
-    found = {f"contexts of {length}": (offsets, [-1] * (len(offsets) - 1)) for length, offsets in apart.items()}
-    return found | {f"{len(shared) - 2} replies of {reply} to a prompt of {prompt}": (shared, [-1] + [0] * (len(shared) - 2))}
+    found = {f"sequences of {length}": (offsets, [-1] * (len(offsets) - 1)) for length, offsets in apart.items()}
+    return found | {f"{len(shared) - 2} responses of {reply} to a prompt of {prompt}": (shared, [-1] + [0] * (len(shared) - 2))}
 
 
 def main() -> None:
     """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--implementation", default="", help="one that torch.nn.attention.activate_flash_attention_impl knows, as FA3")
-    parser.add_argument("--tiny", action="store_true", help="64 tokens, 4 and 2 heads of 32, where speed is measured")
+    parser.add_argument(
+        "--implementation", default="", help="implementation for torch.nn.attention.activate_flash_attention_impl, such as FA3"
+    )
+    parser.add_argument("--tiny", action="store_true", help="smoke test: measure the speed with 64 tokens and 4 and 2 heads of size 32")
     given = parser.parse_args()
     if given.implementation:
         torch.nn.attention.activate_flash_attention_impl(given.implementation)

@@ -21,15 +21,18 @@ PROBES = (*SERVERS, *CLIENTS, *FILES)
 def main(arguments: list[str]) -> int:
     """Run the selected probes, print the table and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probes", description=__doc__)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="of areas and names (default: all)")
-    parser.add_argument("--at-once", type=int, default=6, help="attempts side by side (default %(default)s)")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="run the probes whose area or name contains this word (default: all)")
+    parser.add_argument("--at-once", type=int, default=6, help="number of parallel attempts (default %(default)s)")
     options = parser.parse_args(arguments)
     chosen = [each for each in PROBES if not options.words or any(word in f"{each.area} {each.name}" for word in options.words)]
     rows = run(chosen, at_once=options.at_once)
     print(table(rows))
     for area in dict.fromkeys(row.probe.area for row in rows):
         own = [row for row in rows if row.probe.area == area]
-        print(f"{area}: {len(own)} probes, {sum(row.is_held for row in own)} held, {sum(row.control.succeeded for row in own)} controls")
+        print(
+            f"{area}: {len(own)} probes, {sum(row.is_held for row in own)} held, "
+            f"{sum(row.control.succeeded for row in own)} controls succeeded"
+        )
     return 0 if all(row.is_good for row in rows) else 1
 
 

@@ -127,7 +127,7 @@ def believed(answer: Answer) -> Callable[[Ask, Path], str]:
 
     def attack(ask: Ask, folder: Path) -> str:
         with trap(answer) as found:
-            return f"{ask(found.url)} is believed"
+            return f"{ask(found.url)} is accepted"
 
     return attack
 
@@ -138,7 +138,7 @@ def repeats_the_token(ask: Ask, folder: Path) -> str:
         try:
             ask(found.url)
         except Exception as error:
-            return "the token is in an error's words" if TOKEN in str(error) else ""
+            return "the token is in an error message" if TOKEN in str(error) else ""
     return ""
 
 
@@ -146,7 +146,7 @@ def redirects(ask: Ask, folder: Path) -> str:
     """Succeed if the token is sent to the target of a redirect."""
     with trap(says("200 OK")) as other, trap(says(f"307 Temporary Redirect\r\nLocation: {other.url}/")) as found:
         ask(found.url)
-    return "the token is told to another server" if other.has_heard(TOKEN) else ""
+    return "the token is sent to another server" if other.has_heard(TOKEN) else ""
 
 
 def is_the_proxy(ask: Ask, folder: Path) -> str:
@@ -159,7 +159,7 @@ def is_the_proxy(ask: Ask, folder: Path) -> str:
             ask("http://127.0.0.1:1/")
         except (ValueError, OSError, httpx.HTTPError) as error:
             return "" if not proxy.heard else str(error)
-    return "a proxy has the token" if proxy.has_heard(TOKEN) else ""
+    return "a proxy receives the token" if proxy.has_heard(TOKEN) else ""
 
 
 def sets_cookies(ask: Ask, folder: Path) -> str:
@@ -182,8 +182,8 @@ def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, P
         with weakened(), patch.object(address, "HEALTH_TIMEOUT_S", 20.0), trap(answer) as found:
             is_taken = address.is_service_running(found.url, kind, nonce="the-nonce", token=file)
         if found.has_heard(f"Bearer {TOKEN}"):
-            return "it is told the token"
-        return "it is taken for the run's server" if is_taken else ""
+            return "it receives the token"
+        return "it is accepted as the run's server" if is_taken else ""
 
     return attack
 
@@ -255,27 +255,27 @@ TITLE = says("500 Oops", b"\x1b]0;owned\x07\x1b[2J")
 CLIENTS = tuple(
     Probe("clients", name, attack, defended, control)
     for name, attack, defended, control in (
-        ("drops: one header's value", against(drips("X-A: ", b"a")), bounded, plain),
-        ("drops: chunks of a byte", against(drips(CHUNKED, b"1;a=b\r\na\r\n")), bounded, plain),
-        ("drops: trailers behind the body", against(drips(f"{CHUNKED}0\r\n", b"X: 1\r\n")), bounded, plain),
-        ("drops: 103 Early Hints, without an answer", against(drips("\r\n", HINTS)), bounded, plain),
-        ("endless: a terabyte is announced", against(TERABYTE), bounded, plain),
+        ("slow: one header value, byte by byte", against(drips("X-A: ", b"a")), bounded, plain),
+        ("slow: chunks of one byte", against(drips(CHUNKED, b"1;a=b\r\na\r\n")), bounded, plain),
+        ("slow: trailers after the body", against(drips(f"{CHUNKED}0\r\n", b"X: 1\r\n")), bounded, plain),
+        ("slow: 103 Early Hints, without a response", against(drips("\r\n", HINTS)), bounded, plain),
+        ("endless: a Content-Length of one terabyte", against(TERABYTE), bounded, plain),
         ("endless: chunks with extensions", against(EXTENDED), bounded, plain),
-        ("packed: a gigabyte, deflated", against(packed("deflate", deflated)), bounded, plain),
-        ("packed: a gigabyte, gzipped twice", against(packed("gzip, gzip", gzipped_twice)), bounded, plain),
-        ("packed: a gigabyte, by brotli", against(packed("br", brotlied)), bounded, plain),
-        ("token: redirected to another server", redirects, bounded, urllibs),
-        ("token: by a proxy of the environment", is_the_proxy, bounded, plain),
-        ("token: repeated in an error", repeats_the_token, CHECKED, UNCHECKED),
+        ("compressed: a gigabyte, deflate", against(packed("deflate", deflated)), bounded, plain),
+        ("compressed: a gigabyte, gzip twice", against(packed("gzip, gzip", gzipped_twice)), bounded, plain),
+        ("compressed: a gigabyte, brotli", against(packed("br", brotlied)), bounded, plain),
+        ("token: redirect to another server", redirects, bounded, urllibs),
+        ("token: proxy set by environment variables", is_the_proxy, bounded, plain),
+        ("token: repeated in an error message", repeats_the_token, CHECKED, UNCHECKED),
         ("cookies: 40 KB", sets_cookies, bounded_twice, plain_twice),
-        ("JSON: 200,000 lists in one another", against(DEEP), CHECKED, UNCHECKED),
+        ("JSON: 200,000 nested lists", against(DEEP), CHECKED, UNCHECKED),
         ("JSON: infinitely many workers", against(says("200 OK", b'{"world_size": 1e999}')), CHECKED, UNCHECKED),
-        ("JSON: a sandbox's limits are no numbers", believed(NAN), starts_a_sandbox, starts_unchecked),
-        ("words: an error that moves the terminal", against(TITLE), CHECKED, UNCHECKED),
-        ("wait: come again in 30 years", against(full), opens_a_box, opens_as_told),
-        ("proof: none, or a forged one", told_the_token(FORGED), as_it_is, without_proof),
-        ("proof: one that was heard before", told_the_token(REPLAYED), as_it_is, with_one_challenge),
-        ("proof: another server's of the same token", told_the_token(_proves(_relayed)), as_it_is, without_a_port),
-        ("proof: a judge's port, by who knows its nonce", told_the_token(FORGED, kind="vllm"), as_it_is, without_proof),
+        ("JSON: a sandbox's limits are not numbers", believed(NAN), starts_a_sandbox, starts_unchecked),
+        ("terminal: control characters in an error message", against(TITLE), CHECKED, UNCHECKED),
+        ("wait: Retry-After of 30 years", against(full), opens_a_box, opens_as_told),
+        ("proof: missing or forged", told_the_token(FORGED), as_it_is, without_proof),
+        ("proof: replayed", told_the_token(REPLAYED), as_it_is, with_one_challenge),
+        ("proof: relayed from another server with the same token", told_the_token(_proves(_relayed)), as_it_is, without_a_port),
+        ("proof: a judge's port, by an attacker who knows its nonce", told_the_token(FORGED, kind="vllm"), as_it_is, without_proof),
     )
 )

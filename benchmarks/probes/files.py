@@ -43,7 +43,7 @@ def is_printed(read: Read, folder: Path) -> str:
     try:
         return "" if str(found) else "nothing is read"
     except ValueError:
-        return "what was read cannot be printed"
+        return "the value that was read cannot be printed"
 
 
 def reads_a_link(read: Read, folder: Path) -> str:
@@ -53,7 +53,7 @@ def reads_a_link(read: Read, folder: Path) -> str:
     secret = folder / "secret"
     secret.write_bytes(bombs.PNG + b"private")
     found = read(bombs.link(images / "a.png", str(secret)))
-    return "a file outside of the run is shown" if found else ""
+    return "a file outside the run is shown" if found else ""
 
 
 def shares_bytes(read: Read, folder: Path) -> str:
@@ -96,7 +96,7 @@ def swaps_files(difference: Callable[[Path], str], folder: Path) -> str:
     """Succeed if a file of an older checkpoint, of the same length, is accepted in a newer one."""
     old, new = checkpoint(folder, "step_1", b"old numbers"), checkpoint(folder, "step_2", b"new numbers")
     (new / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes())
-    return "" if difference(new) else "old numbers are trained on"
+    return "" if difference(new) else "the old numbers are accepted"
 
 
 def claims_a_step(value: object) -> Callable[[Callable[[Path], int], Path], str]:
@@ -104,7 +104,7 @@ def claims_a_step(value: object) -> Callable[[Callable[[Path], int], Path], str]
 
     def attack(step_of: Callable[[Path], int], folder: Path) -> str:
         found = step_of(checkpoint(folder, "step_1", b"numbers", step=value))
-        return f"step {found!r} is believed"
+        return f"step {found!r} is accepted"
 
     return attack
 
@@ -113,7 +113,7 @@ def names_a_file_outside(difference: Callable[[Path], str], folder: Path) -> str
     """Succeed if a record makes a reader hash a file outside the checkpoint."""
     (folder / "secret").write_text("private")
     files = {"../secret": {"bytes": 7, "sha256": hashlib.sha256(b"private").hexdigest()}}
-    return "" if difference(checkpoint(folder, "step_1", b"numbers", files=files)) else "a file outside is read"
+    return "" if difference(checkpoint(folder, "step_1", b"numbers", files=files)) else "a file outside the checkpoint is read"
 
 
 def moves_the_terminal(printed: Callable[[str], str], folder: Path) -> str:
@@ -175,37 +175,42 @@ MANY_ROWS = file_at(bombs.step_of_many_rows, "step_000001.parquet")
 FILES = tuple(
     Probe("files", name, attack, defended, control)
     for name, attack, defended, control in (
-        ("settings: merge keys upon merge keys", file_at(bombs.merges, "config.yaml"), read_settings, readers.plain_yaml),
-        ("settings: a number to the base of 60, of 160,001 digits", settings_of(BASE_60), read_settings, readers.plain_yaml),
+        ("settings: nested merge keys", file_at(bombs.merges, "config.yaml"), read_settings, readers.plain_yaml),
+        ("settings: a base-60 number of 160,001 digits", settings_of(BASE_60), read_settings, readers.plain_yaml),
         ("settings: a number that cannot be printed", is_printed, read_settings, readers.plain_yaml),
-        ("settings: 100 GB of nothing", file_at(bombs.sparse, "config.yaml"), read_settings, readers.plain_yaml),
+        ("settings: a sparse file of 100 GB", file_at(bombs.sparse, "config.yaml"), read_settings, readers.plain_yaml),
         ("metrics: a link to /dev/zero", file_at(ZEROS, "metrics.jsonl"), read_metrics, readers.plain_lines),
         ("metrics: a FIFO, in the viewer", file_at(bombs.fifo, "metrics.jsonl"), readers.metrics_of_folder, readers.plain_lines),
-        ("metrics: a line of 100,000 lists", DEEP, read_lines, readers.plain_lines),
-        ("log: 100 GB, whose end is asked for", file_at(bombs.sparse, "judge.log"), read_tail, readers.plain_end),
+        ("metrics: a line of 100,000 nested lists", DEEP, read_lines, readers.plain_lines),
+        ("log: the tail of a file of 100 GB", file_at(bombs.sparse, "judge.log"), read_tail, readers.plain_end),
         (
-            "pictures: 144 megapixels, a rollout's",
+            "images: 144 megapixels, in a rollout",
             picture_of(bombs.png, "images/a.png"),
             readers.loaded_picture,
             readers.plain_picture,
         ),
-        ("pictures: 144 megapixels, a question's", picture_of(bombs.png), readers.stored_picture, readers.plain_picture),
-        ("pictures: a FIFO in the place of a question's", picture_of(bombs.fifo), readers.stored_picture, readers.plain_picture),
-        ("pictures: the size of a FIFO", picture_of(bombs.fifo), readers.size_of_picture, readers.plain_size),
-        ("pictures: a link to /dev/zero", picture_of(ZEROS), readers.stored_picture, Path.read_bytes),
-        ("pictures: a link out of the run, in the viewer", reads_a_link, readers.shown_picture, Path.read_bytes),
-        ("videos: a FIFO in the place of a question's", file_at(bombs.fifo, "a.mp4"), readers.stored_clip, Path.read_bytes),
-        ("rollouts: a million rows of one text", MANY_ROWS, readers.stored_rollouts, readers.plain_rollouts),
+        ("images: 144 megapixels, in a question", picture_of(bombs.png), readers.stored_picture, readers.plain_picture),
+        ("images: a FIFO instead of a question's image", picture_of(bombs.fifo), readers.stored_picture, readers.plain_picture),
+        ("images: the size of a FIFO", picture_of(bombs.fifo), readers.size_of_picture, readers.plain_size),
+        ("images: a link to /dev/zero", picture_of(ZEROS), readers.stored_picture, Path.read_bytes),
+        ("images: a link out of the run, in the viewer", reads_a_link, readers.shown_picture, Path.read_bytes),
+        ("videos: a FIFO instead of a question's video", file_at(bombs.fifo, "a.mp4"), readers.stored_clip, Path.read_bytes),
+        ("rollouts: a million rows with the same text", MANY_ROWS, readers.stored_rollouts, readers.plain_rollouts),
         ("tokenizer: a token that is doubled 40 times", file_at(bombs.tokenizer, "tokenizer.json"), readers.decoded, readers.decoded_here),
-        ("weights: two tensors of the same bytes", shares_bytes, readers.stored_safetensors, readers.plain_safetensors),
-        ("weights: before the file, and 2**64 numbers", reads_before_the_file, readers.stored_safetensors, readers.plain_safetensors),
+        ("weights: two tensors that share their bytes", shares_bytes, readers.stored_safetensors, readers.plain_safetensors),
+        (
+            "weights: offsets before the file, and a shape of 2**64 elements",
+            reads_before_the_file,
+            readers.stored_safetensors,
+            readers.plain_safetensors,
+        ),
         ("checkpoint: a pickle that opens a file", runs_code, readers.metadata, readers.plain_pickle),
-        ("checkpoint: another one's file of the same length", swaps_files, readers.by_digest, readers.by_size),
-        ("checkpoint: infinitely many steps, rightly sealed", claims_a_step(1e999), readers.by_state, readers.by_plain_state),
-        ("checkpoint: a record that names files outside", names_a_file_outside, readers.by_digest, readers.plain_digest),
-        ("words: a model's, that move the terminal", moves_the_terminal, to_printable, str),
-        ("template: four ways to a class", reaches_classes, readers.rendered, readers.as_a_page),
-        ("template: loops of 10**10 rounds", renders_for_ever(LOOPS), readers.inspected, readers.rendered),
-        ("template: a text of 10 GB", renders_for_ever("{% set text = 'x' * 10000000000 %}"), readers.inspected, readers.rendered),
+        ("checkpoint: another checkpoint's file of the same length", swaps_files, readers.by_digest, readers.by_size),
+        ("checkpoint: infinitely many steps, with a valid digest", claims_a_step(1e999), readers.by_state, readers.by_plain_state),
+        ("checkpoint: a record of files outside the checkpoint", names_a_file_outside, readers.by_digest, readers.plain_digest),
+        ("terminal: control characters in a model's config.json", moves_the_terminal, to_printable, str),
+        ("template: four ways to reach a class", reaches_classes, readers.rendered, readers.as_a_page),
+        ("template: loops of 10**10 iterations", renders_for_ever(LOOPS), readers.inspected, readers.rendered),
+        ("template: a string of 10 GB", renders_for_ever("{% set text = 'x' * 10000000000 %}"), readers.inspected, readers.rendered),
     )
 )

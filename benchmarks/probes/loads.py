@@ -34,7 +34,7 @@ def slow(begin: bytes, drop: bytes) -> Callable[[Any, Path], str]:
                     with suppress(OSError):
                         line.sendall(drop)
             left = num_open(lines)
-        return f"{left} of {len(lines)} lines are held" if left else ""
+        return f"{left} of {len(lines)} connections are kept open" if left else ""
 
     return attack
 
@@ -45,7 +45,7 @@ def holds_many_lines(server: Any, folder: Path) -> str:
         lines = [held.enter_context(site.connect()) for _ in range(LINES)]
         time.sleep(0.5)
         left = num_open(lines)
-    return f"{left} silent lines are held" if left > SHORT.max_connections else ""
+    return f"{left} silent connections are kept open" if left > SHORT.max_connections else ""
 
 
 def reads_no_answer(server: Any, folder: Path) -> str:
@@ -61,7 +61,7 @@ def reads_no_answer(server: Any, folder: Path) -> str:
             line.recv(1, MSG_PEEK)
         time.sleep(WAIT_S)
         whole = sum(_rest_of(line) >= 16_000_000 for line in lines)
-    return f"{whole} of {len(lines)} answers are kept for whoever does not read" if whole else ""
+    return f"{whole} of {len(lines)} unread responses are kept in memory" if whole else ""
 
 
 def _rest_of(line: socket) -> int:
@@ -81,7 +81,7 @@ def sends_without_end(server: Any, folder: Path) -> str:
         with suppress(OSError):
             for _ in range(64):
                 line.sendall(chunk)
-            return "all of it is taken"
+            return "the whole body is accepted"
     return ""
 
 
@@ -95,7 +95,7 @@ def holds_large_bodies(server: Any, folder: Path) -> str:
                 line.sendall(head + b" " * 7_000_000)
         time.sleep(1.0)
         left = num_open(lines)
-    return f"{left} bodies of 7 MB are held" if left > 8 else ""
+    return f"{left} bodies of 7 MB are kept in memory" if left > 8 else ""
 
 
 def sends_many_names(server: Any, folder: Path) -> str:
@@ -105,7 +105,7 @@ def sends_many_names(server: Any, folder: Path) -> str:
         body += b',"%x":""' % number
     with server(folder) as site:
         _, answer = site.ask("POST", "/boxes", *TO_BOXES, body=bytes(body + b"}}"))
-    return "" if b"commas and brackets" in answer else "all of them are read"
+    return "" if b"commas and brackets" in answer else "all names are parsed"
 
 
 def fills_the_log(server: Any, folder: Path) -> str:
@@ -115,4 +115,4 @@ def fills_the_log(server: Any, folder: Path) -> str:
             with site.connect() as line, suppress(OSError):
                 line.sendall(b"\0\1\2 no request\r\n\r\n")
                 line.recv(1 << 12)
-    return f"{len(site.log)} lines are written" if len(site.log) > 30 else ""
+    return f"{len(site.log)} log lines are written" if len(site.log) > 30 else ""

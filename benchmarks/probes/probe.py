@@ -113,7 +113,7 @@ def _attempts(jobs: Sequence[tuple[Probe, Any]], *, at_once: int, limit_s: float
             if time.monotonic() - began > limit_s and not outcome.poll():
                 del running[outcome]
                 _kill(process)
-                yield number, Attempt(gained=f"does not end within {limit_s:g} s", seconds=limit_s)
+                yield number, Attempt(gained=f"does not finish within {limit_s:g} s", seconds=limit_s)
 
 
 def _ended(job: tuple[int, Any, float], outcome: Connection) -> tuple[int, Attempt]:
@@ -122,7 +122,7 @@ def _ended(job: tuple[int, Any, float], outcome: Connection) -> tuple[int, Attem
         attempt = outcome.recv()
     except EOFError:
         process.join()
-        attempt = Attempt(gained=f"its process ended with {process.exitcode}")
+        attempt = Attempt(gained=f"its process exited with code {process.exitcode}")
     _kill(process)
     return number, replace(attempt, seconds=time.monotonic() - began)
 
@@ -144,7 +144,7 @@ def _attempt(probe: Probe, target: object, outcome: Connection) -> None:
         attempt = _attack(probe, target, Path(folder))
     grown = _peak_mb() - before
     if grown > LIMIT_MB and not attempt.succeeded:
-        attempt = Attempt(gained=f"takes {grown:.0f} MB")
+        attempt = Attempt(gained=f"uses {grown:.0f} MB")
     outcome.send(replace(attempt, megabytes=grown))
     outcome.close()
     os._exit(0)
@@ -154,13 +154,13 @@ def _attack(probe: Probe, target: object, folder: Path) -> Attempt:
     try:
         return Attempt(gained=probe.attack(target, folder))
     except OUT_OF_MEMORY:
-        return Attempt(gained=f"takes more than {SPARE_BYTES >> 20} MB")
+        return Attempt(gained=f"uses more than {SPARE_BYTES >> 20} MB")
     except EXPECTED as error:
         words = str(error)
         is_plain = words.isprintable() and "memory" not in words.casefold()
-        return Attempt(refusal=words) if is_plain else Attempt(gained=f"refuses with {words[:80]!r}")
+        return Attempt(refusal=words) if is_plain else Attempt(gained=f"unsafe error message: {words[:80]!r}")
     except BaseException as error:
-        return Attempt(gained=f"breaks: {type(error).__name__}: {str(error)[:80]}")
+        return Attempt(gained=f"unexpected {type(error).__name__}: {str(error)[:80]}")
 
 
 def _peak_mb() -> float:
@@ -172,9 +172,7 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["| area | probe | with the defense | s | MB | control | s | MB |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         held = f"held{_because(row.defended.refusal)}" if row.is_held else f"**broken**: {_cell(row.defended.gained)}"
-        control = (
-            f"gets through: {_cell(row.control.gained)}" if row.control.succeeded else f"**no control**{_because(row.control.refusal)}"
-        )
+        control = f"succeeds: {_cell(row.control.gained)}" if row.control.succeeded else f"**no control**{_because(row.control.refusal)}"
         figures = [f"{each.seconds:.1f} | {each.megabytes:.0f}" for each in (row.defended, row.control)]
         lines.append(f"| {row.probe.area} | {row.probe.name} | {held} | {figures[0]} | {control} | {figures[1]} |")
     return "\n".join(lines)

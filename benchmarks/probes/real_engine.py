@@ -31,7 +31,7 @@ def tells_its_version(server: object, folder: Path) -> str:
     """Succeed if a page with a rebound name can read from the engine."""
     with server(folder) as site:
         answers = [site.ask("GET", path, ("Host", "evil.example"), KNOW) for path in ("/version", "/v1/models", "/metrics", "/weight_info")]
-    return "a rebound page reads it" if any(code == 200 for code, _ in answers) else ""
+    return "a page with a rebound name reads from the engine" if any(code == 200 for code, _ in answers) else ""
 
 
 def pauses_for_a_page(server: object, folder: Path) -> str:
@@ -39,7 +39,7 @@ def pauses_for_a_page(server: object, folder: Path) -> str:
     with server(folder) as site:
         paused = site.ask("POST", "/pause?mode=abort", *PAGE, body=b"{}")[0] == 200
         site.ask("POST", "/resume", HERE, JSON, KNOW, body=b"{}")
-    return "a page has paused it" if paused else ""
+    return "a page paused the engine" if paused else ""
 
 
 def fetches_an_address(server: object, folder: Path) -> str:
@@ -47,16 +47,16 @@ def fetches_an_address(server: object, folder: Path) -> str:
     body = b'{"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}'
     with server(folder) as site:
         code, _ = site.ask("POST", "/inference/v1/generate", *PAGE, body=body)
-    return f"it works for a page ({code})" if code not in (401, 403, 415, 421) else ""
+    return f"the engine generates for a page ({code})" if code not in (401, 403, 415, 421) else ""
 
 
 ATTACKS = {
-    "a rebound page reads it, with the token": tells_its_version,
-    "a page pauses it": pauses_for_a_page,
-    "a page asks it to generate": fetches_an_address,
+    "a page with a rebound name reads, with the token": tells_its_version,
+    "a page pauses the engine": pauses_for_a_page,
+    "a page requests a generation": fetches_an_address,
     "a page's preflight": preflight_is_answered,
-    "the token in the query, a cookie, X-Api-Key": paused_by_a_key_elsewhere,
-    "other worker methods, 42 spellings": calls_another_method,
+    "the token in the query, a cookie or X-Api-Key": paused_by_a_key_elsewhere,
+    "other worker methods, 42 variants": calls_another_method,
 }
 
 

@@ -59,7 +59,7 @@ def scored_for_a_page(server: Any, folder: Path) -> str:
         code, _ = site.ask(
             "POST", "/score", ("Host", "listener.evil.example"), ("Origin", "http://listener.evil.example"), JSON, body=b"{}"
         )
-    return "a rebound name asks the model" if code == 200 else ""
+    return "a rebound name queries the model" if code == 200 else ""
 
 
 def routes_are_told_apart(server: Any, folder: Path) -> str:
@@ -68,14 +68,14 @@ def routes_are_told_apart(server: Any, folder: Path) -> str:
         answers = {
             site.ask(verb, path, HERE)[0] for verb in ("GET", "OPTIONS", "HEAD") for path in ("/boxes", "/none", "/health", "/metrics")
         }
-    return f"statuses {sorted(answers)} tell which routes there are" if len(answers) > 1 else ""
+    return f"statuses {sorted(answers)} reveal which routes exist" if len(answers) > 1 else ""
 
 
 def methods_are_told(server: Any, folder: Path) -> str:
     """Succeed if responses reveal the methods of a route."""
     with server(folder) as site:
         answers = [site.ask(verb, "/boxes", HERE)[1].lower() for verb in ("OPTIONS", "TRACE", "PUT", "QUERY", "post")]
-    return "the methods of a route are told" if any(b"\r\nallow:" in answer for answer in answers) else ""
+    return "the methods of a route are revealed" if any(b"\r\nallow:" in answer for answer in answers) else ""
 
 
 def preflight_is_answered(server: Any, folder: Path) -> str:
@@ -105,7 +105,7 @@ def talks_by_websocket(server: Any, folder: Path) -> str:
             f"{name}: {value}\r\n" for name, value in (HERE, ("Connection", "keep-alive, Upgrade"), ("Upgrade", "WebSocket"), *key)
         )
         line.sendall(f"GET /v1/realtime HTTP/1.1\r\n{head}\r\n".encode())
-        return "the line is switched" if line.recv(1 << 12).startswith(b"HTTP/1.1 101") else ""
+        return "the connection is upgraded" if line.recv(1 << 12).startswith(b"HTTP/1.1 101") else ""
 
 
 def calls_another_method(server: Any, folder: Path) -> str:
@@ -126,7 +126,7 @@ def calls_another_method(server: Any, folder: Path) -> str:
     with server(folder) as site:
         codes = [site.ask("POST", path, HERE, JSON, know, body=body)[0] for path in paths for body in bodies]
     if (folder / "written").exists():
-        return "the worker has written files"
+        return "the worker wrote files"
     return f"{codes.count(200)} calls reach the worker" if 200 in codes else ""
 
 
@@ -146,7 +146,7 @@ def shown_in_a_page(server: Any, folder: Path) -> str:
     with server(folder) as site:
         mode = (("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors"), ("Sec-Fetch-Dest", "image"))
         codes = [site.ask("GET", path, HERE, *mode)[0] for path in ("/picture/run/a.png", "/api/runs")]
-    return "a stranger's page has the run's picture" if 200 in codes else ""
+    return "a foreign page loads the run's image" if 200 in codes else ""
 
 
 def framed_in_a_page(server: Any, folder: Path) -> str:
@@ -155,7 +155,7 @@ def framed_in_a_page(server: Any, folder: Path) -> str:
         code, answer = site.ask(
             "GET", "/", HERE, ("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "navigate"), ("Sec-Fetch-Dest", "iframe")
         )
-    return "a stranger's page frames it" if code == 200 and b"frame-ancestors 'none'" not in answer else ""
+    return "a foreign page frames the viewer" if code == 200 and b"frame-ancestors 'none'" not in answer else ""
 
 
 BOX, OPEN_BOX = SandboxServer(), SandboxServer(is_gated=False)
@@ -196,36 +196,36 @@ SERVERS = tuple(
     Probe("servers", name, attack, defended, control)
     for name, attack, defended, control in (
         ("host: rebound names that look like an address or localhost", opens_a_box(*hosts(*REBOUND)), BOX, OPEN_BOX),
-        ("host: users, fragments, paths and lists in the name", opens_a_box(*hosts(*ODD)), BOX, OPEN_BOX),
+        ("host: names with users, fragments, paths or lists", opens_a_box(*hosts(*ODD)), BOX, OPEN_BOX),
         ("host: names in the form of IPv6 addresses", opens_a_box(*hosts(*SIX)), BOX, OPEN_BOX),
-        ("host: the right one in X-Forwarded-Host", opens_a_box((("Host", "evil.example"), *FORWARDED, JSON)), BOX, OPEN_BOX),
-        ("host: none, by HTTP/1.0", opens_a_box((JSON,), version="1.0"), BOX, OPEN_BOX),
-        ("page: of another port of this machine", opens_a_box(*NEAR), BOX, OPEN_BOX),
-        ("page: of a frame without an origin, of a file, of an extension", opens_a_box(*NULL), BOX, OPEN_BOX),
-        ("page: of another subdomain, which reads", read_by_a_page, BOX, OPEN_BOX),
-        ("page: of a rebound name, asks the listener", scored_for_a_page, ModelServer(), ModelServer(is_gated=False)),
-        ("type: a Blob's, which is none", opens_a_box((HERE,)), BOX, OPEN_BOX),
+        ("host: the correct name in X-Forwarded-Host", opens_a_box((("Host", "evil.example"), *FORWARDED, JSON)), BOX, OPEN_BOX),
+        ("host: missing, with HTTP/1.0", opens_a_box((JSON,), version="1.0"), BOX, OPEN_BOX),
+        ("page: from another port of this machine", opens_a_box(*NEAR), BOX, OPEN_BOX),
+        ("page: from a frame without an origin, a file or an extension", opens_a_box(*NULL), BOX, OPEN_BOX),
+        ("page: from another subdomain, reads /health", read_by_a_page, BOX, OPEN_BOX),
+        ("page: from a rebound name, queries the listener", scored_for_a_page, ModelServer(), ModelServer(is_gated=False)),
+        ("type: missing, as for a Blob", opens_a_box((HERE,)), BOX, OPEN_BOX),
         ("type: text that mentions JSON", opens_a_box(*typed(*TEXTS)), BOX, OPEN_BOX),
         ("type: forms that mention JSON", opens_a_box(*typed(*FORMS)), BOX, OPEN_BOX),
-        ("type: reports and relatives of JSON", opens_a_box(*typed(*REPORTS)), BOX, OPEN_BOX),
-        ("token: thirteen that are nearly it", opens_a_box(*says(*NEARLY)), KEYED, OPEN_BOX),
-        ("token: without it, which routes are there", routes_are_told_apart, KEYED, OPEN_BOX),
-        ("token: without it, which methods a route has", methods_are_told, KEYED, OPEN_BOX),
+        ("type: reports and other JSON types", opens_a_box(*typed(*REPORTS)), BOX, OPEN_BOX),
+        ("token: thirteen that are almost correct", opens_a_box(*says(*NEARLY)), KEYED, OPEN_BOX),
+        ("token: missing, which routes exist", routes_are_told_apart, KEYED, OPEN_BOX),
+        ("token: missing, which methods a route has", methods_are_told, KEYED, OPEN_BOX),
         ("engine: a page's preflight", preflight_is_answered, ENGINE, OPEN_ENGINE),
-        ("engine: the token in the query, a cookie, X-Api-Key", paused_by_a_key_elsewhere, ENGINE, OPEN_ENGINE),
+        ("engine: the token in the query, a cookie or X-Api-Key", paused_by_a_key_elsewhere, ENGINE, OPEN_ENGINE),
         ("engine: a websocket, with the token", talks_by_websocket, ENGINE, OPEN_ENGINE),
-        ("engine: other worker methods, 42 spellings", calls_another_method, ENGINE, OPEN_ENGINE),
-        ("slow: a header's bytes", loads.slow(HEAD + b"X-A: ", b"a"), HASTY, PATIENT),
-        ("slow: a body's bytes", loads.slow(HEAD + b"Content-Length: 1000\r\n\r\n", b" "), HASTY, PATIENT),
-        ("slow: silent lines, more than it takes", loads.holds_many_lines, HASTY, PATIENT),
-        ("slow: answers that nobody reads", loads.reads_no_answer, HASTY, PATIENT),
-        ("large: a body in chunks without a length", loads.sends_without_end, SMALL, OPEN_SMALL),
-        ("large: sixteen bodies at once, all but a byte", loads.holds_large_bodies, SMALL, OPEN_SMALL),
-        ("large: two million names", loads.sends_many_names, BOX, OPEN_BOX),
-        ("log: a hundred lines that are no request", loads.fills_the_log, HASTY, PATIENT),
+        ("engine: other worker methods, 42 variants", calls_another_method, ENGINE, OPEN_ENGINE),
+        ("slow: a header, byte by byte", loads.slow(HEAD + b"X-A: ", b"a"), HASTY, PATIENT),
+        ("slow: a body, byte by byte", loads.slow(HEAD + b"Content-Length: 1000\r\n\r\n", b" "), HASTY, PATIENT),
+        ("slow: more silent connections than allowed", loads.holds_many_lines, HASTY, PATIENT),
+        ("slow: responses that are not read", loads.reads_no_answer, HASTY, PATIENT),
+        ("large: a chunked body without a length", loads.sends_without_end, SMALL, OPEN_SMALL),
+        ("large: sixteen concurrent bodies without their last byte", loads.holds_large_bodies, SMALL, OPEN_SMALL),
+        ("large: two million file names", loads.sends_many_names, BOX, OPEN_BOX),
+        ("log: a hundred invalid requests", loads.fills_the_log, HASTY, PATIENT),
         ("viewer: rebound names", seen_by_a_rebound_name, VIEWER, OPEN_VIEWER),
-        ("viewer: its pictures in a stranger's page", shown_in_a_page, VIEWER, OPEN_VIEWER),
-        ("viewer: framed by a stranger's page", framed_in_a_page, VIEWER, OPEN_VIEWER),
-        ("viewer: a header's bytes, slowly", loads.slow(b"GET / HTTP/1.1\r\nX-A: ", b"a"), Viewer(line=loads.SHORT), Viewer(line=None)),
+        ("viewer: its images in a foreign page", shown_in_a_page, VIEWER, OPEN_VIEWER),
+        ("viewer: framed by a foreign page", framed_in_a_page, VIEWER, OPEN_VIEWER),
+        ("viewer: a header, byte by byte", loads.slow(b"GET / HTTP/1.1\r\nX-A: ", b"a"), Viewer(line=loads.SHORT), Viewer(line=None)),
     )
 )

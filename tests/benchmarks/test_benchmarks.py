@@ -109,7 +109,7 @@ def test_mfu(random_model: Path) -> None:
     said = said_by("mfu", "--model", random_model, *sizes, "--group", 2, "--profile")
     row = rows(said)[0]
     assert row[0] == "CPU" and float(row[2]) > 0 and float(row[4]) > 0
-    assert re.search(r"^waits of the host in one update: \{.*'aten::_local_scalar_dense': [1-9]", said, re.MULTILINE)
+    assert re.search(r"^host synchronizations in one update: \{.*'aten::_local_scalar_dense': [1-9]", said, re.MULTILINE)
 
 
 def test_what_mfu_counts(random_model: Path) -> None:
@@ -161,14 +161,17 @@ def test_sandbox_calls() -> None:
         port = free.getsockname()[1]
     parts = ("--parts", "warm", "throughput")
     said = said_by("sandbox_calls", *parts, "--repeats", 2, "--clients", 2, "--seconds", 0.1, "--port", port)
-    assert "| warm call: print |" in said and len(re.findall(r"^\| .*, an open box each \| \d+ \| \d+ \| \d+ \|$", said, re.MULTILINE)) == 3
+    assert (
+        "| warm call: print |" in said
+        and len(re.findall(r"^\| .*, one open box per client \| \d+ \| \d+ \| \d+ \|$", said, re.MULTILINE)) == 3
+    )
 
 
 def test_alfworld_random(alfworld_games: Path) -> None:
     """The planner wins all; who plays by chance takes more steps."""
     said = said_by("alfworld_random", "--games", alfworld_games, "--num", 6, "--timed", 1, "--at-once", 2)
     assert f"12 games in {alfworld_games}, 0 of them new" in said
-    chance, planner, (at_once, rate, memory) = [row for row in rows(said) if row[0] != "games at once"]
+    chance, planner, (at_once, rate, memory) = [row for row in rows(said) if row[0] != "concurrent games"]
     assert (chance[0], planner[0]) == ("random", "planner") and planner[1].startswith("100.0 (")
     assert float(chance[-2]) > float(planner[-2]) and at_once == "2" and int(rate) > 0 and int(memory) > 0
 
@@ -228,7 +231,7 @@ def test_our_side_of_the_comparison(
     vs_trl.report([theirs, ours], given)
     vs_trl.compare([theirs, ours], ours=ours.side, theirs=theirs.side)
     said = capsys.readouterr().out
-    assert "seconds a step: TRL 2x1 / ours 1x1 = 2.00" in said and "the same policy" in said
+    assert "seconds per step: TRL 2x1 / ours 1x1 = 2.00" in said and "the same policy" in said
 
 
 def test_trls_side_without_trl(given: Namespace, vs_trl: ModuleType) -> None:
@@ -253,7 +256,7 @@ def test_trls_side_without_trl(given: Namespace, vs_trl: ModuleType) -> None:
 def test_the_whole_comparison(random_model: Path, tmp_path: Path) -> None:
     sizes = ("--rounds", 1, "--steps", 2, "--warmup", 1)
     said = said_by("vs_trl", "--model", random_model, *sizes, "--out", tmp_path / "out", timeout_s=800)
-    assert re.search(r"^seconds a step: TRL 2x1 / ours 2x1 = [\d.]+", said, re.MULTILINE) and "prompt ids and pixels: equal" in said
+    assert re.search(r"^seconds per step: TRL 2x1 / ours 2x1 = [\d.]+", said, re.MULTILINE) and "prompt ids and pixels: equal" in said
 
 
 def test_games_random() -> None:
@@ -261,11 +264,11 @@ def test_games_random() -> None:
     num = 2000
     games = {name: (exact, played, best) for name, exact, played, best in rows(said_by("games_random", "--episodes", num))}
     assert games.keys() == {"number_line", "ez_points", "points24", "blackjack"}
-    assert games["points24"] == ("-", "0.000 (0.000 to 0.192)", "73.09; of the 500 70.2")
+    assert games["points24"] == ("-", "0.000 (0.000 to 0.192)", "73.09; held out 70.2")
     for exact, played, _ in (cells for cells in games.values() if cells[0] != "-"):
         share = float(exact) / 100
         assert abs(float(played.split()[0]) / 100 - share) < 3.9 * (share * (1 - share) / num) ** 0.5
-    assert games["number_line"][0] == "28.299" and games["blackjack"][2] == "43.16; of best return 42.95"
+    assert games["number_line"][0] == "28.299" and games["blackjack"][2] == "43.16; with best return 42.95"
 
 
 def test_scale() -> None:
@@ -357,7 +360,7 @@ def test_lewis_waits_for_scores_alone(tmp_path: Path) -> None:
     episodes = [("episode 0#0", "scoring", -3.0, 5.0), ("episode 0#1", "scoring", 7.0, 9.0), ("episode 0#2", "reply", -3.0, 1.0)]
     for number in range(3):
         write_trace(tmp_path, number, [[*step, *episodes, ("episode 0#3", "reply", 4.0, 5.0)]] if number else [step])
-    assert said_by("lewis_waits", tmp_path, "--skip", 1) == "2 steps, 10.00 s each; waiting for scores alone 40.0%\n"
+    assert said_by("lewis_waits", tmp_path, "--skip", 1) == "2 steps, 10.00 s each; waiting only for scores: 40.0%\n"
 
 
 def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +381,7 @@ def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (tmp_path / "kind" / f"thing{number}" / "0.png").write_bytes(encode_png(make_noise_image(number, side=28)))
     monkeypatch.setattr(lewis_pace, "REQUESTS", 3)
     with serve_listener(FakeEngineHolder(delay_s=0.01)) as url:
-        assert re.fullmatch(r"36 candidates in [\d.]+ s: [\d.]+ a second; engine 0.00 s, the rest 100.0%", lewis_pace.pace(url, tmp_path))
+        assert re.fullmatch(r"36 candidates in [\d.]+ s: [\d.]+ per second; engine 0.00 s, other 100.0%", lewis_pace.pace(url, tmp_path))
 
 
 def test_viewer_folder() -> None:

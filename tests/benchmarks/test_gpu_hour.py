@@ -68,7 +68,7 @@ def test_conv(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(LinearPatchEmbed, "forward", lambda self, x: nn_linear(x.flatten(1).flip(1), self.weight)[..., None, None, None])
     assert all(float(row[5]) > 0.5 for row in said("conv", "--tiny")[1:] if row[1] == "conv3d")
     slow = said("conv", "--patches", 2, 3, "--patience", 0)[1:]
-    assert [row[2] == "not asked" for row in slow] == [False, False, True, True]
+    assert [row[2] == "not measured" for row in slow] == [False, False, True, True]
 
 
 def nn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_columns_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     cycle = script("cycle")
     ledger = cycle.Ledger(SimpleNamespace(rollout_bytes=1, sync_bytes=50 * 10**9, update_bytes=1))
     assert ledger.phase(0, "sync", lambda: order.append("act") or 7) == 7
-    ledger.phase(0, "engine wakes", lambda: None)
+    ledger.phase(0, "engine wake-up", lambda: None)
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     assert [row[3:] for row in cells] == [["50.00", "40.00", "55.00", "50.00", "1.100"], ["50.00", "40.00", "55.00", "-", "-"]]
     first = order[: order.index("max_memory_allocated")]
@@ -138,7 +138,7 @@ def test_cycle(random_model: Path) -> None:
     ended = fork_server.run_script(FOLDER / "cycle.py", "--model", random_model, "--tiny", "--eager", "--gpu", "h100", timeout_s=200)
     assert ended.returncode == 0, ended.stdout[-6000:]
     found = rows(ended.stdout)
-    phases = ["sync", "policy leaves", "engine wakes", "rollout", "engine sleeps", "policy returns", "update"]
+    phases = ["sync", "policy offload", "engine wake-up", "rollout", "engine sleep", "policy reload", "update"]
     turns = [row for row in found if row[0] in "01"]
     assert [row[:2] for row in turns] == [[str(turn), phase] for turn in range(2) for phase in phases]
     assert all(row[3:6] == ["-"] * 3 and row[7] == "-" for row in turns), "no memory is measured on a CPU"
@@ -275,7 +275,7 @@ def test_an_hour_with_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not first_hour.hour(1, [first_hour.Stage(steps, [beside])], kit=tmp_path, out=tmp_path / "out")
     printed = capsys.readouterr().out
     assert [(row[0], row[3]) for row in rows(printed[printed.index("| step") :])] == [
-        ("late", "late: over 2 s"), ("fails", "with 3"), ("well", "well"), ("beside", "well"),
+        ("late", "timed out after 2 s"), ("fails", "exit code 3"), ("well", "well"), ("beside", "well"),
     ]  # fmt: skip
     assert "words" not in printed and "\n| a | 1 |\n" in printed
     assert first_hour.tables(["x", "| a |", "|---|", "| 1 |", "y", "| b |", "|---|"]) == [

@@ -64,7 +64,7 @@ def test_a_checkpoint_of_the_run_merges_to_its_final_model(folder: Path, tmp_pat
     merged, final = HfTensors(tmp_path / "merged"), HfTensors(folder / "final")
     assert merged.specs.keys() == final.specs.keys()
     assert max((merged.read(name) - final.read(name)).abs().max() for name in final.specs) <= 1e-6
-    with pytest.raises(ValueError, match="^--lora=.*which is merged; leave --lora out"):
+    with pytest.raises(ValueError, match="^--lora=.*which is merged; remove --lora"):
         merge_checkpoint(replace(asked, out=tmp_path / "twice", lora=folder / "adapter"))
 
 

@@ -22,14 +22,14 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, di
 
 def test_what_is_right_is_verified(verdicts: dict[str, dict]) -> None:
     verdict = verdicts["nothing"]
-    assert verdict["code"] == 0 and "verified: logits as Hugging Face's" in verdict["said"], verdict["said"]
+    assert verdict["code"] == 0 and "verified: logits match Hugging Face's" in verdict["said"], verdict["said"]
 
 
 @pytest.mark.parametrize("mistake", ["gate and up", "q and k", "two heads", "two images"])
 def test_a_mistake_that_survives_a_round_trip_is_found(mistake: str, verdicts: dict[str, dict]) -> None:
     verdict = verdicts[mistake]
     assert verdict["survives"]
-    assert verdict["code"] == 1 and "computes something else" in verdict["said"], verdict["said"]
+    assert verdict["code"] == 1 and "the logits differ from those of" in verdict["said"], verdict["said"]
     assert mistake not in verdict["left"] and f".{mistake}.partial" not in verdict["left"]
     text, images = (float(part.split()[-1]) for part in verdict["said"].split("largest logit: ")[1].split(";")[0].split(", "))
     assert images >= 1e-3 and (text >= 1e-3 or mistake == "two images"), "not far above rounding"

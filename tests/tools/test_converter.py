@@ -133,7 +133,7 @@ def test_padding_of_the_vocabulary_is_left_out(models: dict[str, Path], tmp_path
         return {name: torch.cat([tensor, torch.ones(5, 64)]) if name.endswith(ends) else tensor for name, tensor in tensors.items()}
 
     assert convert(variant(models["untied"], tmp_path / "padded", pad), tmp_path / "out") == 0
-    assert "5 rows of vocabulary padding (beyond config.vocab_size) left out" in capsys.readouterr().out
+    assert "5 rows of vocabulary padding (beyond config.vocab_size) removed" in capsys.readouterr().out
     assert_holds(tmp_path / "out", by_hand(released(load_file(models["untied"] / WEIGHTS))))
 
 
@@ -215,7 +215,7 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
     assert_refused(broken, tmp_path / "out", capsys, "no *.safetensors file")
     (broken / "config.json").unlink()
     assert_refused(broken, tmp_path / "out", capsys, "no config.json")
-    assert_refused(tmp_path / "a" / "b" / "c", tmp_path / "out", capsys, "is no folder")
+    assert_refused(tmp_path / "a" / "b" / "c", tmp_path / "out", capsys, "neither a folder")
 
 
 def test_a_layout_that_does_not_fit(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,7 +228,7 @@ def test_a_layout_that_does_not_fit(models: dict[str, Path], tmp_path: Path, cap
 def test_places_that_cannot_be_written(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file := tmp_path / "file").write_text("mine")
     assert_refused(models["tied"], file, capsys, f"--out={file}: exists")
-    assert_refused(models["tied"], file, capsys, "is no checkpoint", "--force")
+    assert_refused(models["tied"], file, capsys, "not a checkpoint", "--force")
     assert_refused(models["tied"], file / "out", capsys, f"--out={file / 'out'}: could not be written (")
     assert file.read_text() == "mine"
 

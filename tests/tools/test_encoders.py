@@ -120,7 +120,7 @@ def test_a_folder_that_is_no_encoder_is_told(pictures: Path, tmp_path: Path, cap
     ViTImageProcessor().save_pretrained(tmp_path / "other")
     onnx(tmp_path / "other", named="input_ids")
     assert main([*words, str(tmp_path / "other")]) == 1
-    assert "asks for ['input_ids']" in capsys.readouterr().err
+    assert "has the inputs ['input_ids']" in capsys.readouterr().err
     (tmp_path / "narrow").mkdir()
     onnx(tmp_path / "narrow")
     ViTImageProcessor(size={"height": 48, "width": 48}).save_pretrained(tmp_path / "narrow")

@@ -49,7 +49,7 @@ def test_pictures_and_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows += [row("clear.webp", make_png((255, 0, 0, 0), mode="RGBA")), row("pic", noise(0)), row("0/pic0.png", noise(0))]
     path, out = write_rows(tmp_path / "train.parquet", rows), tmp_path / "out"
     assert run(path, out) == 0
-    assert capsys.readouterr().out == f"153 rows, 152 pictures in {out}/images; table {out}/train_with_image_paths.parquet\n"
+    assert capsys.readouterr().out == f"153 rows, 152 images in {out}/images; table {out}/train_with_image_paths.parquet\n"
     table = pd.read_parquet(out / "train_with_image_paths.parquet")
     expected = [f"{number % 5}/pic{number}.jpg" for number in range(150)] + ["clear.jpg", "pic.jpg", "0/pic0.jpg"]
     assert list(table["image_file_name"]) == expected
@@ -109,7 +109,7 @@ def test_files_that_the_tool_did_not_write_stay(tmp_path: Path, capsys: pytest.C
     for name, given in rows.items():
         assert run(write_rows(tmp_path / "t.parquet", [given]), tmp_path) == 1
         target = tmp_path / "images" / f"{name}.jpg"
-        said = f"error: t.parquet row 0: images[0]: {target} was not written by this tool and is not written over; choose another --out\n"
+        said = f"error: t.parquet row 0: images[0]: {target} was not written by this tool and is not overwritten; choose another --out\n"
         assert capsys.readouterr().err == said
     assert all(file.read_bytes() == content for file, content in before.items())
     assert (tmp_path / "images" / "link.jpg").is_symlink() and not (tmp_path / "images" / "nowhere.jpg").exists()
@@ -129,26 +129,26 @@ def test_the_tools_own_pictures_are_left_as_they_are(tmp_path: Path, capsys: pyt
     capsys.readouterr()
     assert run(write_rows(tmp_path / "c.parquet", changed), tmp_path) == 1
     assert capsys.readouterr().err.endswith(
-        f"{tmp_path}/images/b.jpg holds another row's picture and is not written over; choose another --out\n"
+        f"{tmp_path}/images/b.jpg contains the image of another row and is not overwritten; choose another --out\n"
     )
     assert {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "images").iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["../a.png", "/etc/a.png", "a/../../b.png", "", ".", "..", "a\\b.png", "a\0.png", "C:a.png", None, 5])
 def test_names_that_leave_the_folder(name: object) -> None:
-    with pytest.raises(ValueError, match=r"^here: extra_info.image_file_name .* is no relative path of a file"):
+    with pytest.raises(ValueError, match=r"^here: extra_info.image_file_name .* is not a relative file path"):
         file_name(name, where="here")
 
 
-NEEDS = "--parquet={path}: needs the columns images and extra_info.image_file_name"
+NEEDS = "--parquet={path}: must have the columns images and extra_info.image_file_name"
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
-        ([row("../../evil.png", noise(0))], "train.parquet row 0: extra_info.image_file_name '../../evil.png' is no relative path"),
-        ([row("a.png", noise(0)), row("a.jpg", noise(1))], "train.parquet row 1: another row's picture is called a.jpg too"),
-        ([row("a.png", noise(0), noise(1))], "train.parquet row 0: has 2 images and 1 in extra_info.image_file_name"),
+        ([row("../../evil.png", noise(0))], "train.parquet row 0: extra_info.image_file_name '../../evil.png' is not a relative file path"),
+        ([row("a.png", noise(0)), row("a.jpg", noise(1))], "train.parquet row 1: the image of another row has the name a.jpg too"),
+        ([row("a.png", noise(0), noise(1))], "train.parquet row 0: has 2 images but 1 names in extra_info.image_file_name"),
         ([row("a.png", b"junk")], "train.parquet row 0: images[0]: cannot be opened"),
         ([{"images": [{"bytes": noise(0)}], "extra_info": {"index": 1}}], NEEDS),
         ([{"question": "?"}], NEEDS),

@@ -122,8 +122,8 @@ def test_a_tokenizer_for_its_words(alfworld_games: Path, random_model: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "--out=None: give either --out or --transcribe"),
-        (["--out", "x", "--transcribe", "y"], "--out=x: give either"),
+        ([], "--out=None: set exactly one of --out and --transcribe"),
+        (["--out", "x", "--transcribe", "y"], "--out=x: set exactly one"),
         (["--transcribe", "/nowhere"], "--transcribe=/nowhere: no such folder"),
         (["--out", "x", "--num-train", "0"], "--num-train=0: must be at least 1"),
         (["--out", "x", "--places", "3"], "--places=3: must be at least 4, or 0 for all"),

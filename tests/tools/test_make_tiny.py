@@ -194,7 +194,7 @@ def test_existing_folders_are_refused(tmp_path: Path, learn_model: Path, capsys:
     assert {path.name: path.stat().st_mtime_ns for path in learn_model.iterdir()} == before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years of work")
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="not a checkpoint"):
         maker.make_checkpoint(tmp_path / "thesis", force=True)
     assert (tmp_path / "thesis" / "chapter1").read_text() == "years of work"
 
@@ -232,7 +232,7 @@ def test_a_failure_midway_leaves_nothing_new(tmp_path: Path, monkeypatch: pytest
         ({"vision_hidden": 60}, "--vision-hidden=60: must be a multiple"),
         ({"vocab": 277}, "--vocab=277: must be at least 278"),
         ({"layers": 0}, "--layers=0: must be at least 1"),
-        ({"preset": "smollm2", "hidden": 128}, "--preset=smollm2: fixes the language model; leave out hidden"),
+        ({"preset": "smollm2", "hidden": 128}, "--preset=smollm2: defines the language model; remove hidden"),
         ({"preset": "small"}, "--preset=small: choose one of nano, nano_search, smollm2"),
     ],
 )

@@ -113,7 +113,7 @@ def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path:
     assert capsys.readouterr().out.splitlines()[-1] == "1 merged, 2 skipped, 0 failed"
     for path in steps:
         assert_same_tensors(read_hf_tensors(out / path.name), read_hf_tensors(model))
-    assert merge_run.main([*call, "--steps", "4"]) == 1 and "there are 3 6 9" in capsys.readouterr().err
+    assert merge_run.main([*call, "--steps", "4"]) == 1 and "choose from 3 6 9" in capsys.readouterr().err
     assert merge_run.main(["--run", str(tmp_path / "merged" / "step_00000003"), "--out", str(out)]) == 1
 
 
@@ -124,7 +124,7 @@ def test_a_step_is_neither_its_own_result_nor_another_folder_one(
     shutil.copytree(checkpoints["untied"][1], steps / "step_00000003")
     assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(steps)]) == 1
     said = capsys.readouterr()
-    assert "error: step_00000003: --out=" in said.err and "holds --checkpoint=" in said.err and "0 skipped, 1 failed" in said.out
+    assert "error: step_00000003: --out=" in said.err and "contains --checkpoint=" in said.err and "0 skipped, 1 failed" in said.out
     (out / "step_00000003").mkdir(parents=True)
     assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(out)]) == 1
     said = capsys.readouterr()

@@ -166,7 +166,7 @@ def test_damaged_checkpoints_and_places_are_refused(
     capsys.readouterr()
     assert (
         run_merge(whole, whole.parent, "--force") == 1
-        and "holds --checkpoint" in capsys.readouterr().err
+        and "contains --checkpoint" in capsys.readouterr().err
         and sorted(whole.iterdir()) == before
     )
 
@@ -238,7 +238,7 @@ def test_only_force_replaces_and_only_a_model(
     (other / "thesis.txt").touch()
     assert (
         run_merge(checkpoint, other, "--force") == 1
-        and "is no Hugging Face folder" in capsys.readouterr().err
+        and "not a Hugging Face folder" in capsys.readouterr().err
         and (other / "thesis.txt").exists()
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out"]

@@ -107,8 +107,8 @@ def compare_checkpoints(first: Path, second: Path, *, atol: float, show_all: boo
     if table.rows:
         console.print(table)
     print(
-        f"{counts['equal']} tensors equal to the last bit, {counts['within']} within {atol:g}, "
-        f"{counts['beyond']} beyond or on one side only"
+        f"{counts['equal']} tensors bitwise equal, {counts['within']} within {atol:g}, "
+        f"{counts['beyond']} beyond it or in only one checkpoint"
     )
     same = counts["beyond"] == 0
     if logits:
@@ -140,19 +140,21 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""examples:
-  %(prog)s Qwen2.5-VL-7B-Instruct merged                       every bit the same?
-  %(prog)s Qwen2.5-VL-7B-Instruct mcore --logits --atol 1e-4   weights, and what both compute (HF and Megatron round differently)
-  %(prog)s merged_step_100 merged_step_200 --all               how far did each tensor move
+  %(prog)s Qwen2.5-VL-7B-Instruct merged                       are all tensors bitwise equal?
+  %(prog)s Qwen2.5-VL-7B-Instruct mcore --logits --atol 1e-4   compare weights and logits (HF and Megatron round differently)
+  %(prog)s merged_step_100 merged_step_200 --all               how much did each tensor change?
 
-exit codes: 0 no difference beyond --atol; 1 a difference, or an error in one line; 2 wrong arguments""",
+exit codes: 0 no difference above --atol; 1 a difference above --atol, or a one-line error; 2 invalid arguments""",
     )
     parser.add_argument("first", type=Path, metavar="DIR", help="a Hugging Face folder or a torch_dist checkpoint of this trainer")
-    parser.add_argument("second", type=Path, metavar="DIR", help="the one to compare it with")
+    parser.add_argument("second", type=Path, metavar="DIR", help="the checkpoint to compare with the first one")
     parser.add_argument(
-        "--atol", type=float, default=0.0, help="largest absolute difference that is no difference (default: 0), of weights and of logits"
+        "--atol", type=float, default=0.0, help="largest absolute difference of weights and logits that counts as equal (default: 0)"
     )
-    parser.add_argument("--logits", action="store_true", help="also run a text and a two-image prompt through both, in fp32")
-    parser.add_argument("--all", action="store_true", dest="show_all", help="list every tensor, not only those that differ")
+    parser.add_argument(
+        "--logits", action="store_true", help="also compare the fp32 logits of both models on a text prompt and a two-image prompt"
+    )
+    parser.add_argument("--all", action="store_true", dest="show_all", help="list all tensors, not only those that differ")
     return parser.parse_args(arguments)
 
 

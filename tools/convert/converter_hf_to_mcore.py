@@ -50,7 +50,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             task = bar.add_task("converting", total=plan.num_bytes)
             plan.write(partial, tp=tp, progress=lambda num_bytes: bar.advance(task, num_bytes))
         for part in copy_companions(hf, partial / "hf"):
-            console.print(f"warning: {hf} has no {part}; training needs one beside the weights", **PLAIN)
+            console.print(f"warning: {hf} has no {part}; training requires one in the model folder", **PLAIN)
         if dtype is not None:
             described = partial / "hf" / "config.json"
             described.write_text(json.dumps(set_config_dtype(read_json(described), dtype), indent=2))
@@ -61,7 +61,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
     if source.skipped:
         console.print(describe_skipped(source), **PLAIN)
     padding = stored.specs[EMBEDDINGS].shape[0] - source.specs[EMBEDDINGS].shape[0]
-    left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) left out" if padding else ""
+    left_out = f"; {padding} rows of vocabulary padding (beyond config.vocab_size) removed" if padding else ""
     return f"{len(source.specs)} tensors as {len(plan.target_specs)}, {plan.num_bytes:,} bytes, in {out}{left_out}"
 
 
@@ -69,7 +69,7 @@ def check_output(out: Path, *, force: bool) -> None:
     """Raise ValueError if `out` exists, unless `out` is a checkpoint and `force` is set."""
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "metadata.json").is_file()
-    require(replaceable, "--out", out, "is no checkpoint (it has no metadata.json), so --force does not replace it")
+    require(replaceable, "--out", out, "not a checkpoint (it has no metadata.json), so --force does not replace it")
 
 
 def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
@@ -88,11 +88,13 @@ def find_model_folder(hf: str) -> Path:
     """Return a local model folder; a Hub repository (organization/name) is downloaded first."""
     if Path(hf).is_dir():
         return Path(hf)
-    require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "is no folder, and no name on the Hugging Face Hub either")
+    require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "neither a folder nor a repository name of the Hugging Face Hub")
     try:
         return Path(snapshot_download(hf, ignore_patterns=["*.bin", "*.pt", "*.pth", "*.gguf"]))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"--hf={hf}: is no folder, and the Hub did not give it ({type(error).__name__}); download it first") from error
+        raise ValueError(
+            f"--hf={hf}: not a folder, and the download from the Hub failed ({type(error).__name__}); download it first"
+        ) from error
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -103,17 +105,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         epilog="""examples:
   %(prog)s --hf checkpoints/Qwen2.5-VL-7B-Instruct --out checkpoints/7b_mcore
   %(prog)s --hf Qwen/Qwen2.5-VL-3B-Instruct --out checkpoints/3b_mcore            downloads it first
-  %(prog)s --hf DIR --out DIR --tp 4 --pp 2        cut for the ranks of that layout; refused where the model does not divide
+  %(prog)s --hf DIR --out DIR --tp 4 --pp 2        sharded for that layout; an error if the model is not divisible
   %(prog)s --hf DIR --out DIR --dtype bf16 --verify
 
-exit code: 0 the checkpoint is there and complete; 1 an error, said in one line, and nothing was written; 2 wrong options""",
+exit codes: 0 the checkpoint is complete; 1 a one-line error, and nothing was written; 2 invalid options""",
     )  # fmt: skip
-    parser.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder (safetensors), or a name on the Hub")
+    parser.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder (safetensors), or a repository name of the Hub")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor parallel size that will read it most; any other can")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline parallel size that will read it most")
-    parser.add_argument("--dtype", choices=DTYPES, help="type of every tensor in the result; default: as stored")
-    parser.add_argument("--verify", action="store_true", help="load the result into Megatron and compare logits with Hugging Face's")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size to shard for; other sizes can load it too")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size to shard for; other sizes can load it too")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors in the result; default: as stored")
+    parser.add_argument(
+        "--verify", action="store_true", help="load the result into Megatron and compare its logits with those of the Hugging Face model"
+    )
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
     return parser.parse_args(arguments)
 

@@ -22,7 +22,7 @@ def find_steps(run: Path) -> dict[int, Path]:
     found = [*run.glob("checkpoints/*step_*"), *run.glob("*step_*")]
     steps = {int(name[1]): path for path in found if path.is_dir() and (name := re.fullmatch(r"(?:global_)?step_(\d+)", path.name))}
     if not steps:
-        raise ValueError(f"--run={run}: no step_* folders in it or in its checkpoints/; give a run's folder")
+        raise ValueError(f"--run={run}: no step_* folders in it or in its checkpoints/; set it to a run directory")
     return dict(sorted(steps.items()))
 
 
@@ -34,7 +34,7 @@ def choose_steps(steps: dict[int, Path], wanted: list[int] | None, *, run: Path)
     """
     missing = sorted(set(wanted or []) - steps.keys())
     if missing:
-        raise ValueError(f"--steps={' '.join(map(str, missing))}: not in {run}; there are {' '.join(map(str, steps))}")
+        raise ValueError(f"--steps={' '.join(map(str, missing))}: not in {run}; choose from {' '.join(map(str, steps))}")
     return {step: path for step, path in steps.items() if wanted is None or step in wanted}
 
 
@@ -48,7 +48,7 @@ def merge_all(steps: dict[int, Path], out: Path, options: dict[str, object]) -> 
             check_not_input(asked)
             if (asked.out / "config.json").is_file() and not asked.force:
                 counts["skipped"] += 1
-                print(f"{path.name}: skipped, {asked.out} is there")
+                print(f"{path.name}: skipped, {asked.out} exists")
                 continue
             print(merge_checkpoint(asked))
             counts["merged"] += 1
@@ -70,12 +70,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
   %(prog)s --run outputs/my_run --out merged --steps 100 200 --dtype bf16
   %(prog)s --run verl_checkpoints --out merged --dtype bf16        verl's global_step_*/actor folders
 
-exit codes: 0 every chosen step is merged; 1 one failed or an error, in one line each; 2 wrong arguments""",
+exit codes: 0 all chosen steps are merged; 1 at least one step failed, with a one-line error each; 2 invalid arguments""",
     )
     parser.add_argument(
-        "--run", type=Path, required=True, metavar="DIR", help="a run's folder (with checkpoints/step_*), or the folder of step_* folders"
+        "--run", type=Path, required=True, metavar="DIR", help="run directory (with checkpoints/step_*), or a folder with step_* folders"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder that gets one Hugging Face folder a step")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder; contains one Hugging Face folder per step")
     parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="only these steps (default: all)")
     add_options(parser)
     return parser.parse_args(arguments)

@@ -71,7 +71,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     if merge_options.lora is not None:
         if isinstance(source, MergedTensors):
             raise ValueError(
-                f"--lora={merge_options.lora}: the checkpoint is of a run that trained an adapter, which is merged; leave --lora out"
+                f"--lora={merge_options.lora}: the checkpoint already contains a trained adapter, which is merged; remove --lora"
             )
         source = MergedTensors(source, merge_options.lora, key="--lora")
         if source.warning:
@@ -97,7 +97,7 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     if source.skipped:
         print(describe_skipped(source), file=sys.stderr)
     for part in find_critic_parts(merge_options.checkpoint, key="--checkpoint"):
-        print(f"left out: {part} is the critic's", file=sys.stderr)
+        print(f"left out: {part} belongs to the critic", file=sys.stderr)
     for part in lacking:
         print(f"warning: {like} has no {part}, so {merge_options.out} has none", file=sys.stderr)
     return f"{merge_options.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {merge_options.checkpoint}"
@@ -112,7 +112,7 @@ def check_not_input(merge_options: MergeOptions) -> None:
         ("--lora", merge_options.lora),
     ):
         if path is not None and (out == path.resolve() or out in path.resolve().parents):
-            raise ValueError(f"--out={merge_options.out}: holds {option}={path}; choose another folder")
+            raise ValueError(f"--out={merge_options.out}: contains {option}={path}; choose another folder")
 
 
 def _check_output(merge_options: MergeOptions) -> None:
@@ -123,7 +123,7 @@ def _check_output(merge_options: MergeOptions) -> None:
             raise ValueError(f"--out={merge_options.out}: exists; choose another folder, or --force to replace it")
         if not (merge_options.out / "config.json").is_file():
             raise ValueError(
-                f"--out={merge_options.out}: is no Hugging Face folder (it has no config.json), so --force does not replace it"
+                f"--out={merge_options.out}: not a Hugging Face folder (it has no config.json), so --force does not replace it"
             )
 
 
@@ -133,11 +133,11 @@ def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) ->
         return
     if kind != "torch_dist":
         raise ValueError(
-            f"--verify: {merge_options.checkpoint} is no torch_dist checkpoint of this trainer, so its logits cannot be computed here; "
-            "leave it out, and compare names and shapes with --reference HF_DIR"
+            f"--verify: {merge_options.checkpoint} is not a torch_dist checkpoint of this trainer, so its logits cannot be computed; "
+            "remove --verify, and compare names and shapes with --reference HF_DIR"
         )
     if merge_options.dtype or is_merged:
-        raise ValueError("--verify: compares the weights as they are stored; merge without --dtype, and without an adapter")
+        raise ValueError("--verify: only supported for weights as stored; merge without --dtype and without an adapter")
 
 
 def _verify_logits(partial: Path, checkpoint: Path) -> str:
@@ -152,7 +152,7 @@ def _rename_tensors(
     """Yield every tensor once, with its output name and in its output dtype."""
     read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
-        assert tensor.shape == spec.shape, f"{name}: {tuple(tensor.shape)} was read, {spec} was planned"
+        assert tensor.shape == spec.shape, f"{name}: read shape {tuple(tensor.shape)}, expected {spec}"
         yield rename(name), tensor
         advance(spec.nbytes)
 
@@ -163,10 +163,10 @@ def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
     check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")
     for name, spec in specs.items():
         if written.specs[name] != spec:
-            raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, the checkpoint gives {spec}")
+            raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, expected {spec} as in the checkpoint")
     planned, total = sum(spec.nbytes for spec in specs.values()), read_json(folder / INDEX_FILE)["metadata"]["total_size"]
     if total != planned:
-        raise ValueError(f"--out={folder}: {total} bytes were written, the checkpoint gives {planned}")
+        raise ValueError(f"--out={folder}: {total} bytes were written, expected {planned} as in the checkpoint")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -178,11 +178,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         epilog="""examples:
   %(prog)s --checkpoint run/checkpoints/step_00000300 --out merged                   a checkpoint of this trainer
   %(prog)s --checkpoint global_step_80/actor --out merged --dtype bf16               verl's FSDP shards (fp32) or its mp_rank folders
-  %(prog)s --checkpoint iter_0000100 --reference Qwen2.5-VL-7B-Instruct --out merged  Megatron-LM's, which have no config.json
-  %(prog)s --checkpoint mcore --out merged --lora run/adapter                        with a PEFT adapter added to the weights
-  %(prog)s --checkpoint mcore --out merged --verify                                  and the logits of both compared
+  %(prog)s --checkpoint iter_0000100 --reference Qwen2.5-VL-7B-Instruct --out merged  a Megatron-LM checkpoint, which has no config.json
+  %(prog)s --checkpoint mcore --out merged --lora run/adapter                        with a PEFT adapter merged into the weights
+  %(prog)s --checkpoint mcore --out merged --verify                                  and compare the logits of both
 
-exit codes: 0 the folder is complete; 1 an error, in one line, and no folder; 2 wrong arguments""",
+exit codes: 0 the folder is complete; 1 a one-line error, and no folder was written; 2 invalid arguments""",
     )
     add_options(parser)
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR", help="the folder with the checkpoint's files")
@@ -192,22 +192,22 @@ exit codes: 0 the folder is complete; 1 an error, in one line, and no folder; 2 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options shared by merging one checkpoint and merging a run."""
-    parser.add_argument("--dtype", choices=DTYPES, help="number type of the result (default: as stored)")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: as stored)")
     parser.add_argument(
         "--reference",
         type=Path,
         metavar="HF_DIR",
-        help="take config, tokenizer and processor from here, and hold names and shapes against it",
+        help="copy config, tokenizer and processor from this folder, and check tensor names and shapes against it",
     )
     parser.add_argument(
         "--style",
         choices=NAME_STYLES,
         default="released",
-        help="tensor names: released (default; visual.*, model.*, of Qwen3-VL nested) or nested (model.visual.*, model.language_model.*)",
+        help="tensor names: released (default; visual.*, model.*, nested for Qwen3-VL) or nested (model.visual.*, model.language_model.*)",
     )
     parser.add_argument("--lora", type=Path, metavar="PEFT_DIR", help="merge this LoRA adapter into the weights")
     parser.add_argument(
-        "--verify", action="store_true", help="compare logits of the result in transformers with the checkpoint's in Megatron"
+        "--verify", action="store_true", help="compare the logits of the result (transformers) and of the checkpoint (Megatron)"
     )
     parser.add_argument("--force", action="store_true", help="replace a Hugging Face folder at --out")
 

@@ -100,7 +100,7 @@ def compute_mcore_logits(checkpoint: Path, *, key: str = "--checkpoint") -> dict
     The checkpoint is loaded by Megatron's dist_checkpointing.load.
     """
     spec = read_spec(checkpoint / "hf", key=key)
-    remedy = "holds a LoRA adapter beside the base; merge it, and compare the merged folder"
+    remedy = "contains a LoRA adapter; merge it, and compare the merged folder"
     require(not any(map(is_adapter, McoreTensors(checkpoint, key=key).specs)), key, checkpoint, remedy)
     _check_memory(spec, checkpoint, key=key)
     with _single_process_group():
@@ -133,7 +133,7 @@ def _check_memory(spec: ModelSpec, folder: Path, *, key: str) -> None:
     """
     needed = 4.4 * sum(math.prod(shape) for shape in spec.shapes().values()) / 2**30
     available = psutil.virtual_memory().available / 2**30
-    remedy = f"comparing logits takes {needed:.1f} GiB of memory in fp32 and {available:.1f} GiB are free; run it on a larger machine"
+    remedy = f"comparing logits requires {needed:.1f} GiB of memory in fp32, but {available:.1f} GiB are free; use a larger machine"
     require(needed < available, key, folder, remedy)
 
 
@@ -148,6 +148,6 @@ def verify_logits(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = Non
     account = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
     require(
         all(gap <= TOLERANCE for gap in gaps.values()), "--verify", checkpoint,
-        f"the result computes something else than {hf} (largest difference by largest logit: {account}; at most {TOLERANCE:g} is rounding)",
+        f"the logits differ from those of {hf} (largest difference / largest logit: {account}; rounding is at most {TOLERANCE:g})",
     )  # fmt: skip
-    return f"verified: logits as Hugging Face's (largest difference by largest logit: {account})"
+    return f"verified: logits match Hugging Face's (largest difference / largest logit: {account})"

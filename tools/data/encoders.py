@@ -26,9 +26,7 @@ def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
     from transformers import AutoImageProcessor
 
     is_there = any((folder / name).exists() for name in PROCESSOR_FILES)
-    require(
-        is_there, "--encoder", folder, f"has no {PROCESSOR_FILES[0]}, which says how pictures are prepared; a transformers folder has one"
-    )
+    require(is_there, "--encoder", folder, f"has no {PROCESSOR_FILES[0]}, which configures image preprocessing; use a transformers folder")
     processor = AutoImageProcessor.from_pretrained(folder)
     encode = _load_onnx_encoder(folder / ONNX) if (folder / ONNX).exists() else _load_transformers_encoder(folder)
     rows = [encode(dict(processor(images=[open_image(path)], return_tensors="pt"))) for path in paths]
@@ -43,7 +41,7 @@ def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
     shapes (NaryEltwiseLayer: "Clamping to 17"), whereas onnxruntime raises an error.
     """
     is_there = find_spec("onnxruntime") is not None
-    require(is_there, "--encoder", file.parent, f"{file.name} needs onnxruntime: pip install onnxruntime==1.32.0")
+    require(is_there, "--encoder", file.parent, f"{file.name} requires onnxruntime: pip install onnxruntime==1.32.0")
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail, InvalidArgument, InvalidGraph, InvalidProtobuf, RuntimeException
 
@@ -53,7 +51,9 @@ def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
     except said as error:
         raise ValueError(f"--encoder={file.parent}: {file.name} cannot be read ({error})") from error
     inputs = [each.name for each in session.get_inputs()]
-    require(inputs == ["pixel_values"], "--encoder", file.parent, f"{file.name} asks for {inputs}; pixel_values alone is asked here")
+    require(
+        inputs == ["pixel_values"], "--encoder", file.parent, f"{file.name} has the inputs {inputs}; pixel_values must be the only input"
+    )
 
     def encode(prepared: dict) -> np.ndarray:
         try:

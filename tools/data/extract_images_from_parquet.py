@@ -80,11 +80,11 @@ def extract_images(source: Path, out: Path, *, threads: int, console: Console) -
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
-    return f"{start} rows, {len(seen)} pictures in {out / 'images'}; table {target}"
+    return f"{start} rows, {len(seen)} images in {out / 'images'}; table {target}"
 
 
 def _names_are_lists(schema: pa.Schema, source: Path) -> bool:
-    remedy = "needs the columns images and extra_info.image_file_name"
+    remedy = "must have the columns images and extra_info.image_file_name"
     require({"images", "extra_info"} <= set(schema.names), "--parquet", source, remedy)
     extra = schema.field("extra_info").type
     require(pa.types.is_struct(extra) and extra.get_field_index("image_file_name") >= 0, "--parquet", source, remedy)
@@ -108,14 +108,14 @@ def _list_jobs(
         given = (extra or {}).get("image_file_name")
         names = (given or []) if many else [given]
         if len(images or []) != len(names):
-            raise ValueError(f"{where}: has {len(images or [])} images and {len(names)} in extra_info.image_file_name")
+            raise ValueError(f"{where}: has {len(images or [])} images but {len(names)} names in extra_info.image_file_name")
         row = []
         for number, (value, name) in enumerate(zip(images or [], names, strict=True)):
             present = {key: item for key, item in (value or {}).items() if item is not None}
             image = make_stored_image(present, folder=source.parent, where=f"{where}: images[{number}]")
             file, digest = file_name(name, where=where), hashlib.sha256(image.load_bytes()).hexdigest()
             if seen.setdefault(file, digest) != digest:
-                raise ValueError(f"{where}: another row's picture is called {file} too; rename one in extra_info.image_file_name")
+                raise ValueError(f"{where}: the image of another row has the name {file} too; rename one in extra_info.image_file_name")
             row.append((image, file, digest))
         yield row
 
@@ -128,7 +128,7 @@ def file_name(name: object, *, where: str) -> str:
     """
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.name or path.is_absolute() or ".." in path.parts or any(character in str(name) for character in "\\\0:"):
-        raise ValueError(f"{where}: extra_info.image_file_name {shorten(repr(name))} is no relative path of a file; correct it")
+        raise ValueError(f"{where}: extra_info.image_file_name {shorten(repr(name))} is not a relative file path; correct it")
     return str(path.with_suffix(".jpg") if path.suffix.lower() in SUFFIXES[1:] else f"{path}.jpg")
 
 
@@ -165,8 +165,8 @@ def _is_done(image: StoredImage, name: str, digest: str, out: Path) -> bool:
     if is_ours and (made_of == digest.encode() or (isinstance(image.source, Path) and image.source.samefile(target))):
         return True
     if not is_ours or (isinstance(image.source, Path) and image.source.resolve().is_relative_to((out / "images").resolve())):
-        what = "holds another row's picture" if is_ours else "was not written by this tool"
-        raise ValueError(f"{image.where}: {target} {what} and is not written over; choose another --out")
+        what = "contains the image of another row" if is_ours else "was not written by this tool"
+        raise ValueError(f"{image.where}: {target} {what} and is not overwritten; choose another --out")
     return False
 
 
@@ -198,11 +198,11 @@ def main(arguments: list[str] | None = None) -> int:
   %(prog)s --parquet data/train.parquet --out data/train
   %(prog)s --parquet data/train.parquet --out data/train --threads 4
 
-exit code: 0 all is there; 1 an error, said in one line; the table is not written then, pictures that are done stay""",
+exit codes: 0 the table and all images are written; 1 a one-line error; no table is written, but finished images are kept""",
     )  # fmt: skip
-    parser.add_argument("--parquet", type=Path, required=True, metavar="FILE", help="the table with the pictures")
+    parser.add_argument("--parquet", type=Path, required=True, metavar="FILE", help="table with the images")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for images/ and the new table")
-    parser.add_argument("--threads", type=int, default=16, metavar="N", help="pictures that are made at once (default 16)")
+    parser.add_argument("--threads", type=int, default=16, metavar="N", help="number of images written in parallel (default 16)")
     given = parser.parse_args(arguments)
     return run_command(lambda: extract_images(given.parquet, given.out, threads=given.threads, console=Console(stderr=True)), out=given.out)
 

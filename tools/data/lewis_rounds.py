@@ -59,7 +59,7 @@ def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]
     if not all((root / split).is_dir() for split in SPLITS):
         return {}
     beside = sorted({path.relative_to(root).parts[0] for path in _list_images(root, "*/*/*")} - {*SPLITS})
-    require(not beside, "--pictures", root, f"has train/ and test/ and, beside them, pictures in {beside[0] if beside else ''}/; move them")
+    require(not beside, "--pictures", root, f"has train/ and test/, but also images in {beside[0] if beside else ''}/; move them")
     return {split: _read_folder(root / split, root) for split in SPLITS}
 
 
@@ -106,9 +106,9 @@ def require_views(catalogue: Catalogue, folder: Path) -> None:
     Raises:
         ValueError: The catalogue has no concepts, or a concept has only one image.
     """
-    require(bool(catalogue), "--pictures", folder, "has no pictures in folders <category>/<concept>/")
+    require(bool(catalogue), "--pictures", folder, "has no images in folders <category>/<concept>/")
     single = [f"{category}/{concept}" for category, concepts in catalogue.items() for concept, paths in concepts.items() if len(paths) < 2]
-    require(not single, "--pictures", folder, f"needs two views of each concept; {', '.join(single[:3])} has one picture")
+    require(not single, "--pictures", folder, f"must have at least two images of each concept; only one found for {', '.join(single[:3])}")
 
 
 def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: int) -> dict[str, dict[str, dict[str, Sequence[str]]]]:
@@ -120,7 +120,7 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
     Raises:
         ValueError: No category has enough concepts.
     """
-    require(0 < share < 1, "--train-share", share, "must lie between 0 and 1")
+    require(0 < share < 1, "--train-share", share, "must be between 0 and 1")
     dice = random.Random(seed)
     splits: dict[str, dict[str, dict[str, Sequence[str]]]] = {"train": {}, "test": {}}
     for category, concepts in sorted(catalogue.items()):
@@ -131,7 +131,7 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
         num = min(max(round(share * len(names)), 1), len(names) - 1)
         for split, chosen in (("train", names[:num]), ("test", names[num:])):
             splits[split][category] = {name: concepts[name] for name in sorted(chosen)}
-    require(bool(splits["train"]), "--pictures", sorted(catalogue), f"no category has {max(least, 2)} concepts; give more")
+    require(bool(splits["train"]), "--pictures", sorted(catalogue), f"no category has {max(least, 2)} concepts; add more")
     return splits
 
 
@@ -144,7 +144,7 @@ def open_image(path: Path) -> Picture:
     try:
         return StoredImage(path, str(path)).open()
     except InfraError as error:
-        raise ValueError(f"{error}; take it away, or save it anew") from error
+        raise ValueError(f"{error}; remove it or save it again") from error
 
 
 def embed_thumbnails(paths: Sequence[Path]) -> np.ndarray:
@@ -199,10 +199,15 @@ class RoundGenerator:
     def __post_init__(self) -> None:
         num = sum(map(len, self.catalogue.values()))
         require(2 <= self.num_candidates <= num, "--candidates", self.num_candidates, f"must be from 2 to the {num} concepts of a split")
-        require(0 <= self.easy_share <= 1, "--easy-share", self.easy_share, "is a share; give 0 to 1")
+        require(0 <= self.easy_share <= 1, "--easy-share", self.easy_share, "must be from 0 to 1")
         is_used = self.positive == "mixed" or self.easy_share == DEFAULT_EASY_SHARE
-        require(is_used, "--easy-share", self.easy_share, "is of --positive mixed: give that, too")
-        require(self.num_candidates <= len(LETTERS), "--candidates", self.num_candidates, f"at most {len(LETTERS)} have letters")
+        require(is_used, "--easy-share", self.easy_share, "requires --positive mixed")
+        require(
+            self.num_candidates <= len(LETTERS),
+            "--candidates",
+            self.num_candidates,
+            f"must be at most {len(LETTERS)}, the number of letters",
+        )
 
     def generate_rounds(self, *, seed: int, queries: int) -> Iterator[GameRound]:
         """Yield rounds; from each concept, at most `queries` random images are used as queries."""

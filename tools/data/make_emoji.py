@@ -58,11 +58,11 @@ def download_package() -> bytes:
         try:
             called = subprocess.run(["npm", "pack", "--silent", PACKAGE], cwd=folder, capture_output=True, text=True, check=False)
         except FileNotFoundError as error:
-            raise ValueError(f"{PACKAGE}: npm is not installed; fetch the package elsewhere and give it by --package") from error
+            raise ValueError(f"{PACKAGE}: npm is not installed; download the package elsewhere and pass it with --package") from error
         packed = list(Path(folder).glob("*.tgz"))
         if called.returncode or not packed:
-            told = (called.stderr.strip().splitlines() or ["npm said nothing"])[-1]
-            raise ValueError(f"{PACKAGE}: could not be fetched ({told}); is there a registry? else give the package by --package")
+            told = (called.stderr.strip().splitlines() or ["no error output of npm"])[-1]
+            raise ValueError(f"{PACKAGE}: download failed ({told}); check the npm registry, or pass the package with --package")
         return packed[0].read_bytes()
 
 
@@ -115,9 +115,9 @@ def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, vie
         ValueError: `out` exists, `views` is below 2, or the package's SHA-256 is not `digest`.
     """
     found = hashlib.sha256(package).hexdigest()
-    require(found == digest, "--package", found, f"is not the package that was checked (SHA-256 {digest}); fetch it again")
+    require(found == digest, "--package", found, f"not the expected package (SHA-256 {digest}); download it again")
     require(not out.exists(), "--out", out, "exists; choose another folder")
-    require(views >= 2, "--views", views, "must be at least 2: a round shows another view of what was described")
+    require(views >= 2, "--views", views, "must be at least 2: a round uses two different views of a concept")
     counts = dict.fromkeys(CATEGORIES, 0)
     partial = out.with_name(f".{out.name}.partial")
     for category, concept, picture in extract_emojis(package):
@@ -129,7 +129,7 @@ def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, vie
         dice = random.Random(f"{seed} {concept}")
         for number in range(views):
             render_view(picture, side=side, rng=dice).save(folder / f"{number}.png")
-    require(any(counts.values()), "--package", found, "holds no object of a category")
+    require(any(counts.values()), "--package", found, "contains no object of any category")
     partial.rename(out)
     return sum(counts.values())
 
@@ -144,17 +144,17 @@ def main(arguments: list[str] | None = None) -> int:
   %(prog)s --out data/emoji --num 40 --views 4 --package fluent-emoji-3d-1.1.0.tgz""",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--num", type=int, metavar="N", help="concepts of a category at most; default: all")
-    parser.add_argument("--views", type=int, default=6, metavar="N", help="pictures of a concept (default %(default)s)")
-    parser.add_argument("--side", type=int, default=140, metavar="PIXELS", help="of a picture (default %(default)s)")
+    parser.add_argument("--num", type=int, metavar="N", help="maximum number of concepts per category; default: all")
+    parser.add_argument("--views", type=int, default=6, metavar="N", help="images per concept (default %(default)s)")
+    parser.add_argument("--side", type=int, default=140, metavar="PIXELS", help="side of each image (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--package", type=Path, metavar="FILE", help="the package, where it was fetched before")
+    parser.add_argument("--package", type=Path, metavar="FILE", help=".tgz of the package; default: download it with npm")
     given = parser.parse_args(arguments)
 
     def made() -> str:
         package = given.package.read_bytes() if given.package else download_package()
         num = make_folders(given.out, package, digest=SHA256, num=given.num, views=given.views, side=given.side, seed=given.seed)
-        return f"{num} concepts in {given.views} views each, in {given.out}"
+        return f"{num} concepts with {given.views} views each in {given.out}"
 
     return run_command(made, out=given.out)
 

@@ -116,13 +116,13 @@ def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
             folders are missing.
     """
     splits = read_split_catalogues(pictures)
-    require(bool(splits) or not resplit, "--resplit", resplit, f"{pictures} has no train/ and test/; leave it out")
+    require(bool(splits) or not resplit, "--resplit", resplit, f"{pictures} has no train/ and test/; remove --resplit")
     if not splits or resplit:
         return {}
     for split, catalogue in splits.items():
         require_views(catalogue, pictures / split)
     both = find_shared_concepts(splits)
-    remedy = f"{', '.join(both[:3])} ({len(both)} concepts in all) lies in train/ and in test/; --resplit splits concepts anew"
+    remedy = f"{', '.join(both[:3])} ({len(both)} concepts in total) in both train/ and test/; use --resplit to split the concepts again"
     require(not both, "--pictures", pictures, remedy)
     return splits
 
@@ -166,29 +166,40 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         required=True,
         metavar="DIR",
-        help="folders <category>/<concept>/ of two views at least, or train/ and test/ of them",
+        help="folder with <category>/<concept>/, at least two views each, optionally below train/ and test/",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    kinds = "a transformers model, or model.onnx beside its preprocessor_config.json"
-    parser.add_argument("--encoder", type=Path, metavar="DIR", help=f"tells what is alike: {kinds}; default: colors")
-    parser.add_argument("--candidates", type=int, default=3, metavar="K", help="pictures of a round (default %(default)s)")
-    parser.add_argument("--queries", type=int, default=4, metavar="N", help="rounds of a concept at most (default %(default)s)")
+    kinds = "a transformers model, or model.onnx and its preprocessor_config.json"
+    parser.add_argument("--encoder", type=Path, metavar="DIR", help=f"image encoder for similarity: {kinds}; default: colors")
+    parser.add_argument("--candidates", type=int, default=3, metavar="K", help="images per round (default %(default)s)")
+    parser.add_argument("--queries", type=int, default=4, metavar="N", help="maximum number of rounds per concept (default %(default)s)")
     parser.add_argument("--positive", choices=POSITIVES, default=POSITIVES[0], help="which other view is the target (default %(default)s)")
     parser.add_argument(
-        "--easy-share", type=float, default=DEFAULT_EASY_SHARE, help="of mixed: targets that are most similar (default %(default)g)"
+        "--easy-share",
+        type=float,
+        default=DEFAULT_EASY_SHARE,
+        help="fraction of targets that are the most similar view, for --positive mixed (default %(default)g)",
     )
-    parser.add_argument("--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts (default %(default)s)")
-    parser.add_argument("--cross-share", type=float, default=0.0, help="rounds with distractors of other categories (default %(default)g)")
-    parser.add_argument("--train-share", type=float, default=0.65, help="concepts of a category for training (default %(default)g)")
-    parser.add_argument("--least-concepts", type=int, default=3, metavar="N", help="of a category that is kept (default %(default)s)")
-    parser.add_argument("--resplit", action="store_true", help="of train/ and test/: take the pictures of both, and split by concept")
+    parser.add_argument(
+        "--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts are candidates (default %(default)s)"
+    )
+    parser.add_argument(
+        "--cross-share", type=float, default=0.0, help="fraction of rounds with distractors of other categories (default %(default)g)"
+    )
+    parser.add_argument(
+        "--train-share", type=float, default=0.65, help="fraction of each category's concepts for training (default %(default)g)"
+    )
+    parser.add_argument(
+        "--least-concepts", type=int, default=3, metavar="N", help="skip categories with fewer concepts (default %(default)s)"
+    )
+    parser.add_argument("--resplit", action="store_true", help="merge the images of train/ and test/, and split by concept")
     parser.add_argument("--seed", type=int, default=23)
     given = vars(parser.parse_args(arguments))
     pictures, out = given.pop("pictures"), given.pop("out")
 
     def made() -> str:
         counts = make_dataset(pictures, out, **given)
-        return f"{counts['train']} rounds to train on, {counts['test']} held out, in {out}"
+        return f"{counts['train']} training rounds and {counts['test']} test rounds in {out}"
 
     return run_command(made, out=out)
 

@@ -65,7 +65,7 @@ def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int 
         config.get("text_config", config)["num_hidden_layers"] = layers
     with tempfile.TemporaryDirectory() as folder:
         if words is not None:
-            require((words / "tokenizer.json").is_file(), "--words", words, "has no tokenizer.json; name a whole Hugging Face folder")
+            require((words / "tokenizer.json").is_file(), "--words", words, "has no tokenizer.json; use a complete Hugging Face folder")
             copy_companions(words, Path(folder))
             spoken = json.loads((words / "config.json").read_text())
             config |= {name: spoken[name] for name in TOKENIZER_KEYS}
@@ -83,17 +83,17 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="""examples:
   %(prog)s --size 3B --out checkpoints/random_3b          7.5 GB
   %(prog)s --size 7B --out checkpoints/random_7b          16.6 GB
-  %(prog)s --size 72B --layers 2 --out DIR                its largest tensors, a fraction of its bytes
+  %(prog)s --size 72B --layers 2 --out DIR                same tensor sizes, a fraction of the bytes
   %(prog)s --family qwen3_vl --size 8B --out DIR          17.5 GB
-  %(prog)s --size 7B --words runs/quickstart/nano --out DIR     one that an engine can serve""",
+  %(prog)s --size 7B --words runs/quickstart/nano --out DIR     a model that an engine can serve""",
     )  # fmt: skip
     parser.add_argument("--family", choices=RELEASED_SIZES, default="qwen2_5_vl", help="default: %(default)s")
     parser.add_argument(
         "--size", required=True, help="; ".join(f"{family}: {', '.join(sizes)}" for family, sizes in RELEASED_SIZES.items())
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--layers", type=int, metavar="N", help="decoder layers; default: the size's own")
-    parser.add_argument("--words", type=Path, metavar="DIR", help="a folder to take tokenizer and processor from, with their ids")
+    parser.add_argument("--layers", type=int, metavar="N", help="decoder layers; default: those of the released model")
+    parser.add_argument("--words", type=Path, metavar="DIR", help="copy tokenizer, processor and token ids from this folder")
     given = parser.parse_args(arguments)
 
     def made() -> str:

