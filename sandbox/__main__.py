@@ -23,14 +23,14 @@ An unreadable file or an invalid image exits with 1 and a message. Arguments tha
 exit with 2.
 """
 
-IMAGE_SOURCES_HELP = "what it shows (image_0.rotate(90).show(), plt.show()), figures it leaves open, image files it saves"
+IMAGE_SOURCES_HELP = "shown images (image_0.rotate(90).show(), plt.show()), figures left open, saved image files"
 """Help text that lists how code returns images (implemented in sandbox/image_capture.py).
 
 The value of the last expression is not returned, even if it is an image.
 """
 
 
-ALLOW_MISSING_HELP = "a wall that this host leaves open (doctor), to start all the same; may be given again"
+ALLOW_MISSING_HELP = "start although this host lacks this protection (see doctor); repeatable"
 
 
 def run_file(arguments: argparse.Namespace) -> int:
@@ -75,12 +75,12 @@ def _save_images(result: CallResult, out: Path | None) -> None:
     for number, picture in enumerate(result.images):
         if out is None:
             shape = f"{picture.width}x{picture.height}"
-            print(f"sandbox run: image {number}: {shape} from {picture.source} (--out FOLDER keeps it)", file=sys.stderr)
+            print(f"sandbox run: image {number}: {shape} from {picture.source} (use --out FOLDER to save it)", file=sys.stderr)
         else:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{number}.png").write_bytes(picture.png)
     if out is not None and not result.images:
-        print(f"sandbox run: no image came back for --out {out}; there come back: {IMAGE_SOURCES_HELP}", file=sys.stderr)
+        print(f"sandbox run: no image came back for --out {out}; only these are returned: {IMAGE_SOURCES_HELP}", file=sys.stderr)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -122,7 +122,7 @@ def parse_limit(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
     kinds = {item.name: item.type for item in fields(BoxLimits)}
     if name not in kinds:
-        raise argparse.ArgumentTypeError(f"no limit is called {name!r}; there are {', '.join(kinds)}")
+        raise argparse.ArgumentTypeError(f"unknown limit {name!r}; choose from {', '.join(kinds)}")
     return name, kinds[name](value)
 
 
@@ -130,34 +130,49 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the argument parser with a subparser for each command."""
     top = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
     commands = top.add_subparsers(required=True)
-    running = commands.add_parser("run", help="one file of code; exits 0, 1 (the code failed), 2 (a limit), 3 (the host)")
+    running = commands.add_parser("run", help="run one file; exits with 0, 1 (the code failed), 2 (limit exceeded) or 3 (the host failed)")
     running.add_argument("file", type=Path)
-    running.add_argument("--image", type=Path, action="append", default=[], help="becomes image_0, image_1, ...: variable and file")
-    running.add_argument("--out", type=Path, help=f"folder for the images that the code made: {IMAGE_SOURCES_HELP}")
-    running.add_argument("--timeout", type=float, default=BoxLimits().call_timeout_s, help="seconds (default %(default)g)")
+    running.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        help="image file, available to the code as variable and file image_0, image_1, ...; repeatable",
+    )
+    running.add_argument("--out", type=Path, help=f"folder for the images that the code returns: {IMAGE_SOURCES_HELP}")
+    running.add_argument("--timeout", type=float, default=BoxLimits().call_timeout_s, help="time limit in seconds (default %(default)g)")
     running.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
     running.add_argument("--allow-missing", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
     running.set_defaults(command=run_file)
-    serving = commands.add_parser("serve", help="a pool over HTTP; prints its address when it is up")
-    serving.add_argument("--host", default="127.0.0.1", help="beyond this machine it takes --token-file (default %(default)s)")
+    serving = commands.add_parser("serve", help="serve a pool over HTTP; prints the address once it is ready")
     serving.add_argument(
-        "--token-file", type=Path, help="whoever says the word in it may run code; without it, whoever reaches the address"
+        "--host", default="127.0.0.1", help="address to listen on; other than loopback requires --token-file (default %(default)s)"
     )
-    serving.add_argument("--port", type=int, default=8080, help="0 is any free one (default %(default)s)")
-    serving.add_argument("--size", type=int, default=8, help="boxes at the same time (default %(default)s)")
-    serving.add_argument("--wait", type=float, default=10.0, help="seconds a request waits for a free box (default %(default)g)")
-    serving.add_argument("--idle", type=float, default=600.0, help="seconds without a call that close a box (default %(default)g)")
+    serving.add_argument("--token-file", type=Path, help="file with the token that clients must send; without it, no token is needed")
+    serving.add_argument("--port", type=int, default=8080, help="0 picks a free port (default %(default)s)")
+    serving.add_argument("--size", type=int, default=8, help="maximum number of open boxes (default %(default)s)")
+    serving.add_argument("--wait", type=float, default=10.0, help="seconds that a request waits for a free box (default %(default)g)")
     serving.add_argument(
-        "--limit", type=parse_limit, action="append", default=[], metavar="NAME=VALUE", help="for example call_timeout_s=20"
+        "--idle", type=float, default=600.0, help="close a box after this many seconds without a call (default %(default)g)"
     )
-    serving.add_argument("--name", default="", help="what /health says of it, to tell it from another at its address later")
+    serving.add_argument(
+        "--limit",
+        type=parse_limit,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a limit of BoxLimits, such as call_timeout_s=20; repeatable",
+    )
+    serving.add_argument("--name", default="", help="name reported by /health, to identify this server")
     serving.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
     serving.add_argument("--allow-missing", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
     serving.set_defaults(command=run_server)
-    attacking = commands.add_parser("attack", help="every attack and its control; exits 0 if all were held and all controls through")
-    attacking.add_argument("probes", nargs="*", metavar="NAME", help="of probes or classes (default all)")
+    attacking = commands.add_parser(
+        "attack", help="run every attack and its control; exits with 0 if all attacks failed and all controls succeeded"
+    )
+    attacking.add_argument("probes", nargs="*", metavar="NAME", help="names of probes or classes (default: all)")
     attacking.set_defaults(command=run_attacks)
-    commands.add_parser("doctor", help="what this host offers; exits 0 or 3").set_defaults(command=run_doctor)
+    commands.add_parser("doctor", help="report what this host offers; exits with 0 or 3").set_defaults(command=run_doctor)
     return top
 
 

@@ -59,13 +59,13 @@ class AccessRules:
                 421, "the Host header names another server; use an IP address in the URL, or start the server with --host NAME"
             )
         if b"origin" in headers or headers.get(b"sec-fetch-site", b"none") != b"none":
-            return RequestRejection(403, "requests of web pages are not answered")
+            return RequestRejection(403, "requests from web pages are rejected")
         if self._token and not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self._token}".encode()):
             more = {"WWW-Authenticate": "Bearer", **self._proof_headers(scope, headers)}
-            return RequestRejection(401, "this server asks for its token: Authorization: Bearer ...", more)
+            return RequestRejection(401, "this server requires a token: Authorization: Bearer ...", more)
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         if (has_body or scope["method"] not in _BODILESS) and _media_type(headers) != b"application/json":
-            return RequestRejection(415, "the content type of a request is application/json")
+            return RequestRejection(415, "the content type of a request must be application/json")
         return None
 
     def _is_own_host(self, given: list[bytes]) -> bool:

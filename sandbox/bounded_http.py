@@ -115,7 +115,7 @@ class BoundedClient:
                     content = await _read_body(answer, max_bytes=max_bytes)
                     return BoundedResponse(answer.status_code, answer.headers, content, self._token)
         except TimeoutError as late:
-            raise NoResponse(f"no whole answer within {timeout_s:g} s") from late
+            raise NoResponse(f"no complete response within {timeout_s:g} s") from late
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: invalid host name
             raise NoResponse(f"{type(error).__name__}: {_redact_token(self._token, str(error))}") from error
 
@@ -137,11 +137,11 @@ def _redact_token(token: str, text: str) -> str:
 async def _read_body(answer: httpx.Response, *, max_bytes: int) -> bytes:
     encoding, content = answer.headers.get("Content-Encoding", "").strip().casefold(), bytearray()
     if encoding not in ("", "identity"):
-        raise NoResponse(f"the answer is compressed ({encoding[:20]!r}), which was not asked for")
+        raise NoResponse(f"the response is compressed ({encoding[:20]!r}), which was not requested")
     async for part in answer.aiter_bytes():
         content += part
         if len(content) > max_bytes:
-            raise NoResponse(f"the answer has more than {max_bytes} bytes")
+            raise NoResponse(f"the response has more than {max_bytes} bytes")
     return bytes(content)
 
 

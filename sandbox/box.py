@@ -115,7 +115,7 @@ class Box:
                 return {}
             except (TimeoutError, frames.MalformedFrame):
                 await self._end_interpreter(life)
-                self._pending_host_fault = f"{fault_diagnosis.STARVED_MESSAGE}: a fetch did not end" if clock.was_starved else ""
+                self._pending_host_fault = f"{fault_diagnosis.STARVED_MESSAGE}: fetching files did not finish" if clock.was_starved else ""
                 return {}
             except BaseException:
                 await asyncio.shield(self._end_interpreter(life))

@@ -116,7 +116,7 @@ class ControlGroups:
         self.parents = find_own_groups() if parents is None else parents
         missing = set(CONTROLLERS) - self.parents.keys()
         if missing:
-            raise OSError(errno.ENOENT, f"no control group of {', '.join(sorted(missing))} for this process")
+            raise OSError(errno.ENOENT, f"this process has no control group for {', '.join(sorted(missing))}")
         self.parent_dirs = list(dict.fromkeys(self.parents[name] for name in CONTROLLERS))
         self.is_unified = (self.parent_dirs[0] / "cgroup.controllers").exists()
         self._remove_stale_groups()

@@ -28,7 +28,7 @@ def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
     `was_starved` is the value of `BoxTimer.was_starved` for the call.
     """
     if was_starved:
-        return _host_fault(f"{STARVED_MESSAGE}: the call did not end")
+        return _host_fault(f"{STARVED_MESSAGE}: the call did not finish")
     return _limit_exceeded("time", f"the call ran longer than {seconds:g} s")
 
 
@@ -60,7 +60,7 @@ def diagnose_death(
     elif ended == -signal.SIGKILL and layers.pid_ns:
         # PID 1 of a PID namespace cannot be killed from inside the namespace, and seccomp blocks
         # the known exceptions.
-        return _host_fault("somebody on the host killed the box: out of memory?")
+        return _host_fault("the box was killed from outside: is the host out of memory?")
     return _code_fault("InterpreterDied", f"the code ended its own interpreter ({how})")
 
 

@@ -175,7 +175,7 @@ class FusionBox:
             if not answer.is_success:
                 raise SandboxError(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
             if count_json_delimiters(answer.content) > MAX_STREAM_BYTES:
-                raise SandboxError(f"SandboxFusion: more than {MAX_STREAM_BYTES} commas and brackets")
+                raise SandboxError(f"SandboxFusion: the response has more than {MAX_STREAM_BYTES} commas and brackets")
             response = RunCodeResponse.model_validate_json(answer.content)
         except (NoResponse, ValidationError) as error:
             raise SandboxError(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error

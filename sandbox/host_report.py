@@ -10,18 +10,18 @@ from sandbox.records import SandboxError
 
 LAYER_DESCRIPTIONS = {
     "user_ns": "namespaces without root",
-    "mount_ns": "a mount table of its own",
+    "mount_ns": "separate mount table",
     "read_only_root": "interpreter, packages and /usr read-only; nothing else of the host",
     "private_tmp": "working directory and /tmp in a bounded tmpfs, inputs read-only",
     "net_ns": "no network",
-    "pid_ns": "sees and signals only itself; dies as one",
-    "ipc_ns": "no System V or POSIX queues of the host; its name is box",
+    "pid_ns": "sees and signals only its own processes; killed as a whole",
+    "ipc_ns": "no System V or POSIX queues of the host; the host name is box",
     "cgroup": "memory, processes and cores of a whole box",
-    "watchdog": "memory and processes by looking every 0.1 s, cores by affinity, where there is no cgroup",
+    "watchdog": "memory and processes measured every 0.1 s, cores by affinity; used if there is no cgroup",
     "rlimits": "memory, files, processor time of each process",
     "drop_uid": "a user id that owns nothing",
-    "capabilities": "no privilege, and none by exec",
-    "landlock": "no file beyond the list, whatever the mounts say",
+    "capabilities": "no privileges, and none gained by exec",
+    "landlock": "no file outside the allow-list, independent of the mounts",
     "seccomp": "system calls by allow-list",
 }
 
@@ -62,7 +62,7 @@ def warn_exposed_paths(paths: dict[str, str]) -> list[str]:
     need (`mounts.system_paths`).
     """
     return [
-        f"warning: {what} ({path}) lies below {shown}, which code in every box reads: move it"
+        f"warning: {what} ({path}) is below {shown}, which code in every box can read: move it"
         for what, path in paths.items()
         if (shown := mounts.find_exposing_path(path)) is not None
     ]

@@ -97,7 +97,7 @@ async def read_body(request: Request, model: type[B]) -> B:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
         if error.error_count() > MAX_SHOWN_ERRORS:  # listing a million errors takes ten seconds
-            raise HTTPException(422, f"{error.error_count()} mistakes, keys that there are not among them, maybe") from error
+            raise HTTPException(422, f"{error.error_count()} validation errors, possibly including unknown keys") from error
         mistakes = error.errors(include_url=False, include_input=False, include_context=False)
         raise HTTPException(
             422, [{"where": [str(part)[:64] for part in each["loc"]], "what": each["msg"][:200]} for each in mistakes]
@@ -157,7 +157,7 @@ def open_listener(host: str, port: int, *, token: str, permits: str) -> Iterator
     with socket.create_server((host, port), backlog=LISTEN_BACKLOG) as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets; without it, a response takes 40 ms
         if not token and is_reachable_remotely(listener.getsockname()[0]):
-            raise ValueError(f"--host {host} lets everybody who reaches it {permits}: give --token-file FILE, or --host 127.0.0.1")
+            raise ValueError(f"--host {host} lets every client that can connect {permits}: set --token-file FILE or --host 127.0.0.1")
         yield listener
 
 
@@ -205,6 +205,8 @@ def reserve_connections(other_files: int, *, max_connections: int) -> int:
     other_files += psutil.Process().num_fds() + ACCEPT_TICKS * ACCEPT_BATCH
     able = min(max_connections, hard - other_files)
     if able < MIN_CONNECTIONS:
-        raise ValueError(f"{hard} open files are allowed (ulimit -Hn), {other_files + MIN_CONNECTIONS} are needed to serve: raise it")
+        raise ValueError(
+            f"{hard} open files are allowed (ulimit -Hn), {other_files + MIN_CONNECTIONS} are needed to serve: raise the limit"
+        )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, other_files + able), hard))
     return able

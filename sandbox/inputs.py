@@ -48,17 +48,19 @@ def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[
     names: set[str] = set()
     for item in found:
         if not _is_safe_path(item.name):
-            raise ValueError(f"{item.name!r} is no name for a file of the working directory: give a relative path without '..'")
+            raise ValueError(f"{item.name!r} is not a valid file name in the working directory: use a relative path without '..'")
         if item.name in names:
-            raise ValueError(f"two inputs are called {item.name!r}: rename one")
+            raise ValueError(f"two inputs are named {item.name!r}: rename one")
         names.add(item.name)
     for name in names:
         above = {str(folder) for folder in PurePosixPath(name).parents}
         if above & names:
-            raise ValueError(f"{name!r} lies in a folder that another input's name takes: rename one")
+            raise ValueError(f"{name!r} is below a path that is itself an input: rename one")
     size = sum(len(item.content) for item in found)
     if size > limits.input_bytes or len(found) > MAX_INPUTS:
-        raise ValueError(f"{len(found)} inputs of {size} bytes: at most {MAX_INPUTS} of {limits.input_bytes} (BoxLimits.input_bytes)")
+        raise ValueError(
+            f"{len(found)} inputs with {size} bytes: at most {MAX_INPUTS} with {limits.input_bytes} bytes (BoxLimits.input_bytes)"
+        )
     return found
 
 
@@ -74,13 +76,13 @@ def _make_image_input(name: str, picture: Image.Image | bytes) -> BoxInput:
         content = bytes(picture)
         suffix = next((suffix for magic, suffix in IMAGE_MAGIC.items() if content.startswith(magic)), "")
         if not suffix:
-            raise ValueError(f"images.{name}: {len(content)} bytes that begin like no PNG, JPEG, WEBP, GIF, BMP or TIFF")
+            raise ValueError(f"images.{name}: {len(content)} bytes that do not start like a PNG, JPEG, WEBP, GIF, BMP or TIFF file")
     path = PurePosixPath(name)
     stem = path.stem if _is_variable_name(path.stem) else None
     if path.suffix:
         return BoxInput(name=name, content=content, is_image=True, variable=stem)
     if stem is None or name != stem:
-        raise ValueError(f"images.{name}: neither a variable's name nor a file's: call it image_0 or photo.jpg")
+        raise ValueError(f"images.{name}: neither a variable name nor a file name: use a name like image_0 or photo.jpg")
     return BoxInput(name=name + suffix, content=content, is_image=True, variable=stem)
 
 

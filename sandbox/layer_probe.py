@@ -29,7 +29,7 @@ def try_in_child(trial: Callable[[], None]) -> str | None:
     with os.fdopen(reading, "rb") as answer:
         reason = answer.read().decode()
     _, status = os.waitpid(child, 0)
-    return reason or (None if status == 0 else f"the trial died with status {status}")
+    return reason or (None if status == 0 else f"the test process died with status {status}")
 
 
 def probe_layers() -> dict[str, str | None]:
@@ -110,7 +110,7 @@ def try_cgroup() -> None:
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:
-            raise OSError("a process may not be moved into a control group")
+            raise OSError("processes cannot be moved into a control group")
     finally:
         groups.close()
 

@@ -104,17 +104,17 @@ PROTECTIONS = {
     "network": _make_protection("reaches a network, or a socket of the host", "net_ns"),
     "privilege": _make_protection("has or gains a privilege", "capabilities drop_uid", "capabilities user_ns"),
     "disk": _make_protection("fills the disk", "private_tmp"),
-    "memory": _make_protection("has more memory than its limit, page tables included", "cgroup", "watchdog rlimits"),
+    "memory": _make_protection("uses more memory than its limit, page tables included", "cgroup", "watchdog rlimits"),
     "kernel_memory": _make_protection(
-        "has the kernel keep more for it: locks, socket buffers, pipes, mappings, memory without an owner",
+        "makes the kernel use more memory for it: locks, socket buffers, pipes, mappings, unowned memory",
         "cgroup",
         "watchdog rlimits seccomp",
     ),
     "cores": _make_protection("uses more cores than its limit, also between two calls", "cgroup", "watchdog seccomp"),
     "queues": _make_protection("shares System V or POSIX queues and the host's name", "ipc_ns"),
     "crosstalk": _make_protection("locks or watches files that other boxes and the host use", "seccomp"),
-    "information": _make_protection("is told the host's name, memory and load, or who made its channel", "ipc_ns seccomp"),
-    "kernel_calls": _make_protection("makes system calls that have been ways out of containers", "seccomp"),
+    "information": _make_protection("sees the host's name, memory and load, or the process that created its channel", "ipc_ns seccomp"),
+    "kernel_calls": _make_protection("makes system calls that have been used to escape containers", "seccomp"),
 }
 """All protections, keyed by name. A host with all layers provides all of them.
 
@@ -159,10 +159,10 @@ def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: C
         missing += [] if taken.intersection(pair) else pair
     if missing:
         reasons = "; ".join(f"{name}: {missing_reasons[name]}" for name in missing)
-        remedy = 'isolation="none" runs the code unconfined, with all that this user may do'
+        remedy = 'isolation="none" runs the code unconfined, with all permissions of this user'
         raise SandboxError(f"this host offers no isolation ({reasons}). {remedy}")
     layers = Layers(**dict.fromkeys(taken, True))
     if refused := [name for name in find_missing_protections(layers) if name not in allow_missing]:
         told = "; ".join(f"{name}: code {PROTECTIONS[name].violation}" for name in refused)
-        raise SandboxError(f"this host leaves open what others hold ({told}). allow_missing=[{','.join(refused)}] runs here all the same")
+        raise SandboxError(f"this host lacks protections ({told}). allow_missing=[{','.join(refused)}] runs without them")
     return layers

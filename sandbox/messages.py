@@ -103,12 +103,12 @@ def decode_result(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudg
     texts += [(text, MAX_TEXT_CHARS) for text in (*result.files, *(picture.source for picture in result.images))]
     texts += [(text, MAX_TEXT_CHARS) for text in (error.type, error.message, error.traceback)] if error else []
     if any(len(text) > most for text, most in texts):
-        raise ValueError("a text above its limit")
+        raise ValueError("a text exceeds its limit")
     if len(result.files) > limits.files or len(result.dropped) > limits.images + MAX_DROPPED:
-        raise ValueError("more files or sentences than may be")
+        raise ValueError("too many files or notes on dropped output")
     numbers = (result.id, usage.wall_s, usage.cpu_s, usage.memory, *result.files.values())
     if not all(0 <= number < MAX_NUMBER for number in numbers):  # NaN fails the comparison
-        raise ValueError("a number that none measures")
+        raise ValueError("a number is out of range")
     if (result.fault is Fault.NONE) != (error is None):
         raise ValueError("a fault without an error, or an error without a fault")
     return result
@@ -116,9 +116,9 @@ def decode_result(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudg
 
 def _decode_image(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudget) -> dict[str, Any]:
     if not isinstance(data, dict) or not isinstance(data.get("png"), str):
-        raise ValueError("a picture that is none")
+        raise ValueError("not an image")
     if len(data["png"]) > limits.image_bytes * 4 // 3 + 4:
-        raise ValueError("a picture above its bytes")
+        raise ValueError("an image exceeds image_bytes")
     png = decode_base64(data["png"])
     width, height = image_codec.read_png_size(png)
     refusal = image_codec.check_image_size(width=width, height=height, limits=limits) or budget.check_image(
@@ -128,7 +128,7 @@ def _decode_image(data: Any, *, limits: BoxLimits, budget: image_codec.ImageBudg
         raise ValueError(refusal)
     budget.count_image(pixels=width * height, num_bytes=len(png))
     if image_codec.check_png(png) != (data.get("width"), data.get("height")):
-        raise ValueError("a picture of another size than it says")
+        raise ValueError("the size of an image differs from its declared size")
     return {**data, "png": png}
 
 

@@ -50,14 +50,14 @@ class SandboxPool:
         allow_missing: Collection[str] = (),
     ) -> None:  # fmt: skip
         if not 1 <= size <= MAX_POOL_SIZE:
-            raise ValueError(f"size is {size}: from 1 to {MAX_POOL_SIZE}; a larger service has several pools")
+            raise ValueError(f"size={size}: must be from 1 to {MAX_POOL_SIZE}; use several pools for more boxes")
         self.size = size
         self.limits = limits or BoxLimits()
         self.isolation = Isolation(isolation)
         if layers is not None and self.isolation is Isolation.NONE:
-            raise ValueError('layers given with isolation="none": leave one out')
+            raise ValueError('layers and isolation="none" are exclusive: remove one')
         if unknown := set(allow_missing) - set(PROTECTIONS):
-            raise ValueError(f"allow_missing names {', '.join(sorted(unknown))}: there are {', '.join(PROTECTIONS)}")
+            raise ValueError(f"allow_missing names unknown protections {', '.join(sorted(unknown))}: choose from {', '.join(PROTECTIONS)}")
         self._allow_missing = allow_missing
         self._requested_layers = Layers() if self.isolation is Isolation.NONE else layers
         self._started = False
@@ -76,7 +76,7 @@ class SandboxPool:
                 message lists them with reasons), the zygote does not start, or the pool needs more
                 open files than the hard limit allows. The soft limit is raised as needed.
         """
-        assert not self._started, "the pool is running"
+        assert not self._started, "the pool is already running"
         _raise_file_limit(self.size)
         self.layers = (
             self._requested_layers
@@ -151,7 +151,7 @@ class SandboxPool:
             SandboxError: The host failed.
             BoxClosed: The pool was closed.
         """
-        assert self._started, "open on a pool that is not running"
+        assert self._started, "open() on a pool that is not running"
         inputs = collect_inputs(images=images or {}, files=files or {}, limits=self.limits)
         slot = await self._acquire_slot(wait_s)
         self._next_box_id += 1
@@ -214,12 +214,12 @@ class SandboxPool:
             exit_ = await asyncio.shield(self._end_interpreter(life))
             if life.exceeded_limit is not None and isinstance(error, Exception):
                 shown = fault_diagnosis.LIMIT_MESSAGES[life.exceeded_limit].format(limits=self.limits)
-                raise ValueError(f"opening: {shown}: the preload, or an image") from error
+                raise ValueError(f"opening a box: {shown}: check preload and images") from error
             if isinstance(error, TimeoutError) and clock.was_starved:
-                raise SandboxError(f"{fault_diagnosis.STARVED_MESSAGE}: opening did not end") from error
+                raise SandboxError(f"{fault_diagnosis.STARVED_MESSAGE}: opening did not finish") from error
             if isinstance(error, TimeoutError):
                 raise ValueError(
-                    f"opening took longer than {self.limits.open_timeout_s:g} s (BoxLimits.open_timeout_s): the preload, or an image"
+                    f"opening took longer than {self.limits.open_timeout_s:g} s (BoxLimits.open_timeout_s): check preload and images"
                 ) from error
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise _make_opening_error(*box.diagnose_death(life, exit_, channel_error="gone"), exit_.status) from error
@@ -299,7 +299,7 @@ class SandboxPool:
 
         Without the watchdog, nothing enforces the limits of the boxes.
         """
-        self._fatal_error = f"the watchdog ended: {error!r}"
+        self._fatal_error = f"the watchdog failed: {error!r}"
         self._zygote.kill_zygote()
 
 
@@ -312,9 +312,7 @@ def _raise_file_limit(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + EXTRA_DESCRIPTORS
     if needed > hard:
-        raise SandboxError(
-            f"size is {size}: that takes {needed} open files, {hard} are allowed (ulimit -Hn): raise it, or take fewer boxes"
-        )
+        raise SandboxError(f"size={size}: needs {needed} open files, {hard} are allowed (ulimit -Hn): raise the limit or use fewer boxes")
     if needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -325,5 +323,5 @@ def _make_opening_error(fault: Fault, _: str | None, error: CallError, status: i
     The error is a SandboxError if the host is at fault, else a ValueError (bad preload or image).
     """
     if fault is Fault.HOST or status is None:
-        return SandboxError(f"while a box opened: {error.message}")
-    return ValueError(f"the box died while it opened (exit {os.waitstatus_to_exitcode(status)}): the preload, or an image")
+        return SandboxError(f"while opening a box: {error.message}")
+    return ValueError(f"the box died while opening (exit {os.waitstatus_to_exitcode(status)}): check preload and images")

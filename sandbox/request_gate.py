@@ -87,12 +87,15 @@ class RequestGuardMiddleware:
                 if self.held_bytes > self.max_held_bytes:
                     code = 429 if scope["path"] == "/boxes" else 503
                     return await send_rejection(
-                        RequestRejection(code, "the server holds as many large requests as it may", RETRY_HEADERS), scope, receive, send
+                        RequestRejection(code, "the server already holds its maximum of large requests", RETRY_HEADERS),
+                        scope,
+                        receive,
+                        send,
                     )
             body = b"".join(parts)
             parts.clear()
             if count_json_delimiters(body) > self.max_delimiters:
-                text = f"more than {self.max_delimiters} commas and brackets, which base64 has none of"
+                text = f"more than {self.max_delimiters} commas and brackets, which base64 does not contain"
                 return await send_rejection(RequestRejection(422, text), scope, receive, send)
             await self.app(scope, replay_body(body, receive), send)
         finally:
@@ -100,7 +103,7 @@ class RequestGuardMiddleware:
 
 
 def _make_body_too_large(most: int) -> RequestRejection:
-    return RequestRejection(413, f"a request has at most {most} bytes here")
+    return RequestRejection(413, f"a request to this route may have at most {most} bytes")
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:

@@ -95,7 +95,7 @@ class SandboxClient:
             health = await self.send_request("GET", "/health")
         except (BoxClosed, PoolFull, ValueError) as error:
             told = f"{type(error).__name__}: {error}"
-            raise SandboxError(f"{self.http.base_url}: no sandbox server, or one that is too busy: {told}") from error
+            raise SandboxError(f"{self.http.base_url}: not a sandbox server, or too busy: {told}") from error
         try:
             promised = {
                 "call_timeout_s": health["limits"]["call_timeout_s"],
@@ -104,9 +104,9 @@ class SandboxClient:
             }
             self.limits = _LIMITS.validate_python(promised)
         except (KeyError, TypeError, ValueError) as error:
-            raise SandboxError(f"{self.http.base_url}: no sandbox server, or another version: {health!r:.200}") from error
+            raise SandboxError(f"{self.http.base_url}: not a sandbox server, or another version: {health!r:.200}") from error
         if (excess := _find_excessive_limit(self.limits)) is not None:
-            raise SandboxError(f"{self.http.base_url}: {excess}, more than a client takes: give the server smaller limits")
+            raise SandboxError(f"{self.http.base_url}: {excess}, more than a client accepts: reduce the limits of the server")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -147,10 +147,10 @@ class SandboxClient:
             )
             if answer.status in DENIED_STATUSES:
                 text = " ".join(answer.text[:MAX_ERROR_CHARS].split())
-                denied = f"answers {answer.status} ({text}): it does not accept this token; give that of its --token-file"
+                denied = f"status {answer.status} ({text}): the server rejected this token; use the token of its --token-file"
                 raise SandboxAccessDenied(f"{self.http.base_url}: {denied}")
             if count_json_delimiters(answer.content) > max_delimiters:
-                raise SandboxError(f"{self.http.base_url}: more than {max_delimiters} commas and brackets")
+                raise SandboxError(f"{self.http.base_url}: the response has more than {max_delimiters} commas and brackets")
             told = from_json(answer.content) if answer.content else None
         except NoResponse as error:
             raise SandboxError(f"{self.http.base_url}: {error}"[:MAX_ERROR_CHARS]) from error
@@ -204,7 +204,7 @@ class SandboxClient:
                 )
                 name = answer.get("box") if isinstance(answer, dict) else None
                 if not isinstance(name, str) or not re.fullmatch(r"\w{1,64}", name, re.ASCII):
-                    raise SandboxError(f"{self.http.base_url}: no box's name: {answer!r:.200}")
+                    raise SandboxError(f"{self.http.base_url}: the response has no box id: {answer!r:.200}")
                 return RemoteBox(self, name)
             except ServerFull as full:
                 if left is not None and left <= full.retry_after_s:
@@ -273,7 +273,7 @@ class RemoteBox:
         except (SandboxError, PoolFull) as error:
             return self._host_fault(str(error))
         except (ValueError, KeyError, TypeError) as error:  # includes a server that rejects the request as invalid
-            return self._host_fault(f"{self.pool.http.base_url}: no result: {error}")
+            return self._host_fault(f"{self.pool.http.base_url}: invalid result: {error}")
 
     def _host_fault(self, reason: str) -> CallResult:
         return CallResult(id=self.num_calls, fault=Fault.HOST, error=CallError(type="SandboxError", message=reason[:2000]))
@@ -298,10 +298,10 @@ class RemoteBox:
                 or not set(asked).issuperset(answer)
                 or not all(isinstance(file, str) for file in answer.values())
             ):
-                raise ValueError("not the files that were asked for")
+                raise ValueError("not the requested files")
             found = {name: decode_base64(content) for name, content in answer.items()}
             if sum(map(len, found.values())) > limits.max_fetch_bytes or any(len(content) > limits.file for content in found.values()):
-                raise ValueError("files above their limits")
+                raise ValueError("files exceed their limits")
         except (PoolFull, ValueError) as error:
             raise SandboxError(f"{self.pool.http.base_url}: {error}") from error
         return found
@@ -336,9 +336,9 @@ def _find_excessive_limit(limits: BoxLimits) -> str | None:
     Such a limit indicates a configuration error or an attack.
     """
     if not max_response_bytes(limits) <= MAX_RESPONSE_BYTES:
-        return f"answers of {max_response_bytes(limits)} bytes"
+        return f"responses of {max_response_bytes(limits)} bytes"
     if not max(limits.image_pixels, limits.pixels) <= MAX_PIXELS:
-        return f"pictures of {limits.image_pixels} pixels"
+        return f"images of {limits.image_pixels} pixels"
     if not (0 < limits.call_timeout_s <= MAX_WAIT_S and 0 < limits.open_timeout_s <= MAX_WAIT_S):
         return f"calls of {limits.call_timeout_s:g} s, {limits.open_timeout_s:g} s to open"
     return None

@@ -242,7 +242,7 @@ def install_filter(*, shared_memory: bool) -> None:
         OSError: The kernel refuses the filter, or this machine is not x86-64.
     """
     if os.uname().machine != "x86_64":
-        raise OSError(ENOSYS, f"the table of system calls is x86-64's, this machine is {os.uname().machine}")
+        raise OSError(ENOSYS, f"the system call table is for x86-64, this machine is {os.uname().machine}")
     code = build_filter(shared_memory=shared_memory)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
     wanted = _Program(length=len(code), instructions=packed)

@@ -70,13 +70,13 @@ class SandboxService:
     async def _open_in_pool(self, *, wait_s: float, **inputs: Any) -> Box:
         if self.wait_queue.locked():
             self.metrics.refused_opens.labels("full").inc()
-            raise make_retry_error(429, f"all {self.pool.size} boxes are taken and as many requests wait as may")
+            raise make_retry_error(429, f"all {self.pool.size} boxes are in use and the wait queue is full")
         async with self.wait_queue:
             try:
                 return await self.pool.open(wait_s=wait_s, **inputs)
             except PoolFull as error:
                 self.metrics.refused_opens.labels("full").inc()
-                raise make_retry_error(429, f"all {self.pool.size} boxes are taken: {error}") from error
+                raise make_retry_error(429, f"all {self.pool.size} boxes are in use: {error}") from error
             except SandboxError as error:
                 self.metrics.refused_opens.labels("host").inc()
                 raise make_retry_error(503, str(error)) from error
@@ -105,9 +105,9 @@ class SandboxService:
         body, most_s = await read_body(request, CallRequest), self.pool.limits.call_timeout_s
         with self.hold_open(name) as room:
             if body.call in room.call_names:
-                raise HTTPException(409, f"a call named {body.call!r} was made in this box before: it is not run again")
+                raise HTTPException(409, f"call id {body.call!r} was already used in this box: it is not run again")
             if len(room.call_names) >= MAX_CALLS_PER_BOX:
-                raise HTTPException(409, f"a box takes {MAX_CALLS_PER_BOX} calls: open another")
+                raise HTTPException(409, f"a box accepts {MAX_CALLS_PER_BOX} calls: open another")
             room.call_names.add(body.call)
             try:
                 result = await run_while_connected(request, room.box.run(body.code, timeout_s=min(body.timeout_s or most_s, most_s)))
@@ -129,7 +129,7 @@ class SandboxService:
         """
         with self.open_boxes.hold_open(name) as room:
             if room.num_active > MAX_REQUESTS_PER_BOX:
-                raise make_retry_error(429, f"{MAX_REQUESTS_PER_BOX} requests wait for this box already")
+                raise make_retry_error(429, f"{MAX_REQUESTS_PER_BOX} requests already wait for this box")
             yield room
 
     async def fetch_files(self, request: Request, name: str) -> dict[str, str]:
@@ -235,7 +235,7 @@ async def run_server(
             try:
                 registry.max_connections = min(most, reserve_connections(beside, max_connections=most))
             except ValueError as error:
-                raise SandboxError(f"{error}, or take fewer boxes") from error
+                raise SandboxError(f"{error} or use fewer boxes") from error
             await serve_until_signal(
                 create_app(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, name=name, token=token, host=host),
                 listener,

@@ -16,17 +16,19 @@ class SandboxMetrics:
 
     def __init__(self, pool: SandboxPool) -> None:
         self.registry = CollectorRegistry()
-        Gauge("sandbox_boxes", "Boxes that may be open at the same time", registry=self.registry).set_function(lambda: pool.size)
-        Gauge("sandbox_boxes_open", "Boxes open now", registry=self.registry).set_function(lambda: pool.num_open)
+        Gauge("sandbox_boxes", "Maximum number of open boxes", registry=self.registry).set_function(lambda: pool.size)
+        Gauge("sandbox_boxes_open", "Open boxes", registry=self.registry).set_function(lambda: pool.num_open)
         self.calls = Counter("sandbox_calls", "Calls by fault (none, code, host) and limit", ["fault", "limit"], registry=self.registry)
-        self.seconds = Histogram("sandbox_call_seconds", "Wall time of a call", buckets=LATENCY_BUCKETS_S, registry=self.registry)
+        self.seconds = Histogram(
+            "sandbox_call_seconds", "Wall time of a call in seconds", buckets=LATENCY_BUCKETS_S, registry=self.registry
+        )
         self.images = Counter("sandbox_images", "Images returned", registry=self.registry)
-        self.states_lost = Counter("sandbox_states_lost", "Calls that began without the state of those before", registry=self.registry)
+        self.states_lost = Counter("sandbox_states_lost", "Calls that started without the state of earlier calls", registry=self.registry)
         self.refused_opens = Counter(
             "sandbox_opens_refused", "Boxes not opened, by reason (full, host)", ["reason"], registry=self.registry
         )
-        self.abandoned_calls = Counter("sandbox_calls_abandoned", "Calls whose client went away", registry=self.registry)
-        self.expired_boxes = Counter("sandbox_boxes_expired", "Boxes closed because nobody called", registry=self.registry)
+        self.abandoned_calls = Counter("sandbox_calls_abandoned", "Calls whose client disconnected", registry=self.registry)
+        self.expired_boxes = Counter("sandbox_boxes_expired", "Boxes closed because they were idle", registry=self.registry)
 
     def record_call(self, result: CallResult) -> None:
         """Update the metrics with the result of a call."""

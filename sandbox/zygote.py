@@ -236,7 +236,7 @@ def main(settings: str) -> None:
     worker.preload_libraries()
     zygote = Zygote(control, layers=layers, limits=limits)
     if others := list_other_threads():
-        zygote.send({"host": f"a library that was loaded keeps a thread ({', '.join(others)}): no fork would have it"})
+        zygote.send({"host": f"a loaded library runs a thread ({', '.join(others)}), which forked processes would lack"})
         return
     try:
         confine.enter_zygote_layers(layers, proc=zygote.proc)

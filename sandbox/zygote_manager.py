@@ -116,7 +116,7 @@ class ZygoteManager:
                 await self._wait_until_ready()
         except OSError as error:
             await self.stop()
-            raise SandboxError(f"the zygote was not started: {error}") from error
+            raise SandboxError(f"the zygote could not be started: {error}") from error
         self.is_alive = True
 
     async def _wait_until_ready(self) -> None:
@@ -140,7 +140,7 @@ class ZygoteManager:
             SandboxError: The zygote failed, or the host is out of file descriptors or disk space.
         """
         if not self.is_alive:
-            raise SandboxError("the zygote is gone")
+            raise SandboxError("the zygote is not running")
         loop = asyncio.get_running_loop()
         self._next_id += 1
         number = self._next_id
@@ -159,7 +159,7 @@ class ZygoteManager:
                 reader, writer = await asyncio.open_unix_connection(sock=ours)
                 undo.pop_all()
         except OSError as error:
-            raise SandboxError(f"no process for a box: {error}") from error
+            raise SandboxError(f"cannot start a process for a box: {error}") from error
         return Interpreter(number, pid, reader, writer, output_fds=streams, exit_future=ended, directory=directory)
 
     async def end_interpreter(self, interpreter: Interpreter) -> ExitStatus:
@@ -223,7 +223,7 @@ class ZygoteManager:
         finally:
             waiting.cancel()
         self.kill_zygote()
-        raise SandboxError(f"the zygote did not answer within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it hangs, or was stopped")
+        raise SandboxError(f"the zygote did not respond within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it hangs or was stopped")
 
     def kill_zygote(self) -> None:
         """Kill an unresponsive zygote. The kernel then kills its children.
@@ -240,9 +240,9 @@ class ZygoteManager:
             self._control.sendmsg([json.dumps(message).encode()], passed, socket.MSG_DONTWAIT)  # send_fds of Python 3.11 ignores its flags
         except BlockingIOError as full:
             self.kill_zygote()
-            raise SandboxError("the zygote took none of many messages: it hangs, or was stopped") from full
+            raise SandboxError("the zygote does not read its messages: it hangs or was stopped") from full
         except OSError as error:
-            raise SandboxError(f"the zygote does not listen: {error}") from error
+            raise SandboxError(f"cannot send to the zygote: {error}") from error
 
     def _request_kill(self, number: int) -> None:
         if self.is_alive and number in self._exit_futures:
@@ -279,7 +279,7 @@ class ZygoteManager:
     def _fail_pending(self) -> None:
         """Resolve all pending futures once the zygote and its children are dead."""
         if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(SandboxError("the zygote died while it started; its standard error says why"))
+            self._ready.set_exception(SandboxError("the zygote died during startup: see its standard error"))
         for future in self._pending_forks.values():
             if not future.done():
                 future.set_exception(SandboxError("the zygote died"))

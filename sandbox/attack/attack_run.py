@@ -69,7 +69,7 @@ def _describe_outcome(results: list[CallResult]) -> str:
             return f"{result.error.type}: {result.error.message}"[:60]
         if result.dropped:
             return str(result.dropped[0])[:60]
-    return (results[-1].text.strip() or "nothing there")[:60]
+    return (results[-1].text.strip() or "no output")[:60]
 
 
 def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
@@ -114,7 +114,7 @@ def main() -> None:
     """Run the control of one probe inside the outer bounds and print its outcome."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=[probe.name for probe in PROBES])
-    parser.add_argument("layers", help="names of the layers that stay, separated by commas")
+    parser.add_argument("layers", help="comma-separated names of the layers to keep")
     arguments = parser.parse_args()
     probe = next(probe for probe in PROBES if probe.name == arguments.probe)
     layers = Layers(**dict.fromkeys(filter(None, arguments.layers.split(",")), True))

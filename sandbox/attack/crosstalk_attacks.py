@@ -32,7 +32,7 @@ CROSSTALK = (
     AttackProbe(
         "file_lock",
         "crosstalk",
-        "meet the lock that the host has on a file that all boxes read",
+        "detect the lock that the host holds on a file that all boxes read",
         Evidence.PRINTED,
         (
             """
@@ -48,7 +48,7 @@ except BlockingIOError:
     AttackProbe(
         "record_lock",
         "crosstalk",
-        "ask who has locked bytes of it",
+        "query which process holds a record lock on it",
         Evidence.PRINTED,
         (
             """
@@ -64,7 +64,7 @@ if struct.unpack("hhxxxxqqixxxx", found)[0] == fcntl.F_RDLCK:
     AttackProbe(
         "lease",
         "crosstalk",
-        "a lease on it, for which everybody waits who would write to it",
+        "take a lease on it, which blocks every writer",
         Evidence.PRINTED,
         ('import fcntl\nfcntl.fcntl(os.open(W["locked_file"], os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)\npwned()',),
         SECCOMP_LAYERS | {"drop_uid", "capabilities"},
@@ -73,7 +73,7 @@ if struct.unpack("hhxxxxqqixxxx", found)[0] == fcntl.F_RDLCK:
     AttackProbe(
         "inotify",
         "crosstalk",
-        "hear by name which files the host opens",
+        "watch which files the host opens, by name (inotify)",
         Evidence.PRINTED,
         (
             "watch = libc.inotify_init()\nif watch < 0 or libc.inotify_add_watch(watch, W['shared_folder'].encode(), 0x20) < 0:\n"
@@ -84,7 +84,7 @@ if struct.unpack("hhxxxxqqixxxx", found)[0] == fcntl.F_RDLCK:
     AttackProbe(
         "dnotify",
         "crosstalk",
-        "the same by a signal, the way before inotify",
+        "the same by a signal (dnotify)",
         Evidence.PRINTED,
         (
             """
@@ -100,7 +100,7 @@ if signal.sigtimedwait([signal.SIGIO], W["patience_s"] * 2):
     AttackProbe(
         "fanotify",
         "crosstalk",
-        "the same by fanotify, which takes no privilege since Linux 5.13",
+        "the same with fanotify, which needs no privilege since Linux 5.13",
         Evidence.PRINTED,
         (
             "watch = syscall(300, 0x202, 0)\nsyscall(301, watch, 1, 0x20, -100, W['shared_file'].encode())\n"
@@ -138,7 +138,7 @@ if struct.unpack_from("QQQQQ", figures)[4] == W["host_memory"]:
     AttackProbe(
         "pools_pidfd",
         "information",
-        "a descriptor of the pool's process by the channel: its end can be waited for",
+        "get a pidfd of the pool's process from the channel, to wait for its exit",
         Evidence.PRINTED,
         (CHANNEL_SNIPPET.format(ask="struct.unpack('i', channel.getsockopt(socket.SOL_SOCKET, 77, 4))\n            pwned()"),),
         SECCOMP_LAYERS,
@@ -147,7 +147,7 @@ if struct.unpack_from("QQQQQ", figures)[4] == W["host_memory"]:
     AttackProbe(
         "pools_user",
         "information",
-        "whose process is at the other end of the channel",
+        "identify the process at the other end of the channel",
         Evidence.PRINTED,
         (
             CHANNEL_SNIPPET.format(
@@ -159,7 +159,7 @@ if struct.unpack_from("QQQQQ", figures)[4] == W["host_memory"]:
     AttackProbe(
         "classic_filter",
         "information",
-        "a classic BPF program on a socket, which the kernel compiles though bpf(2) is forbidden",
+        "attach a classic BPF program to a socket, which the kernel compiles even if bpf(2) is blocked",
         Evidence.PRINTED,
         (
             """

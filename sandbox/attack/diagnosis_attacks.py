@@ -14,7 +14,7 @@ PROBES = (
     AttackProbe(
         "kill_as_kernel",
         "blame",
-        "send process 1, oneself, a SIGKILL that says it is the kernel's",
+        "send itself, as process 1, a SIGKILL that claims to come from the kernel",
         Evidence.HOST_BLAMED,
         (FROM_KERNEL.format(number=9) + "syscall(129, os.getpid(), 9, info)",),
         SECCOMP_LAYERS,
@@ -30,7 +30,7 @@ PROBES = (
     AttackProbe(
         "stop_as_kernel",
         "blame",
-        "stop process 1, as only the host can, and with it the call's clock",
+        "stop process 1, which otherwise only the host can do, and with it the call's clock",
         Evidence.PRINTED,
         (
             FROM_KERNEL.format(number=19) + "began = time.monotonic()\n"
@@ -42,7 +42,7 @@ PROBES = (
     AttackProbe(
         "processor_time",
         "blame",
-        "lower the limit of processor time at which the kernel kills process 1 too",
+        "lower the CPU time limit at which the kernel kills even process 1",
         Evidence.PRINTED,
         ("import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 1))\npwned()",),
         SECCOMP_LAYERS,
@@ -50,7 +50,7 @@ PROBES = (
     AttackProbe(
         "core_dumps",
         "blame",
-        "have the host's handler of core dumps started, by the limit that lets a pipe be started",
+        "start the host's core dump handler, by the core size limit that permits a piped handler",
         Evidence.PRINTED,
         ("import resource\nresource.prlimit(0, resource.RLIMIT_CORE, (0, 0))\npwned()",),
         SECCOMP_LAYERS,

@@ -35,7 +35,7 @@ HOST_FILES = (
     AttackProbe(
         "image_through_symlink",
         "host files",
-        "show a picture of the host through a link",
+        "show an image of the host through a link",
         Evidence.SECRET,
         ('from PIL import Image\nos.symlink(W["secret_image"], "plot.png")\nImage.open("plot.png").show()',),
         FILE_LAYERS,
@@ -43,7 +43,7 @@ HOST_FILES = (
     AttackProbe(
         "read_through_proc_root",
         "host files",
-        "go through /proc/PID/root and cwd of every process in sight",
+        "read it through /proc/PID/root of every visible process",
         Evidence.SECRET,
         (
             """
@@ -82,7 +82,7 @@ ENVIRONMENT = (
     AttackProbe(
         "environ",
         "environment",
-        "print the environment, where keys of judges stand",
+        "print the environment, which may contain API keys of judges",
         Evidence.SECRET,
         ("print(dict(os.environ))",),
         uses_plain_child=True,
@@ -90,7 +90,7 @@ ENVIRONMENT = (
     AttackProbe(
         "proc_self_environ",
         "environment",
-        "read what the interpreter was started with",
+        "read the initial environment of the interpreter (/proc/self/environ)",
         Evidence.SECRET,
         ('print(open("/proc/self/environ").read())',),
         uses_plain_child=True,
@@ -98,7 +98,7 @@ ENVIRONMENT = (
     AttackProbe(
         "proc_other_environ",
         "environment",
-        "read the environment of every process in sight",
+        "read the environment of every visible process",
         Evidence.SECRET,
         (
             """
@@ -135,7 +135,7 @@ HOST_WRITES = (
     AttackProbe(
         "overwrite_file",
         "host writes",
-        "write over a file of the host that anybody may write",
+        "overwrite a world-writable file of the host",
         Evidence.CHANGED,
         ('open(W["victim_file"], "w").write("gone")',),
         FILE_LAYERS,
@@ -152,7 +152,7 @@ HOST_WRITES = (
     AttackProbe(
         "append_to_private_file",
         "host writes",
-        "append to a file of the server's user, as one would to a start-up script",
+        "append to a file of the server's user, such as a start-up script",
         Evidence.CHANGED,
         ('open(W["private_file"], "a").write("gone")',),
         FILE_LAYERS,
@@ -160,7 +160,7 @@ HOST_WRITES = (
     AttackProbe(
         "change_mode",
         "host writes",
-        "give everybody the right to write a private file",
+        "make a private file world-writable",
         Evidence.CHANGED,
         ('os.chmod(W["private_file"], 0o666)',),
         FILE_LAYERS,
@@ -181,13 +181,13 @@ HASH_IMAGE_SNIPPET = 'import hashlib\nprint(hashlib.sha256(open("image_0.png", "
 INPUT_IMAGE = tuple(
     AttackProbe(name, "input image", aim, Evidence.OVERWRITTEN, (HASH_IMAGE_SNIPPET, code, HASH_IMAGE_SNIPPET), FILE_LAYERS)
     for name, aim, code in (
-        ("save_over", "save a picture under the input's name", 'from PIL import Image\nImage.new("RGB", (8, 8)).save("image_0.png")'),
+        ("save_over", "save an image under the input's name", 'from PIL import Image\nImage.new("RGB", (8, 8)).save("image_0.png")'),
         ("chmod_and_write", "make it writable first", 'os.chmod("image_0.png", 0o666)\nopen("image_0.png", "wb").write(b"x")'),
         ("replace", "rename another file over it", 'open("x", "wb").write(b"x")\nos.replace("x", "image_0.png")'),
         ("delete_and_create", "delete it and write a new one", 'os.unlink("image_0.png")\nopen("image_0.png", "wb").write(b"x")'),
         (
             "link_and_truncate",
-            "truncate it by another name",
+            "truncate it through a hard link",
             'os.link("image_0.png", "other.png")\nos.truncate("other.png", 0)',
         ),
     )

@@ -91,7 +91,7 @@ KERNEL_MEMORY = (
     AttackProbe(
         "page_tables",
         "kernel memory",
-        "read one byte in every 2 MB of a huge mapping: page tables, and no page of one's own",
+        "read one byte in every 2 MB of a huge mapping, which allocates page tables but no private page",
         Evidence.PRINTED,
         (
             """
@@ -112,7 +112,7 @@ pwned()
     AttackProbe(
         "socket_buffers",
         "kernel memory",
-        "fill pairs of sockets that nobody reads",
+        "fill socket pairs that no process reads",
         Evidence.PRINTED,
         make_crowd_calls(FILL),
         MEMORY_LAYERS,
@@ -122,7 +122,7 @@ pwned()
     AttackProbe(
         "byte_locks",
         "kernel memory",
-        "lock every second byte of one's own files: 30 MB of the kernel's memory for 150,000 locks",
+        "lock every second byte of its own files: 30 MB of kernel memory for 150,000 locks",
         Evidence.PRINTED,
         (
             """
@@ -152,7 +152,7 @@ pwned()
     AttackProbe(
         "mappings",
         "kernel memory",
-        "tens of thousands of mappings, handed on from child to child with a link to every forebear's",
+        "create tens of thousands of mappings, inherited from child to child with links to those of all ancestors",
         Evidence.PRINTED,
         (
             f"{START}\n{SPLIT}\nif os.fork() == 0:\n    split(32000)\n    descend(1)",
@@ -169,7 +169,7 @@ DODGES = (
     AttackProbe(
         "first_thread_gone",
         "dodges",
-        "memory of processes whose first thread has ended, which then have none by /proc/PID",
+        "hold memory in processes whose first thread has ended, for which /proc/PID reports none",
         Evidence.PRINTED,
         make_crowd_calls(
             f"""
@@ -192,7 +192,7 @@ def work():
     AttackProbe(
         "hops",
         "dodges",
-        "processes that hand their memory on to a child and die, faster than somebody walks over /proc",
+        "pass memory on to a child and exit, faster than /proc can be scanned",
         Evidence.PRINTED,
         make_crowd_calls(
             f"""
@@ -213,7 +213,7 @@ def work():
     AttackProbe(
         "unreadable_program",
         "dodges",
-        "full sockets in programs that may not be read, so that nobody lists what they have open",
+        "fill sockets in unreadable programs, whose open descriptors cannot be listed",
         Evidence.PRINTED,
         make_crowd_calls(
             FILL.replace("def work", "def fill")
@@ -237,7 +237,7 @@ SHARES = (
     AttackProbe(
         "more_cores",
         "shares",
-        "children that go on between two calls, on more than the one core of a box",
+        "keep children running between two calls, on more than the one core of a box",
         Evidence.PRINTED,
         (
             f"""
@@ -267,7 +267,7 @@ if cores > 1.3:  # one core gives 1 at most
     AttackProbe(
         "choose_cores",
         "shares",
-        "move to cores of one's own choice, as to that of another box or of the trainer",
+        "move to other cores, such as those of another box or of the trainer",
         Evidence.PRINTED,
         ("os.sched_setaffinity(0, range(os.cpu_count() or 1))\npwned(os.sched_getaffinity(0))",),
         frozenset({"seccomp"}),
@@ -275,7 +275,7 @@ if cores > 1.3:  # one core gives 1 at most
     AttackProbe(
         "priority",
         "shares",
-        "a priority before which everybody else waits",
+        "raise its priority above that of all other processes",
         Evidence.PRINTED,
         ("os.setpriority(os.PRIO_PROCESS, 0, -10)\npwned()",),
         frozenset({"seccomp", "capabilities", "drop_uid"}),
@@ -284,7 +284,7 @@ if cores > 1.3:  # one core gives 1 at most
     AttackProbe(
         "locked_memory",
         "shares",
-        "memory that the host can neither swap nor move",
+        "lock memory, which the host can then neither swap nor move",
         Evidence.PRINTED,
         ("block = ctypes.create_string_buffer(65536)\nsyscall(149, ctypes.addressof(block), 65536)\npwned()",),
         frozenset({"seccomp", "rlimits"}),

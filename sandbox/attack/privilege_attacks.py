@@ -23,7 +23,7 @@ MOUNTS = (
     AttackProbe(
         "new_mount_api",
         "mounts",
-        "the same by fsopen and fsmount, which filters of mount(2) forget",
+        "the same with fsopen and fsmount, which filters of mount(2) miss",
         Evidence.PRINTED,
         (f'{UNSHARE_SNIPPET}\nfd = syscall(430, b"tmpfs", 0)\nsyscall(431, fd, 6, None, None, 0)\nsyscall(432, fd, 0, 0)\npwned()',),
         MOUNT_LAYERS,
@@ -39,7 +39,7 @@ MOUNTS = (
     AttackProbe(
         "new_user_namespace",
         "mounts",
-        "become root of a user namespace of one's own",
+        "become root in a new user namespace",
         Evidence.PRINTED,
         ("if libc.unshare(0x10000000) == 0:\n    pwned(os.getuid())",),
         MOUNT_LAYERS,
@@ -87,7 +87,7 @@ CALLS = (
     AttackProbe(
         "userfaultfd",
         "kernel calls",
-        "handle page faults by oneself",
+        "handle page faults in user space (userfaultfd)",
         Evidence.PRINTED,
         ("syscall(323, 0)\npwned()",),
         SYSCALL_LAYERS,
@@ -105,7 +105,7 @@ CALLS = (
     AttackProbe(
         "perf",
         "kernel calls",
-        "count events of the whole processor",
+        "count events of the whole processor (perf_event_open)",
         Evidence.PRINTED,
         (
             'attributes = (ctypes.c_uint8 * 128)()\nstruct.pack_into("IIQ", attributes, 0, 1, 112, 0)\n'

@@ -19,7 +19,7 @@ SIGNALS = (
         PROCESS_LAYERS,
     ),
     AttackProbe(
-        "kill_all", "signals", "signal everything in sight at once", Evidence.CHANGED, ("os.kill(-1, signal.SIGWINCH)",), PROCESS_LAYERS
+        "kill_all", "signals", "signal all visible processes at once", Evidence.CHANGED, ("os.kill(-1, signal.SIGWINCH)",), PROCESS_LAYERS
     ),
     AttackProbe(
         "pidfd",
@@ -138,7 +138,7 @@ FORKS = (
     AttackProbe(
         "fork_bomb",
         "fork bombs",
-        "fork and fork",
+        "fork in a loop",
         Evidence.PRINTED,
         (COUNT_SNIPPET.format(start="if os.fork() == 0:\n            time.sleep(4)\n            os._exit(0)"),),
         TASK_LAYERS,
@@ -147,7 +147,7 @@ FORKS = (
     AttackProbe(
         "thread_bomb",
         "fork bombs",
-        "start thread after thread",
+        "start threads in a loop",
         Evidence.PRINTED,
         ("import threading\n" + COUNT_SNIPPET.format(start="threading.Thread(target=time.sleep, args=(2,), daemon=True).start()"),),
         TASK_LAYERS,
@@ -188,7 +188,7 @@ else:
     AttackProbe(
         "daemon",
         "fork bombs",
-        "a process in a session of its own that goes on when the interpreter ends",
+        "leave a process in its own session that continues after the interpreter exits",
         Evidence.SURVIVED,
         (
             f"""
@@ -205,7 +205,7 @@ os._exit(0)
     AttackProbe(
         "daemon_after_timeout",
         "fork bombs",
-        "the same, and the call itself runs into its time-out",
+        "the same, in a call that exceeds its time limit",
         Evidence.SURVIVED,
         (
             f"""

@@ -32,7 +32,7 @@ MEMORY = (
     AttackProbe(
         "many_processes",
         "memory",
-        "the same in pieces, each well under a limit that counts processes one by one",
+        "the same in several processes, each well below a limit per process",
         Evidence.PRINTED,
         (
             """
@@ -60,7 +60,7 @@ if got == pieces and not dead:
     AttackProbe(
         "anonymous_file",
         "memory",
-        "memory that belongs to a file without a name (memfd), not to a process",
+        "allocate memory in an anonymous file (memfd), which belongs to no process",
         Evidence.PRINTED,
         (
             """
@@ -78,7 +78,7 @@ pwned()
     AttackProbe(
         "shared_mapping",
         "memory",
-        "shared memory that each of four processes touches a part of and unmaps",
+        "allocate shared memory in four processes, each of which touches one part and exits",
         Evidence.PRINTED,
         (
             """
@@ -93,7 +93,7 @@ blocks = [mmap.mmap(-1, W["too_much"] // 4) for _ in range(4)]
     AttackProbe(
         "shared_device",
         "memory",
-        "the same by way of /dev/zero, which is shared memory when it is mapped",
+        "the same with a shared mapping of /dev/zero",
         Evidence.PRINTED,
         (
             """
@@ -141,7 +141,7 @@ DISK = (
     AttackProbe(
         "fill_var_tmp",
         "disk",
-        "fill /var/tmp, which is forgotten more often than /tmp",
+        "fill /var/tmp, which is overlooked more often than /tmp",
         Evidence.PRINTED,
         (FILL_SNIPPET.format(where="/var/tmp"),),
         STORAGE_LAYERS,
@@ -149,7 +149,7 @@ DISK = (
     AttackProbe(
         "inodes",
         "disk",
-        "empty files until there are no inodes",
+        "create empty files until the inodes run out",
         Evidence.PRINTED,
         ('os.mkdir("d")\nfor number in range(W["too_many_files"]):\n    os.close(os.open(f"d/{number}", os.O_CREAT))\npwned()',),
         STORAGE_LAYERS,
@@ -177,7 +177,7 @@ ENDLESS = (
     AttackProbe(
         "swallows_exceptions",
         "endless",
-        "a loop that catches whatever is raised in it",
+        "a loop that catches every exception",
         Evidence.PRINTED,
         (SPIN_SNIPPET.format(clock="monotonic", body="try:\n        time.sleep(0.01)\n    except BaseException:\n        pass"),),
         frozenset(),
@@ -241,7 +241,7 @@ FLOODS = (
     AttackProbe(
         "many_images",
         "output",
-        "forty pictures in one call",
+        "return forty images in one call",
         Evidence.FLOODED,
         ('from PIL import Image\nfor number in range(40):\n    Image.new("RGB", (64, 64), (number, 0, 0)).show()',),
         frozenset(),
@@ -250,7 +250,7 @@ FLOODS = (
     AttackProbe(
         "forged_images",
         "output",
-        "a reply of one's own with forty pictures, whatever the box's worker would have left out",
+        "forge a reply with forty images, past the limits of the box's worker",
         Evidence.FLOODED,
         (
             """
@@ -270,7 +270,7 @@ channel.sendall(sys.modules["sandbox.frames"].pack_frame(reply, [file.getvalue()
     AttackProbe(
         "huge_image",
         "output",
-        "one picture of nine million pixels",
+        "return one image of nine million pixels",
         Evidence.FLOODED,
         ('from PIL import Image\nImage.new("L", (3000, 3000)).show()',),
         frozenset(),

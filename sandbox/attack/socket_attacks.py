@@ -120,7 +120,7 @@ for _ in range(50):
     AttackProbe(
         "every_other_family",
         "other families",
-        "open a socket of any family from 0 to 64 that the others leave out: vsock, XDP, Bluetooth, ...",
+        "open a socket of any family from 0 to 64 that the other attacks leave out: vsock, XDP, Bluetooth, ...",
         Evidence.PRINTED,
         (
             """

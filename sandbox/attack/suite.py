@@ -66,7 +66,7 @@ def find_missing_requirement(probe: AttackProbe) -> str:
     if probe.needs_root and not is_privileged():
         return "needs root"
     if probe.min_cores > (cores := len(os.sched_getaffinity(0))):
-        return f"needs {probe.min_cores} cores, here is {cores}"
+        return f"needs {probe.min_cores} cores, this host has {cores}"
     release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))  # for example (6, 18) for "6.18-rc3"
     return "" if release >= probe.min_kernel else "needs Linux {}.{}".format(*probe.min_kernel)
 
@@ -89,7 +89,7 @@ def format_table(rows: Sequence[AttackResult]) -> str:
         control = (
             row.missing_requirement
             if row.control is None
-            else "gets through"
+            else "attack succeeds"
             if row.control.succeeded
             else f"FAILED: {row.control.stopped_by}"
         )
@@ -104,7 +104,7 @@ def format_summary(rows: Sequence[AttackResult]) -> str:
     The columns are the number of attacks, the number of attacks that this host stopped, the number
     of controls that succeeded, and the controls that cannot succeed on this host.
     """
-    lines = ["| class | probes | held | controls through | not to be shown here |", "|---|---|---|---|---|"]
+    lines = ["| class | probes | held | controls succeeded | not testable here |", "|---|---|---|---|---|"]
     for group in dict.fromkeys(row.probe.group for row in rows):
         own = [row for row in rows if row.probe.group == group]
         held = sum(not row.defended.succeeded and not row.defended.host_fault for row in own)
@@ -126,7 +126,7 @@ def main(names: Sequence[str]) -> int:
     """
     unknown = set(names) - {probe.name for probe in PROBES} - {probe.group for probe in PROBES}
     if unknown:
-        print(f"no probe and no class is called {', '.join(sorted(unknown))}", file=sys.stderr)
+        print(f"no probe or class is named {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
     chosen = [probe for probe in PROBES if not names or probe.name in names or probe.group in names]
     rows = asyncio.run(run_suite(chosen))
@@ -135,5 +135,5 @@ def main(names: Sequence[str]) -> int:
     skipped = sum(row.control is None for row in rows)
     failed = sum(row.control is not None and not row.control.succeeded for row in rows)
     print(f"\n{format_summary(rows)}\n")
-    print(f"{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls cannot be shown here")
+    print(f"{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls not testable here")
     return 0 if all(row.has_passed for row in rows) else 1

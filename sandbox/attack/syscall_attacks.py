@@ -9,7 +9,7 @@ NEWER = (
     AttackProbe(
         "clone3_namespace",
         "newer calls",
-        "a child in a user namespace by clone3, whose flags no filter can read",
+        "create a child in a user namespace with clone3, whose flags a filter cannot read",
         Evidence.PRINTED,
         (
             """
@@ -25,7 +25,7 @@ pwned()
     AttackProbe(
         "secret_memory",
         "newer calls",
-        "memory that the kernel itself cannot see (memfd_secret)",
+        "allocate memory that the kernel itself cannot access (memfd_secret)",
         Evidence.PRINTED,
         ("import mmap\nfd = syscall(447, 0)\nos.ftruncate(fd, 65536)\nmmap.mmap(fd, 65536)[0] = 1\npwned()",),
         frozenset({"seccomp", "rlimits"}),
@@ -34,7 +34,7 @@ pwned()
     AttackProbe(
         "copy_mounts",
         "newer calls",
-        "a copy of the whole tree of mounts by open_tree",
+        "copy the whole mount tree with open_tree",
         Evidence.PRINTED,
         (f'{UNSHARE_SNIPPET}\nsyscall(428, -100, b"/", 0x8001)\npwned()',),
         MOUNT_LAYERS,
@@ -42,7 +42,7 @@ pwned()
     AttackProbe(
         "file_handle",
         "newer calls",
-        "the handle of a file, which opens it past every path",
+        "get the handle of a file, which opens it without a path",
         Evidence.PRINTED,
         (
             "handle = ctypes.create_string_buffer(struct.pack('Ii', 128, 0), 136)\n"
@@ -54,7 +54,7 @@ pwned()
     AttackProbe(
         "madvise_other",
         "newer calls",
-        "push the memory of a process of the host out (process_madvise)",
+        "page out the memory of a process of the host (process_madvise)",
         Evidence.PRINTED,
         ("syscall(440, syscall(434, W['canary'], 0), struct.pack('QQ', W['address'] & ~4095, 4096), 1, 20, 0)\npwned()",),
         DEBUG_LAYERS,
@@ -63,7 +63,7 @@ pwned()
     AttackProbe(
         "supervise",
         "newer calls",
-        "a filter of one's own that answers system calls in the kernel's place",
+        "install a filter that answers system calls in place of the kernel (seccomp)",
         Evidence.PRINTED,
         (
             """
@@ -85,7 +85,7 @@ OLDER = (
     AttackProbe(
         "compare_objects",
         "older calls",
-        "compare one's own memory with that of a process of the host (kcmp)",
+        "compare its memory with that of a process of the host (kcmp)",
         Evidence.PRINTED,
         ("syscall(312, os.getpid(), W['canary'], 1, 0, 0)\npwned()",),
         DEBUG_LAYERS,
@@ -93,7 +93,7 @@ OLDER = (
     AttackProbe(
         "segments",
         "older calls",
-        "segments of 16 bits (modify_ldt)",
+        "create 16-bit segments (modify_ldt)",
         Evidence.PRINTED,
         ("syscall(154, 1, struct.pack('IIII', 0, 0, 0xFFFF, 0x48), 16)\npwned()",),
         SYSCALL_LAYERS,
@@ -101,7 +101,7 @@ OLDER = (
     AttackProbe(
         "personality",
         "older calls",
-        "turn off that addresses are random",
+        "turn off address space randomization (personality)",
         Evidence.PRINTED,
         ("syscall(135, 0x40000)\npwned()",),
         SYSCALL_LAYERS,
@@ -109,7 +109,7 @@ OLDER = (
     AttackProbe(
         "kernel_log",
         "older calls",
-        "read what the kernel has logged",
+        "read the kernel log (syslog)",
         Evidence.PRINTED,
         ("box = ctypes.create_string_buffer(4096)\nif syscall(103, 3, box, 4096) > 0:\n    pwned()",),
         SYSCALL_LAYERS,
@@ -118,7 +118,7 @@ OLDER = (
     AttackProbe(
         "disk_priority",
         "older calls",
-        "read and write before everybody else (ioprio_set)",
+        "raise its I/O priority above that of all others (ioprio_set)",
         Evidence.PRINTED,
         ("syscall(251, 1, 0, 1 << 13)\npwned()",),
         SYSCALL_LAYERS,

@@ -78,7 +78,7 @@ def test_a_file_name_that_no_box_takes_is_ours(room: PoolRunner) -> None:
     """An input file name that the sandbox rejects raises an InfraError, and no sandbox
     stays open.
     """
-    with pytest.raises(InfraError, match=r"example row7: sandbox: '\.\./photo\.jpg' is no name"):
+    with pytest.raises(InfraError, match=r"example row7: sandbox: '\.\./photo\.jpg' is not a valid file name"):
         run_replies(room, CodeVProtocol(("../photo.jpg",)), CodeVProtocol().write_code("1"))
     assert room.pool.num_open == 0
 

@@ -213,7 +213,7 @@ def test_a_token_is_asked_for(folder: Path) -> None:
     [
         ([], "error: --host=0.0.0.0: others than this machine reach it; give --token-file=FILE, or use ssh -L\n"),
         (["--token-file", "{tmp}/none"], "error: --token-file={tmp}/none: [Errno 2] No such file or directory: '{tmp}/none'\n"),
-        (["--token-file", "/dev/null"], "error: --token-file=/dev/null: a token is one word of 16 to 256 characters: "),
+        (["--token-file", "/dev/null"], "error: --token-file=/dev/null: a token must be one word of 16 to 256 characters: "),
     ],
 )
 def test_nobody_else_without_a_token(

@@ -302,7 +302,7 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
     (warning,) = told(agent, "task.sandbox.isolation=none").warnings
     assert warning == "task.sandbox.isolation=none: the policy's code runs without any wall; use auto"
     (error,) = told(agent, f"task.sandbox.url={url}").errors
-    assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: no sandbox server, or one that is too busy: BoxClosed: ")
+    assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: not a sandbox server, or too busy: BoxClosed: ")
     monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
     assert told(agent).findings == [("sandbox", "2 layers in use")]
 
@@ -318,7 +318,7 @@ def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeyp
     )
     report = CheckReport()
     check_sandbox(settings, report)
-    below = f"lies below {tmp_path}, which code in every box reads: move it"
+    below = f"is below {tmp_path}, which code in every box can read: move it"
     assert report.warnings == [f"run.dir ({tmp_path}/run) {below}", f"task.data.train[0] ({questions}) {below}"]
     monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: ["/usr"])
     check_sandbox(settings, clear := CheckReport())

@@ -176,7 +176,7 @@ def test_one_that_hangs_is_out_and_told(room: Room, fakes: list[Fake]) -> None:
     assert (
         room.servers[0].is_healthy
         and room.servers[1].is_responding is False
-        and room.servers[1].failure.result() == "/weight_info: no whole answer within 0.2 s"
+        and room.servers[1].failure.result() == "/weight_info: no complete response within 0.2 s"
     )
     if room.supervisor:
         room.until(lambda: (fakes[1].url, True) in room.supervisor.said)

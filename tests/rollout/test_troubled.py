@@ -158,7 +158,7 @@ def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[s
     with serve_hostile(way) as url:
         engine, began = alone(url), time.monotonic()
         line = rf"^none of {url} was well for 0.5 s \(engine.outage_timeout_s\); the last failure: {url}: "
-        with pytest.raises(InfraTimeout, match=line + "/weight_info: no whole answer within 0.3 s$"):
+        with pytest.raises(InfraTimeout, match=line + "/weight_info: no complete response within 0.3 s$"):
             engine.run(say(engine))
         engine.load_weights(iter(()), version=1)
         assert time.monotonic() - began < 30

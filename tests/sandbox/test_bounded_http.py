@@ -42,7 +42,7 @@ Ask = Callable[..., BoundedResponse]
 def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
     with serve_hostile(way) as url:
         began = time.monotonic()
-        with pytest.raises(NoResponse, match=r"^no whole answer within 0.4 s$"):
+        with pytest.raises(NoResponse, match=r"^no complete response within 0.4 s$"):
             ask(url)
     assert LIMIT_S <= time.monotonic() - began < SLACK_S
 
@@ -51,10 +51,10 @@ def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
 @pytest.mark.parametrize(
     ("way", "line"),
     [
-        ("endless", "the answer has more than 1000 bytes"),
-        ("long error", "the answer has more than 1000 bytes"),
-        ("packed", "the answer is compressed ('gzip'), which was not asked for"),
-        ("packed twice", "the answer is compressed ('identity, gzip'), which was not asked for"),
+        ("endless", "the response has more than 1000 bytes"),
+        ("long error", "the response has more than 1000 bytes"),
+        ("packed", "the response is compressed ('gzip'), which was not requested"),
+        ("packed twice", "the response is compressed ('identity, gzip'), which was not requested"),
     ],
 )
 def test_an_answer_that_is_too_long_or_compressed_is_not_read(way: str, line: str, ask: Ask) -> None:

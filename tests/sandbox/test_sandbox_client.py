@@ -260,7 +260,7 @@ def test_a_fusion_server_in_trouble_is_the_hosts_fault(answer: httpx.Response) -
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"), [(httpx.Response(502), "502"), (httpx.Response(200, json={"limits": {}}), "no sandbox server")]
+    ("answer", "said"), [(httpx.Response(502), "502"), (httpx.Response(200, json={"limits": {}}), "not a sandbox server")]
 )
 def test_health_that_is_none_is_the_hosts_fault(answer: httpx.Response, said: str) -> None:
     async def work() -> None:

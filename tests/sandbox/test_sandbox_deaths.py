@@ -43,7 +43,7 @@ def test_the_hosts_trouble_is_the_hosts_fault(room: PoolRunner):
 
     results = room.run_coroutine(calls())
     assert [result.fault for result in results] == [Fault.HOST] * 3 + [Fault.NONE] * 2
-    assert "somebody on the host killed the box" in results[0].error.message
+    assert "the box was killed from outside" in results[0].error.message
     assert all("zygote died" in result.error.message for result in results[1:3])
     assert [(result.text, result.state_lost) for result in results[3:]] == [("1\n", True), ("2\n", True)]  # a new zygote
 
@@ -59,7 +59,7 @@ def test_a_kill_by_the_host_between_two_calls_is_told_by_the_next_one(room: Pool
 
     told, fresh, later = room.run_coroutine(calls())
     assert (told.fault, told.text) == (Fault.HOST, ""), told
-    assert "somebody on the host killed the box" in told.error.message
+    assert "the box was killed from outside" in told.error.message
     assert (fresh.fault, fresh.text, fresh.state_lost) == (Fault.NONE, "False\n", True)
     assert (later.text, later.state_lost) == ("3\n", False)
 

@@ -59,9 +59,9 @@ async def main():
 print(json.dumps(asyncio.run(main())))
 """
     seen = told(tmp_path, code, soft=100, hard=100)
-    assert seen["fault"].startswith("size is 40: that takes ")
+    assert seen["fault"].startswith("size=40: needs ")
     assert " 100 are allowed" in seen["fault"]
-    assert 120 < int(seen["fault"].split()[5]) < 300
+    assert 120 < int(seen["fault"].split()[2]) < 300
     assert (seen["children"], seen["folders"]) == (0, [])
 
 
@@ -117,6 +117,6 @@ async def main():
 print(json.dumps(asyncio.run(main()) | left()))
 """
     seen = told(tmp_path, code, soft=100, hard=100)
-    assert seen["faults"][0] == "no process for a box: [Errno 24] Too many open files"
+    assert seen["faults"][0] == "cannot start a process for a box: [Errno 24] Too many open files"
     assert seen["text"] == "1\n"
     assert (seen["children"], seen["folders"], seen["streams"]) == (0, [], [])

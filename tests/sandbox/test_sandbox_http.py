@@ -161,7 +161,7 @@ def test_an_unknown_box_and_what_is_no_request(url: str) -> None:
         httpx.delete(f"{url}/boxes/x"),
     ):
         assert answer.status_code == 404
-        assert "no box is open" in answer.json()["detail"]
+        assert "no open box has the id" in answer.json()["detail"]
     for body in ({"image": {}}, {"images": {"a": "%%%"}}, {"files": {"../a": ""}}, {"preload": "1 / 0"}, {"preload": "x" * 200_000 + "("}):
         answer = httpx.post(f"{url}/boxes", json=body)
         assert answer.status_code == 422, body

@@ -151,7 +151,7 @@ def bomb(side: int) -> bytes:
             {"preload": "import time; time.sleep(60)"},
             "open_timeout_s",
         ),  # a busy loop would meet cpu_s first, or not, as the machine is loaded
-        ({"preload": "import os; os._exit(3)"}, "died while it opened .exit 3."),
+        ({"preload": "import os; os._exit(3)"}, "died while opening .exit 3."),
     ],
     ids=["bomb", "huge bomb", "truncated", "damaged", "preload raises", "preload hangs", "preload exits"],
 )

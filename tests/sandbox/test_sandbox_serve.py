@@ -59,10 +59,10 @@ def test_an_address_for_all_takes_a_token(tmp_path: Path) -> None:
 
     code, said = told("--host", "0.0.0.0")
     assert code == 1
-    assert said == "sandbox serve: --host 0.0.0.0 lets everybody who reaches it run code: give --token-file FILE, or --host 127.0.0.1\n"
+    assert said == "sandbox serve: --host 0.0.0.0 lets every client that can connect run code: set --token-file FILE or --host 127.0.0.1\n"
     (tmp_path / "word").write_text("short")
     code, said = told("--host", "0.0.0.0", "--token-file", str(tmp_path / "word"))
-    assert code == 1 and said.startswith(f"sandbox serve: {tmp_path}/word: a token is one word of 16 to 256 characters: ")
+    assert code == 1 and said.startswith(f"sandbox serve: {tmp_path}/word: a token must be one word of 16 to 256 characters: ")
 
 
 def test_who_knows_the_token_runs_code_and_nobody_else(tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_who_knows_the_token_runs_code_and_nobody_else(tmp_path: Path) -> None:
         assert asyncio.run(asks_as_fusion(url, TOKEN)).text == "42\n"
         for token in ("", TOKEN + "x"):
             with pytest.raises(
-                SandboxAccessDenied, match=r"answers 401 \(.*this server asks for its token.*; give that of its --token-file"
+                SandboxAccessDenied, match=r"status 401 \(.*this server requires a token.*; use the token of its --token-file"
             ):
                 asyncio.run(asks(url, token))
             assert asyncio.run(asks_as_fusion(url, token)).fault is Fault.HOST

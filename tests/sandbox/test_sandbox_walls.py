@@ -47,15 +47,15 @@ def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.Monk
     offers = UNPRIVILEGED | {"seccomp": "not x86-64"}
     monkeypatch.setattr(pool, "detect_layers", lambda: offers)
     told = (
-        r"leaves open .*kernel_memory: code has .*; cores: code .*"
+        r"lacks protections .*kernel_memory: code makes .*; cores: code .*"
         r"allow_missing=\[kernel_memory,cores,crosstalk,information,kernel_calls\] runs"
     )
     with pytest.raises(SandboxError, match=told):
         asyncio.run(SandboxPool(size=1).start())
-    with pytest.raises(SandboxError, match=r"allow_missing=\[cores\] runs here"):
+    with pytest.raises(SandboxError, match=r"allow_missing=\[cores\] runs without"):
         asyncio.run(SandboxPool(size=1, allow_missing=["kernel_memory", *NO_FILTER]).start())
     assert choose_layers(offers, allow_missing=["kernel_memory", "cores", *NO_FILTER]).watchdog
-    with pytest.raises(ValueError, match="allow_missing names cpu: there are files, "):
+    with pytest.raises(ValueError, match="allow_missing names unknown protections cpu: choose from files, "):
         SandboxPool(allow_missing=["cpu"])
 
 
@@ -85,4 +85,4 @@ def test_the_doctor_warns_of_what_every_box_reads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host_report, "SOURCE_DIR", "/usr/src/app")
     monkeypatch.setattr(host_report, "detect_layers", lambda: EVERYTHING)
     (warning,) = [line for line in host_report.make_report()[0].splitlines() if line.startswith("warning")]
-    assert warning == "warning: the source (/usr/src/app) lies below /usr, which code in every box reads: move it"
+    assert warning == "warning: the source (/usr/src/app) is below /usr, which code in every box can read: move it"

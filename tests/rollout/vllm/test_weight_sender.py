@@ -213,7 +213,7 @@ def test_one_that_answers_by_drops_is_left_out_in_time(two: tuple[StandIn, Stand
     ].server._max_timeout_s = 0.3  # parallel.timeout_s would apply to both, and the other server needs more time on a busy machine
     bad.drips, began = path, time.monotonic()
     held, faults = send(sender, "mine.1", *two)
-    assert held == [good.url] and holds(good) and faults == {bad.url: f"{path}: no whole answer within 0.3 s"}
+    assert held == [good.url] and holds(good) and faults == {bad.url: f"{path}: no complete response within 0.3 s"}
     assert time.monotonic() - began < 20
 
 
@@ -303,7 +303,7 @@ def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> N
         with pytest.raises(ValueError, match=f"^{line}$"):
             VllmServer(url).check({"model": "m"})
     with serve_hostile("body by drops") as url:
-        line = rf"^engine.urls={url}: no server of vLLM answers there \(/version: no whole answer within 0.3 s\)"
+        line = rf"^engine.urls={url}: no server of vLLM answers there \(/version: no complete response within 0.3 s\)"
         with pytest.raises(ValueError, match=line):
             VllmServer(url, max_timeout_s=0.3).check({"model": "m"})
 

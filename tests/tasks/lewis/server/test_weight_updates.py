@@ -199,7 +199,7 @@ def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
     with serve_hostile("body by drops") as url:
         audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1, timeout_s=0.3), run="r", is_main=True, log=told.append)
         assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 1.0}
-    assert told == [f"weight_publish: {url}: no whole answer within 0.3 s"]
+    assert told == [f"weight_publish: {url}: no complete response within 0.3 s"]
 
 
 def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() -> None:
