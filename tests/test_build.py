@@ -125,9 +125,9 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
 def test_whose_a_server_is_passes_what_vllm_strikes(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """vLLM's own function is the oracle; the whole folder's name would not pass it."""
     monkeypatch.chdir(tmp_path)
-    line = f"this engine is that of {build.make_owner_name(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
-    assert sanitize_message(line) == line and "of runs/mine (" in line
-    assert folder.startswith("/data") or folder == "runs/mine" or folder not in sanitize_message(f"that of {folder} (1)")
+    line = f"this engine is in use by {build.make_owner_name(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
+    assert sanitize_message(line) == line and "by runs/mine (" in line
+    assert folder.startswith("/data") or folder == "runs/mine" or folder not in sanitize_message(f"in use by {folder} (1)")
 
 
 @pytest.mark.parametrize(

@@ -90,10 +90,10 @@ def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = AL
     require_choice("algo.kl_estimator", algo.kl_estimator, tuple(ESTIMATORS))
     check_correction(algo)
     by_turn = [name for name, row in algorithms.items() if row.supports_turn_credit]
-    remedy = f"algo.name={algo.name} credits whole episodes; use broadcast, or one of {', '.join(by_turn)}"
+    remedy = f"algo.name={algo.name} credits whole episodes; use broadcast, or one of the algorithms {', '.join(by_turn)}"
     require(algo.turn_credit == "broadcast" or algo.name in by_turn, "algo.turn_credit", algo.turn_credit, remedy)
     clips = algo.clip_ratio_c == 0 or algorithms[algo.name].supports_dual_clip
-    require(clips, "algo.clip_ratio_c", algo.clip_ratio_c, f"has no part in algo.name={algo.name}; leave it at 0")
+    require(clips, "algo.clip_ratio_c", algo.clip_ratio_c, f"has no effect with algo.name={algo.name}; leave it at 0")
 
 
 def needs_old_logprob_forward(algo: AlgoSettings, *, num_updates: int) -> bool:

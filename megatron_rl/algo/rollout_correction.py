@@ -38,7 +38,8 @@ def mismatch_warnings(settings: Settings) -> list[str]:
         return lines
     if staleness > 0:
         told = (
-            "trains on what older weights sampled, which may end in collapse; use algo.rollout_correction=bypass, and a lower learning rate"
+            "trains on tokens sampled by older weights, which may cause collapse; "
+            "use algo.rollout_correction=bypass, and a lower learning rate"
         )
         lines.append(f"algo.rollout_correction={correction}: run.max_staleness={staleness} {told}")
     if rounds:
@@ -187,17 +188,19 @@ def check_correction(algo: AlgoSettings) -> None:
     names = correction_names(algo)
     for name in names:
         require_choice("algo.rollout_correction", name, tuple(CORRECTIONS))
-    require(len(set(names)) == len(names), "algo.rollout_correction", algo.rollout_correction, "names a row twice; name it once")
+    require(
+        len(set(names)) == len(names), "algo.rollout_correction", algo.rollout_correction, "contains a name twice; remove one of the two"
+    )
     require(
         len(names) == 1 or "none" not in names,
         "algo.rollout_correction",
         algo.rollout_correction,
-        "none goes with no other row; leave it out",
+        "none cannot be combined with another correction; remove it",
     )
     ratios = [name for name in names if CORRECTIONS[name].has_ratio]
-    remedy = f"{' and '.join(ratios)} would each count the importance ratio; keep one of them"
+    remedy = f"{' and '.join(ratios)} would each apply the importance ratio; keep one of them"
     require(len(ratios) <= 1, "algo.rollout_correction", algo.rollout_correction, remedy)
-    remedy = f"algo.rollout_correction={algo.rollout_correction} looks at no sequence; use sequences"
+    remedy = f"algo.rollout_correction={algo.rollout_correction} contains no sequence-level correction; use sequences"
     require(
         algo.rollout_correction_level == "sequences" or any(CORRECTIONS[name].by_sequence for name in names),
         "algo.rollout_correction_level", algo.rollout_correction_level, remedy,

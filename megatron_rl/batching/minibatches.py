@@ -85,7 +85,7 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
             return 1.0 / num_sampled, 1
         case "fixed_length":
             return 1.0, settings.loss_scale_factor
-    raise AssertionError(f"{settings.loss_agg_mode} is none of config.AGGREGATIONS")
+    raise AssertionError(f"{settings.loss_agg_mode} is not in config.AGGREGATIONS")
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:

@@ -165,7 +165,7 @@ class EndpointPool:
                 self.request_seconds += time.monotonic() - began
                 endpoint.in_flight -= 1
                 self._slots.release()
-        raise fault(f"{self.name}: nothing after {len(reasons)} of {self.max_attempts} tries; the last: {reasons[-1]}")
+        raise fault(f"{self.name}: failed after {len(reasons)} of {self.max_attempts} attempts; the last failure: {reasons[-1]}")
 
     async def _with_timeout(self, send: Callable[[Endpoint], Awaitable[T]], endpoint: Endpoint) -> T:
         try:
@@ -192,7 +192,7 @@ class EndpointPool:
             rest = earliest.backoff_until - now
             if waited + rest > self.outage_timeout_s:
                 raise InfraError(
-                    f"{self.name}: {earliest.url} rests for {rest:.0f} s more after {waited:.1f} s of waiting, and so do all others; "
+                    f"{self.name}: {earliest.url} backs off for {rest:.0f} s more after {waited:.1f} s of waiting, as do all others; "
                     f"the last failure: {earliest.url}: {earliest.last_failure}"
                 )
             await asyncio.sleep(rest)

@@ -77,7 +77,7 @@ async def _check_endpoint(client: openai.AsyncOpenAI, *, model: str, secret: str
     except (openai.APIStatusError, ValidationError):
         return HealthCheck()
     except TimeoutError:
-        return HealthCheck(error=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
+        return HealthCheck(error=f"no response within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
     except openai.OpenAIError as error:
         return HealthCheck(error=describe_error(error.__cause__ or error, secret=secret) + proxy)
     named = f"serves {to_one_line(', '.join(served))}, not task.judge.model={model}: choose one of these"
@@ -101,7 +101,7 @@ def health_warning(checks: Mapping[str, HealthCheck], *, role: str = "judge", ke
         return ""
     key, urls, why = key or f"task.{role}.urls", list(checks), "; ".join(troubles)
     if len(troubles) == len(checks):
-        raise InfraError(f"{key}={urls}: no {role} can be asked ({why}); start one, or correct the addresses")
+        raise InfraError(f"{key}={urls}: no {role} is available ({why}); start one, or correct the addresses")
     if denied := [f"{url}: {greeting.error}" for url, greeting in checks.items() if greeting.is_denied]:
         raise InfraError(f"{key}={urls}: {'; '.join(denied)}")
-    return f"{key}={urls}: not all can be asked, the others are ({why})"
+    return f"{key}={urls}: not all are available, continuing with the others ({why})"

@@ -44,7 +44,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         async for chunk in self._stream:
             num_bytes += len(chunk)
             if num_bytes > MAX_BODY_BYTES:
-                raise UnreadBody(f"the reply is longer than {MAX_BODY_BYTES} bytes")
+                raise UnreadBody(f"the response is longer than {MAX_BODY_BYTES} bytes")
             yield chunk
 
     async def aclose(self) -> None:
@@ -58,9 +58,9 @@ async def _bound_response(response: httpx2.Response) -> None:
     """
     length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
     if encoding.strip().casefold() not in ("", "identity"):
-        raise UnreadBody(f"the reply is compressed ({encoding[:20]!r}), which was not asked for")
+        raise UnreadBody(f"the response is compressed ({encoding[:20]!r}), which was not requested")
     if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > MAX_BODY_BYTES):
-        raise UnreadBody(f"the reply has {length[:20]} bytes, more than {MAX_BODY_BYTES}")
+        raise UnreadBody(f"the response has {length[:20]} bytes, more than {MAX_BODY_BYTES}")
     response.stream = _BoundedStream(response.stream)
 
 
@@ -100,8 +100,8 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
     try:
         return httpx2.AsyncHTTPTransport(verify=tls, proxy=proxy.address, limits=openai.DEFAULT_CONNECTION_LIMITS)
     except (ValueError, httpx2.InvalidURL, ImportError) as error:
-        remedy = f"give http://HOST:PORT, unset it, or set NO_PROXY={proxy.host}"
-        raise InfraError(f"{proxy.variable}={to_one_line(proxy.address)}: is no proxy that can be used; {remedy}") from error
+        remedy = f"use http://HOST:PORT, unset it, or set NO_PROXY={proxy.host}"
+        raise InfraError(f"{proxy.variable}={to_one_line(proxy.address)}: is not a usable proxy; {remedy}") from error
 
 
 def api_key(token_file: str = "") -> str:
@@ -121,7 +121,7 @@ def api_key(token_file: str = "") -> str:
 
 def describe_key_error(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
     """Return an error line about a rejected key, with the server's answer and the fix."""
-    remedy = f"put its key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
+    remedy = f"put the server's key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
     return f"{describe_error(error, secret=secret)}: {remedy}{proxy_hint(str(error.request.url))}"
 
 

@@ -34,11 +34,11 @@ class Proxy:
     def error_hint(self) -> str:
         """Text that is appended to an error message about a failed request.
 
-        Example: ` (asked through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`
+        Example: ` (sent through HTTP_PROXY=http://proxy:3128; unset it, or set NO_PROXY=judge)`
         """
         user, _, place = self.address.rpartition("@")
         shown = f"***@{place}" if user else self.address  # hide a password
-        return f" (asked through {self.variable}={shown}; unset it, or set NO_PROXY={self.host})"
+        return f" (sent through {self.variable}={shown}; unset it, or set NO_PROXY={self.host})"
 
 
 def find_proxy(url: str) -> Proxy | None:

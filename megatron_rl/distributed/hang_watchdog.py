@@ -118,7 +118,7 @@ class HangWatchdog:
         self._thread.join(EXIT_TIMEOUT_S)
         if self._thread.is_alive() and parts:
             self._given_up.set()
-            _print_to_stderr(f"error: {self._exceeded_timeout(error)}the first node, where all ranks meet, does not answer")
+            _print_to_stderr(f"error: {self._exceeded_timeout(error)}the first node, which hosts the store of all ranks, does not respond")
         if parts:
             raise PeerLost from error
 
@@ -144,7 +144,7 @@ class HangWatchdog:
                 self._publish_report("last", RankReport(node=self._node, exit_reason=exit_reason(error)))
         except dist.DistError as lost:
             if parts and not self._given_up.is_set():
-                _print_to_stderr(f"error: the first node, where all ranks meet, is gone ({first_line(lost)})")
+                _print_to_stderr(f"error: the first node, which hosts the store of all ranks, is not reachable ({first_line(lost)})")
 
     def _watch(self) -> None:
         """Answer requests for reports; send a request if the training thread does not move."""
@@ -200,8 +200,8 @@ class HangWatchdog:
         number = _request_number(self._last_request)
         silent = {rank: said for rank, said in gone.items() if number - int(self._store.get(f"watch/heard/{rank}")) >= MAX_MISSED_REPLIES}
         if silent:
-            missed = f"to {MAX_MISSED_REPLIES} questions in a row; was it stopped, or does its node hang?"
-            self._store.compare_set("watch/verdict", "", f"no answer from {_name_ranks(silent)} {missed}")
+            missed = f"to {MAX_MISSED_REPLIES} requests in a row; was the process stopped, or does its node hang?"
+            self._store.compare_set("watch/verdict", "", f"no response from {_name_ranks(silent)} {missed}")
             self._store.set("watch/asked", _END_ALL)
             self._exit_process()
 
@@ -289,9 +289,9 @@ class HangWatchdog:
 def exit_reason(error: BaseException | None) -> str:
     """Return the reason for a rank's exit, which other ranks print as an error."""
     if error is None:
-        return "it is done, and others are not"
+        return "finished before the other ranks"
     if isinstance(error, MemoryError):
-        return f"MemoryError: {first_line(error) or 'no memory was left'}; give its node more, or lower batch.micro_batch_tokens"
+        return f"MemoryError: {first_line(error) or 'out of memory'}; give the node more memory, or lower batch.micro_batch_tokens"
     return first_line(error) or type(error).__name__
 
 
@@ -316,11 +316,11 @@ def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], 
         rank, answer = next(iter(ended.items()))
         return f"{answer.exit_reason} (rank {rank}, {answer.node})"
     if gone:
-        return f"no answer from {_name_ranks(gone)}; was a node lost, memory short, or did someone end them?"
+        return f"no response from {_name_ranks(gone)}; was a node lost, was memory exhausted, or were they killed?"
     if not lagging:
-        return f"all ranks wait, each for another, at {_describe_reports(waiting)}; stacks: {stacks}"
+        return f"all ranks wait for each other at {_describe_reports(waiting)}; stacks: {stacks}"
     verb = "is" if len(lagging) == 1 else "are"
-    others = f"the others wait at {_describe_reports(waiting)}" if waiting else "nobody waits for them"
+    others = f"the others wait at {_describe_reports(waiting)}" if waiting else "no rank waits for them"
     return f"{_name_ranks(lagging)} {verb} behind, at {_describe_reports(lagging)}; {others}; stacks: {stacks}"
 
 

@@ -96,9 +96,9 @@ def connect(world: World, *, timeout_s: float) -> None:
             dist.init_process_group(backend, timeout=timeout)
         except RuntimeError as error:
             raise ValueError(
-                f"--nnodes={world.num_nodes}: the {world.size} processes did not meet within parallel.timeout_s={timeout_s:g} "
-                f"({first_line(error)}); see that every node began, "
-                "and name the interface between them (ip addr lists all) in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+                f"--nnodes={world.num_nodes}: the {world.size} processes did not connect within parallel.timeout_s={timeout_s:g} "
+                f"({first_line(error)}); check that all nodes have started, "
+                "and set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface between them (see ip addr)"
             ) from error
 
 
@@ -114,7 +114,7 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < MIN_OPEN_FILES:
         remedy = "raise the hard limit: ulimit -Hn, limits.conf, docker run --ulimit"
-        raise ValueError(f"ulimit -n {most}: a run needs {MIN_OPEN_FILES} open files at least; {remedy}")
+        raise ValueError(f"ulimit -n {most}: a run needs at least {MIN_OPEN_FILES} open files; {remedy}")
 
 
 def max_open_files() -> int:
@@ -163,12 +163,12 @@ def require_gpu_per_rank(world: World) -> None:
         return
     name = torch.cuda.get_device_properties(0).name if found else ""
     if is_mig_slice(name):
-        told = f"a process sees one slice of a GPU at most, here {name}; switch MIG off (nvidia-smi -mig 0), or start one process"
+        told = f"a process can use at most one slice of a GPU, here {name}; disable MIG (nvidia-smi -mig 0), or start one process"
         raise ValueError(f"--nproc_per_node={world.local_size}: on {host} {told}")
     if visible is not None:
-        told = f"leaves {found} GPUs to the {world.local_size} processes of {host}; name one for each"
+        told = f"leaves {found} GPUs to the {world.local_size} processes on {host}; list one for each process"
         raise ValueError(f"CUDA_VISIBLE_DEVICES={visible}: {told}")
-    raise ValueError(f"--nproc_per_node={world.local_size}: {host} has {found} GPUs; start one process a GPU")
+    raise ValueError(f"--nproc_per_node={world.local_size}: {host} has {found} GPUs; start one process per GPU")
 
 
 def is_mig_slice(name: str) -> bool:

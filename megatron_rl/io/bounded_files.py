@@ -41,7 +41,7 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
     descriptor = os.open(path, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError("is no regular file")
+        raise ValueError("is not a regular file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -106,9 +106,9 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
         return yaml.load(text, Loader=_TextLoader if as_text else _PlainLoader)
     except yaml.MarkedYAMLError as error:
         where = f"line {error.problem_mark.line + 1} " if error.problem_mark else ""
-        raise ValueError(f"{where}is no YAML: {error.problem}") from error
+        raise ValueError(f"{where}is not valid YAML: {error.problem}") from error
     except _YAML_ERRORS as error:
-        raise ValueError(f"is no YAML: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
+        raise ValueError(f"is not valid YAML: {' '.join(str(error).split())[:200] or type(error).__name__}") from error
 
 
 def to_printable(text: str) -> str:
@@ -123,7 +123,7 @@ class _NoAliasComposer(yaml.composer.Composer):
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.MarkedYAMLError(problem=f"an alias, *{event.anchor}; write its value out", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"an alias, *{event.anchor}; replace it with its value", problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
 

@@ -22,7 +22,7 @@ MAX_DEPTH = 64
 NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 """Maps the strings that stand for NaN and infinite numbers to the numbers."""
 
-BROKEN_DISK = "the disk has an error (dmesg says which): check it and mount it anew, or choose another folder"
+BROKEN_DISK = "the disk has an error (see dmesg): check and remount it, or choose another folder"
 """Fix that is suggested if a write fails with an I/O error, or because the kernel has made the file
 system read-only after earlier errors.
 """
@@ -46,7 +46,7 @@ def parse_number(value: float | str) -> float:
     """
     number = NON_FINITE_NUMBERS.get(value) if isinstance(value, str) else value
     if not isinstance(number, int | float) or (isinstance(number, int) and not -(1 << 63) <= number < 1 << 63):
-        raise ValueError(f"{str(value)[:40]!r} is no number")
+        raise ValueError(f"{str(value)[:40]!r} is not a number")
     return number
 
 
@@ -105,7 +105,7 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON: {error}") from error
+        raise ValueError(f"is not valid JSON: {error}") from error
     level = [found]
     for _ in range(MAX_DEPTH):
         level = [item for part in level if isinstance(part, dict | list) for item in (part.values() if isinstance(part, dict) else part)]

@@ -93,7 +93,7 @@ def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
         return [_encode(part, each, images) for part, each in zip(parts, value, strict=True)]
     if NoneType in parts:
         return None if value is None else _encode(parts[0], value, images)
-    assert issubclass(annotation, StrEnum), f"io/rollout_codec.py does not know how {annotation} travels"
+    assert issubclass(annotation, StrEnum), f"io/rollout_codec.py cannot encode {annotation}"
     return str(value)
 
 
@@ -107,12 +107,12 @@ def _decode(annotation: Any, value: Any, where: str, images: Mapping[str, Image]
     if annotation in RECORD_FIELDS:
         return _decode_fields(annotation, value, where, images)
     if annotation is Image:
-        _require(isinstance(value, str) and value in images, where, value, "none of the record's images")
+        _require(isinstance(value, str) and value in images, where, value, "not one of the record's images")
         return images[value]
     if annotation in _DECODERS:
         return _DECODERS[annotation](value, where)
     if get_origin(annotation) is dict:
-        _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), where, value, "not named values")
+        _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), where, value, "not an object with string keys")
         return {key: _decode(parts[1], each, f"{where}[{reprlib.repr(key)}]", images) for key, each in value.items()}
     if get_origin(annotation) is list:
         _require(isinstance(value, list), where, value, "not a list")
@@ -125,7 +125,7 @@ def _decode(annotation: Any, value: Any, where: str, images: Mapping[str, Image]
     if NoneType in parts:
         return None if value is None else _decode(parts[0], value, where, images)
     names = [each.value for each in annotation]
-    _require(isinstance(value, str) and value in names, where, value, f"none of {', '.join(names)}")
+    _require(isinstance(value, str) and value in names, where, value, f"not one of {', '.join(names)}")
     return annotation(value)
 
 
@@ -138,16 +138,18 @@ def _decode_fields(kind: Any, value: Any, where: str, images: Mapping[str, Image
 
 
 def _decode_images(value: Any, load: Callable[[str], "Picture | None"]) -> dict[str, Image]:
-    _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), "images", value, "not named pictures")
+    _require(isinstance(value, dict) and all(isinstance(key, str) for key in value), "images", value, "not an object with string keys")
     images = {}
     for key, each in value.items():
         where = f"images[{reprlib.repr(key)}]"
-        _require(IMAGE_KEY_PATTERN.fullmatch(key) is not None, "images", key, "no key of a picture")
-        _require(isinstance(each, dict) and each.keys() == {"name", "grid", "merge"}, where, each, "not a name, a grid and a merge")
+        _require(IMAGE_KEY_PATTERN.fullmatch(key) is not None, "images", key, "not an image key")
+        _require(
+            isinstance(each, dict) and each.keys() == {"name", "grid", "merge"}, where, each, "not an object with name, grid and merge"
+        )
         grid = _decode(tuple[int, int, int], each["grid"], where, {})
-        _require(min(grid) > 0 and math.prod(grid) <= MAX_PATCHES, where, each["grid"], "no grid of patches")
+        _require(min(grid) > 0 and math.prod(grid) <= MAX_PATCHES, where, each["grid"], "not a grid of patches")
         merge = _decode(int, each["merge"], where, {})
-        _require(merge > 0 and not any(side % merge for side in grid[1:]), where, merge, "does not merge that grid")
+        _require(merge > 0 and not any(side % merge for side in grid[1:]), where, merge, "does not divide the grid")
         images[key] = Image(pil=load(_text(each["name"], where)), patch_PC=None, grid=grid, key=key, merge=merge)
     return images
 
@@ -157,13 +159,13 @@ def _check_sequence(context: TokenSequence, where: str) -> None:
     for name in RECORD_FIELDS[TokenSequence].keys() - {"images"}:
         column = getattr(context, name)
         is_aligned = len(column) == length or (name in TOKEN_COLUMNS and not column)
-        _require(is_aligned, f"{where}.{name}", len(column), f"not as many as the {length} tokens")
-    _require(min(context.token_ids, default=0) >= 0, f"{where}.token_ids", context.token_ids, "tokens below 0")
-    _require({0, 1}.issuperset(context.loss_mask), f"{where}.loss_mask", context.loss_mask, "not 0 and 1")
+        _require(is_aligned, f"{where}.{name}", len(column), f"not equal to the {length} tokens")
+    _require(min(context.token_ids, default=0) >= 0, f"{where}.token_ids", context.token_ids, "contains negative token ids")
+    _require({0, 1}.issuperset(context.loss_mask), f"{where}.loss_mask", context.loss_mask, "contains values other than 0 and 1")
 
 
 def _check_turn(turn: Turn, contexts: list[TokenSequence], where: str) -> None:
-    _require(0 <= turn.sequence < len(contexts), f"{where}.sequence", turn.sequence, f"none of {len(contexts)} sequences")
+    _require(0 <= turn.sequence < len(contexts), f"{where}.sequence", turn.sequence, f"not an index of {len(contexts)} sequences")
     (start, stop), length = turn.token_span, len(contexts[turn.sequence].token_ids)
     _require(0 <= start <= stop <= length, f"{where}.token_span", turn.token_span, f"not within the {length} tokens of its sequence")
     _require(
@@ -176,7 +178,7 @@ def _check_turn(turn: Turn, contexts: list[TokenSequence], where: str) -> None:
 
 def _integer(value: Any, where: str) -> int:
     if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
-        _refuse(where, value, "no integer of 64 bits")
+        _refuse(where, value, "not a 64-bit integer")
     return value
 
 
@@ -186,17 +188,17 @@ def _number(value: Any, where: str) -> float:
     if type(value) is str and value in NON_FINITE_NUMBERS:
         return NON_FINITE_NUMBERS[value]
     if type(value) is not int or abs(value) > 1 << 53:
-        _refuse(where, value, "no number")
+        _refuse(where, value, "not a number")
     return float(value)
 
 
 def _text(value: Any, where: str) -> str:
-    _require(isinstance(value, str), where, value, "no text")
+    _require(isinstance(value, str), where, value, "not a string")
     return value
 
 
 def _boolean(value: Any, where: str) -> bool:
-    _require(isinstance(value, bool), where, value, "neither true nor false")
+    _require(isinstance(value, bool), where, value, "not a boolean")
     return value
 
 

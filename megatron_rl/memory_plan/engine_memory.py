@@ -84,8 +84,8 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     whose = "this GPU" if memory else f"a {settings.plan.gpu}"
     require(
         engine.cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
-        f"{format_gb(engine.budget_bytes)} of {whose} have no room for the engine's weights ({format_gb(engine.weight_bytes)}), "
-        f"its largest step ({format_gb(engine.step_bytes)}) and one context ({format_gb(token * given.max_model_len)}); "
+        f"{format_gb(engine.budget_bytes)} of {whose} are too small for the engine's weights ({format_gb(engine.weight_bytes)}), "
+        f"its largest step ({format_gb(engine.step_bytes)}) and one sequence ({format_gb(token * given.max_model_len)}); "
         "raise it or engine.tp, or lower engine.max_model_len",
     )  # fmt: skip
     return engine
@@ -122,7 +122,7 @@ def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
         side = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
         if count <= 200 * side**2:
             return count
-    raise AssertionError(f"{most} tokens are no picture")
+    raise AssertionError(f"no image has at most {most} tokens")
 
 
 def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:

@@ -134,7 +134,7 @@ def require_fit(planned: MemoryPlan) -> str:
     remedy = f"its {format_gb(planned.usable_bytes)} ({USABLE_FRACTION:.0%}) are less than the {format_gb(planned.peak_bytes)} needed"
     require(planned.fits, "plan.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
     peak, usable = format_gb(planned.peak_bytes), format_gb(planned.usable_bytes)
-    return f"{peak} of the {usable} that are {USABLE_FRACTION:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
+    return f"{peak} of the usable {usable}, which is {USABLE_FRACTION:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
 
 
 def unplanned_bytes(settings: Settings) -> int:

@@ -81,8 +81,8 @@ def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: i
         f"its {format_gb(available_bytes)} are" if available_bytes == stated * GB else f"this machine's {format_gb(available_bytes)} are"
     )
     remedy = (
-        "state another node's memory by plan.host_gb, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
-        "or what is offloaded"
+        "set plan.host_gb to another node's memory, or lower engine.max_images, task.max_pixels, task.sandbox.size or memory_mib, "
+        "or offload less"
     )
     processes = f"{ranks} process{'es' * (ranks > 1)}"
     return f"plan.host_gb={stated}: {whose} less than the {format_gb(needed)} that {processes} may need at most; {remedy}"

@@ -40,7 +40,7 @@ def print_memory_plan(
     misfit = host_memory_error(planned.host, settings, world_size=world_size) if settings.plan.host_gb else ""
     if misfit:
         raise ValueError(misfit)
-    unjudged = "" if settings.plan.host_gb else "; main memory was not judged: plan.host_gb states a node's"
+    unjudged = "" if settings.plan.host_gb else "; host memory was not checked: set plan.host_gb to a node's memory"
     console.print(f"fits: {fits}{unjudged}", soft_wrap=True)
     return planned
 
@@ -68,27 +68,28 @@ def _rank_column(rank: RankMemoryPlan) -> dict[str, str]:
         "activations": rank.activations.total_bytes,
         "update": rank.update_bytes, "sync": rank.sync_bytes, "rollout": rank.rollout_bytes,
     }  # fmt: skip
-    counts = {"parameters": f"{share.num_params:,}", "of them trained": f"{share.num_trained_params:,}"}
+    counts = {"parameters": f"{share.num_params:,}", "trained parameters": f"{share.num_trained_params:,}"}
     return {**counts, **{name: f"{size / GB:.1f}" for name, size in sizes.items()}}
 
 
 def _engine_line(planned: MemoryPlan, settings: Settings) -> str:
     engine, servers = planned.engine, settings.engine.num_local_servers
-    where = f"{servers} servers on {servers * settings.engine.tp} more GPUs of the first node, each " if servers else ""
+    where = f"{servers} servers on {servers * settings.engine.tp} additional GPUs of the first node, each " if servers else ""
     contexts = engine.cache_tokens / settings.engine.max_model_len
     return (
         f"engine: {where}{format_gb(engine.budget_bytes)} = weights {format_gb(engine.weight_bytes)}, "
         f"largest step {format_gb(engine.step_bytes)}, "
-        f"cache {format_gb(engine.cache_bytes)}: {engine.cache_tokens:,} tokens, {contexts:.1f} full contexts"
+        f"cache {format_gb(engine.cache_bytes)}: {engine.cache_tokens:,} tokens, {contexts:.1f} full sequences"
     )
 
 
 def _host_line(planned: MemoryPlan) -> str:
     host, ranks = planned.host, min(planned.world_size, GPUS_PER_NODE)
-    sent = f"weights for engines elsewhere {format_gb(host.published_weight_bytes)} + " if host.published_weight_bytes else ""
+    sent = f"weights for remote engines {format_gb(host.published_weight_bytes)} + " if host.published_weight_bytes else ""
     return (
-        f"host, a node of {ranks}: up to {format_gb(host.node_bytes(ranks))} = {sent}{ranks} x (processes {format_gb(PROCESS_BYTES)}, "
-        f"optimizer {format_gb(host.optimizer_bytes)}, copies of weights {format_gb(host.weight_copy_bytes)}, "
-        f"a checkpoint {format_gb(host.checkpoint_bytes)}, a step's pictures at most {format_gb(host.image_bytes)}, "
-        f"boxes {format_gb(host.sandbox_bytes)}; engine.max_images and task.max_pixels bound the pictures)"
+        f"host memory of a node with {ranks} GPUs: up to {format_gb(host.node_bytes(ranks))} = {sent}{ranks} x ("
+        f"processes {format_gb(PROCESS_BYTES)}, optimizer {format_gb(host.optimizer_bytes)}, "
+        f"copies of weights {format_gb(host.weight_copy_bytes)}, a checkpoint {format_gb(host.checkpoint_bytes)}, "
+        f"a step's images at most {format_gb(host.image_bytes)}, sandboxes {format_gb(host.sandbox_bytes)}; "
+        "engine.max_images and task.max_pixels bound the images)"
     )

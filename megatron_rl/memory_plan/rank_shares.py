@@ -78,7 +78,7 @@ def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: in
 
     `has_values` is True if the algorithm needs a critic.
     """
-    assert not dist.is_initialized(), "a plan makes up its own world"
+    assert not dist.is_initialized(), "a plan creates its own process groups"
     parallel = settings.parallel
     found = []
     for pp_rank in range(parallel.pp):

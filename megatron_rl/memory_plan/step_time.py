@@ -372,10 +372,10 @@ def describe_step_time(inputs: StepTimeInputs) -> str:
     known = (
         f"{len(MEASURED_CONSTANTS)} of {len(fields(StepTimeConstants))} constants were measured"
         if MEASURED_CONSTANTS
-        else "nothing of it was measured"
+        else "no constant was measured"
     )
     return (
-        f"{seconds.step_total:.0f} s a step expected on {inputs.world_size} {inputs.settings.plan.gpu}: {', '.join(said)}; a checkpoint "
+        f"{seconds.step_total:.0f} s per step expected on {inputs.world_size} {inputs.settings.plan.gpu}: {', '.join(said)}; a checkpoint "
         f"{seconds.checkpoint:.0f} s; for episodes of {episode.total_tokens:,.0f} tokens, "
         f"{episode.sampled_tokens:,.0f} of them sampled; {known}"
     )

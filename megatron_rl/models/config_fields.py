@@ -134,10 +134,10 @@ def _find_unaccepted(stored: Mapping[str, object], fields: Fields, path: str) ->
         if value is None:
             continue
         if name not in fields:
-            yield f"{path}{name} is {_short(value)}, a field that it does not know"
+            yield f"{path}{name} is {_short(value)}, an unknown field"
         elif fields[name] is not ANY and not any(_equal(value, each) for each in fields[name]):
             known = " or ".join(map(str, fields[name])) or "none"
-            yield f"{path}{name} is {_short(value)}, where it computes {known}"
+            yield f"{path}{name} is {_short(value)}, supported: {known}"
 
 
 def _equal(value: object, known: object) -> bool:
@@ -155,7 +155,7 @@ def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
-        yield f"{path}layer_types holds {_short(other)}, where it computes full_attention"
+        yield f"{path}layer_types contains {_short(other)}, supported: full_attention"
     for name in ("rope_scaling", "rope_parameters"):
         if isinstance(stored.get(name), dict):
             yield from _find_unaccepted(stored[name], _ROPE, f"{path}{name}.")
@@ -167,7 +167,7 @@ def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
     for name, (original, default) in _VISION_COPIES.items():
         stated = vision.get(original, default)
         if vision.get(name) is not None and stated is not None and vision[name] != stated:
-            yield f"vision_config.{name} is {_short(vision[name])}, where it computes {original}, {_short(stated)}"
+            yield f"vision_config.{name} is {_short(vision[name])}, but {original}, which is used, is {_short(stated)}"
 
 
 def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
@@ -177,7 +177,7 @@ def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object
     """
     for name in LANGUAGE_SIZE_FIELDS:
         if stored.get(name) is not None and stored[name] != text.get(name):
-            yield f"{name} is {_short(stored[name])}, where text_config.{name} is {_short(text.get(name))}, which alone is read"
+            yield f"{name} is {_short(stored[name])}, but text_config.{name}, which is used, is {_short(text.get(name))}"
 
 
 def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
@@ -195,4 +195,4 @@ def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object
         same = [(path, value) for path, value in places.items() if path.rpartition(".")[2] == name]
         other = next((pair for pair in same if pair[1] != same[0][1]), None)
         if other is not None:
-            yield f"{other[0]} is {_short(other[1])}, where {same[0][0]} is {_short(same[0][1])}"
+            yield f"{other[0]} is {_short(other[1])}, but {same[0][0]} is {_short(same[0][1])}"

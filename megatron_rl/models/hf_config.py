@@ -48,10 +48,10 @@ def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> Mo
     supported or the content is damaged.
     """
     if not isinstance(stored, dict):
-        raise _damaged_config_error(f"it holds a {type(stored).__name__}", folder=folder, key=key)
+        raise _damaged_config_error(f"it contains a {type(stored).__name__}", folder=folder, key=key)
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"{key}={folder}: config.json describes model_type {model_type}; known: {', '.join(FAMILIES)}")
+        raise ValueError(f"{key}={folder}: config.json has model_type {model_type}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     unsupported = find_unsupported(
         stored,
@@ -62,8 +62,8 @@ def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> Mo
     )
     if unsupported:
         raise ValueError(
-            f"{key}={folder}: config.json describes what this trainer does not compute: {'; '.join(unsupported[:MAX_FIELDS])}; "
-            "take a checkpoint without it, or remove the field if the model is computed without it"
+            f"{key}={folder}: config.json has unsupported settings: {'; '.join(unsupported[:MAX_FIELDS])}; "
+            "use a checkpoint without them, or remove the fields if the model does not use them"
         )
     try:
         config = family.config_class.from_dict(stored)
@@ -86,7 +86,7 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
     """
     for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):
-            return f"{part}dtype is {each.dtype}, no floating-point type of torch"
+            return f"{part}dtype is {each.dtype}, not a floating-point type of torch"
     text, vision = config.text_config.to_dict(), config.vision_config.to_dict()
     sizes = [("", name, text[name]) for name in TEXT_SIZES] + [("vision_config.", name, vision[name]) for name in family.vision_sizes]
     sizes += [("", "head_dim", text["head_dim"])] if text.get("head_dim") is not None else []
@@ -97,7 +97,7 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
     if wrong:
         return wrong
     if vision["hidden_act"] not in ACT2FN:
-        return f"vision_config.hidden_act is {vision['hidden_act']}, which transformers does not know"
+        return f"vision_config.hidden_act is {vision['hidden_act']}, which transformers does not support"
     for name, number in (("rope_theta", text["rope_parameters"].get("rope_theta")), ("rms_norm_eps", text["rms_norm_eps"])):
         if type(number) not in (int, float) or not 0 < number < math.inf:
             return f"{name} is {number}, not a positive number"
@@ -105,9 +105,9 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
     if not (isinstance(sections, list) and len(sections) == 3 and all(type(each) is int and each > 0 for each in sections)):
         return f"rope_scaling.mrope_section is {sections}, not three positive integers"
     if 2 * sum(sections) != head_dim:
-        return f"rope_scaling.mrope_section is {sections}, {sum(sections)} in all, not half of a head, which has {head_dim} numbers"
+        return f"rope_scaling.mrope_section is {sections}, with sum {sum(sections)}, not half of the head size, {head_dim}"
     if bool(text["rope_parameters"].get("mrope_interleaved")) != family.has_interleaved_mrope:
-        return f"rope_scaling.mrope_interleaved is not {str(family.has_interleaved_mrope).lower()}, as it is in this family"
+        return f"rope_scaling.mrope_interleaved is not {str(family.has_interleaved_mrope).lower()}, which this model family requires"
     return ""
 
 
@@ -119,14 +119,14 @@ def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: Mod
     if (head_dim is None or not family.has_head_dim) and hidden % heads:
         return f"num_attention_heads is {heads}, which does not divide hidden_size, {hidden}"
     if head_dim is not None and not family.has_head_dim and head_dim * heads != hidden:
-        return f"head_dim is {head_dim}, but its attention has heads of hidden_size / num_attention_heads, {hidden // heads}"
+        return f"head_dim is {head_dim}, but this model family requires hidden_size / num_attention_heads, {hidden // heads}"
     if heads % key_heads:
         return f"num_key_value_heads is {key_heads}, which does not divide num_attention_heads, {heads}"
     if vision.hidden_size % vision.num_heads:
         return f"vision_config.num_heads is {vision.num_heads}, which does not divide hidden_size, {vision.hidden_size}"
     token_side = vision.patch_size * vision.spatial_merge_size
     if vision.window_size % token_side:
-        return f"vision_config.window_size is {vision.window_size}, no multiple of a vision token's side, {token_side}"
+        return f"vision_config.window_size is {vision.window_size}, not a multiple of a vision token's side, {token_side}"
     if vision.out_hidden_size != hidden:
         return f"vision_config.out_hidden_size is {vision.out_hidden_size}, but hidden_size is {hidden}"
     return ""

@@ -23,11 +23,11 @@ def find_config_file(folder: str | Path, *, key: str) -> Path:
     if path.is_file():
         return path
     if Path(folder).is_file():
-        raise ValueError(f"{key}={folder}: is a file (looked at {place}); give the Hugging Face folder that it lies in")
+        raise ValueError(f"{key}={folder}: is a file (looked at {place}); use the Hugging Face folder that contains it")
     if Path(folder).is_dir():
         inner = next((each for each in ("final", "hf") if (path.parent / each / "config.json").is_file()), "")
-        remedy = f"did you mean {Path(folder) / inner}?" if inner else "give a Hugging Face model folder"
-        raise ValueError(f"{key}={folder}: no config.json in it (looked in {place}); {remedy}")
+        remedy = f"did you mean {Path(folder) / inner}?" if inner else "use a Hugging Face model folder"
+        raise ValueError(f"{key}={folder}: config.json is missing (looked in {place}); {remedy}")
     raise ValueError(f"{key}={folder}: no such folder (looked in {place}); {_missing_folder_remedy(str(folder), key=key)}")
 
 
@@ -35,12 +35,12 @@ def _missing_folder_remedy(folder: str, *, key: str) -> str:
     recipes = _read_recipes()
     made = _find_maker(folder, recipes)
     if made:
-        return f"relative paths start where you stand; it is made by {made}"
+        return f"relative paths start in the current directory; create the folder with {made}"
     own = {Path(folder).parts[:1] for recipe in recipes.values() for folder in (recipe.get("run", {}).get("dir", "."),)}
     if HUB_NAME.fullmatch(folder) and not Path(folder).parent.is_dir() and Path(folder).parts[:1] not in own:
         target = folder.rpartition("/")[2]
-        return f"a model of the hub is downloaded first: hf download {folder} --local-dir {target}, and then {key}={target}"
-    return "give a Hugging Face model folder" + ("" if Path(folder).is_absolute() else "; relative paths start where you stand")
+        return f"download a model of the Hub first: hf download {folder} --local-dir {target}, then set {key}={target}"
+    return "use a Hugging Face model folder" + ("" if Path(folder).is_absolute() else "; relative paths start in the current directory")
 
 
 def _read_recipes() -> dict[str, dict]:
@@ -55,7 +55,7 @@ def _find_maker(folder: str, recipes: dict[str, dict]) -> str:
     A command is either a script in launch/ or a run of the recipe that writes the folder. Example:
     for runs/quickstart/sft/final the result is
         bash launch/quickstart.sh,
-        or by python launch/train.py stage=sft experiment=numberline_sft_cpu
+        or with python launch/train.py stage=sft experiment=numberline_sft_cpu
     """
     wanted = Path(folder)
     makers = [name for name, recipe in recipes.items() if Path(recipe.get("run", {}).get("dir", ".")) / "final" == wanted]
@@ -65,7 +65,7 @@ def _find_maker(folder: str, recipes: dict[str, dict]) -> str:
     for name in makers:
         stage = f"stage={recipes[name]['stage']} " if "stage" in recipes[name] else ""
         commands.append(f"python launch/train.py {stage}experiment={name}")
-    return ", or by ".join(commands)
+    return ", or with ".join(commands)
 
 
 def _starts_recipe(script: Path, names: list[str]) -> bool:

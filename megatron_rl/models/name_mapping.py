@@ -34,7 +34,7 @@ def _shard(tensor: torch.Tensor, dim: int, rank: int, size: int, *, pads: bool =
         num_rows = padded_vocab(tensor.shape[dim], size) // size
         mine = tensor[rank * num_rows : (rank + 1) * num_rows]
         return torch.cat([mine, mine.new_zeros(num_rows - len(mine), *mine.shape[1:])])
-    assert tensor.shape[dim] % size == 0, f"dimension {dim} of {tuple(tensor.shape)} does not divide by tensor parallel size {size}"
+    assert tensor.shape[dim] % size == 0, f"dimension {dim} of {tuple(tensor.shape)} is not divisible by tensor parallel size {size}"
     return tensor.chunk(size, dim)[rank]
 
 
@@ -101,7 +101,7 @@ class ParamMapping:
         step = 1 + max(map(len, tensors))  # leaves a gap between the numbers of two tensors
         numbers = tuple(torch.arange(first * step, first * step + len(tensor)) for first, tensor in enumerate(tensors))
         order = self.to_mcore(numbers, 0, 1)
-        assert torch.equal(order.sort().values, torch.cat(numbers)), f"{self.mcore_name} does not hold every row once"
+        assert torch.equal(order.sort().values, torch.cat(numbers)), f"{self.mcore_name} does not contain every row exactly once"
         starts = (order.diff() != 1).nonzero().flatten() + 1
         places = [(*divmod(int(run[0]), step), len(run)) for run in order.tensor_split(starts)]
         return tuple(tensors[tensor].narrow(0, row, num_rows) for tensor, row, num_rows in places)

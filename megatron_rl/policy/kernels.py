@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron_rl.config import LoraSettings
 
-SUPPORTED_VERSIONS = "bash launch/install_te.sh installs the version that fits"
+SUPPORTED_VERSIONS = "run bash launch/install_te.sh to install a supported version"
 MIN_PACKED_CAPABILITY = (9, 0)
 """Lowest compute capability for which cuDNN supports attention over packed sequences (thd). The
 only other kernel for packed sequences in Transformer Engine 2.20.2 comes from flash-attn, which is
@@ -48,11 +48,11 @@ def transformer_engine_error() -> str:
         return ""
     named = f"transformer_engine={installed_version('transformer-engine')}"
     if not HAVE_TE:
-        return f"{named}: does not load ({_reason()}), and our own layers run; {SUPPORTED_VERSIONS}"
+        return f"{named}: cannot be imported ({_reason()}), using this project's own layers; {SUPPORTED_VERSIONS}"
     capability = torch.cuda.get_device_capability()
     if capability < MIN_PACKED_CAPABILITY and find_spec("flash_attn") is None:
         lacks = f"has no attention for packed sequences on compute capability {capability[0]}.{capability[1]} without flash-attn"
-        return f"{named}: {lacks}, and our own layers run"
+        return f"{named}: {lacks}, using this project's own layers"
     return ""
 
 
@@ -62,7 +62,7 @@ def _reason() -> str:
         importlib.import_module("transformer_engine.pytorch.fp8")
     except ImportError as error:
         return str(error).partition("\n")[0]
-    return "at the second try it does"
+    return "a second import succeeded"
 
 
 def apex_error() -> str:
@@ -70,7 +70,8 @@ def apex_error() -> str:
     if find_spec("apex") is None or find_spec("apex.optimizers") is not None:
         return ""
     return (
-        f"apex={installed_version('apex')}: is another project of that name, without apex.optimizers; pip uninstall apex (docs/kernels.md)"
+        f"apex={installed_version('apex')}: is a different project with the same name, without apex.optimizers; "
+        "pip uninstall apex (docs/kernels.md)"
     )
 
 
@@ -87,7 +88,7 @@ def describe_kernels(lora: LoraSettings) -> dict[str, str]:
         "norm": "transformer_engine" if has_te else "megatron_rl",
         "optimizer": f"{Adam.__name__} of {package_of(Adam)}",
         "clipping": package_of(clip_grads.multi_tensor_applier),
-        "gradient accumulation": "megatron" + (f" ({fused}'s fused one is there, and off)" if fused else ""),
+        "gradient accumulation": "megatron" + (f" ({fused}'s fused kernel is installed but not used)" if fused else ""),
     }
 
 

@@ -226,7 +226,7 @@ class Network:
         for name, parameter in self.chunks.named_parameters():
             if parameter.requires_grad and not parameter.main_grad.isfinite().all():
                 return f"the gradient of {name} is not finite"
-        return "the gradient is too large for its norm"
+        return "the gradient norm overflows"
 
     def _require_finite_weights(self) -> None:
         norms = [parameter.detach().norm() for parameter in self.chunks.parameters() if parameter.requires_grad]

@@ -109,7 +109,7 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
     """Return this rank's optimizer as a list; the list is empty if all parameters are frozen."""
     parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
-    assert len(parts) <= 1, "dense parameters have one distributed optimizer"
+    assert len(parts) <= 1, "expected one distributed optimizer for all dense parameters"
     return parts
 
 

@@ -29,7 +29,7 @@ def strip_tensor_padding(part: object, vocab_size: int) -> object:
     if not isinstance(part, ShardedTensor) or part.key not in PADDED_KEYS or part.global_shape[0] == vocab_size:
         return part
     rows = min(part.local_shape[0], vocab_size - part.global_offset[0])
-    assert rows > 0, f"{part.key} from {part.global_offset[0]} on is padding of {vocab_size} entries"
+    assert rows > 0, f"{part.key}: the shard from row {part.global_offset[0]} on is only padding, vocab_size={vocab_size}"
     # The shards of different ranks now differ in size, so they do not form a regular grid
     # (megatron-core 0.16.1, dist_checkpointing/mapping.py, has_regular_grid).
     return replace(

@@ -67,12 +67,14 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
     remedy = f"cuts {model_label}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
     first, stacked = layers // chunks, model.vision.num_deepstack_layers
-    remedy = f"leaves {first} layers to the first chunk, but {model_label} adds pictures behind {stacked}; take fewer stages or chunks"
+    remedy = (
+        f"leaves {first} layers to the first chunk, but {model_label} adds image features to {stacked} layers; use fewer stages or chunks"
+    )
     require(first >= stacked, "parallel.pp*parallel.vpp", chunks, remedy)
     block = parallel.tp * parallel.pp
     require(
         world_size % block == 0, "parallel.tp*parallel.pp", block,
-        f"must divide the {world_size} processes; start torchrun with --nproc_per_node a multiple of {block}",
+        f"must divide the {world_size} processes; set torchrun's --nproc_per_node to a multiple of {block}",
     )  # fmt: skip
 
 

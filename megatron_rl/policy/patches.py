@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def patch_bytes(image: Image) -> torch.Tensor:
     """Return the patches stored in an image; fail if the patches were dropped."""
-    assert image.patch_PC is not None, f"image {image.key} came without its patches: hand in a renderer's"
+    assert image.patch_PC is not None, f"image {image.key} has no patches: pass an image from a renderer"
     return image.patch_PC
 
 

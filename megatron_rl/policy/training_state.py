@@ -198,7 +198,7 @@ def _naming_errors(folder: Path) -> Iterator[None]:
             raise
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         reason = " ".join(str(first).split())[:300]
-        raise ValueError(f"{folder}: cannot be loaded into this model; load it with the settings that wrote it ({reason})") from error
+        raise ValueError(f"{folder}: cannot be loaded into this model; use the settings with which it was saved ({reason})") from error
 
 
 def _fill(chunks: nn.ModuleList, weights: dict[str, dict]) -> None:
@@ -230,11 +230,11 @@ def _read_common(folder: Path) -> dict[str, object]:
     """
     path = folder / torch_dist_load.COMMON
     if not path.is_file():
-        raise ValueError(f"{folder}: no {path.name} in it; copy the whole checkpoint")
+        raise ValueError(f"{folder}: {path.name} is missing; copy the whole checkpoint")
     common = torch_dist_load.read_common(folder)
     kinds = {key: type(value) for key, value in common.items()} if isinstance(common, dict) else {}
     if kinds != {"updates": int, "layout": dict, "generators": list}:
-        raise ValueError(f"{path}: is not what a run left; copy the checkpoint again")
+        raise ValueError(f"{path}: has unexpected content; copy the checkpoint again")
     return common
 
 

@@ -93,7 +93,7 @@ class ColocatedEngine:
         groups in seconds; all ranks create these groups together. `cached_patches` is the maximum
         number of image patches to keep between requests.
         """
-        assert settings.tp == (1 if group is None else group.size()), "an engine spans the ranks of its group"
+        assert settings.tp == (1 if group is None else group.size()), "engine.tp must equal the size of the group"
         self._settings = settings
         self._image_token_id = image_token_id
         self._group = group
@@ -135,10 +135,10 @@ class ColocatedEngine:
         """
         if self._error is not None:
             raise PermanentInfraError(f"the engine has failed: {self._error!r}")
-        assert self._has_weights, "generate before load_weights: this engine has read none"
-        assert not self._core.sleeping_tags, f"generate while {self._core.sleeping_tags} asleep"
+        assert self._has_weights, "load_weights must be called before generate: the engine has no weights"
+        assert not self._core.sleeping_tags, f"generate was called while {self._core.sleeping_tags} are asleep"
         limit = self._settings.max_images
-        require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
+        require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise it")
         offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         if len(token_ids) >= self._settings.max_model_len:
             return Completion([], [], is_stopped=False, weight_versions=[])

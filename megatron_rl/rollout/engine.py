@@ -183,7 +183,7 @@ def placeholder_offsets(token_ids: list[int], images: list[Image], *, image_toke
     if expanded != token_ids:
         first = next(i for i, (given, own) in enumerate(itertools.zip_longest(token_ids, expanded)) if given != own)
         raise RuntimeError(
-            f"image placeholders: the context has {len(token_ids)} tokens, but {len(expanded)} when its {len(images)} images are expanded; "
-            f"they first differ at position {first}"
+            f"image placeholders: the sequence has {len(token_ids)} tokens, but {len(expanded)} with its {len(images)} images expanded; "
+            f"the first difference is at position {first}"
         )
     return offsets

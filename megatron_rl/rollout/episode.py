@@ -200,4 +200,4 @@ def _prompt_too_large(example: Example, rollout: Rollout, end: StopReason) -> Pe
         StopReason.MAX_TOKENS: "engine.max_model_len",
     }[end]
     size = f"{len(prompt.token_ids)} tokens with {len(prompt.images)} images of {count_pixels(prompt.images)} pixels"
-    return PermanentInfraError(f"{example}: its prompt has {size}; raise {raised}, or leave it out")
+    return PermanentInfraError(f"{example}: its prompt has {size}; raise {raised}, or remove this example")

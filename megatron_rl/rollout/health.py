@@ -21,7 +21,7 @@ from sandbox.bounded_http import BoundedClient
 
 POLL_S = 1.0
 """Seconds between two checks of a server."""
-MISSED_UPDATE = "was not there when the weights changed"
+MISSED_UPDATE = "was not reachable during the last weight update"
 """Failure reason of a server that was skipped in a weight update. This reason does not replace an
 earlier failure reason.
 """
@@ -154,7 +154,7 @@ class HealthMonitor:
                 self.readmit(server)
             else:
                 self.mark_unhealthy(
-                    server, f"says that it is well, and samples nothing within engine.health_timeout_s={self._health_timeout_s}"
+                    server, f"responds to health checks, but generated no token within engine.health_timeout_s={self._health_timeout_s}"
                 )
                 await (self._recover(server) if self._supervisor is None else self._restart(server, is_unresponsive=True))
 
@@ -225,7 +225,9 @@ class HealthMonitor:
             self.unhealthy_since = None
         elif self.unhealthy_since is None:
             self.unhealthy_since = time.monotonic()
-            self.log(f"no engine is well; replies wait for one up to {self._outage_timeout_s:g} s (engine.outage_timeout_s)")
+            self.log(
+                f"no engine is healthy; requests wait for a healthy engine for up to {self._outage_timeout_s:g} s (engine.outage_timeout_s)"
+            )
 
     def readmit(self, server: ServerBackend) -> None:
         """Mark a server as healthy, so that it receives requests again."""

@@ -144,7 +144,7 @@ class RolloutManager:
 
         Unfinished groups stay in progress.
         """
-        assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
+        assert not self.is_offloaded, "the trainer is using the device: call update_weights before generating"
         num, samples = self.generation_settings.num_prompts, range(self.generation_settings.group_size)
         new, waiting = self.scheduler.schedule(step), self.scheduler.active_groups
         if len(waiting) > num:
@@ -213,7 +213,7 @@ class RolloutManager:
                 episodes had finished.
         """
         scheduled = {first_group + place: ScheduledGroup(example=example, settings=settings) for place, example in enumerate(examples)}
-        assert not self.is_offloaded, "the device is the trainer's: serve weights before episodes"
+        assert not self.is_offloaded, "the trainer is using the device: call update_weights before generating"
         return self._retry_failed(
             scheduled, self._run_episodes(scheduled, dict.fromkeys(scheduled, range(num_samples)), work_buffer=WorkBuffer())
         )
@@ -240,8 +240,8 @@ class RolloutManager:
         ):
             pause = min(pause, self.outage_timeout_s - waited)
             self.log(
-                f"waiting: {len(failed)} of {len(rollouts)} rollouts failed ({failed[0].reason}); they are played again in {pause:.0f} s, "
-                f"for {self.outage_timeout_s - waited:.0f} s more (run.outage_timeout_s)"
+                f"waiting: {len(failed)} of {len(rollouts)} rollouts failed ({failed[0].reason}); retrying in {pause:.0f} s, "
+                f"for up to {self.outage_timeout_s - waited:.0f} s more (run.outage_timeout_s)"
             )
             rerun = self._rerun_failed(scheduled, failed, pause=pause)
             rollouts = [rollout for rollout in rollouts if rollout.stop_reason is not StopReason.INFRA_ERROR] + rerun

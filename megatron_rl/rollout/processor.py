@@ -38,7 +38,7 @@ _VARYING = {"strftime_now": "the time of day", "lipsum": "random text", "random"
 """Maps each nondeterministic function or filter in the template environments of transformers and
 Jinja to a description of its output.
 """
-_REMEDY = "copy chat_template.jinja from where the model came from"
+_REMEDY = "copy chat_template.jinja from the original model"
 
 
 def load_processor(path: str) -> ProcessorMixin:
@@ -50,13 +50,13 @@ def load_processor(path: str) -> ProcessorMixin:
     """
     folder = Path(path)
     there = (folder / "tokenizer.json").is_file() or (folder / "vocab.json").is_file()
-    require(there, "model.path", path, "tokenizer.json is missing; copy it from where the model came from")
+    require(there, "model.path", path, "tokenizer.json is missing; copy it from the original model")
     try:
         processor = AutoProcessor.from_pretrained(path, trust_remote_code=False)
     except (RecursionError, TypeError, KeyError, AttributeError, ValueError, OSError, ImportError) as error:
         reason = " ".join(str(error).split())[:300]
-        files = _image_file(folder) or "preprocessor_config.json (which it lacks)"
-        remedy = f"copy tokenizer_config.json, tokenizer.json and {files} again from where the model came from"
+        files = _image_file(folder) or "preprocessor_config.json (which is missing)"
+        remedy = f"copy tokenizer_config.json, tokenizer.json and {files} again from the original model"
         raise ValueError(f"model.path={path}: its tokenizer or processor is damaged ({reason}); {remedy}") from error
     _check_classes(processor, path, file=_image_file(folder))
     processor.chat_template = find_template(processor, path)
@@ -78,7 +78,7 @@ def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
     ):
         require(found in known, "model.path", path, f"{file} names {kind} {found}; known: {', '.join(known)}")
     size = {name for name, value in dict(processor.image_processor.size).items() if value is not None}
-    remedy = f"{file} has a size of {', '.join(sorted(size))}; state it as shortest_edge and longest_edge, in pixels of the whole picture"
+    remedy = f"{file} has the size keys {', '.join(sorted(size))}; use shortest_edge and longest_edge, in pixels of the whole image"
     require(size in SIZE_FORMS, "model.path", path, remedy)
 
 
@@ -99,7 +99,7 @@ def find_template(processor: ProcessorMixin, path: str) -> str:
             found = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
         if isinstance(found, dict) and found:
             names = ", ".join(map(str, found))
-            remedy = f"its chat templates are called {names}; call the one to train with default"
+            remedy = f"its chat templates are named {names}; rename the template for training to default"
             require(isinstance(found.get("default"), str), "model.path", path, remedy)
             return found["default"]
     raise ValueError(f"model.path={path}: no chat template; {_REMEDY}")
@@ -121,9 +121,9 @@ def check_model_fit(processor: ProcessorMixin, spec: ModelSpec, path: str) -> No
         ("<|vision_start|>", numbers["<|vision_start|>"], "vision_start_token_id", spec.vision_start_id),
         ("<|vision_end|>", numbers["<|vision_end|>"], "vision_end_token_id", spec.vision_end_id),
     ):
-        remedy = f"{field} of its config.json is {stated}, and {what} of its processor {found}; give the model's own processor"
+        remedy = f"{field} in config.json is {stated}, but {what} of the processor is {found}; use the model's own processor"
         require(found == stated, "model.path", path, remedy)
-    remedy = f"its processor resizes pictures with resample={images.resample}, here it is always 3 (bicubic); set resample to 3"
+    remedy = f"its processor resizes images with resample={images.resample}, but only 3 (bicubic) is supported; set resample to 3"
     require(images.resample in (None, Resampling.BICUBIC), "model.path", path, remedy)
 
 
@@ -134,7 +134,9 @@ def check_determinism(template: str, path: str) -> None:
     """
     names = {value for _, kind, value in Environment().lex(template) if kind == "name"}
     for name, what in _VARYING.items():
-        remedy = f"its chat template uses {name}, {what}: prompts would differ between processes, and after a resume; write a fixed text"
+        remedy = (
+            f"its chat template uses {name}, {what}: prompts would differ between processes, and after a resume; replace it with fixed text"
+        )
         require(name not in names, "model.path", path, remedy)
 
 
@@ -173,13 +175,13 @@ def check_template(render: Callable[[Sequence[Message], bool], str], path: str) 
     prompt = _render_checked(render, asked, path, add_generation_prompt=True)
     begin, problem = _render_checked(render, asked, path, add_generation_prompt=False), ""
     if _SYSTEM not in prompt:
-        problem = "leaves out the system message"
+        problem = "omits the system message"
     elif _QUESTION not in prompt:
-        problem = "leaves out the user's text"
+        problem = "omits the user's text"
     elif prompt.count(_IMAGE) != 2:
-        problem = f"writes {prompt.count(_IMAGE)} times {_IMAGE} for two pictures"
+        problem = f"renders two images as {prompt.count(_IMAGE)} occurrences of {_IMAGE}"
     elif prompt == begin:
-        problem = "does not begin the reply (add_generation_prompt)"
+        problem = "does not begin the response (add_generation_prompt)"
     require(not problem, "model.path", path, f"its chat template {problem}; {_REMEDY}")
 
 
@@ -196,9 +198,12 @@ def find_continuation_problem(render: Callable[[Sequence[Message], bool], str], 
         after = _render_checked(render, begun, path, add_generation_prompt=False).removesuffix("\n")
         whole = _render_checked(render, [*begun, _make_message("user", _NEXT)], path, add_generation_prompt=True)
         if not whole.startswith(after) or reply not in whole:
-            return f"its chat template rewrites or leaves out {what}"
+            return f"its chat template rewrites or omits {what}"
         if reply == _REPLY and after != f"{before}{reply}<|im_end|>":
-            return f"its chat template writes {after.removeprefix(before)[:80]!r} for the reply {reply!r}, not the reply and <|im_end|>"
+            return (
+                f"its chat template renders {after.removeprefix(before)[:80]!r} for the response {reply!r}, "
+                "not the response followed by <|im_end|>"
+            )
     return ""
 
 

@@ -97,7 +97,7 @@ class Renderer:
         spec = read_spec(model.path)
         known = self._added = self.tokenizer.get_added_vocab()
         for token in (*_NEVER_SAMPLED, "<|im_end|>"):
-            require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; give the checkpoint's own tokenizer")
+            require(token in known, "model.path", model.path, f"its tokenizer lacks {token}; use the checkpoint's own tokenizer")
         blanked = [token for token in known if token.startswith("<|") and not (allow_grounding_tokens and token in GROUNDING_TOKENS)]
         self._special_token_pattern = re.compile("|".join(map(re.escape, blanked)))
         self.image_token_id, self.end_id = known["<|image_pad|>"], known["<|im_end|>"]
@@ -129,7 +129,7 @@ class Renderer:
 
     def require_continuation(self) -> None:
         """Raise ValueError unless the chat template allows appending messages after a response."""
-        remedy = f"{self.continuation_problem}; give a chat_template.jinja that keeps every message as it is"
+        remedy = f"{self.continuation_problem}; use a chat_template.jinja that keeps every message unchanged"
         require(not self.continuation_problem, "model.path", self._path, remedy)
 
     async def run_in_thread(self, fn: Callable[[], T]) -> T:
@@ -268,7 +268,7 @@ class Renderer:
             banned = next((token for token in reply if token in self._never_sampled), None)
             if banned is not None:
                 name = self.tokenizer.decode([banned])
-                raise ValueError(f"a reply holds {name}, which the policy never samples; write other words for it")
+                raise ValueError(f"a response contains {name}, which the policy never samples; replace it with other text")
             context.extend(reply, logprobs=[0.0] * len(reply) if piece.is_trained else None)
         return context
 
@@ -349,7 +349,7 @@ class Renderer:
         for token in self._tokenize(text):
             repeats = next(remaining).num_tokens if token == self.image_token_id else 1
             expanded.extend([token] * repeats)
-        assert next(remaining, None) is None, "the chat template placed fewer images than the messages hold"
+        assert next(remaining, None) is None, "the chat template placed fewer images than the messages contain"
         context.extend(expanded, images=tuple(images))
 
 

@@ -78,5 +78,5 @@ def require_recorded_steps(settings: Settings) -> None:
     """Raise ValueError if the recording lacks a step that this run needs."""
     for step in range(settings.run.steps):
         path = step_path(Path(settings.rollouts.replay_from), step)
-        remedy = f"step {step} is not there; give RUN/rollouts of a run with rollouts.save=all, or fewer run.steps"
+        remedy = f"step {step} is missing; use RUN/rollouts of a run with rollouts.save=all, or lower run.steps"
         require(path.is_file(), "rollouts.replay_from", settings.rollouts.replay_from, remedy)

@@ -156,7 +156,7 @@ class ServerEngine:
             AccessDenied: A server rejects this run's token.
         """
         limit = self._settings.max_images
-        require(len(images) <= limit, "engine.max_images", limit, f"a context holds {len(images)} images; raise it")
+        require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise it")
         placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         num_remaining = self._settings.max_model_len - len(token_ids)
         request = GenerateRequest(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining)))
@@ -174,7 +174,7 @@ class ServerEngine:
                     self._health_monitor.last_failure = f"{server.url}: {fault}"
                     failed_urls.append(server.url)
                     if len(failed_urls) == MAX_ATTEMPTS:
-                        raise InfraError(f"{server.url}: {fault}; {MAX_ATTEMPTS} tries") from fault
+                        raise InfraError(f"{server.url}: {fault}; failed after {MAX_ATTEMPTS} attempts") from fault
                     continue
             is_stopped = self._append_part(completion, part, sampling, version=version)
             if is_stopped or part.finish_reason != ABORTED:
@@ -216,7 +216,7 @@ class ServerEngine:
             backing_off_since = backing_off_since or now  # all healthy servers are backing off
             since = backing_off_since if self._health_monitor.unhealthy_since is None else self._health_monitor.unhealthy_since
             if now - since > self._settings.outage_timeout_s:
-                waited = f"none of {', '.join(self.urls)} was well for {self._settings.outage_timeout_s:g} s (engine.outage_timeout_s)"
+                waited = f"none of {', '.join(self.urls)} was healthy for {self._settings.outage_timeout_s:g} s (engine.outage_timeout_s)"
                 raise InfraTimeout(f"{waited}; the last failure: {self._health_monitor.last_failure}")
             await asyncio.sleep(POLL_S)
 
@@ -287,7 +287,7 @@ class ServerEngine:
                     self._health_monitor.mark_unhealthy(server, str(fault))
                 if time.monotonic() - began > self._settings.health_timeout_s:
                     self._health_monitor.mark_unhealthy(
-                        server, f"does not give up what it has within engine.health_timeout_s={self._settings.health_timeout_s}"
+                        server, f"did not abort its requests within engine.health_timeout_s={self._settings.health_timeout_s}"
                     )
             await asyncio.sleep(ABORT_RETRY_S if time.monotonic() - began > ABORT_RETRY_S else 0.01)
 

@@ -145,7 +145,7 @@ class Task(ABC):
 def require_task(name: str, task: object) -> None:
     """Raise ValueError unless a user-defined task is a concrete subclass of `Task`."""
     key = f"tasks[{name!r}]"
-    require(isinstance(task, type) and issubclass(task, Task), key, task, "must be a class below megatron_rl.rollout.task.Task")
+    require(isinstance(task, type) and issubclass(task, Task), key, task, "must be a subclass of megatron_rl.rollout.task.Task")
     lacking = ", ".join(sorted(task.__abstractmethods__))
-    require(not lacking, key, task.__name__, f"lacks {lacking}")
+    require(not lacking, key, task.__name__, f"does not implement {lacking}")
     require(task.Options is None or is_dataclass(task.Options), f"{key}.Options", task.Options, "must be a dataclass")

@@ -44,11 +44,13 @@ def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[Tran
         before = render(messages[:index], add_generation_prompt=True)
         after = render(messages[: index + 1], add_generation_prompt=False).removesuffix("\n")
         if not (before.startswith(done) and after.startswith(before)):
-            remedy = "write a row for each reply, with the earlier replies as the template leaves them (without <think>)"
-            raise ValueError(f"messages[{index}]: the model's chat template rewrites messages before this reply; {remedy}")
+            remedy = "write one row per response, with the earlier responses as the template renders them (without <think>)"
+            raise ValueError(f"messages[{index}]: the model's chat template rewrites messages before this response; {remedy}")
         content = message["content"]
         if not isinstance(content, str) and any(part["type"] == "image" for part in content):
-            raise ValueError(f"messages[{index}]: the assistant's message shows a picture, which cannot be learned; move it to the user")
+            raise ValueError(
+                f"messages[{index}]: the assistant message contains an image, which cannot be trained on; move it to a user message"
+            )
         learned = bool(message.get("loss", True))
         pieces.append(TranscriptSegment(before.removeprefix(done), after.removeprefix(before), messages[answered + 1 : index], learned))
         done, answered = after, index

@@ -54,7 +54,7 @@ class WeightPublisher:
             ValueError: On every rank, if a service did not accept the weights.
         """
         behind = self._send_all(tensors, step=step).get("weight_publish/num_behind", 0.0)
-        remedy = f"{behind:.0f} did not take the weights that the run begins with; start them, or correct the addresses"
+        remedy = f"{behind:.0f} of the services did not accept the initial weights; start them, or correct the addresses"
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
@@ -111,7 +111,7 @@ class WeightPublisher:
             except NoResponse as error:
                 raise EndpointError(to_one_line(str(error))) from error
             if answer.status in DENIED_STATUSES:
-                raise KeyRefused(f"answers {answer.status} ({to_one_line(answer.text)}); give its token")
+                raise KeyRefused(f"responds with HTTP {answer.status} ({to_one_line(answer.text)}); set its token")
             if answer.status != 200:
                 hint = "; start it with --trained" if answer.status == 404 else ""
                 raise EndpointError(f"HTTP {answer.status}: {to_one_line(answer.text)}{hint}")
@@ -120,7 +120,7 @@ class WeightPublisher:
             except ValidationError as error:
                 raise EndpointError(describe_error(error)) from error
             if held != number + 1:
-                raise EndpointError(f"holds {held} parts and was sent {number + 1}")
+                raise EndpointError(f"has {held} parts, but {number + 1} were sent")
 
 
 def _encode_bucket(bucket: list[tuple[str, torch.Tensor]]) -> str:

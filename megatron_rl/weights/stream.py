@@ -124,7 +124,7 @@ def fill_parameters(
         # Megatron's initialization would set this attribute, but is skipped. The gradient norm
         # treats parameters without the attribute as replicas.
         parameter.tensor_model_parallel = row.shard_dim is not None
-    assert not left, f"parameters in no row of the table: {sorted(left)}"
+    assert not left, f"parameters without a name mapping: {sorted(left)}"
 
 
 def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: dict[str, nn.Parameter]) -> Iterator[ParamMapping]:

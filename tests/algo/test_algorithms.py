@@ -63,19 +63,25 @@ RATIOS = ("bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask")
         ({"rollout_correction": ""}, "algo.rollout_correction=: choose one of none"),
         ({"rollout_correction": "token_tis+"}, "algo.rollout_correction=: choose one of none"),
         ({"rollout_correction": "token_tis, geo_mask"}, "algo.rollout_correction=token_tis, geo_mask: choose one of none"),
-        ({"rollout_correction": "opsm+geo_mask+opsm"}, r"algo.rollout_correction=opsm\+geo_mask\+opsm: names a row twice; name it once"),
-        ({"rollout_correction": "none+opsm"}, r"algo.rollout_correction=none\+opsm: none goes with no other row; leave it out"),
+        (
+            {"rollout_correction": "opsm+geo_mask+opsm"},
+            r"algo.rollout_correction=opsm\+geo_mask\+opsm: contains a name twice; remove one of the two",
+        ),
+        (
+            {"rollout_correction": "none+opsm"},
+            r"algo.rollout_correction=none\+opsm: none cannot be combined with another correction; remove it",
+        ),
         (
             {"rollout_correction": "token_tis+bypass"},
-            r".*=token_tis\+bypass: token_tis and bypass would each count the importance ratio; keep one",
+            r".*=token_tis\+bypass: token_tis and bypass would each apply the importance ratio; keep one",
         ),
         (
             {"rollout_correction_level": "turns"},
-            "algo.rollout_correction_level=turns: algo.rollout_correction=none looks at no sequence; use sequences",
+            "algo.rollout_correction_level=turns: algo.rollout_correction=none contains no sequence-level correction; use sequences",
         ),
         (
             {"rollout_correction_level": "turns", "rollout_correction": "bypass"},
-            "algo.rollout_correction_level=turns: algo.rollout_correction=bypass looks at no sequence",
+            "algo.rollout_correction_level=turns: algo.rollout_correction=bypass contains no sequence-level correction",
         ),
         ({"rollout_correction_level": "episodes"}, "algo.rollout_correction_level=episodes: choose one of sequences, turns"),
         ({"is_weight_cap": 0.0}, "algo.is_weight_cap=0.0: must be positive"),

@@ -190,7 +190,7 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
     [
         ([0, 0], ["done", "done"], [], ""),
         ([1, 1], [GOOD, ""], [], ""),
-        ([1, None], ["error: no answer from rank 1 (node 0, a); was a node lost?\n", ""], [1], ""),
+        ([1, None], ["error: no response from rank 1 (node 0, a); was a node lost?\n", ""], [1], ""),
         ([1, -signal.SIGKILL], ["step 1\n", ""], [1], "without a word"),
         ([1, 1], [GOOD + "Traceback (most recent call last):\n", ""], [], "a traceback"),
         ([1, 1], ["error: something went wrong\n", ""], [], "neither key nor part"),
@@ -219,7 +219,7 @@ def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: li
     [
         (None, "step 1\n", ""),
         (0, "done", ""),
-        (1, "error: engine.urls=http://a:1: cannot be had (this engine is that of a/b); end the run that has it\n", ""),
+        (1, "error: engine.urls=http://a:1: cannot be used (this engine is in use by a/b); stop the run that uses it\n", ""),
         (1, GOOD, "not refused"),
         (1, "error: something went wrong\n", "neither key nor part"),
         (-signal.SIGSEGV, "", "exit codes"),

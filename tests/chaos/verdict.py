@@ -26,7 +26,7 @@ ROUNDING = 2e-5
 tokens differ by 1e-5 between batches.
 """
 DEFINED = re.compile(
-    r"error: (?:[\w./-]+=|step \d+, |ranks? \d|no answer from ranks? \d|all ranks wait|the first node|\d+ of \d+ rollouts failed|"
+    r"error: (?:[\w./-]+=|step \d+, |ranks? \d|no response from ranks? \d|all ranks wait|the first node|\d+ of \d+ rollouts failed|"
     r"\S+: |\S+ row \d+: )"
 )
 """Valid beginnings of the error line of a run: it names a config key or the failing part."""

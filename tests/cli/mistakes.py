@@ -4,7 +4,7 @@ Left: what is typed after `launch/train.py model.path={model} run.dir={tmp}/run`
 says `...`. {model} is a good model, {tmp} a folder with the broken things that test_mistakes.py makes, {page} a server of pages.
 """
 
-NOBODY = "engine.urls={}: no server of vLLM answers there (/version...); start it with the command that launch/server_command.py prints"
+NOBODY = "engine.urls={}: no vLLM server responds at this URL (/version...); start it with the command that launch/server_command.py prints"
 LISTS_ALL = "--help lists all"
 MISTAKES = {
     # a key that is not there
@@ -134,23 +134,23 @@ MISTAKES = {
     "engine.max_model_len=100000": "engine.max_model_len=100000: the model has at most 4096 (max_position_embeddings)",
     "engine.device=cuda": "engine.device=cuda: this machine has no usable GPU; use engine.device=auto",
     "parallel.tp=3": "parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2",
-    "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the 1 processes; start torchrun with --nproc_per_node...",
+    "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the 1 processes; set torchrun's --nproc_per_node...",
     "engine.tp=2": "engine.tp=2: must divide the 1 processes",
     "wandb.mode=online": "wandb.mode=online: no key: run wandb login, or set WANDB_API_KEY, or use offline...",
     # a model, a task, data, a folder that are not there, or are none
     "model.path=???": "model.path=???: has no default; give it on the command line",
-    "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); give a Hugging Face model folder",
-    "model.path={tmp}": "model.path={tmp}: no config.json in it (looked in {tmp}); give a Hugging Face model folder",
+    "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); use a Hugging Face model folder",
+    "model.path={tmp}": "model.path={tmp}: config.json is missing (looked in {tmp}); use a Hugging Face model folder",
     "model.path=Qwen/Qwen2.5-VL-3B-Instruct": (
         "model.path=Qwen/Qwen2.5-VL-3B-Instruct: no such folder (looked in {tmp}/Qwen/Qwen2.5-VL-3B-Instruct); ...: "
-        "hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, and then model.path=Qwen2.5-VL-3B-Instruct"
+        "hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, then set model.path=Qwen2.5-VL-3B-Instruct"
     ),
     "experiment=numberline_grpo_cpu model.path=runs/quickstart/sft/final": (
         "model.path=runs/quickstart/sft/final: no such folder (looked in {tmp}/runs/quickstart/sft/final); ...; "
-        "it is made by bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu"
+        "create the folder with bash launch/quickstart.sh, or with python launch/train.py stage=sft experiment=numberline_sft_cpu"
     ),
-    "model.path={tmp}/other_model": "model.path={tmp}/other_model: config.json describes model_type internvl; known: ...qwen2_5_vl...",
-    "model.path={tmp}/no_tokenizer": "model.path={tmp}/no_tokenizer: tokenizer.json is missing; copy it from where the model came from",
+    "model.path={tmp}/other_model": "model.path={tmp}/other_model: config.json has model_type internvl; known: ...qwen2_5_vl...",
+    "model.path={tmp}/no_tokenizer": "model.path={tmp}/no_tokenizer: tokenizer.json is missing; copy it from the original model",
     "model.path={tmp}/half": "model.path={tmp}/half: ...model.safetensors...corrupt...copy it again...",
     "model.path={tmp}/bad_header": "model.path={tmp}/bad_header: ...model.safetensors...corrupt...copy it again...",
     "algo=ppo critic.backbone=own critic.path={tmp}/other_critic": "critic.path={tmp}/other_critic: has patch_size=16, the policy 14; ...",
@@ -164,7 +164,7 @@ MISTAKES = {
     "task=vqa task.data.eval=[{tmp}/nan.jsonl] task.data.train=[{tmp}/good.jsonl]": "...nan.jsonl row 0: answer: is nan...",
     "task=vqa task.data.eval=[{tmp}/web.jsonl] task.data.train=[{tmp}/good.jsonl]": "...web.jsonl row 0: ...URLs are not read...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] judge=text": "task.judge.urls=[]: ...",
-    "algo=cispo algo.clip_ratio_c=3": "algo.clip_ratio_c=3.0: has no part in algo.name=cispo; leave it at 0",
+    "algo=cispo algo.clip_ratio_c=3": "algo.clip_ratio_c=3.0: has no effect with algo.name=cispo; leave it at 0",
     "algo=reinforce_pp filter.drop=[zero_std]": "filter.drop=['zero_std']: algo.name=reinforce_pp learns ...; leave zero_std out",
     "run.dir={tmp}/file/run": "run.dir={tmp}/file/run: ...Not a directory...choose another folder...",
     "run.dir=/proc/run": "run.dir=/proc/run: ...choose another folder...",

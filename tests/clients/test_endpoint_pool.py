@@ -99,7 +99,7 @@ def test_another_takes_over_while_one_rests() -> None:
 def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rests: bool) -> None:
     made = servers("http://a")
     reason = "TimeoutError: " if isinstance(error, TimeoutError) else str(error)
-    assert outcome(made, raising(error)) == f"listener: nothing after {tries} of 3 tries; the last: http://a: {reason}"
+    assert outcome(made, raising(error)) == f"listener: failed after {tries} of 3 attempts; the last failure: http://a: {reason}"
     assert made.requests == made.failures == tries
     (endpoint,) = made.endpoints
     assert (endpoint.failures, endpoint.backoff_until > 0) == ((3, True) if rests else (0, False)) and endpoint.in_flight == 0
@@ -108,7 +108,7 @@ def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rest
 def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
     made = servers("http://a", outage_timeout_s=1.0)
     assert outcome(made, raising(EndpointError("busy", retry_after_s=600))) == (
-        "listener: http://a rests for 600 s more after 0.0 s of waiting, and so do all others; the last failure: http://a: busy"
+        "listener: http://a backs off for 600 s more after 0.0 s of waiting, as do all others; the last failure: http://a: busy"
     )
     made, times = servers("http://a"), []
 
@@ -145,7 +145,7 @@ def test_no_rest_is_longer_than_the_patience() -> None:
     The request timeout is shorter than any backoff and has no effect.
     """
     made = servers("http://a", max_attempts=9, backoff_s=0.05, outage_timeout_s=0.1, timeout_s=0.01)
-    assert "nothing after 9 of 9 tries" in outcome(made, raising(EndpointError("no memory")))
+    assert "failed after 9 of 9 attempts" in outcome(made, raising(EndpointError("no memory")))
     (endpoint,) = made.endpoints
     assert endpoint.failures == 9 and endpoint.backoff_until - time.monotonic() <= 0.1
 
@@ -182,7 +182,7 @@ def test_an_answer_that_is_late_is_none() -> None:
         return "late"
 
     assert outcome(servers("http://a", timeout_s=0.02, max_attempts=1), call).endswith(
-        "nothing after 1 of 1 tries; the last: http://a: TimeoutError: "
+        "failed after 1 of 1 attempts; the last failure: http://a: TimeoutError: "
     )
 
 

@@ -87,7 +87,7 @@ def test_a_proxy_that_is_none_harms_nobody_who_needs_it_not(wrong: str, monkeypa
     with serve_judge(answer_correct) as server:
         assert run_judge(make_judge_settings(server), lambda judge: judge.score(PROMPT, fields=prompt_fields())).endpoints.failures == 0
     server.url = "http://judge.invalid/v1"
-    with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: is no proxy that can be used; .*NO_PROXY=judge.invalid"):
+    with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: is not a usable proxy; .*NO_PROXY=judge.invalid"):
         start(Judge(make_judge_settings(server)))
 
 
@@ -104,7 +104,7 @@ def test_an_error_names_the_proxy_without_its_password(monkeypatch: pytest.Monke
     monkeypatch.setenv("HTTP_PROXY", f"http://me:SECRET@{place}")
     with serve_judge(answer_correct) as server:
         server.url = "http://judge.invalid:8000/v1"
-        line = rf"judge.invalid.*ConnectError.* \(asked through HTTP_PROXY=\*\*\*@{place}; unset it, or set NO_PROXY=judge.invalid\)"
+        line = rf"judge.invalid.*ConnectError.* \(sent through HTTP_PROXY=\*\*\*@{place}; unset it, or set NO_PROXY=judge.invalid\)"
         with pytest.raises(InfraError, match=line) as told:
             start(Judge(make_judge_settings(server)))
     assert "SECRET" not in str(told.value)
@@ -114,7 +114,7 @@ def test_what_the_proxy_itself_refuses_names_it(monkeypatch: pytest.MonkeyPatch)
     with serve_judge(answer_correct) as server, proxying(status=403) as (proxy, _):
         monkeypatch.setenv("HTTP_PROXY", proxy)
         server.url = "http://judge.invalid:8000/v1"
-        with pytest.raises(InfraError, match=rf"asked through HTTP_PROXY={proxy}; unset it"):
+        with pytest.raises(InfraError, match=rf"sent through HTTP_PROXY={proxy}; unset it"):
             start(Judge(make_judge_settings(server)))
 
 
@@ -122,9 +122,9 @@ def test_what_the_proxy_itself_refuses_names_it(monkeypatch: pytest.MonkeyPatch)
 def test_listeners_are_asked_through_it_where_that_is_set(uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", refusing())
     client = ListenerClient(ListenerSettings(urls=["http://listener.invalid:1"], proxy=uses))
-    with pytest.raises(InfraError, match="no listener can be asked") as told:
+    with pytest.raises(InfraError, match="no listener is available") as told:
         asyncio.run(client.start())
-    assert ("asked through HTTP_PROXY" in str(told.value)) == uses
+    assert ("sent through HTTP_PROXY" in str(told.value)) == uses
 
 
 OWN = next(each.address for found in psutil.net_if_addrs().values() for each in found if each.family == socket.AF_INET)

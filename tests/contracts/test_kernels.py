@@ -107,8 +107,8 @@ def test_the_doctor_says_whose_kernels_run(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(kernels, "find_spec", lambda name: True if name == "apex" else None)
     check_kernels(settings, report)
     (warning,) = report.warnings
-    assert warning.startswith("apex=unknown: is another project of that name, without apex.optimizers; pip uninstall apex")
+    assert warning.startswith("apex=unknown: is a different project with the same name, without apex.optimizers; pip uninstall apex")
     monkeypatch.setattr(kernels, "find_spec", lambda name: True if name.startswith("apex") else None)
     assert kernels.apex_error() == ""
     monkeypatch.setattr(kernels.layers, "_grad_accum_fusion_available", True)
-    assert kernels.describe_kernels(settings.lora)["gradient accumulation"] == "megatron (apex's fused one is there, and off)"
+    assert kernels.describe_kernels(settings.lora)["gradient accumulation"] == "megatron (apex's fused kernel is installed but not used)"

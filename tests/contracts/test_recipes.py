@@ -86,7 +86,7 @@ def check_seconds(case: StepTimeInputs) -> None:
     assert found.rollout["decode"] > 0 and found.update["arithmetic"] > 0 and found.sync["wake"] > 0
     assert case.episode.total_tokens <= case.settings.engine.max_model_len
     assert describe_step_time(case).startswith(
-        f"{found.step_total:.0f} s a step expected on {case.world_size} {case.settings.plan.gpu}: rollout "
+        f"{found.step_total:.0f} s per step expected on {case.world_size} {case.settings.plan.gpu}: rollout "
     )
 
 
@@ -215,5 +215,5 @@ def test_a_dry_run_as_a_user_calls_it() -> None:
     assert ended.returncode == 0
     text = ended.stdout
     assert "4,484,460,544" in text
-    assert re.search(r"\d+ s a step expected on 8 h200: rollout [\d.]+ .*; nothing of it was measured", text)
-    assert re.search(r"fits: [\d.]+ GB of the 126.9 GB that are 90% of a h200; 8 GPUs", text)
+    assert re.search(r"\d+ s per step expected on 8 h200: rollout [\d.]+ .*; no constant was measured", text)
+    assert re.search(r"fits: [\d.]+ GB of the usable 126.9 GB, which is 90% of a h200; 8 GPUs", text)

@@ -149,12 +149,12 @@ def test_what_fits_is_not_refused(random_model: Path) -> None:
 
 
 def test_a_layout_needs_its_processes(random_model: Path) -> None:
-    with pytest.raises(ValueError, match=r"parallel.tp\*parallel.pp=4: must divide the 6 processes; start torchrun with --nproc_per_node"):
+    with pytest.raises(ValueError, match=r"parallel.tp\*parallel.pp=4: must divide the 6 processes; set torchrun's --nproc_per_node"):
         check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2"), 6)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"^model.path={tmp_path}: .*give a Hugging Face model folder"):
+    with pytest.raises(ValueError, match=f"^model.path={tmp_path}: .*use a Hugging Face model folder"):
         check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=f"^model.path={tmp_path}: config.json is damaged"):

@@ -114,14 +114,14 @@ def test_where_it_works_its_layers_run_and_adapters_take_ours(built: dict) -> No
     found = built["hopper"]
     assert (found["trouble"], found["uses"]) == ("", [True, False])
     assert found["kernels"]["layers"].startswith("transformer_engine") and found["kernels"]["norm"] == "transformer_engine"
-    assert found["kernels"]["gradient accumulation"] == "megatron (transformer_engine's fused one is there, and off)"
+    assert found["kernels"]["gradient accumulation"] == "megatron (transformer_engine's fused kernel is installed but not used)"
 
 
 def test_a_gpu_without_packed_attention_takes_our_layers_and_says_so(built: dict) -> None:
     """Ada, as the L40S is."""
     found = built["ada"]
     assert found["uses"] == [False, False] and found["kernels"]["layers"] == "megatron_rl"
-    lacks = "has no attention for packed sequences on compute capability 8.9 without flash-attn, and our own layers run"
+    lacks = "has no attention for packed sequences on compute capability 8.9 without flash-attn, using this project's own layers"
     assert re.fullmatch(rf"transformer_engine=\S+: {lacks}", found["trouble"])
 
 
@@ -137,7 +137,10 @@ def test_one_that_lacks_a_package_is_not_done_without_in_silence(tmp_path: Path)
     found = layers(PYTHONPATH=plant(tmp_path, "import no_such_dependency\n"))["hopper"]
     assert found["uses"] == [False, False]
     reason = r"\(No module named 'no_such_dependency'\)"
-    assert re.match(rf"transformer_engine=\S+: does not load {reason}, and our own layers run; bash launch/install_te.sh", found["trouble"])
+    assert re.match(
+        rf"transformer_engine=\S+: cannot be imported {reason}, using this project's own layers; run bash launch/install_te.sh",
+        found["trouble"],
+    )
 
 
 @pytest.mark.parametrize("case", ["no fp8 module", "does not load"])

@@ -164,7 +164,7 @@ def test_half_a_file_is_one_line_that_names_the_folder(out: Path) -> None:
     error = result(out, "one_damaged")["error"]
     assert (
         error.startswith(f"run.dir={out / 'one_damaged'}: ")
-        and "__0_0.distcp is cut off" in error
+        and "__0_0.distcp is truncated" in error
         and "\n" not in error
         and len(error) < 600
     )

@@ -63,7 +63,7 @@ def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path, how: str, limi
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, how, limit_s, timeout_s=100)
     lines = [line for line in done.stdout.splitlines() if "rank 1" in line]
     assert done.returncode == 1 and lines, done.stdout
-    assert all(f"rank 1 {HERE} is behind, at hang_watchdog_world.py:" in line for line in lines) and "no answer" not in done.stdout, lines
+    assert all(f"rank 1 {HERE} is behind, at hang_watchdog_world.py:" in line for line in lines) and "no response" not in done.stdout, lines
 
 
 def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
 def test_who_has_no_memory_left_says_so(tmp_path: Path) -> None:
     """It has none for a new thread either. Its reason is the last line, and no other one's guess."""
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "memory", 60, timeout_s=100)
-    told = f"error: MemoryError: no memory was left; give its node more, or lower batch.micro_batch_tokens (rank 1, {HERE[1:-1]})"
+    told = f"error: MemoryError: out of memory; give the node more memory, or lower batch.micro_batch_tokens (rank 1, {HERE[1:-1]})"
     assert [line for line in done.stdout.splitlines() if "error:" in line] == [told] and done.returncode == 1
 
 
@@ -87,10 +87,10 @@ def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, mo
     monkeypatch.setattr(fork_server, "TERMINATE_TIMEOUT_S", 1.0)
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "stops", 1, timeout_s=90)
     assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 60
-    line = f"error: no answer from rank 1 {HERE} to 3 questions in a row; was it stopped, or does its node hang?"
+    line = f"error: no response from rank 1 {HERE} to 3 requests in a row; was the process stopped, or does its node hang?"
     assert [each for each in done.stdout.splitlines() if each.startswith("error")] == [line]
     warnings = [each for each in done.stdout.splitlines() if each.startswith("warning")]
-    assert len(warnings) == 3 and all(f"no answer from rank 1 {HERE}" in each for each in warnings), done.stdout
+    assert len(warnings) == 3 and all(f"no response from rank 1 {HERE}" in each for each in warnings), done.stdout
 
 
 def test_a_slow_rank_that_answers_is_waited_for(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_first_node_that_hangs_is_not_waited_for(
         first.kill()
         first.join()
     time.sleep(0.5)  # the last word fails now, and nobody wants to know
-    told = "error: parallel.timeout_s=7: a collective waited longer; the first node, where all ranks meet, does not answer\n"
-    assert said.endswith(told) and "is gone" not in capfd.readouterr().err
+    told = "error: parallel.timeout_s=7: a collective waited longer; the first node, which hosts the store of all ranks, does not respond\n"
+    assert said.endswith(told) and "is not reachable" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -144,14 +144,14 @@ def test_a_first_node_that_hangs_is_not_waited_for(
         ),
         (
             {0: at_work("x", waits=True), 3: at_work("y", waits=True)}, {1: RankReport(node="n, b"), 2: RankReport(node="n, b")},
-            "no answer from ranks 1 and 2 (n, b); was a node lost, memory short, or did someone end them?",
+            "no response from ranks 1 and 2 (n, b); was a node lost, was memory exhausted, or were they killed?",
         ),
         (
             {0: at_work("x", waits=True), 1: RankReport(node="n", exit_reason="a=b: c")}, {2: RankReport(node="n")},
             "a=b: c (rank 1, n)",
         ),
-        ({0: at_work("x"), 1: at_work("x")}, {}, "ranks 0 and 1 (node 0, a) are behind, at x; nobody waits for them; stacks: hang"),
-        ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait, each for another, at x, y; stacks: hang"),
+        ({0: at_work("x"), 1: at_work("x")}, {}, "ranks 0 and 1 (node 0, a) are behind, at x; no rank waits for them; stacks: hang"),
+        ({0: at_work("x", waits=True), 1: at_work("y", waits=True)}, {}, "all ranks wait for each other at x, y; stacks: hang"),
     ],
 )  # fmt: skip
 def test_what_is_said_of_answers(answers: dict[int, RankReport], gone: dict[int, RankReport], line: str) -> None:

@@ -92,7 +92,7 @@ def test_a_node_that_is_lost_ends_the_other(lost: Lost) -> None:
     assert lost.code == 1 and lost.seconds < 30 and not lost.left
     host = socket.gethostname()
     (line,) = [line for line in lost.said.splitlines() if "rank" in line]
-    assert line.startswith(f"error: no answer from ranks 2 and 3 (node 1, {host}); was a node lost"), lost.said
+    assert line.startswith(f"error: no response from ranks 2 and 3 (node 1, {host}); was a node lost"), lost.said
     assert "Traceback" not in lost.said and lost.said.splitlines()[-1] == line
 
 

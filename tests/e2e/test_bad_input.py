@@ -83,7 +83,7 @@ def test_a_missing_model_is_told_once(tmp_path: Path) -> None:
     """Two ranks without the model folder print one error line, and no run directory is created."""
     overrides = (f"model.path={tmp_path / 'nowhere'}", f"run.dir={tmp_path / 'run'}", "parallel.tp=2")
     key, value, remedy = the_one_error(ranks(*overrides, within_s=120))
-    assert (key, value) == ("model.path", str(tmp_path / "nowhere")) and "give a Hugging Face model folder" in remedy
+    assert (key, value) == ("model.path", str(tmp_path / "nowhere")) and "use a Hugging Face model folder" in remedy
     assert not (tmp_path / "run").exists()
 
 

@@ -154,7 +154,7 @@ def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played
 
     In the end no rollout has failed, so none was scored as 0 because of the outage.
     """
-    assert re.search(r"waiting: \d+ of 16 rollouts failed \(.*listener: nothing after 2 of 2 tries", played.said)
+    assert re.search(r"waiting: \d+ of 16 rollouts failed \(.*listener: failed after 2 of 2 attempts", played.said)
     assert {step["rollout/failed_fraction"] for step in read_metrics(played.run / "metrics.jsonl")[:-1]} == {0.0}
 
 

@@ -69,7 +69,7 @@ def test_the_first_node_that_is_lost_ends_the_other(lost: Lost) -> None:
     lost node.
     """
     assert lost.code == 1 and lost.seconds < 45
-    assert lost.said.splitlines()[-1].startswith("error: the first node, where all ranks meet, is gone ("), lost.said
+    assert lost.said.splitlines()[-1].startswith("error: the first node, which hosts the store of all ranks, is not reachable ("), lost.said
     assert "Traceback" not in lost.said
 
 

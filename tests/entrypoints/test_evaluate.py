@@ -175,7 +175,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
     refusals = {
         ("task.max_new_tokens=7",): f"run.dir={unbroken}: holds an evaluation with other settings: task.max_new_tokens=7 (was 6)",
         (f"run.dir={trained}",): f"run.dir={trained}: holds a training run; run.overwrite=true moves it aside",
-        (f"evaluation.weights={tmp_path}", f"run.dir={tmp_path}/no"): f"evaluation.weights={tmp_path}: holds no checkpoint",
+        (f"evaluation.weights={tmp_path}", f"run.dir={tmp_path}/no"): f"evaluation.weights={tmp_path}: contains no checkpoint",
         (
             "engine.mode=server",
             "engine.num_local_servers=1",

@@ -102,7 +102,7 @@ def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path)
             for each in read_recorded(tmp_path / "out" / "rollouts" / "step_000000.jsonl")
             if each.rollout.status is Status.FAILED
         ]
-        assert failed.reward is None and "evaluation: nothing after " in failed.reason
+        assert failed.reward is None and "evaluation: failed after " in failed.reason
         is_well = True
         num_before = len(server.bodies)
         evaluated(tmp_path / "out", *words)
@@ -208,7 +208,7 @@ def test_trouble_is_ours() -> None:
             finally:
                 await speaker.close()
 
-        with serve_judge(lambda _: reply) as server, pytest.raises(InfraError, match="evaluation: nothing after 1 of 1 tries"):  # noqa: B023
+        with serve_judge(lambda _: reply) as server, pytest.raises(InfraError, match="evaluation: failed after 1 of 1 attempts"):  # noqa: B023
             asyncio.run(ask(server.url))
 
 

@@ -110,7 +110,7 @@ def test_regular_files_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for path in (Path("/dev/zero"), tmp_path):
-        with pytest.raises(ValueError, match="^is no regular file$"):
+        with pytest.raises(ValueError, match="^is not a regular file$"):
             open_regular(path)
     assert read_text(tmp_path / "link", at_most=7) == "content"
     with pytest.raises(OSError, match="symbolic links"):
@@ -155,7 +155,7 @@ def test_lines_have_limits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**400])
 def test_a_number_that_no_column_holds(number: int, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
-    with pytest.raises(ValueError, match="is no number"):
+    with pytest.raises(ValueError, match="is not a number"):
         read_metrics(tmp_path / "metrics.jsonl")
     assert parse_number(2**63 - 1) == 2**63 - 1
 
@@ -169,7 +169,7 @@ ODD_YAML = (
 @pytest.mark.parametrize("text", ODD_YAML, ids=range(len(ODD_YAML)))
 def test_what_is_no_yaml_is_one_line(text: str) -> None:
     """Of several, the parser by itself raises other errors than its own."""
-    with pytest.raises(ValueError, match="is no YAML: ") as refused:
+    with pytest.raises(ValueError, match="is not valid YAML: ") as refused:
         parse_yaml(text)
     assert not isinstance(refused.value, yaml.YAMLError) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
 
@@ -179,7 +179,7 @@ def test_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(text)
     assert read_yaml(tmp_path / "x.yaml") == yaml.safe_load(text)
     assert read_yaml(tmp_path / "x.yaml", as_text=True) == yaml.load(text, Loader=yaml.BaseLoader)
-    with pytest.raises(ValueError, match=r"^line 2 is no YAML: an alias, \*x; write its value out$"):
+    with pytest.raises(ValueError, match=r"^line 2 is not valid YAML: an alias, \*x; replace it with its value$"):
         parse_yaml("a: &x [1]\nb: *x\n", as_text=True)
 
 
@@ -199,7 +199,7 @@ def test_a_bank_knows_keys_that_name_files(tmp_path: Path) -> None:
     rollout = Rollout(sequences=[context_of(*images)], task="t", example_id="e", group=0, sample_index=0)
     write_step(tmp_path / "step_000001.parquet", [rollout], step=1, num_gen_batches=1)
     assert image_keys_of_step(tmp_path / "step_000001.parquet") == {picture(0).key}
-    with pytest.raises(ValueError, match="no key of a picture"):
+    with pytest.raises(ValueError, match="not an image key"):
         read_rollouts(tmp_path / "step_000001.parquet", with_images=False)
 
 
@@ -225,7 +225,7 @@ def test_the_largest_settings_take_seconds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", ["1" + ":59" * 160_000, "0x" + "f" * 400_000, "1" + ":59" * 160_000 + ".5", "!!int " + "7" * 101])
 def test_a_number_of_yaml_has_no_more_digits_than_any_needs(number: str) -> None:
     """To the base of 60 it takes minutes; a hexadecimal one is read at once, and raises when it is printed."""
-    with pytest.raises(ValueError, match=r"^line 2 is no YAML: a number of \d+ characters, more than 100$"):
+    with pytest.raises(ValueError, match=r"^line 2 is not valid YAML: a number of \d+ characters, more than 100$"):
         parse_yaml(f"a: 1\nb: {number}\n")
     assert parse_yaml("a: 1:30\nb: " + "7" * 100) == {"a": 90, "b": int("7" * 100)}
     assert parse_yaml("a: 1" + ":59" * 100_000, as_text=True)["a"].endswith(":59")
@@ -240,10 +240,10 @@ def test_pictures_and_videos_of_questions_are_regular_files(kind: str, tmp_path:
         os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
     image, clip = StoredImage(paths[0], "row 1"), StoredVideo(paths[1], "row 1")
     for reads in (image.open, image.read, clip.read):
-        with pytest.raises(PermanentInfraError, match=r"^row 1: cannot be opened \(is no regular file\)$"):
+        with pytest.raises(PermanentInfraError, match=r"^row 1: cannot be opened \(is not a regular file\)$"):
             reads()
     for reads in (image.size, image.check_complete, clip.check_video):
-        with pytest.raises(ValueError, match=r"is no regular file$"):
+        with pytest.raises(ValueError, match=r"is not a regular file$"):
             reads()
 
 

@@ -83,7 +83,7 @@ MISTAKES = [  # the yaml, and what its line says after the path
     ("overrides: a=1\nlist: [{}]", ": overrides=a=1: expects a list of words, [key=value, ...]"),
     ("processes: two\nlist: [{}]", ": processes=two: expects a whole number; leave it out for what Slurm gives"),
     ("- a", "=...: expects keys with values; a sweep has overrides, grid, list, random, folder, processes"),
-    ("grid: {a: [1}", ": line 1 is no YAML: expected ',' or ']', but got '}'"),
+    ("grid: {a: [1}", ": line 1 is not valid YAML: expected ',' or ']', but got '}'"),
     ("random: {draws: 3, a: [1]}", ": random.seed=(none): expects a whole number"),
     ("random: {draws: -3, seed: 0, a: [1]}", ": random.draws=-3: expects a whole number"),
     ("random: {draws: 0, seed: 0, a: [1]}", ": random={'draws': '0', 'seed': '0', 'a': ['1']}: is empty and names no run; ..."),

@@ -151,7 +151,7 @@ def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
     """Neither the weights of 7B in a third of 48 GB, nor one context of 128,000 tokens, 7.3 GB, in what they leave of 21.6 GB."""
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
     settings = Settings(engine=engine, run=RunSettings(dir="there"), plan=PlanSettings(gpu="l40s"))
-    with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s have no room .* \(16.6 GB\)"):
+    with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s are too small .* \(16.6 GB\)"):
         plan_engine(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
 
 
@@ -270,8 +270,8 @@ def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr(host_memory.psutil, "virtual_memory", lambda: SimpleNamespace(total=5 * 10**9))
     run(plan_only(gpu="h200", host_gb=0.0))
     *_, told, fits = capsys.readouterr().out.splitlines()
-    needed = re.fullmatch(r"host, a node of 1: up to (\d+\.\d GB) = 1 x .*", told)
-    assert fits.startswith("fits: ") and fits.endswith("; main memory was not judged: plan.host_gb states a node's")
+    needed = re.fullmatch(r"host memory of a node with 1 GPUs: up to (\d+\.\d GB) = 1 x .*", told)
+    assert fits.startswith("fits: ") and fits.endswith("; host memory was not checked: set plan.host_gb to a node's memory")
     run(plan_only(gpu="h200", host_gb=float(needed[1].removesuffix(" GB")) + 0.1))
     assert "not " not in capsys.readouterr().out.splitlines()[-1]
 

@@ -11,10 +11,10 @@ from megatron_rl.memory_plan.plan_report import _engine_line
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        ({}, "engine: 40.0 GB = weights 10.0 GB, largest step 6.0 GB, cache 24.0 GB: 4,096 tokens, 2.0 full contexts"),
+        ({}, "engine: 40.0 GB = weights 10.0 GB, largest step 6.0 GB, cache 24.0 GB: 4,096 tokens, 2.0 full sequences"),
         (
             {"mode": "server", "num_local_servers": 3, "tp": 2},
-            "engine: 3 servers on 6 more GPUs of the first node, each 40.0 GB = weights 10.0 GB, ",
+            "engine: 3 servers on 6 additional GPUs of the first node, each 40.0 GB = weights 10.0 GB, ",
         ),
     ],
 )

@@ -92,7 +92,7 @@ def test_a_scaled_rope_is_refused_by_name(family: str, spelling: str, kind: str,
     stored = nested(family)
     text = stored["text_config"]
     text[place] = {**text.pop("rope_parameters"), spelling: kind, **ROPES[kind]}
-    said = rf"text_config.{place}.{spelling} is {kind}, where it computes"
+    said = rf"text_config.{place}.{spelling} is {kind}, supported:"
     with pytest.raises(ValueError, match=rf"^model.path=m: config.json [^\n]*{said} [^\n]*$"):
         parse_spec(stored, folder="m", key="model.path")
 
@@ -100,7 +100,7 @@ def test_a_scaled_rope_is_refused_by_name(family: str, spelling: str, kind: str,
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_scaled_rope_of_a_flat_config_is_refused(family: str) -> None:
     stored = put(released(family), "rope_scaling", {"type": "yarn", "mrope_section": [16, 24, 24], "factor": 4.0})
-    with pytest.raises(ValueError, match=r"rope_scaling.type is yarn, where it computes default or mrope; rope_scaling.factor is 4.0,"):
+    with pytest.raises(ValueError, match=r"rope_scaling.type is yarn, supported: default or mrope; rope_scaling.factor is 4.0,"):
         parse_spec(stored, folder="m", key="model.path")
 
 
@@ -123,12 +123,12 @@ EVERYWHERE = [
 def test_what_is_not_computed_is_refused_with_path_and_value(family: str, path: str, value: object) -> None:
     """Flat duplicates of text_config too: transformers reads them in none of the three families."""
     shown = str(value["rope_theta"] if "rope_theta" in str(value) else "")
-    with pytest.raises(ValueError, match="does not compute") as told:
+    with pytest.raises(ValueError, match="unsupported settings") as told:
         parse_spec(put(nested(family), path, value), folder="m", key="--hf")
     line = str(told.value)
     last = "sliding_attention" if path.endswith("layer_types") else shown
-    assert line.startswith("--hf=m: config.json describes what this trainer does not compute: ") and "\n" not in line
-    assert (path in line or path.rpartition(".")[2] in line) and last in line and line.endswith("if the model is computed without it")
+    assert line.startswith("--hf=m: config.json has unsupported settings: ") and "\n" not in line
+    assert (path in line or path.rpartition(".")[2] in line) and last in line and line.endswith("if the model does not use them")
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,6 @@ def test_what_one_family_does_not_compute(family: str, path: str, value: object)
 
 def test_every_mistake_is_named_up_to_four() -> None:
     stored = nested("qwen2_5_vl") | {f"unknown_{number}": 1 for number in range(6)}
-    with pytest.raises(ValueError, match="does not compute") as told:
+    with pytest.raises(ValueError, match="unsupported settings") as told:
         parse_spec(json.loads(json.dumps(stored, default=str)), folder="m", key="model.path")
     assert [f"unknown_{number}" in str(told.value) for number in range(6)] == [True] * 4 + [False] * 2

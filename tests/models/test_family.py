@@ -78,14 +78,14 @@ def test_a_config_that_rotates_otherwise_than_its_family_is_refused(made: ModelS
     """transformers would not look at it, and vLLM would."""
     rope = {"mrope_section": [6, 5, 5], "rope_type": "default"}
     stored = {**STORED, "text_config": {**STORED["text_config"], "rope_scaling": rope}}
-    with pytest.raises(ValueError, match=r"mrope_interleaved is not true, as it is in this family"):
+    with pytest.raises(ValueError, match=r"mrope_interleaved is not true, which this model family requires"):
         parse_spec(stored, folder="there", key="--hf")
 
 
 def test_a_first_chunk_with_too_few_layers_for_its_pictures_is_refused(made: ModelSpec) -> None:
     model = replace(made, num_layers=4, vision=replace(made.vision, num_deepstack_layers=3), num_kv_heads=5)
     check_layout(ParallelSettings(), model, 1)
-    with pytest.raises(ValueError, match=r"^parallel.pp\*parallel.vpp=2: leaves 2 layers to the first chunk, .* behind 3; take fewer"):
+    with pytest.raises(ValueError, match=r"^parallel.pp\*parallel.vpp=2: leaves 2 layers to the first chunk, .* to 3 layers; use fewer"):
         check_layout(ParallelSettings(pp=2), model, 2)
 
 

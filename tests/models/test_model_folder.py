@@ -22,18 +22,18 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "final" / "config.json").touch()
     (tmp_path / "empty").mkdir()
-    here = "relative paths start where you stand"
+    here = "relative paths start in the current directory"
     for folder, said in {
-        "3b": f"no such folder (looked in {tmp_path}/3b); give a Hugging Face model folder; {here}",
-        "/nowhere": "no such folder (looked in /nowhere); give a Hugging Face model folder",
-        "empty": f"no config.json in it (looked in {tmp_path}/empty); give a Hugging Face model folder",
-        "run": f"no config.json in it (looked in {tmp_path}/run); did you mean run/final?",
-        "run/final/config.json": f"is a file (looked at {tmp_path}/run/final/config.json); give the Hugging Face folder that it lies in",
-        "run/nothing": f"no such folder (looked in {tmp_path}/run/nothing); give a Hugging Face model folder; {here}",
-        "runs/mine": f"no such folder (looked in {tmp_path}/runs/mine); give a Hugging Face model folder; {here}",
+        "3b": f"no such folder (looked in {tmp_path}/3b); use a Hugging Face model folder; {here}",
+        "/nowhere": "no such folder (looked in /nowhere); use a Hugging Face model folder",
+        "empty": f"config.json is missing (looked in {tmp_path}/empty); use a Hugging Face model folder",
+        "run": f"config.json is missing (looked in {tmp_path}/run); did you mean run/final?",
+        "run/final/config.json": f"is a file (looked at {tmp_path}/run/final/config.json); use the Hugging Face folder that contains it",
+        "run/nothing": f"no such folder (looked in {tmp_path}/run/nothing); use a Hugging Face model folder; {here}",
+        "runs/mine": f"no such folder (looked in {tmp_path}/runs/mine); use a Hugging Face model folder; {here}",
         "Qwen/Qwen2.5-VL-3B-Instruct": (
-            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); a model of the hub is downloaded first: hf download "
-            "Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, and then model.path=Qwen2.5-VL-3B-Instruct"
+            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); download a model of the Hub first: hf download "
+            "Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, then set model.path=Qwen2.5-VL-3B-Instruct"
         ),
     }.items():
         assert error_of(folder) == f"model.path={folder}: {said}"
@@ -43,9 +43,9 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_first_command_of_the_readme_names_the_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = EXPERIMENTS["numberline_grpo_cpu"]["model"]["path"]
-    said = "it is made by bash launch/quickstart.sh, or by python launch/train.py stage=sft experiment=numberline_sft_cpu"
+    said = "create the folder with bash launch/quickstart.sh, or with python launch/train.py stage=sft experiment=numberline_sft_cpu"
     assert error_of(folder).endswith(said)
-    assert error_of(EXPERIMENTS["numberline_sft_cpu"]["model"]["path"]).endswith("it is made by bash launch/quickstart.sh")
+    assert error_of(EXPERIMENTS["numberline_sft_cpu"]["model"]["path"]).endswith("create the folder with bash launch/quickstart.sh")
 
 
 def test_every_recipe_that_begins_with_anothers_result_says_whose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

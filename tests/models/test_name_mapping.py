@@ -71,7 +71,7 @@ def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHea
 
 def test_a_fusion_that_loses_rows_has_no_runs() -> None:
     row = ParamMapping("name", ("a", "b"), "first", fuse=lambda tensors: torch.cat((tensors[0], tensors[0])))
-    with pytest.raises(AssertionError, match="name does not hold every row once"):
+    with pytest.raises(AssertionError, match="name does not contain every row exactly once"):
         row.list_row_slices((torch.zeros(2), torch.zeros(2)))
 
 

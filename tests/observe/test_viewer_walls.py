@@ -95,7 +95,7 @@ def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
     lines.write_text(f"{best.replace(picture(1).key, key)}\n{worst}\n")
     app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     told = found(app, "rollouts")
-    assert [row["row_index"] for row in told["rows"]] == [1] and "no key of a picture" in told["skipped"][0]
+    assert [row["row_index"] for row in told["rows"]] == [1] and "not an image key" in told["skipped"][0]
     assert app.get("/api/episode", params={"run": "run", "step": 4, "row_index": 0}).status_code == 404
     assert app.get("/api/episode", params={"run": "run", "step": 10**300, "row_index": 0}).status_code == 404
     assert found(app, "episode", step=4, row_index=1)["sample_index"] == 0
@@ -112,7 +112,7 @@ def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
     path.unlink()
     os.mkfifo(path)
     assert found(client, "curves") == []
-    assert client.get("/api/runs").json()[0]["skipped"] == [f"{path}: is no regular file"]
+    assert client.get("/api/runs").json()[0]["skipped"] == [f"{path}: is not a regular file"]
 
 
 def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
@@ -125,7 +125,7 @@ def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
     assert told["total"] == 1 and [line.rpartition("/")[2] for line in told["skipped"]] == [
         "step_000001.parquet: has a row group of 65 rows, more than 64: this program did not write it",
         "step_000002.parquet: is no regular file",
-        "step_000003.jsonl: is no regular file",
+        "step_000003.jsonl: is not a regular file",
     ]
     for step in (1, 2, 3):
         assert client.get("/api/episode", params={"run": "run", "step": step, "row_index": 0}).status_code == 404

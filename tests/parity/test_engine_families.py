@@ -52,5 +52,5 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
             weights._locations[name].slices[0].memory.view(torch.int32).flatten()[-1].bitwise_xor_(1)
 
         monkeypatch.setattr(weights, "load_bucket", flips_a_bit)
-        with pytest.raises(RuntimeError, match=rf"does not hold what was sent: {spoiled}"):
+        with pytest.raises(RuntimeError, match=rf"differ from the sent weights: {spoiled}"):
             engine.load_weights(iter(sent.items()), version=2)

@@ -26,7 +26,7 @@ def bare(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
 @pytest.fixture(scope="module")
 def own(bare: ColocatedEngine, hf: HF, renderer: Renderer) -> ColocatedEngine:
     """With HF's weights, and with the noise of an engine on CUDA."""
-    with pytest.raises(AssertionError, match="generate before load_weights"):
+    with pytest.raises(AssertionError, match="load_weights must be called before generate"):
         generate_all(bare, make_prompts(renderer)[:1], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
     bare.load_weights(((name, tensor) for name, tensor in hf.state_dict().items()), version=3)
     core = bare._core
@@ -77,7 +77,7 @@ def test_tokens_without_probability_are_never_drawn() -> None:
     token_R, logprob_RV = Runner.sampler.topk_topp_sampler.forward(logits, {}, None, None)
     assert set(token_R.tolist()) == set(range(12)) - {0, 7} and logprob_RV.dtype == torch.float32
     torch.testing.assert_close(logprob_RV, logits.float().log_softmax(-1))
-    with pytest.raises(AssertionError, match="whole distribution"):
+    with pytest.raises(AssertionError, match="full distribution"):
         noise._forward(logits, {}, torch.tensor([3]), None)
 
 

@@ -36,7 +36,7 @@ def test_a_tied_model_is_served(tied: ColocatedEngine, tied_model: Path, rendere
         tied.load_weights(iter(weights.items()), version=version)
         for sequence, completion in zip(sequences, generate_all(tied, sequences, samplings), strict=True):
             assert max_logprob_diff(hf, sequence, completion, temperature=1.0, renderer=renderer) <= LOGPROB_BOUND
-    with pytest.raises(RuntimeError, match=f"the engine has no place for {HEAD}"):
+    with pytest.raises(RuntimeError, match=f"the engine has no parameter for {HEAD}"):
         tied.load_weights(iter({**weights, HEAD: weights[EMBEDDING]}.items()), version=3)
     with pytest.raises(RuntimeError, match=rf"1 tensors were not sent: {EMBEDDING}"):
         tied.load_weights(((name, tensor) for name, tensor in weights.items() if name != EMBEDDING), version=3)

@@ -98,7 +98,7 @@ def test_one_flipped_bit_of_any_tensor_is_noticed(
             deliver([(sent, spoiled if sent == name else tensor) for sent, tensor in bucket])
 
         monkeypatch.setattr(engine._core.weights, "load_bucket", deliver_spoiled)
-        with pytest.raises(RuntimeError, match=f"does not hold what was sent: {name}$"):
+        with pytest.raises(RuntimeError, match=f"differ from the sent weights: {name}$"):
             engine.load_weights(iter(tensors.items()), version=1)
 
 
@@ -125,7 +125,7 @@ def test_swapped_tensors_are_noticed(
     swapped = swap(stem + one, stem + other)
     monkeypatch.setattr(engine._core.weights, "load_bucket", lambda bucket: deliver(swapped(bucket)))
     current = perturbed(hf, 3)
-    with pytest.raises(RuntimeError, match="does not hold what was sent") as caught:
+    with pytest.raises(RuntimeError, match="differ from the sent weights") as caught:
         engine.load_weights(iter(current.state_dict().items()), version=1)
     assert stem + one in str(caught.value) and stem + other in str(caught.value)
 
@@ -133,7 +133,7 @@ def test_swapped_tensors_are_noticed(
 def test_q_and_k_swapped_by_the_sender_are_refused(engine: ColocatedEngine, hf: HF, own_weights: None) -> None:
     stem = "model.language_model.layers.0.self_attn."
     swapped = swap(stem + "q_proj.weight", stem + "k_proj.weight")(list(hf.state_dict().items()))
-    with pytest.raises(RuntimeError, match=r"_proj.weight was sent as \(\d+, 128\), the engine's is"):
+    with pytest.raises(RuntimeError, match=r"_proj.weight was sent with shape \(\d+, 128\), but the engine has shape"):
         engine.load_weights(iter(swapped), version=1)
 
 
@@ -143,7 +143,7 @@ def test_every_tensor_is_sent_exactly_once(engine: ColocatedEngine, hf: HF, own_
     for missing in ("lm_head.weight", "model.language_model.layers.2.self_attn.k_proj.bias", "model.visual.merger.ln_q.weight"):
         with pytest.raises(RuntimeError, match=f"1 tensors were not sent: {missing}$"):
             engine.load_weights(((n, tensors[n]) for n in names if n != missing), version=1)
-    with pytest.raises(RuntimeError, match="the engine has no place for model.language_model.layers.9.mlp.up_proj.weight"):
+    with pytest.raises(RuntimeError, match="the engine has no parameter for model.language_model.layers.9.mlp.up_proj.weight"):
         engine.load_weights(iter([*tensors.items(), ("model.language_model.layers.9.mlp.up_proj.weight", tensors[names[0]])]), version=1)
     with pytest.raises(RuntimeError, match=f"{names[5]} was sent twice"):
         engine.load_weights(iter([*tensors.items(), (names[5], tensors[names[5]])]), version=1)

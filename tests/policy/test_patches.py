@@ -156,5 +156,5 @@ def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random
 
 
 def test_an_image_without_patches_is_named() -> None:
-    with pytest.raises(AssertionError, match="image a came without its patches"):
+    with pytest.raises(AssertionError, match="image a has no patches"):
         patch_bytes(image("a", 4))

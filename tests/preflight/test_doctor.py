@@ -98,7 +98,7 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
     changes = [f"task.data.train=[{path}]", f"task.data.demonstrations=[{talks}]", "engine.max_images=1", "model.path=/nowhere"]
     report = run_checks(settings_of(*sound, *changes))
     assert report.errors == [
-        "model.path=/nowhere: no such folder (looked in /nowhere); give a Hugging Face model folder",
+        "model.path=/nowhere: no such folder (looked in /nowhere); use a Hugging Face model folder",
         "task.data.train: bad.jsonl row 0: answer: is empty",
         f"task.data.train: bad.jsonl row 3: images[0]: no such file {tmp_path}/no.png; "
         "task.data.images is the folder that relative paths start from",
@@ -245,7 +245,7 @@ def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, foun
     check_judges(settings, report)
     assert report.findings == [(f"judge {url}", found.replace("answers", "answers, and does not list its models"))]
     assert report.errors == refusals(settings) and report.warnings == [] and bool(report.errors) == (found == "not usable")
-    assert all(error.startswith(f"task.judge.urls=['{url}']: no judge can be asked ({url}: ") for error in report.errors)
+    assert all(error.startswith(f"task.judge.urls=['{url}']: no judge is available ({url}: ") for error in report.errors)
 
 
 def refusals(settings: Settings) -> list[str]:
@@ -273,7 +273,7 @@ def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: py
     check_judges(settings, report)
     assert report.findings == [(f"judge {url}", "serves judge"), ("judge http://127.0.0.1:9/v1", "not usable")]
     (warning,) = report.warnings
-    assert report.errors == [] and "not all can be asked, the others are (http://127.0.0.1:9/v1: ConnectError" in warning
+    assert report.errors == [] and "not all are available, continuing with the others (http://127.0.0.1:9/v1: ConnectError" in warning
     assert refusals(settings) == [] and capsys.readouterr().err == f"warning: {warning}\n"
 
 
@@ -355,7 +355,7 @@ def test_tasks_are_named_as_they_are() -> None:
 def test_staleness_without_a_correction_is_warned_of() -> None:
     for words, num in ((["run.max_staleness=2"], 1), (["run.max_staleness=2", "algo.rollout_correction=token_tis"], 0), (["stage=sft"], 0)):
         lines = mismatch_warnings(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
-        told = "algo.rollout_correction=none: run.max_staleness=2 trains on what older weights sampled, which may end in collapse; use "
+        told = "algo.rollout_correction=none: run.max_staleness=2 trains on tokens sampled by older weights, which may cause collapse; use "
         assert lines == [f"{told}algo.rollout_correction=bypass, and a lower learning rate"] * num
 
 

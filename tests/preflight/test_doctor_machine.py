@@ -41,7 +41,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         reports.append(CheckReport())
         check_open_files(reports[-1])
     assert (reports[0].findings, reports[1].findings) == ([("open files", "not usable")], [("open files", "up to 4096 a process")])
-    assert reports[0].errors[0].startswith("ulimit -n 96: a run needs 256 open files at least; raise") and reports[1].errors == []
+    assert reports[0].errors[0].startswith("ulimit -n 96: a run needs at least 256 open files; raise") and reports[1].errors == []
 
 
 @pytest.mark.usefixtures("gpus")
@@ -135,8 +135,8 @@ def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
 
     assert [name for name, _ in told().findings] == ["host"]
     small = told("plan.world_size=2", "plan.gpu=l40s", "engine.gpu_memory_utilization=0.5")
-    assert " s a step expected on 2 l40s: rollout " in dict(small.findings)["seconds"]
-    assert not small.errors and dict(small.findings)["plan"].endswith(" of the 43.2 GB that are 90% of a l40s; 2 GPUs")
+    assert " s per step expected on 2 l40s: rollout " in dict(small.findings)["seconds"]
+    assert not small.errors and dict(small.findings)["plan"].endswith(" of the usable 43.2 GB, which is 90% of a l40s; 2 GPUs")
     full = told("plan.world_size=2", "plan.gpu=l40s", "engine.gpu_memory_utilization=0.95")
     assert full.errors[0].startswith("plan.gpu=l40s: its 43.2 GB (90%) are less than the ")
     split = told("plan.world_size=2", "parallel.tp=16")

@@ -154,14 +154,14 @@ def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_
 @pytest.mark.parametrize(
     ("gpus", "visible", "line"),
     [
-        ([H100] * 2, "0,1", r"CUDA_VISIBLE_DEVICES=0,1: leaves 2 GPUs to the 8 processes of \S+; name one for each$"),
-        ([H100] * 4, None, r"--nproc_per_node=8: \S+ has 4 GPUs; start one process a GPU$"),
+        ([H100] * 2, "0,1", r"CUDA_VISIBLE_DEVICES=0,1: leaves 2 GPUs to the 8 processes on \S+; list one for each process$"),
+        ([H100] * 4, None, r"--nproc_per_node=8: \S+ has 4 GPUs; start one process per GPU$"),
         (
             [MIG_SLICE],
             None,
-            r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most, here NVIDIA H100 80GB HBM3 MIG 1g.10gb;",
+            r"--nproc_per_node=8: on \S+ a process can use at most one slice of a GPU, here NVIDIA H100 80GB HBM3 MIG 1g.10gb;",
         ),
-        ([MIG_SLICE], "MIG-1,MIG-2", r"--nproc_per_node=8: on \S+ a process sees one slice of a GPU at most"),
+        ([MIG_SLICE], "MIG-1,MIG-2", r"--nproc_per_node=8: on \S+ a process can use at most one slice of a GPU"),
     ],
 )
 @pytest.mark.parametrize("local_rank", [0, 7])

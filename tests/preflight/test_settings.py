@@ -63,7 +63,7 @@ def test_a_task_is_a_subclass() -> None:
     class Looks:
         pass
 
-    with pytest.raises(ValueError, match=r"^tasks\['looks'\]=<class .*Looks'>: must be a class below megatron_rl.rollout.task.Task$"):
+    with pytest.raises(ValueError, match=r"^tasks\['looks'\]=<class .*Looks'>: must be a subclass of megatron_rl.rollout.task.Task$"):
         build_task(TaskSettings(name="looks"), Plugins(tasks={"looks": Looks}))
 
 
@@ -72,7 +72,7 @@ def test_half_a_task() -> None:
         def examples(self, split: str) -> list[Example]:
             return []
 
-    with pytest.raises(ValueError, match=r"^tasks\['half'\]=Half: lacks env$"):
+    with pytest.raises(ValueError, match=r"^tasks\['half'\]=Half: does not implement env$"):
         build_task(TaskSettings(name="half"), Plugins(tasks={"half": Half}))
 
 

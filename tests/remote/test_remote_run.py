@@ -74,7 +74,7 @@ def test_it_learns_what_a_colocated_run_learns(colocated: Path, urls: list[str],
         cut: list[float] = []
         Thread(target=cut_after_a_step, args=(two, folder, cut), daemon=True).start()
         ended, names = fork_server.run_world(2, RUN, *command, timeout_s=LIMIT_S), ", ".join(way.url for way in two)
-        why, said = f"none of {names} was well for 2 s (engine.outage_timeout_s)", ended.stdout
+        why, said = f"none of {names} was healthy for 2 s (engine.outage_timeout_s)", ended.stdout
         num = len(read_metrics(folder / "metrics.jsonl"))
         failed = f"12 of 12 rollouts failed, above run.max_failed_fraction=0.1; first reason: {why}"
         line = rf"^{re.escape(f'stopped at step {num} of 3; {failed}')}; the last failure: http://\S+: /\w+: .*; the same command goes on$"

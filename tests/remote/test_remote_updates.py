@@ -155,7 +155,8 @@ def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, 
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
     changed = {**tensors, name: tensors[name].nextafter(tensors[name] + 1)}
     engine._sender.send(iter(changed.items()), "versions.changed", urls=[second.url])
-    with pytest.raises(EndpointError, match=rf"holds other weights than {first.url}: 1 differ, dp0.*layers.0.mlp.down_proj.weight first"):
+    line = rf"has different weights from {first.url}: 1 tensor\(s\) differ, the first is dp0.*layers.0.mlp.down_proj.weight"
+    with pytest.raises(EndpointError, match=line):
         require_matching(second.checksums(), held, reference_url=first.url)
     engine.load_weights(iter(tensors.items()), version=16)
     assert held == second.checksums() and all(server.is_healthy for server in engine._servers)
@@ -182,15 +183,15 @@ def test_an_update_that_is_none_is_not_served(engine: ServerEngine, random_model
     engine._health_monitor.log = said.append
     engine.load_weights(iter(changed.items()), version=20)
     assert not any(server.is_healthy for server in engine._servers)
-    text = {"missing": "were not sent", "unknown": "no place for", "misshapen": "was sent as"}[mistake]
-    assert len(said) == 3 and all(text in line for line in said[:2]) and said[2].startswith("no engine is well"), said
+    text = {"missing": "were not sent", "unknown": "no parameter for", "misshapen": "was sent with shape"}[mistake]
+    assert len(said) == 3 and all(text in line for line in said[:2]) and said[2].startswith("no engine is healthy"), said
     engine.load_weights(iter(tensors.items()), version=21)
     assert all(server.is_healthy for server in engine._servers)
 
 
 def test_two_runs_do_not_have_one_engine(engine: ServerEngine, urls: list[str], renderer: Renderer) -> None:
     """A second run is refused with the owner of the server, and the first run continues."""
-    with pytest.raises(ValueError, match=f"^engine.urls={urls[0]}: cannot be had .*this engine is that of versions of a test"):
+    with pytest.raises(ValueError, match=f"^engine.urls={urls[0]}: cannot be used .*this engine is in use by versions of a test"):
         connect_server_engine(urls, renderer, name="other").__enter__()
 
 

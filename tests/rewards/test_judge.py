@@ -179,12 +179,12 @@ def test_a_key_of_a_file_that_is_not_accepted_names_the_file(tmp_path: Path) -> 
 
         async def use(judge: Judge) -> None:
             server.respond = lambda _: JudgeReply("no such key", 401)
-            with pytest.raises(AccessDenied, match=rf": put its key into task.judge.token_file={tmp_path}/key$"):
+            with pytest.raises(AccessDenied, match=rf": put the server's key into task.judge.token_file={tmp_path}/key$"):
                 await judge.score(PROMPT, fields=prompt_fields())
 
         run_judge(keyed, use)
         server.models_reply = JudgeReply("", 401)
-        with pytest.raises(InfraError, match=rf": put its key into task.judge.token_file={tmp_path}/key"):
+        with pytest.raises(InfraError, match=rf": put the server's key into task.judge.token_file={tmp_path}/key"):
             run_judge(keyed, use)
 
 
@@ -268,7 +268,7 @@ def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, re
                     *(judge.score(PROMPT, fields=prompt_fields(f"{i}")) for i in range(4)), return_exceptions=True
                 )
             assert [type(fault) for fault in faults] == [InfraError] * 4
-            assert sum(f"rests for {rest} s more after" in str(fault) for fault in faults) == resting
+            assert sum(f"backs off for {rest} s more after" in str(fault) for fault in faults) == resting
             assert sum("RateLimitError" in str(fault) for fault in faults) >= 1, "the last failure is told"
 
         run_judge(make_judge_settings(server, concurrency=1, outage_timeout_s=1.2, max_attempts=2), use)
@@ -339,7 +339,7 @@ def test_a_request_that_is_refused_is_not_repeated() -> None:
     with serve_judge(lambda _: JudgeReply('{"error": {"message": "prompt too long"}}', 400)) as server:
 
         async def use(judge: Judge) -> None:
-            with pytest.raises(InfraError, match=r"nothing after 1 of 3 tries.*prompt too long"):
+            with pytest.raises(InfraError, match=r"failed after 1 of 3 attempts.*prompt too long"):
                 await judge.score(PROMPT, fields=prompt_fields())
             server.respond = answer_correct
             await judge.score(PROMPT, fields=prompt_fields("other"))

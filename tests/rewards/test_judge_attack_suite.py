@@ -99,7 +99,7 @@ def test_a_judge_without_eyes_is_asked_for_answers(capsys: pytest.CaptureFixture
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
     with serve_judge(fair) as gone:
         pass
-    assert main(["--url", gone.url]) == EXIT_NO_JUDGE and "no judge can be asked" in capsys.readouterr().err
+    assert main(["--url", gone.url]) == EXIT_NO_JUDGE and "no judge is available" in capsys.readouterr().err
     assert main(["--url", "http://me:SECRET@judge/v1"]) == EXIT_NO_JUDGE
     said = capsys.readouterr().err
     assert said.startswith("error: task.judge.urls=...: holds @") and "SECRET" not in said

@@ -31,7 +31,7 @@ def test_nobody_listens() -> None:
         pass
     began = time.monotonic()
     with pytest.raises(
-        InfraError, match=rf"^task.judge.urls=\['{gone.url}'\]: no judge can be asked \({gone.url}: ConnectError.*; start one"
+        InfraError, match=rf"^task.judge.urls=\['{gone.url}'\]: no judge is available \({gone.url}: ConnectError.*; start one"
     ):
         run_judge(make_judge_settings(gone), lambda _: asyncio.sleep(0))
     assert time.monotonic() - began < 5
@@ -57,7 +57,7 @@ def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: py
         ):
             run_judge(make_judge_settings(server, model="another"), lambda _: asyncio.sleep(0))
         server.models_reply = JudgeReply("", delay_s=1.0)
-        with pytest.raises(InfraError, match=rf"no judge can be asked \({server.url}: no answer within 0 s\)"):
+        with pytest.raises(InfraError, match=rf"no judge is available \({server.url}: no response within 0 s\)"):
             run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
         for busy in (JudgeReply("", 429), JudgeReply("", 404), HTML):
             server.models_reply = busy
@@ -106,7 +106,7 @@ def test_a_server_with_every_fault_at_once() -> None:
             while lacking:
                 given = await asyncio.gather(*(judge.score(PROMPT, fields=prompt_fields(f"{i}")) for i in lacking), return_exceptions=True)
                 assert all(verdict == 1.0 or isinstance(verdict, InfraError) for verdict in given)
-                assert not any("rests for" in str(verdict) for verdict in given), "the patience ran out before the tries did"
+                assert not any("backs off for" in str(verdict) for verdict in given), "the patience ran out before the tries did"
                 lacking = [place for place, verdict in zip(lacking, given, strict=True) if verdict != 1.0]
                 rounds += 1
             assert rounds <= 9

@@ -76,7 +76,7 @@ def test_a_long_reply_is_not_read(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
         async def use(asked: Judge) -> None:
             assert re.search(
-                r"UnreadBody: the reply (is longer than|has 104857600 bytes, more than) 1048576|is compressed", await fault_of(asked)
+                r"UnreadBody: the response (is longer than|has 104857600 bytes, more than) 1048576|is compressed", await fault_of(asked)
             )
 
         assert grown(lambda: run_judge(make_judge_settings(server, max_attempts=5, timeout_s=60), use)) < 8
@@ -105,7 +105,7 @@ def test_a_long_list_of_models_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
         server.models_reply = JudgeReply(PAGE, num_repeats=100)
 
         def greet() -> None:
-            with pytest.raises(InfraError, match=r"no judge can be asked .*UnreadBody: the reply has 104857600 bytes"):
+            with pytest.raises(InfraError, match=r"no judge is available .*UnreadBody: the response has 104857600 bytes"):
                 run_judge(make_judge_settings(server), lambda _: asyncio.sleep(0))
 
         assert grown(greet) < 8

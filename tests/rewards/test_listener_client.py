@@ -93,7 +93,7 @@ def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
     with serve_listener(FakeEngineHolder(logprobs_fn=lambda p: [float("nan")] * 3)) as url:
         for tries in (1, 4):
             assert (
-                seconds_of(listener_settings(url, max_attempts=tries), f"nothing after {tries} of {tries} tries")[1].endpoints.requests
+                seconds_of(listener_settings(url, max_attempts=tries), f"failed after {tries} of {tries} attempts")[1].endpoints.requests
                 == tries
             )
         assert seconds_of(listener_settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no number")[0] >= 0.6
@@ -167,7 +167,7 @@ def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
     cache = tmp_path / "heard.sqlite"
 
     async def use(client: ListenerClient) -> None:
-        with pytest.raises(InfraError, match=r"^listener: nothing after 3 of 3 tries; the last: http.* HTTP 503: .*no number"):
+        with pytest.raises(InfraError, match=r"^listener: failed after 3 of 3 attempts; the last failure: http.* HTTP 503: .*no number"):
             await client.score_images(ENCODED_PICTURES[:2], "This?")
         room.logprobs_fn = FakeEngineHolder.logprobs_fn
         client.endpoints.endpoints[0].backoff_until = 0
@@ -225,7 +225,7 @@ def test_listeners_must_be_the_same_one() -> None:
 def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
     async def nothing(client: ListenerClient) -> None: ...
 
-    with pytest.raises(InfraError, match=r"^task.listener.urls=\['http://127.0.0.1:9'\]: no listener can be asked .*start one, or correct"):
+    with pytest.raises(InfraError, match=r"^task.listener.urls=\['http://127.0.0.1:9'\]: no listener is available .*start one, or correct"):
         held(listener_settings("http://127.0.0.1:9"), nothing)
     word = tmp_path / "word"
     word.write_text("a-word-of-many-letters\n")

@@ -100,11 +100,11 @@ def test_one_that_fails_is_asked_again_and_one_that_refuses_is_not() -> None:
         with pytest.raises(PermanentInfraError, match="HTTP 422.*no picture"):
             used(SpeakerSettings(urls=[server.url], max_attempts=3), use)
         assert len(server.asked) == 1
-    with speaking((500, {"detail": "x"})) as server, pytest.raises(InfraError, match="speaker: nothing after 2 of 2 tries") as caught:
+    with speaking((500, {"detail": "x"})) as server, pytest.raises(InfraError, match="speaker: failed after 2 of 2 attempts") as caught:
         used(SpeakerSettings(urls=[server.url], max_attempts=2), use)
     assert not isinstance(caught.value, PermanentInfraError)
 
 
 def test_none_that_answers_ends_the_start() -> None:
-    with pytest.raises(InfraError, match=r"task.speaker.urls=\['http://127.0.0.1:9'\]: no speaker can be asked"):
+    with pytest.raises(InfraError, match=r"task.speaker.urls=\['http://127.0.0.1:9'\]: no speaker is available"):
         used(SpeakerSettings(urls=["http://127.0.0.1:9"]), lambda client: asyncio.sleep(0))

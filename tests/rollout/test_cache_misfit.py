@@ -29,7 +29,7 @@ def test_too_small_says_to_what() -> None:
 
 
 def test_too_large_names_our_setting() -> None:
-    said = "engine.kv_cache_mib=9216000: is more than the 12800 MiB of memory that are free here; lower it"
+    said = "engine.kv_cache_mib=9216000: exceeds the 12800 MiB of free memory; lower it"
     assert kv_cache_error(LARGE, EngineSettings(kv_cache_mib=9216000), cuda=False) == said
     assert kv_cache_error("anything else", EngineSettings(), cuda=False) == ""
 

@@ -210,7 +210,7 @@ def test_one_that_samples_nothing_is_out(room: Room, fakes: list[Fake]) -> None:
     """
     fakes[0].samples = False
     room.until(lambda: not room.servers[0].is_healthy)
-    assert f"engine {fakes[0].url}: says that it is well, and samples nothing within engine.health_timeout_s={PROBE_S}" in room.told
+    assert f"engine {fakes[0].url}: responds to health checks, but generated no token within engine.health_timeout_s={PROBE_S}" in room.told
     if room.supervisor:
         room.until(lambda: (fakes[0].url, True) in room.supervisor.said)
         room.rest(2 * PROBE_S)

@@ -131,10 +131,7 @@ def test_an_outage_that_ends_leaves_no_trace(renderer: Renderer, pauses: list[fl
         assert strip_timings(fleet.generate(step, is_enough=until(4))) == strip_timings(unbroken.generate(step, is_enough=until(4)))
         fleet.engine.num_faults = 0
     assert set(fleet.task.resets) == set(unbroken.task.resets)
-    assert (
-        told[0]
-        == "waiting: 6 of 6 rollouts failed (the engine is down); they are played again in 1 s, for 600 s more (run.outage_timeout_s)"
-    )
+    assert told[0] == "waiting: 6 of 6 rollouts failed (the engine is down); retrying in 1 s, for up to 600 s more (run.outage_timeout_s)"
     longer = [pause for pause in pauses if pause]
     assert longer[:6] == [1, 2, 4, 8, 16, 30] and set(longer[5:13]) == {30}, "14 times 3 tries"
     assert len(longer) == len(told) == 2 * 13, "the step has two rounds"
@@ -330,7 +327,7 @@ def test_a_device_is_used_in_turn(renderer: Renderer) -> None:
     log.clear()
     with fleet.offloaded():
         log.append("update")
-    with pytest.raises(AssertionError, match="the device is the trainer's"):
+    with pytest.raises(AssertionError, match="the trainer is using the device"):
         fleet.generate(1, is_enough=until(1))
     with fleet.offloaded():
         assert log == ["engine sleeps", "trainer wakes", "update"], "it is the trainer's already"

@@ -58,20 +58,20 @@ def test_a_chat_template_is_found_where_transformers_keeps_one(place: str, folde
     ("template", "said"),
     [
         (None, "no chat template; copy chat_template.jinja"),
-        ([{"name": "tool_use", "template": "x"}], "its chat templates are called tool_use; call the one to train with default"),
+        ([{"name": "tool_use", "template": "x"}], "its chat templates are named tool_use; rename the template for training to default"),
         ("{% if %}", "cannot be rendered .Expected an expression"),
         ("{{ messages[0].content.upper }}{{ raise_exception('not today') }}", "cannot be rendered .not today.; copy"),
         ("{{ 'x' + messages[1].content }}", "cannot be rendered .can only concatenate str"),
         (
             CHATML.replace("{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"),
-            "leaves out the system",
+            "omits the system",
         ),
-        (CHATML.replace("{{ part.text }}", ""), "leaves out the user's text"),
-        (CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"), "writes 0 times"),
-        ("{% filter replace('\n\n', '\n') %}" + CHATML + "{% endfilter %}", "leaves out the system"),
-        (CHATML.replace("{{ part.text }}", "{{ part.text | lower }}"), "leaves out the user's text"),
-        (CHATML.replace("{{ part.text }}", "{{ part.text | e }}"), "leaves out the user's text"),
-        (CHATML.partition("{% if add_gen")[0], "does not begin the reply"),
+        (CHATML.replace("{{ part.text }}", ""), "omits the user's text"),
+        (CHATML.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"), "renders two images as 0 "),
+        ("{% filter replace('\n\n', '\n') %}" + CHATML + "{% endfilter %}", "omits the system"),
+        (CHATML.replace("{{ part.text }}", "{{ part.text | lower }}"), "omits the user's text"),
+        (CHATML.replace("{{ part.text }}", "{{ part.text | e }}"), "omits the user's text"),
+        (CHATML.partition("{% if add_gen")[0], "does not begin the response"),
     ],
 )
 def test_a_template_that_loses_what_it_is_given(template: object, said: str, folder: Path) -> None:
@@ -98,7 +98,7 @@ THINKS = CHATML.replace("assistant\n'", "assistant\n<think>\n'")
         (THOUGHTS, "thoughts of earlier turns"),
         (LAST_ALONE, "earlier messages"),
         (OTHER_END, "'probe reply</s>'"),
-        (THINKS, "writes"),
+        (THINKS, "renders"),
     ],
 )
 def test_a_template_behind_whose_replies_nothing_can_be_appended(template: str, problem: str, folder: Path) -> None:
@@ -116,11 +116,11 @@ def test_a_template_behind_whose_replies_nothing_can_be_appended(template: str, 
 def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_thoughts(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(THOUGHTS)
     render = Renderer(ModelSettings(path=str(folder)))
-    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template rewrites or leaves out thoughts of earlier turns; give"):
+    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template rewrites or omits thoughts of earlier turns; use"):
         render.require_continuation()
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "<think>a</think>b"}]
     assert render.describe_sequence(render.transcript(turns)).endswith("<think>a</think>b<|im_end|>")
-    with pytest.raises(ValueError, match=r"^messages\[3\]: the model's chat template rewrites messages before this reply; write a row"):
+    with pytest.raises(ValueError, match=r"^messages\[3\]: the model's chat template rewrites messages before this response; write one"):
         render.transcript([*turns, {"role": "user", "content": "2"}, {"role": "assistant", "content": "c"}])
 
 
@@ -136,10 +136,10 @@ def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_th
         (
             "preprocessor_config.json",
             {"size": {"height": 30, "width": 40}},
-            "preprocessor_config.json has a size of height, width; state it",
+            "preprocessor_config.json has the size keys height, width; use",
         ),
-        ("preprocessor_config.json", {"size": 448}, "preprocessor_config.json has a size of shortest_edge; state it"),
-        ("preprocessor_config.json", None, r"preprocessor_config.json \(which it lacks\) again"),
+        ("preprocessor_config.json", {"size": 448}, "preprocessor_config.json has the size keys shortest_edge; use"),
+        ("preprocessor_config.json", None, r"preprocessor_config.json \(which is missing\) again"),
         ("processor_config.json", {"processor_class": "LlavaProcessor"}, "processor_config.json names processor_class LlavaProcessor"),
     ],
 )
@@ -186,21 +186,21 @@ def test_grounding_tokens_of_questions_are_tokens_where_they_are_allowed(folder:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("vision_config.patch_size", 7, "vision_config.patch_size of its config.json is 7, and patch_size of its processor 14"),
+        ("vision_config.patch_size", 7, "vision_config.patch_size in config.json is 7, but patch_size of the processor is 14"),
         (
             "vision_config.temporal_patch_size",
             1,
-            "vision_config.temporal_patch_size of its config.json is 1, and temporal_patch_size of its processor 2",
+            "vision_config.temporal_patch_size in config.json is 1, but temporal_patch_size of the processor is 2",
         ),
         (
             "vision_config.spatial_merge_size",
             1,
-            "vision_config.spatial_merge_size of its config.json is 1, and merge_size of its processor 2",
+            "vision_config.spatial_merge_size in config.json is 1, but merge_size of the processor is 2",
         ),
-        ("image_token_id", 1, r"image_token_id of its config.json is 1, and <\|image_pad\|> of its processor \d+"),
-        ("video_token_id", 2, r"video_token_id of its config.json is 2, and <\|video_pad\|> of its processor \d+"),
-        ("vision_start_token_id", 3, r"vision_start_token_id of its config.json is 3, and <\|vision_start\|> of its processor \d+"),
-        ("vision_end_token_id", 4, r"vision_end_token_id of its config.json is 4, and <\|vision_end\|> of its processor \d+"),
+        ("image_token_id", 1, r"image_token_id in config.json is 1, but <\|image_pad\|> of the processor is \d+"),
+        ("video_token_id", 2, r"video_token_id in config.json is 2, but <\|video_pad\|> of the processor is \d+"),
+        ("vision_start_token_id", 3, r"vision_start_token_id in config.json is 3, but <\|vision_start\|> of the processor is \d+"),
+        ("vision_end_token_id", 4, r"vision_end_token_id in config.json is 4, but <\|vision_end\|> of the processor is \d+"),
     ],
 )
 def test_a_processor_that_does_not_fit_the_model(field: str, value: int, said: str, folder: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_processor_that_does_not_fit_the_model(field: str, value: int, said: s
     part, _, name = field.rpartition(".")
     (stored[part] if part else stored)[name] = value
     (folder / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=f"^model.path={folder}: {said}; give the model's own processor$"):
+    with pytest.raises(ValueError, match=f"^model.path={folder}: {said}; use the model's own processor$"):
         Renderer(ModelSettings(path=str(folder)))
 
 
@@ -219,7 +219,7 @@ def test_a_template_whose_text_changes_from_one_time_to_the_next(call: str, fold
     (folder / "chat_template.jinja").write_text("{# strftime_now random lipsum #}" + CHATML)
     Renderer(ModelSettings(path=str(folder)))
     (folder / "chat_template.jinja").write_text(CHATML + "{% if tools %}" + call + "{% endif %}")
-    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template uses {name}, [^\n]*; write a fixed text$"):
+    with pytest.raises(ValueError, match=f"^model.path={folder}: its chat template uses {name}, [^\n]*; replace it with fixed text$"):
         Renderer(ModelSettings(path=str(folder)))
 
 

@@ -270,7 +270,7 @@ def test_another_resampling_filter_is_refused(random_model: Path, tmp_path: Path
         if is_read:
             Renderer(ModelSettings(path=str(folder)))
         else:
-            with pytest.raises(ValueError, match=r"its processor resizes pictures with resample=.*2.*, here it is always 3 \(bicubic\)"):
+            with pytest.raises(ValueError, match=r"its processor resizes images with resample=.*2.*, but only 3 \(bicubic\)"):
                 Renderer(ModelSettings(path=str(folder)))
 
 

@@ -104,6 +104,6 @@ def test_another_familys_processor_is_refused(models: Path, tmp_path: Path) -> N
     stored["image_processor"] = json.loads((models / "qwen2_vl" / "processor_config.json").read_text())["image_processor"]
     (folder / "processor_config.json").write_text(json.dumps(stored))
     with pytest.raises(
-        ValueError, match="patch_size of its config.json is 16, and patch_size of its processor 14; give the model's own processor$"
+        ValueError, match="patch_size in config.json is 16, but patch_size of the processor is 14; use the model's own processor$"
     ):
         Renderer(ModelSettings(path=str(folder)))

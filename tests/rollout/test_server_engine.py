@@ -55,11 +55,11 @@ def test_a_reply_does_not_wait_for_ever_where_no_engine_is_well(dark: tuple[Serv
     engine.load_weights(iter(()), version=1)
     began = time.monotonic()
     with pytest.raises(
-        InfraTimeout, match=rf"^none of {NOBODY} was well for 0.5 s \(engine.outage_timeout_s\); the last failure: {NOBODY}: "
+        InfraTimeout, match=rf"^none of {NOBODY} was healthy for 0.5 s \(engine.outage_timeout_s\); the last failure: {NOBODY}: "
     ):
         engine.run(asked(engine))
     assert 0.5 <= time.monotonic() - began < 20
-    assert said == ["no engine is well; replies wait for one up to 0.5 s (engine.outage_timeout_s)"]
+    assert said == ["no engine is healthy; requests wait for a healthy engine for up to 0.5 s (engine.outage_timeout_s)"]
 
 
 def test_all_wait_together(dark: tuple[ServerEngine, list[str]]) -> None:

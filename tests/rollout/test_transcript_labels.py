@@ -106,9 +106,12 @@ LATE = {
     "nothing learned": ([ASKED, {"role": "assistant", "content": "x", "loss": False}], "nothing of it is learned"),
     "a picture in a reply": (
         [ASKED, {"role": "assistant", "content": [{"type": "image", "image": None}]}],
-        r"messages\[1\]: the assistant's message shows a picture",
+        r"messages\[1\]: the assistant message contains an image",
     ),
-    "a token that is never sampled": ([ASKED, {"role": "assistant", "content": "a <|image_pad|>"}], "a reply holds <|image_pad|>, which"),
+    "a token that is never sampled": (
+        [ASKED, {"role": "assistant", "content": "a <|image_pad|>"}],
+        "a response contains <|image_pad|>, which",
+    ),
 }
 
 
@@ -130,7 +133,7 @@ def test_what_cannot_be_rendered_is_named_by_file_and_row(name: str, renderer: R
         ),
         (
             "{% for m in messages %}<{{ m.content if loop.last or m.role == 'user' else '' }}{% endfor %}",
-            r"messages\[3\]: .* rewrites messages before this reply",
+            r"messages\[3\]: .* rewrites messages before this response",
         ),
     ],
 )

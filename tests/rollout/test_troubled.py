@@ -157,7 +157,7 @@ def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[s
     """
     with serve_hostile(way) as url:
         engine, began = alone(url), time.monotonic()
-        line = rf"^none of {url} was well for 0.5 s \(engine.outage_timeout_s\); the last failure: {url}: "
+        line = rf"^none of {url} was healthy for 0.5 s \(engine.outage_timeout_s\); the last failure: {url}: "
         with pytest.raises(InfraTimeout, match=line + "/weight_info: no complete response within 0.3 s$"):
             engine.run(say(engine))
         engine.load_weights(iter(()), version=1)
@@ -177,7 +177,7 @@ def test_one_that_asks_for_a_key_is_no_outage(status: str, alone: Callable[[str]
     """The request fails at once, without waiting, and the error names the setting to change."""
     with serve_hostile(status) as url:
         engine = alone(url)
-        line = rf"^engine.urls={url}: /\S+: {status}, no such key; it does not accept .*; give the file of its token as engine.token_file$"
+        line = rf"^engine.urls={url}: /\S+: {status}, no such key; the server rejects .*; set engine.token_file to .*$"
         with pytest.raises(AccessDenied, match=line):
             engine.run(say(engine))
 
@@ -188,7 +188,7 @@ def test_one_that_the_run_started_itself_has_no_token_of_the_users() -> None:
         with pytest.raises(KeyRefused):
             server.call("/version")
     assert server.access_error.startswith(
-        f"engine.urls={url}: /version: 401, no such key; this run started its own (engine.num_local_servers), and "
+        f"engine.urls={url}: /version: 401, no such key; this run started its own servers (engine.num_local_servers), and "
     )
     assert "engine.token_file" not in server.access_error
 
@@ -214,7 +214,7 @@ def test_tries_of_one_server_are_apart(how: str, two: list[Troubled], open_engin
     two[0].how[GENERATE] = how
     engine = open_engine(two[:1])
     engine._servers[0].last_sampled_at = time.monotonic() + 1000
-    with pytest.raises(InfraError, match=f"{MAX_ATTEMPTS} tries$"):
+    with pytest.raises(InfraError, match=f"failed after {MAX_ATTEMPTS} attempts$"):
         engine.run(say(engine))
     gaps = [after - before for before, after in pairwise(two[0].asked)]
     assert len(gaps) == MAX_ATTEMPTS - 1 and all(gap >= 0.05 * 2**number for number, gap in enumerate(gaps)), gaps

@@ -194,5 +194,5 @@ def test_the_command_has_the_gate_and_fetches_nothing(tmp_path: Path) -> None:
     assert alone.startswith("env -u OPENAI_API_KEY -u VLLM_API_KEY ") and " ".join(PROGRAM) in alone
     both = launch_commands("m", EngineSettings(mode="server", urls=urls, token_file=file), **sizes, cuda=False).splitlines()
     assert [line.partition(" --host ")[2] for line in both] == ["node2 --port 8000", "10.0.0.3 --port 9"]
-    with pytest.raises(ValueError, match=r"^engine.token_file=: servers ask for the token in a file; .* > FILE; engine.token_file=FILE$"):
+    with pytest.raises(ValueError, match=r"^engine.token_file=: servers require a token file; .* > FILE; engine.token_file=FILE$"):
         launch_commands("m", EngineSettings(), **sizes, cuda=False)

@@ -210,7 +210,7 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "missing": ("tensors is missing", lambda folder: (folder / "tensors").unlink()),
     "a FIFO": ("tensors is missing", lambda folder: (folder / "tensors").unlink() or os.mkfifo(folder / "tensors")),
     "no state": ("run/state.json is missing", lambda folder: (folder / "run" / "state.json").unlink()),
-    "half a state": (r"run/state.json cannot be read \(is no JSON: [^\n]*\)", lambda folder: _edit(folder, lambda text: text[:20])),
+    "half a state": (r"run/state.json cannot be read \(is not valid JSON: [^\n]*\)", lambda folder: _edit(folder, lambda text: text[:20])),
     "another state": (
         r"run/state.json cannot be read \(has the SHA-256 \w{64}, not \w{64}\)",
         lambda folder: _edit(folder, lambda text: text.replace("0.5", "0.7")),

@@ -97,7 +97,7 @@ def test_a_meeting_that_nobody_comes_to_ends_in_time(monkeypatch: pytest.MonkeyP
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     began = time.monotonic()
-    with pytest.raises(ValueError, match=r"^--nnodes=1: the 2 processes did not meet within parallel.timeout_s=2 \(.*\); see that"):
+    with pytest.raises(ValueError, match=r"^--nnodes=1: the 2 processes did not connect within parallel.timeout_s=2 \(.*\); check that"):
         connect(read_world(), timeout_s=2)
     assert time.monotonic() - began < 20
 
@@ -114,7 +114,7 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("soft", "hard", "said"), [(96, 4000, "4000"), (96, 96, "ulimit -n 96: a run needs 256 open files at least; .*")])
+@pytest.mark.parametrize(("soft", "hard", "said"), [(96, 4000, "4000"), (96, 96, "ulimit -n 96: a run needs at least 256 open files; .*")])
 def test_few_open_files(soft: int, hard: int, said: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(soft), str(hard)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False

@@ -94,7 +94,7 @@ def test_numbers_are_those_of_the_steps(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config, "stage": "sft"}))
     assert read_status(tmp_path).num_steps == 30 + 10
     (tmp_path / "config.yaml").write_text("{half")
-    with pytest.raises(ValueError, match="config.yaml: line 1 is no YAML"):
+    with pytest.raises(ValueError, match="config.yaml: line 1 is not valid YAML"):
         read_status(tmp_path)
 
 

@@ -115,7 +115,7 @@ def corrupt_transfer(engine: ColocatedEngine, tensors: dict[str, torch.Tensor], 
 
         engine._core.weights.load_bucket = flip
         if rank == dist.get_world_size() - 1:
-            expect_error(RuntimeError, f"does not hold what was sent: {name}", engine.load_weights, iter(tensors.items()), version=9)
+            expect_error(RuntimeError, f"differ from the sent weights: {name}", engine.load_weights, iter(tensors.items()), version=9)
         else:
             load_on_other_ranks(engine, tensors)
     engine._core.weights.load_bucket = deliver
@@ -127,7 +127,7 @@ def load_on_other_ranks(engine: ColocatedEngine, tensors: dict[str, torch.Tensor
     With a tensor sharded over two ranks, only the last rank fails.
     """
     if engine._group is None:
-        expect_error(RuntimeError, "does not hold what was sent", engine.load_weights, iter(tensors.items()), version=9)
+        expect_error(RuntimeError, "differ from the sent weights", engine.load_weights, iter(tensors.items()), version=9)
     else:
         engine.load_weights(iter(tensors.items()), version=9)
 

@@ -158,7 +158,7 @@ def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
     with serve_listener(room) as url:
         task = task_of("lewis_speaker", built, url)
         (fault,) = scores(task, [(task.examples("train")[0], REPLY)])
-    assert isinstance(fault, InfraError) and "listener: nothing after 2 of 2 tries" in str(fault)
+    assert isinstance(fault, InfraError) and "listener: failed after 2 of 2 attempts" in str(fault)
 
 
 def test_a_witness_is_told_its_own_token_and_errors_name_it(
@@ -201,7 +201,7 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
             InfraError, match=rf"^task.options.held_out_listeners.frozen=\['{frozen}'\].*task.options.held_out_token_files.frozen=FILE"
         ):
             scores(unknown, [])
-        with pytest.raises(InfraError, match=r"^task.options.held_out_listeners.gone=\['http://127.0.0.1:9'\]: no listener can be asked"):
+        with pytest.raises(InfraError, match=r"^task.options.held_out_listeners.gone=\['http://127.0.0.1:9'\]: no listener is available"):
             scores(task_with(held_out_listeners={"gone": "http://127.0.0.1:9"}), [])
         with pytest.raises(ValueError, match=r"^task.options.held_out_token_files.frozen="):
             task_with(held_out_listeners=witnesses, held_out_token_files={"frozen": str(tmp_path / "none")})

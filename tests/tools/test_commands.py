@@ -63,7 +63,9 @@ def test_a_broken_disk_needs_no_space(number: int) -> None:
     for error in (OSError(*words, "out/a"), SharedOSError(str(OSError(*words)))):
         line = write_error_line("run.dir", Path("/runs/a"), error)
         assert (
-            line.startswith(f"run.dir=/runs/a: could not be written ({error}); ") and "free space" not in line and "mount it anew" in line
+            line.startswith(f"run.dir=/runs/a: could not be written ({error}); ")
+            and "free space" not in line
+            and "check and remount it" in line
         )
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert write_error_line("run.dir", Path("/runs/a"), full).endswith("; free space or choose another folder")

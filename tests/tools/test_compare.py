@@ -116,7 +116,7 @@ def test_logits_are_held_to_the_tolerance(random_model: Path, tmp_path: Path, ca
 
 
 def test_folders_that_cannot_be_compared(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for wrong, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "holds no checkpoint")):
+    for wrong, said in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "contains no checkpoint")):
         assert compare.main([str(random_model), str(wrong)]) == 1
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and said in error
@@ -131,4 +131,4 @@ def test_a_damaged_checkpoint_is_named_as_it_was_given(
     data = next(damaged.glob("*.distcp"))
     os.truncate(data, data.stat().st_size - 5000)
     assert compare.main([str(model), str(damaged)]) == 1
-    assert re.fullmatch(f"error: folder={damaged}: [a-z_.0-9]+: {data.name} is cut off; .*\n", capsys.readouterr().err)
+    assert re.fullmatch(f"error: folder={damaged}: [a-z_.0-9]+: {data.name} is truncated; .*\n", capsys.readouterr().err)

@@ -180,7 +180,10 @@ UP = "model.layers.1.mlp.up_proj.weight"
     [
         (lambda tensors: without(tensors, UP), f"Missing: {UP}"),
         (lambda tensors: {**tensors, "model.layers.2.mlp.up_proj.weight": torch.ones(2)}, "unknown: model.layers.2.mlp.up_proj.weight"),
-        (lambda tensors: {**without(tensors, UP), UP: torch.ones(95, 64)}, f"{UP} the shape [95, 64], but by config.json it has [96, 64]"),
+        (
+            lambda tensors: {**without(tensors, UP), UP: torch.ones(95, 64)},
+            f"{UP} has the shape [95, 64], but config.json requires [96, 64]",
+        ),
         (lambda tensors: {**without(tensors, EMBEDDINGS), EMBEDDINGS: torch.ones(9, 64)}, "model.embed_tokens.weight has 9 rows"),
         (lambda tensors: {**without(tensors, UP), UP: torch.ones(96, 64, dtype=torch.bfloat16)}, "different types"),
         (lambda tensors: {**without(tensors, UP), UP: torch.ones(96, 64, dtype=torch.int8)}, "quantized"),
@@ -199,7 +202,7 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
     assert_refused(broken, tmp_path / "out", capsys, f"--hf={broken}: {WEIGHTS} is corrupt")
     index = broken / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
-    assert_refused(broken, tmp_path / "out", capsys, "names model-00002-of-00002.safetensors, not in the folder")
+    assert_refused(broken, tmp_path / "out", capsys, "lists model-00002-of-00002.safetensors, missing from the folder")
     index.write_text("{")
     assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
     for value in (None, [], {"weight_map": None}, *({"weight_map": {"x": name}} for name in (None, 3, ["a"], ""))):
@@ -207,14 +210,14 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
         assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": WEIGHTS}}))
     shutil.copyfile(models["untied"] / WEIGHTS, broken / WEIGHTS)
-    assert_refused(broken, tmp_path / "out", capsys, "the files say model.safetensors")
+    assert_refused(broken, tmp_path / "out", capsys, "files: model.safetensors")
     index.unlink()
     (broken / WEIGHTS).rename(broken / "pytorch_model.bin")
     assert_refused(broken, tmp_path / "out", capsys, "*.bin pickles")
     (broken / "pytorch_model.bin").unlink()
     assert_refused(broken, tmp_path / "out", capsys, "no *.safetensors file")
     (broken / "config.json").unlink()
-    assert_refused(broken, tmp_path / "out", capsys, "no config.json")
+    assert_refused(broken, tmp_path / "out", capsys, "config.json is missing")
     assert_refused(tmp_path / "a" / "b" / "c", tmp_path / "out", capsys, "neither a folder")
 
 

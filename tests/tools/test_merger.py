@@ -107,7 +107,7 @@ def change_reference(change: Callable[[State], None]) -> Callable[[Path], None]:
     [
         (lambda state: state.pop("visual.merger.ln_q.weight"), "Missing: visual.merger.ln_q.weight; unknown: none"),
         (lambda state: state.update({"extra": torch.ones(1)}), "Missing: none; unknown: extra"),
-        (lambda state: state.update({"model.norm.weight": torch.ones(129)}), "model.norm.weight the shape [129], but by config.json"),
+        (lambda state: state.update({"model.norm.weight": torch.ones(129)}), "model.norm.weight has the shape [129], but config.json"),
     ],
 )  # fmt: skip
 def test_a_reference_that_differs(
@@ -145,7 +145,7 @@ def test_damaged_checkpoints_and_places_are_refused(
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
     assert_refused(tmp_path / "nowhere", out, capsys, "no such folder")
     (tmp_path / "empty").mkdir()
-    assert_refused(tmp_path / "empty", out, capsys, "holds no checkpoint", "mp_rank_*", "model_world_size_*")
+    assert_refused(tmp_path / "empty", out, capsys, "contains no checkpoint", "mp_rank_*", "model_world_size_*")
     shutil.copytree(whole, checkpoint)
     config = json.loads((checkpoint / "hf" / "config.json").read_text())
     config["text_config"] |= {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5}
@@ -192,7 +192,7 @@ NORM, EMBEDDING = "language.decoder.final_layernorm.weight", "language.embedding
     ("change", "said"),
     [
         (lambda state: state.pop(NORM), f"Missing: {NORM}"),
-        (lambda state: state.update({NORM: state[NORM][:-1].clone()}), f"{NORM}: gives model.norm.weight the shape [127]"),
+        (lambda state: state.update({NORM: state[NORM][:-1].clone()}), f"{NORM}: model.norm.weight has the shape [127]"),
         (lambda state: state.update({EMBEDDING: state[EMBEDDING][:-1].clone()}), "model.embed_tokens.weight has 1023 rows"),
         (lambda state: state.update({"language.decoder.layers.0.stranger": torch.ones(1)}), "unknown: language.decoder.layers.0.stranger"),
         (

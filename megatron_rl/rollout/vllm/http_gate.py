@@ -74,6 +74,4 @@ class Gate:
         if is_allowed:
             await self.app(scope, replay_body(body, receive), send)
         else:
-            await send_rejection(
-                RequestRejection(403, f"the only body that is taken here is {json.dumps(ALLOWED_RPC)}"), scope, receive, send
-            )
+            await send_rejection(RequestRejection(403, f"the only accepted body is {json.dumps(ALLOWED_RPC)}"), scope, receive, send)

@@ -19,5 +19,5 @@ def kv_cache_error(message: str, settings: EngineSettings, *, cuda: bool) -> str
         return f"engine.{key}={value}: too small for engine.max_model_len={settings.max_model_len}; {remedy}, or lower the latter"
     free = re.search(r"Available memory on node .*?\(([\d.]+)/", message)
     if free:
-        return f"engine.{key}={value}: is more than the {float(free[1]) * 1024:.0f} MiB of memory that are free here; lower it"
+        return f"engine.{key}={value}: exceeds the {float(free[1]) * 1024:.0f} MiB of free memory; lower it"
     return ""

@@ -110,7 +110,7 @@ class EngineNoise:
         The sampled token minimizes E / p, where p is the probability of the token and E is an
         exponential random number.
         """
-        assert not generators and k is None and p is None, "sampling is from the whole distribution"
+        assert not generators and k is None and p is None, "only sampling from the full distribution is supported"
         logprob_RV = logits.log_softmax(dim=-1, dtype=torch.float32)
         time_RV = torch.empty_like(logprob_RV).exponential_(generator=self._generator)
         return (logprob_RV.exp() / time_RV).argmax(dim=-1), logprob_RV
@@ -124,7 +124,7 @@ def use_seeded_noise(runner: "GPUModelRunner") -> None:
     (own,) = (each for each in runner.input_batch.logitsprocs.all if type(each).__name__ == "BanAndSeed")
 
     def forward(logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
-        assert not generators and k is None and p is None, "sampling is from the whole distribution"
+        assert not generators and k is None and p is None, "only sampling from the full distribution is supported"
         seeds_R = own.noise_seeds(logits.shape[0])
         return torch.ops._C.fused_gumbel_argmax(logits, seeds_R), logits.log_softmax(dim=-1)
 

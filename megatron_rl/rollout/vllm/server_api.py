@@ -31,9 +31,10 @@ MAX_METRICS_BYTES = 16 << 20
 """Maximum size of a /metrics response in bytes."""
 T = TypeVar("T", bound=BaseModel)
 CONNECTION_HINT = "start it with the command that launch/server_command.py prints"
-KEY_REMEDY = "it does not accept this run's requests; give the file of its token as engine.token_file"
+KEY_REMEDY = "the server rejects this run's token; set engine.token_file to the file with its token"
 OWN_SERVER_KEY_REMEDY = (
-    "this run started its own (engine.num_local_servers), and this one does not accept their token: another may have the port; start again"
+    "this run started its own servers (engine.num_local_servers), and this server rejects their token: "
+    "another process may use the port; start again"
 )
 
 
@@ -156,7 +157,7 @@ class VllmServer:
         try:
             return reply_type.model_validate_json(answer)
         except ValidationError as error:
-            raise EndpointError(f"{path}: is no answer of vLLM's, {to_one_line(answer[:80].decode(errors='replace'))}") from error
+            raise EndpointError(f"{path}: is not a vLLM response: {to_one_line(answer[:80].decode(errors='replace'))}") from error
 
     async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
         """See ServerBackend. The request goes through vLLM's engine core."""
@@ -205,18 +206,20 @@ class VllmServer:
             raise ValueError(self.access_error) from error
         except EndpointError as error:
             raise ValueError(
-                f"engine.urls={self.url}: no server of vLLM answers there ({to_one_line(str(error))}); {CONNECTION_HINT}"
+                f"engine.urls={self.url}: no vLLM server responds at this URL ({to_one_line(str(error))}); {CONNECTION_HINT}"
             ) from error
-        remedy = f"is a server of vLLM {version}, this is for {VLLM_VERSION}; start one of that version"
+        remedy = f"runs vLLM {version}, but {VLLM_VERSION} is required; start a server of that version"
         require(version.partition("+")[0] == VLLM_VERSION, "engine.urls", self.url, remedy)
         try:
             natures = self.call_typed(_Fingerprints, "/collective_rpc", {"method": "rl_fingerprint"}, timeout_s=LOAD_TIMEOUT_S).results
         except KeyRefused as error:
             raise ValueError(self.access_error) from error
         except EndpointError as error:
-            raise ValueError(f"engine.urls={self.url}: is no engine of a run ({to_one_line(str(error))}); {CONNECTION_HINT}") from error
+            raise ValueError(
+                f"engine.urls={self.url}: is not an engine that a run can use ({to_one_line(str(error))}); {CONNECTION_HINT}"
+            ) from error
         for name, value in ((name, value) for given in natures for name, value in given.items()):
-            remedy = f"has {name} {value}, this run {expected.get(name)}; {CONNECTION_HINT}"
+            remedy = f"has {name} {value}, but this run has {expected.get(name)}; {CONNECTION_HINT}"
             require(value == expected.get(name), "engine.urls", self.url, remedy)
 
 

@@ -88,7 +88,7 @@ def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Se
     Raises:
         ValueError: engine.token_file is not set.
     """
-    remedy = "servers ask for the token in a file; make one and give it: head -c 32 /dev/urandom | base64 > FILE; engine.token_file=FILE"
+    remedy = "servers require a token file; create it and set the key: head -c 32 /dev/urandom | base64 > FILE; engine.token_file=FILE"
     require(bool(settings.token_file), "engine.token_file", settings.token_file, remedy)
     given = server_arguments(model_path, settings, banned_ids=banned_ids, pixels=pixels, cuda=cuda, seed=None, timeout_s=600.0)
     environment = [f"{name}={value}" for name, value in server_environment(settings, token_file=settings.token_file).items()]

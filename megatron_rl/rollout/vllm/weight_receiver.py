@@ -125,9 +125,9 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     name = f"{prefix}.{kind}"
-    assert param.numel(), f"{name} was packed away: disable_weight_packing must run before the engine is built"
+    assert param.numel(), f"{name} was replaced by a packed copy: disable_weight_packing must run before the engine is built"
     if isinstance(module, QKVParallelLinear):
-        assert module.num_kv_head_replicas == 1, f"{name}: key/value heads are never replicated"
+        assert module.num_kv_head_replicas == 1, f"{name}: replicated key/value heads are not supported"
         sizes = [module.num_heads * module.head_size, module.num_kv_heads * module.head_size, module.num_kv_heads * module.head_size]
         places = _stacked_locations(param, sizes=sizes, rank=module.tp_rank, tp=module.tp_size)
         if prefix.endswith(".qkv_proj"):
@@ -137,7 +137,7 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
     if isinstance(module, MergedColumnParallelLinear):
         places = _stacked_locations(param, sizes=module.output_partition_sizes, rank=module.tp_rank, tp=module.tp_size)
         stem = prefix.removesuffix("gate_up_proj")
-        assert stem != prefix and len(places) == 2, f"{name}: a fused layer that the table does not know"
+        assert stem != prefix and len(places) == 2, f"{name}: unknown fused layer"
         return {f"{stem}{part}.{kind}": place for part, place in zip(("gate_proj", "up_proj"), places, strict=True)}
     if isinstance(module, ColumnParallelLinear):
         return {name: _cut_location(param, dim=0, rank=module.tp_rank, tp=module.tp_size)}
@@ -258,11 +258,13 @@ class WeightReceiver:
             own_name = self._weights.to_engine_name(name)
             place = self._weights.location(own_name)
             if place is None:
-                raise RuntimeError(f"weight sync: the engine has no place for {name}")
+                raise RuntimeError(f"weight sync: the engine has no parameter for {name}")
             if own_name in self._sent:
                 raise RuntimeError(f"weight sync: {name} was sent twice")
             if tensor.shape != place.shape:
-                raise RuntimeError(f"weight sync: {name} was sent as {tuple(tensor.shape)}, the engine's is {tuple(place.shape)}")
+                raise RuntimeError(
+                    f"weight sync: {name} was sent with shape {tuple(tensor.shape)}, but the engine has shape {tuple(place.shape)}"
+                )
             tensor = tensor.detach().to(place.slices[0].memory.dtype)
             self._sent[own_name], self._names[own_name] = place.sent_checksums(tensor), name
             fitting.append((name, tensor))
@@ -279,4 +281,4 @@ class WeightReceiver:
             raise RuntimeError(f"weight sync: {len(missing)} tensors were not sent: {', '.join(map(to_hf_name, missing))}")
         wrong = [self._names[name] for name, sums in self._sent.items() if self._weights.location(name).held_checksums() != sums]
         if wrong:
-            raise RuntimeError(f"weight sync: the engine does not hold what was sent: {', '.join(wrong)}")
+            raise RuntimeError(f"weight sync: the engine's weights differ from the sent weights: {', '.join(wrong)}")

@@ -109,7 +109,7 @@ class Connection:
         except (OSError, RuntimeError, ValueError) as error:
             raise EndpointError(f"{path}: {describe_error(error)}") from error
         if late:
-            raise EndpointError(f"{path}: no end within parallel.timeout_s={self.timeout_s:g}")
+            raise EndpointError(f"{path}: not finished within parallel.timeout_s={self.timeout_s:g}")
         return own.result()
 
     def abort(self) -> None:
@@ -187,7 +187,9 @@ class WeightSender:
             try:
                 line.connect()
             except EndpointError as fault:
-                raise ValueError(f"engine.urls={url}: cannot be had ({fault}); end the run that has it, or start another one") from fault
+                raise ValueError(
+                    f"engine.urls={url}: cannot be used ({fault}); stop the run that uses it, or start another server"
+                ) from fault
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], label: str, *, urls: Collection[str]) -> tuple[list[str], dict[str, str]]:
         """Send an update, with the weight label `label`, to the servers at `urls`.
@@ -202,7 +204,7 @@ class WeightSender:
                     held_back.callback(line.lock.release)
                     lines.append(line)
                 else:
-                    faults[line.server.url] = "is still being given the weights before these"
+                    faults[line.server.url] = "is still receiving the previous weights"
             lines, more = self._for_each(lines, Connection.start_update)
             faults, sent = faults | more, time.perf_counter()
             is_first, self._label, self._last_update = not self._label, label, []
@@ -279,7 +281,7 @@ class WeightSender:
         with ExitStack() as held_back:
             with self._lock:
                 if not self._last_update:
-                    raise EndpointError("no weights were sent yet")
+                    raise EndpointError("no weights have been sent yet")
                 kept, label = list(self._last_update), self._label
                 held_back.enter_context(line.lock)
             line.abort()
@@ -307,7 +309,9 @@ def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, refe
     if mine.keys() != theirs.keys():
         return
     if names := sorted(name for name in mine if mine[name] != theirs[name]):
-        raise EndpointError(f"holds other weights than {reference_url}: {len(names)} differ, {names[0]} first (/weight_checker)")
+        raise EndpointError(
+            f"has different weights from {reference_url}: {len(names)} tensor(s) differ, the first is {names[0]} (/weight_checker)"
+        )
 
 
 def local_address_towards(url: str) -> str:

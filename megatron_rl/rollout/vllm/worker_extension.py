@@ -74,7 +74,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: The engine belongs to another run that is still alive.
         """
         if self._transport is not None and self._owner != init_info.owner and _is_trainer_alive(self._transport):
-            raise RuntimeError(f"this engine is that of {self._owner}")
+            raise RuntimeError(f"this engine is in use by {self._owner}")
         self._transport, self._owner = None, init_info.owner
         meeting = Rendezvous(
             address=init_info.address, port=init_info.port, size=init_info.size, kind=init_info.kind, timeout_s=init_info.timeout_s
@@ -90,7 +90,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
             RuntimeError: The engine does not belong to any run.
         """
         if self._transport is None:
-            raise RuntimeError("no run has this engine")
+            raise RuntimeError("this engine is not connected to a run")
         self._receiver, self._digest, self._is_proven = WeightReceiver(self._weights), UpdateDigest(), False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -101,7 +101,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
                 weights. vLLM then treats the update as ended.
         """
         if self._receiver is None:
-            raise RuntimeError("weight sync: no update was begun")
+            raise RuntimeError("weight sync: no update was started")
         bucket = Bucket(
             names=update_info.names,
             dtypes=update_info.dtypes,
@@ -116,14 +116,14 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._receiver.receive_bucket(tensors)
         if bucket.digest:
             if self._digest.hexdigest() != bucket.digest:
-                raise RuntimeError("weight sync: what came is not what was sent")
+                raise RuntimeError("weight sync: the received weights differ from the sent weights")
             self._receiver.finish()
             self._receiver, self._is_proven = None, True
 
     def finish_weight_update(self) -> None:
         """Raise RuntimeError unless the whole update was received and verified."""
         if not self._is_proven:
-            raise RuntimeError("weight sync: not all was sent")
+            raise RuntimeError("weight sync: the update is incomplete")
 
     def shutdown(self) -> None:
         """Leave the trainer's process group."""

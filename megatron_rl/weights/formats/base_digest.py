@@ -51,7 +51,7 @@ def check_base(config: dict[str, object], source: TensorSource, *, key: str, ada
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:
-        return f"{key}={adapter}: its adapter_config.json has no {DIGEST}: that {base} is the base it is used with cannot be checked"
+        return f"{key}={adapter}: its adapter_config.json has no {DIGEST}: cannot check that {base} is the base model in use"
     if stated != compute_base_digest(source):
-        raise ValueError(f"{key}={adapter}: was trained on another base ({base}) than this one; give the adapter's own base")
+        raise ValueError(f"{key}={adapter}: was trained on another base model ({base}); use the adapter's own base model")
     return ""

@@ -84,7 +84,7 @@ class StoredTensors(Protocol):
 def describe_skipped(source: TensorSource) -> str:
     """Return one line that lists ignored tensors, or '' if no tensor was ignored."""
     count = len(source.skipped)
-    return f"left out: {count} stored tensors that are computed anew ({_first_names(list(source.skipped))})" if count else ""
+    return f"skipped: {count} stored tensors that are recomputed ({_first_names(list(source.skipped))})" if count else ""
 
 
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
@@ -94,10 +94,11 @@ def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, tar
     """
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
-        heads = ", and remove what is no part of the model (a value head) from its files" if unknown else ""
+        heads = ", and remove tensors that are not part of the model (such as a value head) from its files" if unknown else ""
         raise ValueError(
-            f"{source}: does not hold exactly the tensors of {target}. Missing: {_first_names(missing)}; unknown: {_first_names(unknown)}. "
-            f"Copy the whole checkpoint, and give the config.json that belongs to it{heads}"
+            f"{source}: does not contain exactly the tensors of {target}. "
+            f"Missing: {_first_names(missing)}; unknown: {_first_names(unknown)}. "
+            f"Copy the whole checkpoint, and use the config.json that belongs to it{heads}"
         )
 
 
@@ -116,7 +117,7 @@ def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) 
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
         return TensorSpec(spec.dtype, shape)
     if found != shape:
-        raise ValueError(f"{stored}: gives {name} the shape {list(found)}, but by config.json it has {list(shape)}")
+        raise ValueError(f"{stored}: {name} has the shape {list(found)}, but config.json requires {list(shape)}")
     return spec
 
 
@@ -199,7 +200,9 @@ class MegatronSource:
         copies = {row.checkpoint_key for row in rows if not row.is_exported}
         exported = {row.checkpoint_key: row for row in rows if row.is_exported}
         check_names(names.keys() - copies, exported, source=str(ranks[0].folder), target="the model that config.json describes")
-        check_names((name for row in exported.values() for name in row.hf_names), shapes, source="the table", target="transformers' model")
+        check_names(
+            (name for row in exported.values() for name in row.hf_names), shapes, source="the name mapping", target="transformers' model"
+        )
         self._names = names
         self._tied_copy = next((key for key in copies if key in names), None)
         self._rows = {name: row for row in exported.values() for name in row.hf_names}
@@ -226,7 +229,7 @@ class MegatronSource:
             tensors = row.to_hf([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs])
         except RuntimeError as error:
             parts = f"{len(specs)} part(s) of shape {list(specs[0].shape)}"
-            raise ValueError(f"{stored}: {parts} cannot be {', '.join(row.hf_names)} of the sizes in config.json") from error
+            raise ValueError(f"{stored}: {parts} cannot be converted to {', '.join(row.hf_names)} with the sizes in config.json") from error
         return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf_names, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
@@ -251,7 +254,7 @@ class MegatronSource:
         for number, rank in enumerate(self._ranks[1:], start=1):
             if not torch.equal(first, rank.read(name)):
                 raise ValueError(
-                    f"{self._locate(name)}: {name} is replicated, but tensor-parallel ranks 0 and {number} hold different values"
+                    f"{self._locate(name)}: {name} is replicated, but tensor-parallel ranks 0 and {number} contain different values"
                 )
         return [first]
 

@@ -61,7 +61,7 @@ def open_classic(folder: Path) -> list[ClassicRank]:
     chunks = {place: _chunks(path) for place, path in files.items()}
     if len({len(parts) for parts in chunks.values()}) > 1:
         counts = {files[place].parent.name: len(parts) for place, parts in chunks.items()}
-        raise ValueError(f"{folder}: the ranks hold different numbers of model chunks: {counts}; copy the whole checkpoint")
+        raise ValueError(f"{folder}: the ranks contain different numbers of model chunks: {counts}; copy the whole checkpoint")
     found: dict[str, list[StoredTensor]] = {}
     first_layer = 0
     for chunk in range(len(chunks[0, 0])):
@@ -81,14 +81,14 @@ def _add_chunk(found: dict[str, list[StoredTensor]], ranks: list[dict[str, Store
         present = next(part[name] for part in ranks if name in part)
         if lacking:
             raise ValueError(
-                f"{folder}: {name} stands in {_describe_file(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
+                f"{folder}: {name} is in {_describe_file(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
             )
         layer = LAYER.match(name)
         if layer:
             num_layers = max(num_layers, int(layer[2]) + 1)
         whole = f"{layer[1]}{int(layer[2]) + first_layer}{layer[3]}" if layer else name
         if whole in found:
-            raise ValueError(f"{folder}: {whole} stands both in {_describe_file(found[whole][0])} and in {_describe_file(present)}")
+            raise ValueError(f"{folder}: {whole} is both in {_describe_file(found[whole][0])} and in {_describe_file(present)}")
         found[whole] = [part[name] for part in ranks]
     return num_layers
 
@@ -108,13 +108,13 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     for path in rank_folders(folder):
         name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
         if name is None:
-            raise ValueError(f"{path}: is neither mp_rank_TT nor mp_rank_TT_PPP (experts have no place in a dense model)")
+            raise ValueError(f"{path}: is neither mp_rank_TT nor mp_rank_TT_PPP (a dense model has no expert ranks)")
         file = next((path / each for each in FILES if (path / each).is_file()), None)
         if file is None:
-            raise ValueError(f"{path}: holds none of {', '.join(FILES)}; copy the whole checkpoint")
+            raise ValueError(f"{path}: contains none of {', '.join(FILES)}; copy the whole checkpoint")
         place = (int(name[1]), int(name[2] or 0))
         if place in files:
-            raise ValueError(f"{path}: the same rank as {files[place].parent}; remove one of the two")
+            raise ValueError(f"{path}: is the same rank as {files[place].parent}; remove one of the two")
         files[place] = file
     return files
 
@@ -135,20 +135,20 @@ def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
 
 def _pieces(state: object, path: Path) -> dict[str, StoredTensor]:
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: holds a {type(state).__name__} where a state dict was expected")
+        raise ValueError(f"{path}: contains a {type(state).__name__}, expected a state dict")
     pieces: dict[str, StoredTensor] = {}
     spelled: dict[str, str] = {}
     for name, value in state.items():
         if str(name).endswith("_extra_state"):  # Transformer Engine's fp8 scales, not weights
             continue
         if not isinstance(value, StoredTensor):
-            raise ValueError(f"{path}: {name} is no tensor but a {type(value).__name__}; give a Megatron-Core model's checkpoint")
+            raise ValueError(f"{path}: {name} is not a tensor but a {type(value).__name__}; use a Megatron-Core model's checkpoint")
         plain = str(name)
         while plain.startswith("module."):
             plain = plain.removeprefix("module.")
         prefix = next((prefix for prefix in PREFIXES if plain.startswith(prefix)), "")
         whole = PREFIXES[prefix] + plain.removeprefix(prefix) if prefix else plain
         if whole in pieces:
-            raise ValueError(f"{path}: {spelled[whole]} and {name} are one tensor under two names; give a checkpoint that holds it once")
+            raise ValueError(f"{path}: {spelled[whole]} and {name} are one tensor under two names; use a checkpoint that contains it once")
         pieces[whole], spelled[whole] = value, str(name)
     return pieces

@@ -103,7 +103,7 @@ def check_records(files: object) -> Mapping[str, FileRecord]:
         raise TypeError(f"files is a {type(files).__name__}")
     for name, expected in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{name!r:.80} is no file of the checkpoint")
+            raise ValueError(f"{name!r:.80} is not a file of the checkpoint")
         if not isinstance(expected, dict) or (type(expected.get("bytes")), type(expected.get("sha256"))) != (int, str):
             raise TypeError(f"{name} has no size and digest")
     return files

@@ -38,7 +38,7 @@ class FsdpTensors:
         lora = sorted(name for name in ranks[0] if "lora_" in name)
         if lora:
             raise ValueError(
-                f"{folder}: holds a LoRA adapter ({lora[0]}); give the base model's checkpoint, and the exported adapter as --lora"
+                f"{folder}: contains a LoRA adapter ({lora[0]}); use the base model's checkpoint, and the exported adapter as --lora"
             )
         self._parts = {name: _select_parts(name, [pieces[name] for pieces in ranks]) for name in ranks[0]}
         self.specs = {name: TensorSpec(parts[0].dtype, _full_shape(parts[0])) for name, parts in self._parts.items()}
@@ -73,7 +73,9 @@ def _rank_files(folder: Path) -> list[Path]:
     numbers = {tuple(map(int, FILE.fullmatch(path.name).groups())): path for path in rank_paths(folder)}
     sizes = {size for size, _ in numbers}
     if len(sizes) > 1:
-        raise ValueError(f"{folder}: holds the shards of worlds of {', '.join(map(str, sorted(sizes)))} processes; leave those of one")
+        raise ValueError(
+            f"{folder}: contains shards for world sizes {', '.join(map(str, sorted(sizes)))}; keep the shards of one world size"
+        )
     size = sizes.pop()
     absent = [f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size) if (size, rank) not in numbers]
     if absent:
@@ -84,13 +86,13 @@ def _rank_files(folder: Path) -> list[Path]:
 def _pieces(path: Path) -> dict[str, StoredTensor]:
     state = pickle_tensors.load(path)
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: holds a {type(state).__name__} where a state dict was expected")
+        raise ValueError(f"{path}: contains a {type(state).__name__}, expected a state dict")
     pieces: dict[str, StoredTensor] = {}
     for name, value in state.items():
         if not isinstance(value, StoredTensor):
-            raise ValueError(f"{path}: {name} is no tensor but a {type(value).__name__}; save a sharded state dict of DTensors")
+            raise ValueError(f"{path}: {name} is not a tensor but a {type(value).__name__}; save a sharded state dict of DTensors")
         if canonical_name(name) in pieces:
-            raise ValueError(f"{path}: {name} stands there under both spellings")
+            raise ValueError(f"{path}: {name} occurs under both spellings")
         pieces[canonical_name(name)] = value
     return pieces
 
@@ -103,7 +105,7 @@ def _shard_dimension(piece: StoredTensor) -> int | None:
     if kinds in (["Shard"], ["Replicate", "Shard"]):
         return piece.placements[-1][1]
     raise ValueError(
-        f"{piece.path}: placements {kinds} are not read: only a cut over the last dimension of a (fsdp) or (ddp, fsdp) mesh is"
+        f"{piece.path}: placements {kinds} are not supported: only sharding over the last dimension of a (fsdp) or (ddp, fsdp) mesh is"
     )
 
 
@@ -122,12 +124,12 @@ def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
     shapes = [piece.shape for piece in pieces]
     if not cut or shapes != cut * (len(pieces) // len(cut)):
         held = [list(shape) for shape in shapes]
-        raise ValueError(f"{first.path.parent}: {name} is {list(whole)} as a whole, but its ranks hold {held}; copy the shards of one save")
+        raise ValueError(
+            f"{first.path.parent}: {name} has the shape {list(whole)}, but its ranks have {held}; copy the shards of one checkpoint"
+        )
     for rank, piece in enumerate(pieces):
         if dimension is not None and piece.coordinate is not None and piece.coordinate[-1] != rank % len(cut):
-            raise ValueError(
-                f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; files were mixed up, copy them again"
-            )
+            raise ValueError(f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; copy the files again")
     return pieces[: len(cut)]
 
 

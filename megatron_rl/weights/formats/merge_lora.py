@@ -36,7 +36,9 @@ class MergedTensors:
             end = next((end for end in HALVES if name.endswith(end)), "")
             target = name.removesuffix(end) + ".weight"
             if not end or target not in self.specs:
-                raise ValueError(f"{key}={adapter}: {self.adapter.stored_name(name)} has no place in the base model; give its own base")
+                raise ValueError(
+                    f"{key}={adapter}: {self.adapter.stored_name(name)} is not in the base model; use the adapter's own base model"
+                )
             halves.setdefault(target, set()).add(end)
         self.pairs = {target: self._pair(target, ends) for target, ends in halves.items()}
         self.warning = check_base(config, base, key=key, adapter=adapter)
@@ -47,7 +49,7 @@ class MergedTensors:
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:
-            raise ValueError(f"{self.adapter.key}={self.adapter.folder}: {missing} is missing beside the other half, for {target}")
+            raise ValueError(f"{self.adapter.key}={self.adapter.folder}: {missing} is missing, but the other half exists for {target}")
         outputs, *inputs = self.specs[target].shape
         sizes = [list(self.adapter.specs[name].shape) for name in (a, b)]
         if sizes != [[self.rank, *inputs], [outputs, self.rank]]:

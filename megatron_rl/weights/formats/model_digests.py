@@ -18,7 +18,7 @@ FILES = (
 """Files other than weights that affect the model's inputs or computation."""
 WEIGHTS = (".safetensors", ".distcp", ".pt")
 """Suffixes of weight files."""
-MISSING_FILE = "none: the file is not there"
+MISSING_FILE = "none: the file does not exist"
 
 
 def model_digests(folder: Path) -> dict[str, str]:
@@ -41,6 +41,6 @@ def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, k
         before, now = recorded.get(name, MISSING_FILE), found.get(name, MISSING_FILE)
         if before != now:
             raise ValueError(
-                f"{key}={folder}: holds another model than when this run began: the digest of its {name} is {now}, and was {before}; "
-                "put the first model back, or choose another run.dir"
+                f"{key}={folder}: contains another model than when this run started: the digest of its {name} is {now}, and was {before}; "
+                "restore the first model, or choose another run.dir"
             )

@@ -36,8 +36,8 @@ def detect_format(folder: Path, *, key: str) -> str:
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
         return "hf"
     raise ValueError(
-        f"{key}={folder}: holds no checkpoint: no {METADATA} (Megatron's torch_dist), no mp_rank_* folders (classic Megatron), "
-        "no model_world_size_*_rank_*.pt (FSDP shards) and no *.safetensors; give the folder that has these files in it"
+        f"{key}={folder}: contains no checkpoint: no {METADATA} (Megatron's torch_dist), no mp_rank_* folders (classic Megatron), "
+        "no model_world_size_*_rank_*.pt (FSDP shards) and no *.safetensors; use the folder that contains these files"
     )
 
 
@@ -83,7 +83,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
         if not adapters:
             return base
         if not (folder / "adapter").is_dir():
-            raise ValueError(f"{key}={folder}: its run trained an adapter, but there is no adapter/ in it; copy the whole checkpoint")
+            raise ValueError(f"{key}={folder}: its run trained an adapter, but adapter/ is missing; copy the whole checkpoint")
         return MergedTensors(base, folder / "adapter", key=key)
     ranks = open_classic(folder)
     has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)

@@ -138,17 +138,17 @@ def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardL
     """
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
-        raise ValueError(f"lora.path={folder}: its scale is alpha / sqrt(rank) (use_rslora); only alpha / rank can be trained on")
+        raise ValueError(f"lora.path={folder}: its scale is alpha / sqrt(rank) (use_rslora); only alpha / rank is supported")
     for setting, stated, theirs in (("lora.rank", rank, config["r"]), ("lora.alpha", alpha, config["lora_alpha"])):
         if theirs != stated:
-            raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; state the same")
+            raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; use the same value")
     source = HfTensors(folder, key="lora.path")
     wanted = {name for row in rows for name in row.hf_names}
     missing, unknown = sorted(wanted - source.specs.keys()), sorted(source.specs.keys() - wanted)
     if missing or unknown:
         raise ValueError(
             f"lora.path={folder}: the adapter and lora.targets differ. Missing in the adapter: {missing[:3]} ({len(missing)}); "
-            f"not among the targets: {unknown[:3]} ({len(unknown)}). State the adapter's own targets"
+            f"not among the targets: {unknown[:3]} ({len(unknown)}). Use the adapter's own targets"
         )
     fill_parameters(_parameters(chunks), rows, placement, lambda row, _shape: tuple(source.read(name) for name in row.hf_names))
 
@@ -162,30 +162,30 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     """
     path = folder / CONFIG
     if not path.is_file():
-        raise ValueError(f"{key}={folder}: there is no {CONFIG}; give a folder in PEFT's format")
+        raise ValueError(f"{key}={folder}: {CONFIG} is missing; use a folder in PEFT's format")
     try:
         config = read_json(path)
     except ValueError as error:
         raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{key}={folder}: its {CONFIG} holds a {type(config).__name__}, no settings; copy it again")
+        raise ValueError(f"{key}={folder}: its {CONFIG} contains a {type(config).__name__}, not settings; copy it again")
     foreign = [name for name, value in config.items() if value and name not in KNOWN_FIELDS]
     foreign += ["bias"] if config.get("bias", "none") != "none" else []
     foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
     if foreign:
         told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
-        raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is more than plain LoRA; merge the adapter with PEFT itself")
+        raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is not plain LoRA; merge the adapter with PEFT itself")
     start = config.get("init_lora_weights")
     if start not in TARGET_PREFIXES:
         raise ValueError(
             f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base when training started; "
-            "save it anew with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
+            "save it again with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is no rank (a positive integer); copy it again")
+        raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is not a rank (a positive integer); copy it again")
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is no number; copy it again")
+        raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is not a number; copy it again")
     return config
 
 

@@ -97,7 +97,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
             return _Archive(path, file, start, length).load()
     except (*UNPICKLING_ERRORS, zipfile.BadZipFile, NotImplementedError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ValueError(f"{path}: is corrupt or no file that torch.save wrote ({why}); copy it again") from error
+        raise ValueError(f"{path}: is corrupt or was not written by torch.save ({why}); copy it again") from error
 
 
 class _FileSlice(io.RawIOBase):
@@ -140,7 +140,7 @@ class _Archive:
 
     def load(self) -> object:
         if "byteorder" in self._members and self._content("byteorder", 16) != b"little":
-            raise ValueError("its numbers are big-endian")
+            raise ValueError("its tensors are big-endian")
         content = self._content("data.pkl", MAX_PICKLE_BYTES)
         return SafeUnpickler(content, find_maker=self._known, set_state=_fill, load_stored=self._storage).load()
 
@@ -163,7 +163,7 @@ class _Archive:
             raise ValueError(f"{name} has no header")
         place = member.header_offset + 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
         if place + member.file_size > self._length:
-            raise ValueError(f"{name} is cut off")
+            raise ValueError(f"{name} is truncated")
         return place
 
     def _known(self, module: str, name: str) -> object:

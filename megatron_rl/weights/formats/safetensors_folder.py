@@ -91,14 +91,16 @@ class HfTensors:
                 name = canonical_name(stored.name)
                 if name in self._tensors:
                     first = self._tensors[name].path.name
-                    raise self._error(f"tensor {stored.name} stands in {first} and in {path.name}; remove one of the two")
+                    raise self._error(f"tensor {stored.name} is in {first} and in {path.name}; remove one of the two")
                 self._tensors[name] = stored
         listed = {canonical_name(name): file for name, file in index.items()}
         present = {name: stored.path.name for name, stored in self._tensors.items()}
         differ = sorted(name for name in listed.keys() | present.keys() if index and listed.get(name) != present.get(name))
         if differ:
-            places = f"says {listed.get(differ[0], 'nothing')}, the files say {present.get(differ[0], 'nowhere')}"
-            raise self._error(f"{INDEX_FILE} and the files differ in {len(differ)} tensors; of {differ[0]} it {places}; copy it all again")
+            places = f"(index: {listed.get(differ[0], 'nothing')}, files: {present.get(differ[0], 'nowhere')})"
+            raise self._error(
+                f"{INDEX_FILE} and the files differ in {len(differ)} tensors, first {differ[0]} {places}; copy the whole checkpoint"
+            )
         self.specs = {name: self._tensors[name].spec for name in sorted(self._tensors)}
 
     def _error(self, what: str) -> ValueError:
@@ -113,18 +115,18 @@ class HfTensors:
             raise self._error(f"{INDEX_FILE} is damaged ({error}); copy it again") from error
         wrong = next((name for name, file in index.items() if not is_file_name(file)), None)
         if wrong is not None:
-            raise self._error(f"{INDEX_FILE} is damaged ({wrong} is in {index[wrong]!r}, which is no file of the folder); copy it again")
+            raise self._error(f"{INDEX_FILE} is damaged ({wrong} is in {index[wrong]!r}, which is not a file of the folder); copy it again")
         return index
 
     def _weight_files(self, index: dict[str, str]) -> list[Path]:
         files = sorted({self.folder / file for file in index.values()}) or sorted(filter(Path.is_file, self.folder.glob("*.safetensors")))
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise self._error(f"{INDEX_FILE} names {', '.join(missing)}, not in the folder; copy the whole checkpoint")
+            raise self._error(f"{INDEX_FILE} lists {', '.join(missing)}, missing from the folder; copy the whole checkpoint")
         if not files and any(self.folder.glob("*.bin")):
             raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors first (save_pretrained)")
         if not files:
-            raise self._error("no *.safetensors file in it; give a Hugging Face model folder")
+            raise self._error("contains no *.safetensors file; use a Hugging Face model folder")
         return files
 
     def _read_entries(self, path: Path) -> list[_Entry]:
@@ -147,7 +149,7 @@ class HfTensors:
         header.pop("__metadata__", None)
         unknown = sorted({entry["dtype"] for entry in header.values()} - DTYPES.keys())
         if unknown:
-            raise self._error(f"{path.name} holds numbers of type {unknown[0]}; quantized checkpoints cannot be trained")
+            raise self._error(f"{path.name} contains numbers of type {unknown[0]}; quantized checkpoints cannot be trained")
         return [
             _Entry(path, name, TensorSpec(DTYPES[entry["dtype"]], torch.Size(entry["shape"])), 8 + length + entry["data_offsets"][0])
             for name, entry in header.items()
@@ -301,4 +303,4 @@ def _verify_shard(shard: _Shard) -> None:
     wanted = {name: (shard.header[name]["dtype"], shard.header[name]["shape"]) for name in _tensor_names(shard)}
     if read != wanted:
         differing = sorted(name for name in read.keys() | wanted.keys() if read.get(name) != wanted.get(name))
-        raise OSError(f"{shard.path.name}: reads back differently: {', '.join(differing[:4])}")
+        raise OSError(f"{shard.path.name}: differs when read back: {', '.join(differing[:4])}")

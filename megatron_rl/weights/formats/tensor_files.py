@@ -207,7 +207,7 @@ def list_companions(source: Path) -> list[Path]:
         if is_weights or path.name.startswith(".") or not path.is_file() or path.stat().st_size > MAX_COMPANION_BYTES:
             continue
         if path.is_symlink() and not any(path.resolve().is_relative_to(home) for home in homes):
-            raise ValueError(f"{path}: is a link to {path.resolve()}, out of its folder; put a copy of the file in its place")
+            raise ValueError(f"{path}: is a link to {path.resolve()}, outside its folder; replace it with a copy of the file")
         found.append(path)
     return found
 

@@ -39,7 +39,7 @@ class McoreImport:
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
         if len({tensor.dtype for tensor in tensors}) > 1:
             differ = ", ".join(f"{name} {spec}" for name, spec in zip(row.hf_names, specs, strict=True))
-            raise ValueError(f"{row.checkpoint_key} is made of tensors of different types: {differ}; give --dtype")
+            raise ValueError(f"{row.checkpoint_key} is built from tensors of different types: {differ}; set --dtype")
         whole = row.to_mcore(tensors, 0, 1)
         return TensorSpec(whole.dtype, whole.shape)
 
@@ -68,7 +68,9 @@ class McoreImport:
         wrong = sorted(name for name in self.source.specs.keys() | consumed.keys() if consumed[name] != 1)
         if wrong:
             makes = [row.checkpoint_key for row in self.rows if wrong[0] in row.hf_names]
-            raise ValueError(f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no tensor of Megatron'}, not once")
+            raise ValueError(
+                f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no Megatron tensor'}, instead of once"
+            )
         self._check_result(into)
 
     def _runs(self, row: ParamMapping) -> Tensors:
@@ -77,13 +79,13 @@ class McoreImport:
     def _check_result(self, into: Path) -> None:
         """Read the metadata of the written folder and compare it with the plan."""
         result = McoreTensors(into, key="--out")
-        check_names(result.specs, self.target_specs, source=str(into), target="the table")
+        check_names(result.specs, self.target_specs, source=str(into), target="the name mapping")
         for key, spec in self.target_specs.items():
             if result.specs[key] != spec:
-                raise ValueError(f"{into}: {key} was written as {result.specs[key]}, but its sources give {spec}")
+                raise ValueError(f"{into}: {key} was written as {result.specs[key]}, but its sources have {spec}")
         num_bytes = sum(spec.nbytes for spec in result.specs.values())
         if num_bytes != self.num_bytes:
-            raise ValueError(f"{into}: {num_bytes} bytes of tensors were written, {self.num_bytes} were to be")
+            raise ValueError(f"{into}: {num_bytes} bytes of tensors were written, expected {self.num_bytes}")
 
 
 def num_chunks(row: ParamMapping, tp: int) -> int:

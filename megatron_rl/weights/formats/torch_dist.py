@@ -48,7 +48,7 @@ def read_format_metadata(folder: Path, *, key: str) -> object:
     """
     path = folder / FORMAT_FILE
     if not path.is_file():
-        raise ValueError(f"{key}={folder}: no {FORMAT_FILE} in it; give a Megatron torch_dist checkpoint folder")
+        raise ValueError(f"{key}={folder}: {FORMAT_FILE} is missing; use a Megatron torch_dist checkpoint folder")
     try:
         return read_json(path)
     except ValueError as error:
@@ -107,23 +107,23 @@ class McoreTensors:
     def _compare(self, recorded: RecordedFiles | None, names: list[str]) -> None:
         difference = recorded.find_difference(names) if recorded else ""
         if difference:
-            raise ValueError(f"{self.key}={self.folder}: damaged: {difference}; copy the checkpoint again, or take another one")
+            raise ValueError(f"{self.key}={self.folder}: damaged: {difference}; copy the checkpoint again, or use another one")
 
     def _check(self) -> None:
         lengths: dict[str, int] = {}
         for name, entry in self._tensors.items():
             if not chunks_cover_tensor(entry.size, entry.chunks):
-                raise self._damaged(name, "its chunks do not cover it once")
+                raise self._damaged(name, "its chunks do not cover it exactly once")
             for chunk in entry.chunks:
                 place = self._places.get(metadata.MetadataIndex(name, chunk.offsets))
                 if place is None:
-                    raise self._damaged(name, f"its chunk at {tuple(chunk.offsets)} lies nowhere")
+                    raise self._damaged(name, f"its chunk at {tuple(chunk.offsets)} is in no file")
                 file = place.relative_path
                 if file not in lengths:
                     path = self.folder / file
                     lengths[file] = path.stat().st_size if path.is_file() else -1
                 if place.offset + place.length > lengths[file]:
-                    raise self._damaged(name, f"{file} is missing" if lengths[file] < 0 else f"{file} is cut off")
+                    raise self._damaged(name, f"{file} is missing" if lengths[file] < 0 else f"{file} is truncated")
                 if chunk.sizes.numel() * entry.properties.dtype.itemsize > place.length:
                     raise self._damaged(name, f"{tuple(chunk.sizes)} numbers do not fit into {place.length} bytes of {file}")
 
@@ -166,7 +166,7 @@ class McoreTensors:
         is_tensor = isinstance(stored, StoredTensor)
         if not is_tensor or (stored.shape, stored.dtype) != (sizes, spec.dtype) or not stored.is_contiguous:
             held = f"{stored.dtype} {tuple(stored.shape)}" if is_tensor else f"a {type(stored).__name__}"
-            raise self._damaged(name, f"{place.relative_path} holds {held}, not {spec.dtype} {tuple(sizes)}")
+            raise self._damaged(name, f"{place.relative_path} contains {held}, not {spec.dtype} {tuple(sizes)}")
         return map_tensor(path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, read_once=self._read_once)
 
 
@@ -199,9 +199,11 @@ class TorchDistWriter:
         without reading the rest of the tensor. With dim=0, the last chunk is shorter if `parts`
         does not divide the number of rows.
         """
-        assert key not in self._metadata.state_dict_metadata, f"{key} was written already"
+        assert key not in self._metadata.state_dict_metadata, f"{key} has already been written"
         shape = _stacked_shape(runs)
-        assert parts == 1 or dim == 0 or shape[dim] % parts == 0, f"{key} {tuple(shape)} in {parts} along {dim}"
+        assert parts == 1 or dim == 0 or shape[dim] % parts == 0, (
+            f"{key}: cannot divide {tuple(shape)} into {parts} equal parts along dimension {dim}"
+        )
         entry = metadata.TensorStorageMetadata(metadata.TensorProperties(runs[0].dtype), shape, [])
         offsets = [0] * len(shape)
         for chunk in _cut_runs(runs, dim, parts):

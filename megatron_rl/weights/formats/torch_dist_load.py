@@ -45,12 +45,12 @@ def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bo
     config key that contains `folder`, used in error messages.
     """
     if read_format_metadata(folder, key=key) != FORMAT_METADATA:
-        raise ValueError(f"{key}={folder}: its metadata.json names another format than Megatron's torch_dist; copy it again")
+        raise ValueError(f"{key}={folder}: its metadata.json specifies a format other than Megatron's torch_dist; copy it again")
     stored = McoreTensors(folder, key=key, with_optimizer=with_optimizer, is_verified=with_optimizer)
     entries = stored.metadata.state_dict_metadata.items()
     no_tensor = next((name for name, entry in entries if isinstance(entry, BytesStorageMetadata)), None)
     if with_optimizer and no_tensor is not None:
-        raise ValueError(f"{key}={folder}: {no_tensor} is bytes, and a training state has tensors alone; copy it again")
+        raise ValueError(f"{key}={folder}: {no_tensor} is a bytes entry, but a training state contains only tensors; copy it again")
     strict = StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.ASSUME_OK_UNEXPECTED
     with _using_reader(_Reader(stored)):
         return dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _EmptyCommonState(), strict=strict)
@@ -90,7 +90,7 @@ class _Reader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             if item.type is not LoadItemType.TENSOR:
-                raise ValueError(f"{item.storage_index.fqn} is bytes in the checkpoint and a tensor of the model")
+                raise ValueError(f"{item.storage_index.fqn} is a bytes entry in the checkpoint, but a tensor in the model")
             chunk = self._stored.read_chunk(item.storage_index.fqn, item.storage_index.offset)
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))

@@ -59,7 +59,7 @@ def _find_known(module: str, name: str) -> object:
     if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
         return torch.__dict__[name]
     if (module, name) not in _KNOWN:
-        raise ValueError(f"it names {module}.{name}, which has no place there")
+        raise ValueError(f"it refers to {module}.{name}, which is not allowed")
     return _KNOWN[module, name]
 
 
@@ -70,12 +70,12 @@ def _fill(made: object, state: object) -> None:
     """
     kind = type(made)
     if kind not in _FIELDS:
-        raise TypeError(f"it gives a state to a {kind.__name__}")
+        raise TypeError(f"it sets the state of a {kind.__name__}")
     if kind is metadata.TensorProperties:
         made.__setstate__(state)
         return
     if kind is metadata.MetadataIndex and not (isinstance(state["fqn"], str) and isinstance(state.get("offset"), torch.Size | None)):
-        raise TypeError("the place of a chunk is no name and offset")
+        raise TypeError("a chunk index is not a name and an offset")
     made.__dict__.update({name: value for name, value in state.items() if name in _FIELDS[kind]})
 
 
@@ -87,7 +87,7 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
     """
     path = folder / METADATA
     if not path.is_file():
-        raise ValueError(f"{key}={folder}: no {METADATA} in it; give a Megatron torch_dist checkpoint folder")
+        raise ValueError(f"{key}={folder}: {METADATA} is missing; use a Megatron torch_dist checkpoint folder")
     try:
         content = read_bytes(path, at_most=MAX_BYTES)
     except ValueError as error:
@@ -106,7 +106,7 @@ def _check(found: object) -> None:
     Checks the types of all used fields, and that file names do not point outside the folder.
     """
     if not isinstance(found, metadata.Metadata):
-        raise TypeError(f"it holds a {type(found).__name__}, no Metadata")
+        raise TypeError(f"it contains a {type(found).__name__}, not Metadata")
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(entry, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata):
             raise TypeError(f"{str(name)[:80]} is a {type(entry).__name__}")
@@ -114,7 +114,7 @@ def _check(found: object) -> None:
             _check_tensor(name, entry)
     for index, place in found.storage_data.items():
         if not isinstance(index, metadata.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
-            raise TypeError(f"a place in a file is a {type(place).__name__}")
+            raise TypeError(f"a storage entry is a {type(place).__name__}")
         _check_place(place)
 
 
@@ -124,7 +124,7 @@ def _check_tensor(name: str, entry: metadata.TensorStorageMetadata) -> None:
     boxes = [*((chunk.offsets, chunk.sizes) for chunk in entry.chunks), ((0,) * len(entry.size), entry.size)]
     for offsets, sizes in boxes:
         if not isinstance(sizes, torch.Size) or len(offsets) != len(entry.size) or len(sizes) != len(entry.size):
-            raise TypeError(f"{name} has a chunk of other dimensions")
+            raise TypeError(f"{name} has a chunk with a different number of dimensions")
         if len(sizes) > MAX_DIMENSIONS or min((*offsets, *sizes), default=0) < 0:
             raise ValueError(f"{name} has {tuple(sizes)} numbers at {tuple(offsets)}")
 
@@ -132,9 +132,9 @@ def _check_tensor(name: str, entry: metadata.TensorStorageMetadata) -> None:
 def _check_place(place: filesystem._StorageInfo) -> None:
     name, offset, length = place.relative_path, place.offset, place.length
     if not is_file_name(name):
-        raise ValueError(f"{str(name)[:80]!r} is no file of the folder")
+        raise ValueError(f"{str(name)[:80]!r} is not a file of the folder")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0 or place.transform_descriptors:
-        raise ValueError(f"a chunk of {name} lies at {offset}, {length} bytes, {place.transform_descriptors}")
+        raise ValueError(f"a chunk of {name} is at {offset}, {length} bytes, {place.transform_descriptors}")
 
 
 def chunks_cover_tensor(whole: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:

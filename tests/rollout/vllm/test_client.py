@@ -44,24 +44,27 @@ def natures(**changes: str) -> tuple[int, object]:
 @pytest.mark.parametrize(
     ("answers", "line"),
     [
-        ({}, "no server of vLLM answers there (/version: 404"),
-        ({"/version": (200, {"release": "2"})}, "no server of vLLM answers there"),
-        ({"/version": (200, b"<html>Welcome to nginx</html>")}, "no server of vLLM answers there"),
-        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "is no engine of a run"),
-        ({"/version": (200, {"version": "0.31.1"})}, "is a server of vLLM 0.31.1, this is for 0.32.0; start one of that version"),
-        ({"/version": (200, {"version": "0.32.0"})}, "is no engine of a run (/collective_rpc: 404"),
-        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_fingerprint"})}, "is no engine of a run"),
+        ({}, "no vLLM server responds at this URL (/version: 404"),
+        ({"/version": (200, {"release": "2"})}, "no vLLM server responds at this URL"),
+        ({"/version": (200, b"<html>Welcome to nginx</html>")}, "no vLLM server responds at this URL"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "is not an engine that a run can use"),
+        ({"/version": (200, {"version": "0.31.1"})}, "runs vLLM 0.31.1, but 0.32.0 is required; start a server of that version"),
+        ({"/version": (200, {"version": "0.32.0"})}, "is not an engine that a run can use (/collective_rpc: 404"),
+        (
+            {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_fingerprint"})},
+            "is not an engine that a run can use",
+        ),
         (
             {"/version": (200, {"version": "0.32.0+cpu"}), "/collective_rpc": natures(model="xyz")},
-            f"has model xyz, this run abc; {CONNECTION_HINT}",
+            f"has model xyz, but this run has abc; {CONNECTION_HINT}",
         ),
         (
             {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(tokenizer="x")},
-            f"has tokenizer x, this run def; {CONNECTION_HINT}",
+            f"has tokenizer x, but this run has def; {CONNECTION_HINT}",
         ),
         (
             {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures(weight_transfer="none")},
-            f"has weight transfer none, this run megatron_rl; {CONNECTION_HINT}",
+            f"has weight transfer none, but this run has megatron_rl; {CONNECTION_HINT}",
         ),
     ],
 )
@@ -75,7 +78,7 @@ def test_what_is_no_engine_of_this_run_is_told_in_a_line(stand_in: tuple, answer
 
 def test_where_nobody_listens(stand_in: tuple) -> None:
     url, answered, _ = stand_in
-    with pytest.raises(ValueError, match=r"^engine.urls=http://127.0.0.1:1: no server of vLLM answers there \(/version: ConnectError"):
+    with pytest.raises(ValueError, match=r"^engine.urls=http://127.0.0.1:1: no vLLM server responds at this URL \(/version: ConnectError"):
         VllmServer("http://127.0.0.1:1").check(WANTED)
     answered |= {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": natures()}
     VllmServer(url + "/").check(WANTED)
@@ -146,7 +149,7 @@ def test_what_vllm_does_not_take_is_the_askers_fault(stand_in: tuple) -> None:
 def test_ids_that_were_expanded_otherwise_stop_the_run(stand_in: tuple) -> None:
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 6, 7]}
-    with pytest.raises(RuntimeError, match="the engine read 4 tokens, and was sent 3"):
+    with pytest.raises(RuntimeError, match="the engine received 4 tokens, but 3 were sent"):
         ask(url, said=Completion([7], [-0.1], is_stopped=False, weight_versions=[2]))
     for other in ([5, 6, 8], [5, 7, 6], [4, 6, 7]):  # a different tokenizer or processor
         answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": other}
@@ -286,7 +289,7 @@ def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[VllmServer, Alb
 def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> None:
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 7, 7, 7]}
-    with pytest.raises(EndpointError, match="2 tokens, asked for 1"):
+    with pytest.raises(EndpointError, match="2 tokens, requested at most 1"):
         ask(url, said=Completion([7, 7, 7], [-0.1] * 3, is_stopped=False, weight_versions=[2] * 3))
 
 

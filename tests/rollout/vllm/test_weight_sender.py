@@ -103,7 +103,7 @@ class StandIn:
         if self.flips and bucket.digest:
             self.held["c"].view(torch.int32)[3, 5] ^= 1
         if bucket.digest and bucket.digest != self.digest.hexdigest():
-            raise RuntimeError("what came is not what was sent")
+            raise RuntimeError("the received weights differ from the sent weights")
 
     def finish(self, body: dict) -> None:
         self.is_open, self.label = False, body["weight_version"]
@@ -231,14 +231,14 @@ def test_an_end_of_ours_that_hangs_is_not_waited_for_either(two: tuple[StandIn, 
     monkeypatch.setattr(GlooTransport, "broadcast", lambda wire, flat: over.wait(10) if wire is bad_wire else broadcast(wire, flat))
     held, faults = send(sender, "mine.1", *two)
     over.set()
-    assert held == [good.url] and faults == {bad.url: "/update_weights: no end within parallel.timeout_s=0.5"}
+    assert held == [good.url] and faults == {bad.url: "/update_weights: not finished within parallel.timeout_s=0.5"}
 
 
 def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
     whole, cut = {"tp0:a": "1"}, {"tp0:a": "2", "tp1:a": "3"}
     require_matching(cut, whole, reference_url="http://whole")
     require_matching(whole, cut, reference_url="http://cut")
-    with pytest.raises(EndpointError, match=r"^holds other weights than http://cut: 1 differ, tp1:a first"):
+    with pytest.raises(EndpointError, match=r"^has different weights from http://cut: 1 tensor\(s\) differ, the first is tp1:a"):
         require_matching(cut | {"tp1:a": "4"}, cut, reference_url="http://cut")
 
 
@@ -250,7 +250,7 @@ def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> No
     sender = sender_to(*two)
     sender.lock_servers()
     bad.flips = True
-    line = f"holds other weights than {good.url}: 1 differ, c first (/weight_checker)"
+    line = f"has different weights from {good.url}: 1 tensor(s) differ, the first is c (/weight_checker)"
     assert send(sender, "mine.0", *two) == ([good.url], {bad.url: line}) and bad.label == "default"
     bad.flips = False
     before = good.calls.count("/weight_checker")
@@ -274,7 +274,7 @@ def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, 
         time.sleep(0.01)
     held, faults = send(sender, "mine.1", *two, scale=2.0)
     assert held == [other.url] and holds(other, scale=2.0) and not admitted.done()
-    assert faults == {back.url: "is still being given the weights before these"}
+    assert faults == {back.url: "is still receiving the previous weights"}
     back.holds.set()
     admitted.result(30)
     assert holds(back) and back.label == "mine.0"
@@ -285,7 +285,7 @@ def test_an_update_does_not_wait_for_one_that_has_come_back(two: tuple[StandIn, 
 
 def test_who_was_given_nothing_is_not_let_in(two: tuple[StandIn, StandIn]) -> None:
     sender = sender_to(*two)
-    with pytest.raises(EndpointError, match="no weights were sent yet"):
+    with pytest.raises(EndpointError, match="no weights have been sent yet"):
         sender.add_server(two[0].url)
 
 
@@ -299,11 +299,11 @@ def test_an_update_that_another_trainer_left_open_is_ended(two: tuple[StandIn, S
 def test_a_server_that_asks_for_a_key_is_told(two: tuple[StandIn, StandIn]) -> None:
     """The error names the setting to change."""
     with serve_hostile("401") as url:
-        line = rf"engine.urls={url}: /version: 401, no such key; it does not accept .*; give the file of its token as engine.token_file"
+        line = rf"engine.urls={url}: /version: 401, no such key; the server rejects .*; set engine.token_file to .*"
         with pytest.raises(ValueError, match=f"^{line}$"):
             VllmServer(url).check({"model": "m"})
     with serve_hostile("body by drops") as url:
-        line = rf"^engine.urls={url}: no server of vLLM answers there \(/version: no complete response within 0.3 s\)"
+        line = rf"^engine.urls={url}: no vLLM server responds at this URL \(/version: no complete response within 0.3 s\)"
         with pytest.raises(ValueError, match=line):
             VllmServer(url, max_timeout_s=0.3).check({"model": "m"})
 
@@ -313,7 +313,7 @@ def test_a_server_that_cannot_be_had_is_told(two: tuple[StandIn, StandIn]) -> No
     server with a different model.
     """
     two[1].fails = "/init_weight_transfer_engine"
-    with pytest.raises(ValueError, match=rf"^engine.urls={two[1].url}: cannot be had \(/init_weight_transfer_engine: 500.*it would not"):
+    with pytest.raises(ValueError, match=rf"^engine.urls={two[1].url}: cannot be used \(/init_weight_transfer_engine: 500.*it would not"):
         sender_to(*two).lock_servers()
-    with pytest.raises(ValueError, match=r"has model m, this run x; start it with"):
+    with pytest.raises(ValueError, match=r"has model m, but this run has x; start it with"):
         sender_to(two[0], expected={"model": "x"}).lock_servers()
