@@ -94,53 +94,53 @@ def without_lead_in(text: str) -> str:
 def unmatchable_reason(answer: str) -> str:
     """Return the reason why no response can match a reference answer, or "" if a response can."""
     if len(answer) >= MAX_ANSWER_CHARS:
-        return f"has {len(answer)} characters, and a reply's answer may have {MAX_ANSWER_CHARS - 1}; write the short answer alone"
+        return f"has {len(answer)} characters, but at most {MAX_ANSWER_CHARS - 1} are allowed in a response; write the short answer alone"
     if tag := PROTOCOL_TAG.search(answer):
-        return f"holds {tag[0]}, which makes a reply's answer void; write the answer without tags and boxes"
+        return f"contains {tag[0]}, which makes the answer of a response invalid; write the answer without tags and boxes"
     if not comparison_form(answer):
-        return "is nothing but punctuation, which is not compared; write a word or a number"
+        return "contains only punctuation, which is ignored in comparisons; write a word or a number"
     return ""
 
 
 def find_answer_doubt(answer: str, question: str) -> tuple[str, str] | None:
     """Describe a likely mistake in a reference answer and the fix; return None if there is none."""
     options = find_options(question)
-    listed = f"and the question's options are {', '.join(options)}"
+    listed = f"but the options of the question are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
     if options and answer.isdigit() and answer not in options and not is_option:
-        return f"is a number, {listed}", "it may count from 0 or from 1; write the letter"
+        return f"is a number, {listed}", "the number may count from 0 or from 1; write the letter"
     if (marked := _MARKED_OPTION.fullmatch(answer)) and "A" in options:
         letter, words = marked[1] or marked[2], comparison_form(marked[3] or "")
         if letter not in options:
             return f"is {answer}, {listed}", "correct the letter, or list all options"
         if words and words != comparison_form(options[letter]):
-            return f"is {answer}, and the question's option {letter} is {options[letter]}", "correct the letter or its words"
+            return f"is {answer}, but option {letter} of the question is {options[letter]}", "correct the letter or the text"
     is_written = answer.startswith(("[", "{")) and (isinstance(parse_literal(answer), Mapping) or isinstance(parse_text_list(answer), list))
     if is_written or _LIST_OF_WORDS.fullmatch(answer):
-        return "is a list or a mapping, written as text", "a reply must repeat it as it stands; write the short answer alone"
+        return "is a list or a mapping, written as text", "a response must repeat it verbatim; write the short answer alone"
     if looks_widened(answer):
-        many = "a reply must have all of them; write 0.1 for 0.10000000149011612, say"
-        return "looks like a number of 32 bits that was written with the digits of 64", many
+        many = "a response must repeat all digits; write 0.1 instead of 0.10000000149011612, for example"
+        return "looks like a float32 number printed with the digits of a float64", many
     if "\n" in answer or len(answer) >= MAX_EXPECTED_CHARS:
         long = "has several lines" if "\n" in answer else f"has {MAX_EXPECTED_CHARS} characters or more"
-        return long, "a reply must repeat it word for word unless a judge is asked; write the short answer alone"
+        return long, "a response must repeat it word for word unless a judge is used; write the short answer alone"
     return None
 
 
 def _as_text(record: DataRecord, value: object) -> str:
     if isinstance(value, bool):
-        raise record.make_error("answer", f'is {str(value).lower()}; write the word that a reply should have, "yes" or "no" say')
+        raise record.make_error("answer", f'is {str(value).lower()}; write the expected word, for example "yes" or "no"')
     if isinstance(value, float | Decimal):
         if not math.isfinite(value):
-            raise record.make_error("answer", f"is {value}, which is no number; leave the row out or give its answer")
+            raise record.make_error("answer", f"is {value}, which is not a finite number; remove the row or correct its answer")
         text = decimal_text(value)
         if text is None:
-            raise record.make_error("answer", "has an exponent that no reply writes out; write another number, or its words")
+            raise record.make_error("answer", "has an exponent that is too large to write out; write another number, or words")
         return text
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return value.isoformat()
     if not isinstance(value, str | int):
         raise record.make_error(
-            "answer", f"must be text or a number, is {type(value).__name__}; write it as text, as a reply should have it"
+            "answer", f"must be text or a number, is {type(value).__name__}; write it as text, in the form expected in a response"
         )
     return str(value)

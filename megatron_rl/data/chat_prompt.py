@@ -67,7 +67,7 @@ def parse_messages(record: DataRecord, value: object, name: str) -> object:
     except (ValueError, RecursionError) as error:
         if not _LIST_OF_MESSAGES.match(value):
             return value
-        raise record.make_error(name, f"looks like messages and is no JSON ({error}); write it with json.dumps") from error
+        raise record.make_error(name, f"looks like messages but is not valid JSON ({error}); write it with json.dumps") from error
     if isinstance(found, str):
         inner = parse_messages(record, found, name)
         return value if isinstance(inner, str) else inner
@@ -87,23 +87,23 @@ def read_chat(record: DataRecord, value: object, name: str) -> ChatPrompt:
     messages = [record.require_mapping(message, f"{name}[{number}]") for number, message in enumerate(record.require_list(value, name))]
     roles = [_role(record, message, f"{name}[{number}]") for number, message in enumerate(messages)]
     if "user" not in roles:
-        raise record.make_error(name, "has no message of the user")
+        raise record.make_error(name, "has no user message")
     end = roles.index("assistant") if "assistant" in roles else len(roles)
     if "user" in roles[end:]:
         raise record.make_error(
-            name, "has turns of the assistant before the question; a question is what the user says before the first answer"
+            name, "has user messages after an assistant message; the question must come before the first assistant message"
         )
     if "tool" in roles[:end]:
-        remedy = "write what it says into the user's message, or leave it out"
-        raise record.make_error(f"{name}[{roles.index('tool')}]", f"is a message of a tool, which is not read before an answer; {remedy}")
+        remedy = "move its text into the user message, or remove it"
+        raise record.make_error(f"{name}[{roles.index('tool')}]", f"is a tool message before the answer, which is not read; {remedy}")
     if "system" in roles[end:]:
         raise record.make_error(
-            name, "has a system message behind the assistant's, which is not read; move it to the front, or leave it out"
+            name, "has a system message after an assistant message, which is not read; move it to the front, or remove it"
         )
     for number in range(end, len(messages)):
         if _shows_picture(messages[number].get("content", messages[number].get("value"))):
-            remedy = "only the pictures of the question are read: leave this message and its picture out"
-            raise record.make_error(f"{name}[{number}]", f"shows a picture behind the question; {remedy}")
+            remedy = "only images of the question are read: remove this message and its image"
+            raise record.make_error(f"{name}[{number}]", f"contains an image after the question; {remedy}")
     prompt = ChatPrompt()
     texts: dict[str, list[str]] = {"system": [], "user": []}
     for number, (message, role) in enumerate(zip(messages[:end], roles, strict=False)):
@@ -115,7 +115,7 @@ def read_chat(record: DataRecord, value: object, name: str) -> ChatPrompt:
 def _role(record: DataRecord, message: Mapping[str, object], name: str) -> str:
     role = message.get("role", message.get("from"))
     if not isinstance(role, str) or role not in ROLES:
-        raise record.make_error(f"{name}.role", f"{shorten(repr(role))} is none of {', '.join(ROLES)}")
+        raise record.make_error(f"{name}.role", f"{shorten(repr(role))} is not one of {', '.join(ROLES)}")
     return ROLES[role]
 
 
@@ -130,7 +130,7 @@ def _read_message(record: DataRecord, message: Mapping[str, object], name: str, 
     before = len(images)
     text = _read_text(record, content, name, images) if isinstance(content, str) else _read_parts(record, content, name, images)
     if len(images) > before and not is_user:
-        raise record.make_error(name, "has a picture in a system message; move it to the user's")
+        raise record.make_error(name, "contains an image in a system message; move it to the user message")
     return text
 
 
@@ -159,13 +159,11 @@ def _read_parts(record: DataRecord, content: object, name: str, images: list[Sto
         elif kind in IMAGE_PARTS:
             _require_known(record, part, {"type", "text", "index", *IMAGE_KEYS}, place)
             if part.get("index", len(images)) != len(images):
-                raise record.make_error(
-                    f"{place}.index", f"is {part['index']}, and the part is picture {len(images)}; list pictures in order"
-                )
+                raise record.make_error(f"{place}.index", f"is {part['index']}, but the part is image {len(images)}; list images in order")
             images.append(_read_picture(record, part, place))
             words.append(IMAGE_PLACEHOLDER)
         else:
-            remedy = f"types are {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
+            remedy = f"supported types are {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
             raise record.make_error(place, f"is a part of type {shorten(repr(kind))}, which is not read; {remedy}")
     return "".join(words)
 
@@ -174,9 +172,9 @@ def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> 
     """Return the image of a content part, or None if the part is a placeholder."""
     given = {key: part[key] for key in IMAGE_KEYS if part.get(key, "") not in ("", {})}
     if part.get("text"):
-        raise record.make_error(f"{name}.text", "stands in the part of a picture; give it a part of its own")
+        raise record.make_error(f"{name}.text", "is in an image part; move it to a text part")
     if len(given) > 1:
-        raise record.make_error(name, f"names its picture twice: {', '.join(given)}; keep one of them")
+        raise record.make_error(name, f"names its image more than once: {', '.join(given)}; keep one of them")
     for key, value in given.items():
         if key == "image_url" and isinstance(value, Mapping):
             _require_known(record, value, {"url"}, f"{name}.image_url")
@@ -192,5 +190,5 @@ def _require_known(record: DataRecord, given: Mapping[str, object], known: set[s
     for key, value in given.items():
         if key not in known and key not in HARMLESS_KEYS and value not in ("", [], {}):
             raise record.make_error(
-                f"{name}.{key}", f"is not read ({shorten(repr(value))}); leave this key out, or write it into the content"
+                f"{name}.{key}", f"is not read ({shorten(repr(value))}); remove this key, or write its value into the content"
             )

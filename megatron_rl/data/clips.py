@@ -29,9 +29,9 @@ class StoredVideo:
         with open_regular(self.source) as file:
             size, first = os.fstat(file.fileno()).st_size, file.read(16)
         if size > MAX_VIDEO_BYTES:
-            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_VIDEO_BYTES}; cut it, or save it smaller")
+            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_VIDEO_BYTES}; shorten it or reduce its size")
         if not any(first[at:].startswith(mark) for at, mark in (MPEG4, MATROSKA, AVI)):
-            raise ValueError(f"{self.where}: {shorten(str(self.source))} begins like no MP4, Matroska, WebM or AVI file")
+            raise ValueError(f"{self.where}: {shorten(str(self.source))} is not an MP4, Matroska, WebM or AVI file")
 
     def read(self) -> bytes:
         """Return the contents of the file.

@@ -32,20 +32,20 @@ def _hint_of_rows(record: DataRecord) -> str:
     lists = [name for name, value in record.row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
     rows = [name for name in lists if not {"role", "from", "type"} & record.row[name][0].keys()]
     is_one = record.path.suffix.casefold() == ".json" and record.where.endswith(" row 0")
-    remedy = f"the rows may be in {' or '.join(rows)}: write that list, joined with its answers, to a file of its own"
+    remedy = f"the rows may be in {' or '.join(rows)}: write that list, joined with its answers, to a separate file"
     return remedy if is_one and rows else ""
 
 
 def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
     """Return a message with the existing columns and the setting that reads one of them as `name`.
 
-    Example: `Columns: filename, label. Name yours: 'task.data.columns={answer: label}'`.
+    Example: `Columns: filename, label. Choose one: 'task.data.columns={answer: label}'`.
     """
     columns = list(columns)
     by_name = {column.casefold(): column for column in columns}
     found = next((by_name[likely] for likely in (name, *LIKELY_NAMES[name]) if likely in by_name), "COLUMN")
     listed = ", ".join(columns[:30]) or "none"
-    return f"Columns: {listed}. Name yours: 'task.data.columns={{{name}: {found}}}'{hint and f' ({hint})'}"
+    return f"Columns: {listed}. Choose one: 'task.data.columns={{{name}: {found}}}'{hint and f' ({hint})'}"
 
 
 def picture_columns(record: DataRecord) -> list[str]:
@@ -66,8 +66,8 @@ def picture_columns(record: DataRecord) -> list[str]:
         groups = there if len(there) == 1 else groups
     if len(groups) > 1:
         columns = [name for group in groups.values() for _, name in sorted(group)]
-        keep = f"keep one of these columns, or choose it: 'task.data.columns={{images: {columns[0]}}}'"
-        raise record.make_error(" and ".join(columns), f"name the pictures twice; {keep}")
+        keep = f"keep one of these columns, or choose one: 'task.data.columns={{images: {columns[0]}}}'"
+        raise record.make_error(" and ".join(columns), f"name the images more than once; {keep}")
     if groups:
         ((*group,),) = groups.values()
         return [name for _, name in sorted(group)]

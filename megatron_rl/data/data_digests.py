@@ -35,6 +35,6 @@ def check_same_data(recorded: Mapping[str, str], found: Mapping[str, str]) -> No
     for key in found:
         if recorded.get(key) != found[key]:
             raise ValueError(
-                f"{key}: its files hold other rows than when this run began: their digest is {found[key]}, and was {recorded.get(key)}; "
-                "put the first files back, or choose another run.dir"
+                f"{key}: the rows of its files changed since this run began: their digest is {found[key]}, and was {recorded.get(key)}; "
+                "restore the original files, or choose another run.dir"
             )

@@ -37,12 +37,12 @@ def find_data_files(name: str, *, key: str) -> list[Path]:
     kind = next((kind for kind in FORMATS_BY_PREFERENCE if any(_suffix(found) in kind for found in within)), ())
     files = [found for found in within if _suffix(found) in kind]
     splits = saved or sorted({word for found in files for word in _name_words(found)} & set(SPLITS))
-    choose = f"holds the splits {', '.join(splits)}; take one of them, {path}:{splits[0] if splits else ''}"
+    choose = f"contains the splits {', '.join(splits)}; choose one of them, {path}:{splits[0] if splits else ''}"
     require(bool(split) or len(splits) < 2, key, name, choose)
     chosen = [folder / found for found in files if not split or _is_of_split(found, split, saved)]
     others = ", ".join(sorted({found.suffix for found in folder.rglob("*") if found.is_file() and found.suffix})[:10])
-    nothing = f"has no files that end in {', '.join(FORMATS)}" + (f"; it has files that end in {others}" if others else "")
-    require(bool(chosen), key, name, f"has no files of the split {split}" if split and files else nothing)
+    nothing = f"contains no files that end in {', '.join(FORMATS)}" + (f"; it contains files that end in {others}" if others else "")
+    require(bool(chosen), key, name, f"contains no files of the split {split}" if split and files else nothing)
     check_shards(chosen, key=key, name=name)
     return chosen
 
@@ -79,7 +79,7 @@ def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) 
         suffix = _suffix(path)
         if suffix not in (*COMPRESSED, *UNFINISHED) or _suffix(path.with_suffix("")) not in wanted or not _is_data(path):
             continue
-        unfinished = "is a download that did not end; get it anew, or remove it"
+        unfinished = "is an unfinished download; download it again, or remove it"
         packed = f"is compressed, which is not read; unpack it: {COMPRESSED.get(suffix)} {path}"
         require(False, key, name, f"{path.relative_to(folder)} {unfinished if suffix in UNFINISHED else packed}")
 
@@ -124,7 +124,7 @@ def _find_in_hub_cache(hub_name: str, name: str, *, key: str) -> Path:
     try:
         return Path(snapshot_download(hub_name, repo_type="dataset", local_files_only=True))
     except LocalEntryNotFoundError as error:
-        remedy = f"and no such data set in the cache of Hugging Face; get it by: hf download --repo-type dataset {hub_name}"
+        remedy = f"and no such data set in the Hugging Face cache; download it: hf download --repo-type dataset {hub_name}"
         raise ValueError(f"{key}={name}: no such file{describe_searched_path(name)}, {remedy}") from error
 
 

@@ -18,9 +18,9 @@ MISSING = re.compile(
 """
 _LETTER_COLUMN = re.compile(r"(?:option|choice)?_?[a-h1-9]", re.IGNORECASE)
 _MISSING_REMEDY = (
-    "a reply must say that very word; leave these rows out, give their answer, or read another column: 'task.data.columns={answer: COLUMN}'"
+    "a response must contain that word; remove the rows, correct the answers, or read another column: 'task.data.columns={answer: COLUMN}'"
 )
-_DROPPED_REMEDY = "a reply must give that one; write all values into one box, or take care that the others are mere steps"
+_DROPPED_REMEDY = "a response must give that one; write all values into one box, or check that the others are only intermediate steps"
 
 
 def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[UnreadFinding]:
@@ -37,7 +37,7 @@ def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping
             "answer", "is a word for a missing value (nan, None, null, N/A, -)", _MISSING_REMEDY, False, is_error_in_all=True
         )
     if isinstance(given, str) and _are_several(given, answer):
-        yield UnreadFinding("answer", "has several boxes or <answer> blocks, and the last alone is read", _DROPPED_REMEDY, is_error=False)
+        yield UnreadFinding("answer", "has several boxes or <answer> blocks; only the last is read", _DROPPED_REMEDY, is_error=False)
     if doubt := find_answer_doubt(answer, question):
         yield UnreadFinding("answer", *doubt, is_error=False)
 

@@ -21,7 +21,7 @@ UNFINISHED = (".incomplete", ".part", ".partial", ".crdownload", ".tmp")
 _PICKLE = ("is a pickle, which could run code", "write it as Parquet or JSON lines")
 _SHEET = ("is a spreadsheet", "save it as CSV in UTF-8")
 _SQLITE = ("is a SQLite database", "export it as CSV or JSON lines")
-_COLUMNS = ("is a format of pandas that is not read", "write it as Parquet")
+_COLUMNS = ("is a pandas format that is not supported", "write it as Parquet")
 UNSUPPORTED = {
     **dict.fromkeys((".xlsx", ".xls", ".xlsm", ".ods"), _SHEET),
     **dict.fromkeys((".pkl", ".pickle", ".pt", ".pth", ".joblib"), _PICKLE),
@@ -35,13 +35,13 @@ _MAGIC = {
     b"BZh": ("is compressed (bzip2)", "unpack it: bunzip2"),
     b"\xfd7zXZ": ("is compressed (xz)", "unpack it: unxz"),
     b"PK\x03\x04": ("is a zip archive or an Excel file", "unpack it, or save it as CSV"),
-    b"PAR1": ("is a Parquet file", "call it .parquet"),
-    b"ARROW1": ("is an Arrow file", "call it .arrow"),
+    b"PAR1": ("is a Parquet file", "rename it to .parquet"),
+    b"ARROW1": ("is an Arrow file", "rename it to .arrow"),
     b"SQLite format 3": _SQLITE,
     b"\xff\xfe": ("is in UTF-16", "write it in UTF-8"),
     b"\xfe\xff": ("is in UTF-16", "write it in UTF-8"),
     b"\x80\x04\x95": _PICKLE,
-    b"version https://git-lfs": ("is a pointer of Git LFS, not the data", "get the data: git lfs pull"),
+    b"version https://git-lfs": ("is a Git LFS pointer, not the data", "get the data: git lfs pull"),
 }
 """Maps the first bytes of a misnamed file to the file's actual format and the fix."""
 
@@ -58,9 +58,9 @@ def check_format(path: Path) -> None:
     if suffix in UNSUPPORTED:
         raise UnreadableFile("; ".join(UNSUPPORTED[suffix]))
     if suffix not in FORMATS:
-        raise UnreadableFile(f"ends in {suffix or 'no suffix'}; read are {FORMATS_TEXT}: convert or rename it")
+        raise UnreadableFile(f"ends in {suffix or 'no suffix'}; {FORMATS_TEXT} are supported: convert or rename it")
     with path.open("rb") as file:
         first = file.read(32)
     found = next((told for magic, told in _MAGIC.items() if first.startswith(magic)), None)
     if found and (suffix in _TEXT or b"git-lfs" in first):
-        raise UnreadableFile(f"{found[0]} in spite of its name; {found[1]}")
+        raise UnreadableFile(f"{found[0]} despite its name; {found[1]}")

@@ -16,17 +16,17 @@ WEBP is not included, because a WEBP file begins with RIFF and the file length, 
 """
 HEAD_BYTES = 512
 """Number of leading bytes of a file that `describe_bytes` needs."""
-READABLE_FORMATS_TEXT = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are read"
+READABLE_FORMATS_TEXT = f"{', '.join(FORMATS[:-1])} and {FORMATS[-1]} are supported"
 _CONVERT = f"{READABLE_FORMATS_TEXT}: convert it"
 _OTHERS = {
-    b"version https://git-lfs": "is the pointer of Git LFS to a file that is not here: git lfs pull fetches it",
+    b"version https://git-lfs": "is a Git LFS pointer to a file that was not downloaded: run git lfs pull",
     b"\x1f\x8b": "is compressed by gzip: unpack it",
     b"\x28\xb5\x2f\xfd": "is compressed by zstd: unpack it",
     b"BZh": "is compressed by bzip2: unpack it",
     b"\xfd7zXZ": "is compressed by xz: unpack it",
     b"PK\x03\x04": "is a ZIP archive: unpack it",
     b"7z\xbc\xaf": "is a 7z archive: unpack it",
-    b"%PDF-": f"is a PDF; {READABLE_FORMATS_TEXT}: save its page as a picture",
+    b"%PDF-": f"is a PDF; {READABLE_FORMATS_TEXT}: save its page as an image",
     b"%!PS": f"is PostScript; {_CONVERT}",
     b"\0\0\1\0": f"is an ICO; {_CONVERT}",
     b"\0\0\2\0": f"is a CUR; {_CONVERT}",
@@ -42,13 +42,13 @@ _OTHERS = {
     b"\x76\x2f\x31\x01": f"is an OpenEXR; {_CONVERT}",
     b"\xd7\xcd\xc6\x9a": f"is a WMF; {_CONVERT}",
     b"SIMPLE  =": f"is a FITS; {_CONVERT}",
-    b"\x93NUMPY": f"is an array of NumPy; {READABLE_FORMATS_TEXT}: save it as one",
+    b"\x93NUMPY": f"is a NumPy array; {READABLE_FORMATS_TEXT}: save it as an image",
     b"\x1aE\xdf\xa3": "is a video (Matroska or WebM)",
-    b"\x89HDF": f"is HDF5; {READABLE_FORMATS_TEXT}: save its pictures",
-    b"\x80\x03": f"is a pickle of Python; {READABLE_FORMATS_TEXT}: save it as one",
-    b"\x80\x04": f"is a pickle of Python; {READABLE_FORMATS_TEXT}: save it as one",
-    b"\x80\x05": f"is a pickle of Python; {READABLE_FORMATS_TEXT}: save it as one",
-    b"PAR1": "is a Parquet file, not a picture",
+    b"\x89HDF": f"is HDF5; {READABLE_FORMATS_TEXT}: save its images as files",
+    b"\x80\x03": f"is a Python pickle; {READABLE_FORMATS_TEXT}: save it as an image",
+    b"\x80\x04": f"is a Python pickle; {READABLE_FORMATS_TEXT}: save it as an image",
+    b"\x80\x05": f"is a Python pickle; {READABLE_FORMATS_TEXT}: save it as an image",
+    b"PAR1": "is a Parquet file, not an image",
     b"b'": "is the text that Python prints for bytes (b'...'): write base64 instead",
     b'b"': 'is the text that Python prints for bytes (b"..."): write base64 instead',
 }
@@ -63,7 +63,7 @@ _MIN_BASE64, _LONGEST_PATH = 64, 1024
 The first length applies if the decoded bytes have a known format. The second applies to any
 content, because paths are never longer.
 """
-_UNKNOWN = "is no picture that is known here"
+_UNKNOWN = "is not a known image format"
 
 
 def picture_format(head: bytes) -> str:
@@ -81,21 +81,21 @@ def describe_bytes(head: bytes) -> str:
     if not head:
         return "is empty"
     if not head.strip(b"\0"):
-        return "begins with nothing but zero bytes: it was not written to its end, or is a placeholder"
+        return "begins with only zero bytes: it was not written completely, or is a placeholder"
     for magic, what in _OTHERS.items():
         if head.startswith(magic):
             return what
     if head[4:8] == b"ftyp":
         what = "a HEIC" if head[8:12] in _HEIF else _BRANDS.get(head[8:12], "a video (MP4)")
-        return f"is {what}; {_CONVERT}" if "video" not in what else f"is {what}, not a picture"
+        return f"is {what}; {_CONVERT}" if "video" not in what else f"is {what}, not an image"
     if head[128:132] == b"DICM":
         return f"is a DICOM; {_CONVERT}"
     if head.startswith(b"RIFF") and head[8:12] != b"WEBP":
-        return f"is {'a video (AVI)' if head[8:11] == b'AVI' else 'a RIFF file'}, not a picture"
+        return f"is {'a video (AVI)' if head[8:11] == b'AVI' else 'a RIFF file'}, not an image"
     if re.match(rb"P[1-7]\s", head):
         return f"is a PPM, PGM, PBM or PAM; {_CONVERT}"
     if name := picture_format(head):
-        return f"begins like a {name}, but its header is damaged, or of a kind that is not read; save it again as PNG"
+        return f"begins like a {name}, but its header is damaged or not supported; save it again as PNG"
     return _describe_text(head)
 
 
@@ -104,18 +104,18 @@ def _describe_text(head: bytes) -> str:
     if b"<svg" in lowered:
         return f"is an SVG; {_CONVERT}"
     if lowered.startswith((b"<!doctype html", b"<html")):
-        return "is a web page (HTML), as failed downloads leave it: download the picture again"
+        return "is a web page (HTML), probably from a failed download: download the image again"
     if lowered.startswith(b"<?xml"):
-        return "is XML, not a picture"
+        return "is XML, not an image"
     if lowered.startswith((b"{", b"[")):
-        return "is JSON, not a picture"
+        return "is JSON, not an image"
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(head)  # the head may end within a character
         is_text = all(character.isprintable() or character.isspace() for character in text)
     except UnicodeDecodeError:
         is_text = False
     if is_text:
-        return "is text, not a picture"
+        return "is text, not an image"
     return f"{_UNKNOWN}: it begins with the bytes {head[:8].hex(' ')}; {READABLE_FORMATS_TEXT}"
 
 
@@ -130,10 +130,10 @@ def decode_base64(text: str) -> bytes:
     plain = _SPACE.sub("", text)
     if not _BASE64.fullmatch(plain):
         odd = next(character for character in plain.rstrip("=") + "=" if not re.match("[A-Za-z0-9+/_-]", character))
-        raise ValueError(f"is not base64: it holds {odd!r}")
+        raise ValueError(f"is not base64: it contains {odd!r}")
     letters = plain.rstrip("=").replace("-", "+").replace("_", "/")
     if len(letters) % 4 == 1:
-        raise ValueError(f"is not base64: {len(letters)} characters are never whole bytes; it is cut off")
+        raise ValueError(f"is not base64: {len(letters)} characters do not encode whole bytes; it is truncated")
     return base64.b64decode(letters + "=" * (-len(letters) % 4))
 
 
@@ -166,7 +166,7 @@ def decode_base64_image(text: str) -> bytes:
         return content
     what = describe_bytes(content[:HEAD_BYTES])
     if len(text) > _LONGEST_PATH or (len(text) >= _MIN_BASE64 and not what.startswith(_UNKNOWN)):
-        raise ValueError(f"is base64 of something that {what}")
+        raise ValueError(f"is base64 of data that {what}")
     return b""
 
 
@@ -178,5 +178,5 @@ def _require_no_broken_base64(text: str) -> bytes:
     """
     start = re.match(r"[A-Za-z0-9+/_-]{16}", text.strip())
     if start and picture_format(decode_base64(start[0])):
-        raise ValueError("begins with the base64 of a picture, but is not base64 to its end; write it again")
+        raise ValueError("begins with the base64 of an image, but contains invalid base64; encode it again")
     return b""

@@ -44,7 +44,7 @@ _UNSIGNED, _JPEG, _YCBCR, _RGB, _CMYK, _ALPHA = 1, 7, 6, 2, 5, 2
 """Values of the TIFF tags SampleFormat, Compression, PhotometricInterpretation and ExtraSamples."""
 _SAMPLE_FORMATS = {2: "signed integers", 3: "floating-point numbers"}
 _INK_SET, _CMYK_INKS = 332, 1
-SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model is to see it"
+SAVE_AGAIN = "save it as 8-bit RGB or gray, scaled as the model should see it"
 
 
 def convert_to_rgb(picture: Picture) -> Picture:
@@ -82,10 +82,10 @@ def require_known_kind(picture: Picture) -> None:
     if isinstance(picture, TiffImageFile):
         _require_known_tiff(picture)
     if picture.mode not in MODES:
-        what = "samples of 32 bits, whose range is not stated" if picture.mode in ("I", "F") else f"colors of the kind {picture.mode}"
+        what = "32-bit samples of unknown range" if picture.mode in ("I", "F") else f"colors of mode {picture.mode}"
         raise ValueError(f"has {what}; {SAVE_AGAIN}")
     if picture.mode == "RGB" and sample_bits(picture) > 8 and "transparency" in picture.info:
-        raise ValueError("has one transparent color among samples of 16 bits (tRNS); save it with an alpha channel")
+        raise ValueError("has 16-bit samples with one transparent color (tRNS); save it with an alpha channel")
 
 
 def _require_known_tiff(picture: TiffImageFile) -> None:
@@ -118,7 +118,7 @@ def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_plan
     columns = min(tags.get(TiffImagePlugin.TILEWIDTH, width), width)
     num_pieces = num_planes * math.ceil(height / rows) * math.ceil(width / columns)
     if len(offsets) < num_pieces:
-        raise ValueError(f"has {len(offsets)} of the {num_pieces} strips or tiles of its pixels; it is damaged")
+        raise ValueError(f"contains only {len(offsets)} of the {num_pieces} strips or tiles of its pixels; it is damaged")
 
 
 def sample_bits(picture: Picture) -> int:
@@ -166,4 +166,4 @@ def _gray_of_16_bits(picture: Picture, *, bits: int, is_inverted: bool) -> Pictu
 
 def _require_visible(is_visible: bool, bits: int) -> None:
     if not is_visible:
-        raise ValueError(f"has samples of {bits} bits that are all below {1 << (bits - 8)}: scaled to 8 bits it is black; {SAVE_AGAIN}")
+        raise ValueError(f"has {bits}-bit samples that are all below {1 << (bits - 8)}: scaled to 8 bits, the image is black; {SAVE_AGAIN}")

@@ -103,7 +103,7 @@ class StoredImage:
         try:
             num_scans = content.count(_SCAN) if content.startswith(_JPEG) else 0
             if num_scans > MAX_SCANS:
-                raise ValueError(f"a JPEG of {num_scans} scans, more than {MAX_SCANS}; save it anew")
+                raise ValueError(f"a JPEG with {num_scans} scans, more than {MAX_SCANS}; save it again")
             with _open_image(BytesIO(content)) as picture:
                 return convert_to_rgb(picture)
         except UNREADABLE as error:
@@ -151,7 +151,7 @@ class StoredImage:
         content = self.source if isinstance(self.source, bytes) else read_bytes(self.source, at_most=MAX_FILE_BYTES)
         _check_bytes(len(content))
         if self.sha256 and hashlib.sha256(content).hexdigest() != self.sha256:
-            raise ValueError(f"{self.source} does not have the SHA-256 that names it")
+            raise ValueError(f"{self.source} does not match the SHA-256 in its name")
         return content
 
     def _open_file(self) -> BinaryIO:
@@ -187,7 +187,7 @@ def _open_image(file: BinaryIO, *, name: str = "") -> Picture:
     width, height = picture.size
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
         picture.close()
-        raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS}, and one side {MAX_ASPECT} times the other; make it smaller")
+        raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS}, with an aspect ratio up to {MAX_ASPECT}; make it smaller")
     return picture
 
 
@@ -260,10 +260,10 @@ def _path_of_url(value: str, where: str) -> str:
         rest = value[len("file:") :]
         host, _, path = rest[2:].partition("/") if rest.startswith("//") else ("", "/", rest[1:])
         if host.lower() not in ("", "localhost"):
-            raise ValueError(f"{where}: {shorten(value)} names a file of the machine {host}; give the path that it has here: file:///...")
+            raise ValueError(f"{where}: {shorten(value)} names a file on the machine {host}; give its path on this machine: file:///...")
         return "/" + unquote(path)
     if re.match("[a-z][a-z0-9+.-]*://", value, re.IGNORECASE):
-        raise ValueError(f"{where}: {shorten(value)} is a URL, and URLs are not read; download the picture and give its path")
+        raise ValueError(f"{where}: {shorten(value)} is a URL, which is not supported; download the image and give its path")
     return value
 
 
@@ -272,8 +272,8 @@ def _remedy_of(value: str, folder: Path) -> str:
     spellings = {
         unquote(value): "percent signs are not decoded",
         value.replace("\\", "/"): "folders are separated by /",
-        value.strip(): "blanks around it belong to the name",
-        os.path.expanduser(value) if value.startswith("~") else value: "~ is not replaced",
+        value.strip(): "blanks around it are part of the name",
+        os.path.expanduser(value) if value.startswith("~") else value: "~ is not expanded",
     }
     for spelling, why in spellings.items():
         if spelling != value and spelling and os.path.isfile(folder / spelling):
@@ -293,8 +293,8 @@ def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: s
     """
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.join(os.path.realpath(home), "")) for home in (folder, *roots)):
-        remedy = f"task.data.image_roots=[{os.path.dirname(real)}] lets rows name the pictures there"
-        raise ValueError(f"{where}: {shorten(str(path))} lies outside of {folder}, at {shorten(real)}; {remedy}")
+        remedy = f"task.data.image_roots=[{os.path.dirname(real)}] allows images from that folder"
+        raise ValueError(f"{where}: {shorten(str(path))} is outside of {folder}, at {shorten(real)}; {remedy}")
     return path
 
 
@@ -328,4 +328,4 @@ def _find_by_hash(digest: str, folder: Path, where: str) -> Path:
     for path in (folder / part / f"{digest}{suffix}" for part in ("", digest[:2]) for suffix in SUFFIXES):
         if path.is_file():
             return path
-    raise ValueError(f"{where}: {folder} has no file named by the SHA-256 {digest}; task.data.images is the folder of such files")
+    raise ValueError(f"{where}: {folder} contains no file named by the SHA-256 {digest}; task.data.images must be the folder of such files")

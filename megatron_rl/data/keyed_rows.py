@@ -49,9 +49,9 @@ def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, in
                 break
             text, base, at = text[at:] + more, base + at, 0
             if len(text) - len(more) > max_row_bytes:
-                raise UnreadableFile(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
+                raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; write one row per line")
     if not _END.match(text, at):
-        raise UnreadableFile(f"is cut off or no JSON: byte {base + at} begins neither a row by number nor the end of the object")
+        raise UnreadableFile(f"is truncated or not valid JSON: byte {base + at} begins neither a numbered row nor the end of the object")
     return [found[key] for key in sorted(found)]
 
 
@@ -75,10 +75,10 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
     """Raise UnreadableFile unless the key is a new whole number and its value is an object."""
-    remedy = "an object by number has whole numbers as keys, each once, and an object as every value; a JSON list needs no keys"
+    remedy = "the keys must be unique whole numbers and all values must be objects; a JSON list needs no keys"
     if not (key.isdecimal() and len(key) <= 18):
-        raise UnreadableFile(f"its key {json.dumps(key[:40])} is no whole number; {remedy}")
+        raise UnreadableFile(f"the key {json.dumps(key[:40])} is not a whole number; {remedy}")
     if int(key) in found:
         raise UnreadableFile(f"has the key {key} twice; {remedy}")
     if first != "{":
-        raise UnreadableFile(f"the value of its key {key} is no object; {remedy}")
+        raise UnreadableFile(f"the value of the key {key} is not an object; {remedy}")

@@ -13,7 +13,7 @@ from megatron_rl.data.file_formats import UnreadableFile
 
 _CHUNK = 1 << 20
 _SPACE = re.compile(r"[ \t\r\n]*")
-_REMEDY = "write all rows into one list with a comma between two, or one object a line without brackets"
+_REMEDY = "write all rows into one list, separated by commas, or one object per line without brackets"
 
 
 def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
@@ -47,10 +47,10 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
             more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
             if not more:
                 place = base + (at if start is None else start)
-                raise UnreadableFile(f"is cut off or no JSON list: byte {place} begins no complete row ({reason})")
+                raise UnreadableFile(f"is truncated or not a JSON list: byte {place} begins no complete row ({reason})")
             text, base, at = text[at:] + more, base + at, 0
             if len(text) - len(more) > max_row_bytes:
-                raise UnreadableFile(f"holds a row of more than {max_row_bytes >> 20} MiB; write one row a line")
+                raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; write one row per line")
 
 
 def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
@@ -64,10 +64,10 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
         return at if at < len(text) else None
     if num_rows:
         if text[at] != ",":
-            raise UnreadableFile(f"is no JSON list: no comma parts row {num_rows - 1} from what begins at byte {base + at}; {_REMEDY}")
+            raise UnreadableFile(f"is not a JSON list: no comma between row {num_rows - 1} and the text at byte {base + at}; {_REMEDY}")
         at = _SPACE.match(text, at + 1).end()
     if text[at : at + 1] in (",", "]"):
-        raise UnreadableFile(f"is no JSON list: no row stands before the {text[at]} at byte {base + at}; write it, or remove the comma")
+        raise UnreadableFile(f"is not a JSON list: no row before the {text[at]} at byte {base + at}; add the row, or remove the comma")
     return at if at < len(text) else None
 
 
@@ -81,4 +81,4 @@ def _check_end(file: BinaryIO, rest: str, at: int) -> None:
         rest = file.read(_CHUNK).decode("latin-1")
         if not rest:
             return
-    raise UnreadableFile(f"goes on at byte {at + blank}, behind the closing ] of its list; {_REMEDY}")
+    raise UnreadableFile(f"continues at byte {at + blank} after the closing ] of its list; {_REMEDY}")

@@ -58,21 +58,21 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
         return Media(FEATURES[feature], f"has the type {feature} in the file's schema")
     if isinstance(value, bytes):
         kind = _kind_of_bytes(value)
-        return Media(kind, f"holds the bytes of {kind}") if kind else Media("pictures", "holds bytes") if value else None
+        return Media(kind, f"contains the bytes of {kind}") if kind else Media("pictures", "contains bytes") if value else None
     if isinstance(value, str):
         held = parse_literal(value) if value.lstrip()[:1] in ("[", "{") else None
         return find_media(held, record, depth=depth + 1) if isinstance(held, Mapping | list) else _media_in_text(value, record)
     if isinstance(value, Mapping) and {"array", "sampling_rate"} <= value.keys():
-        return Media("audio", "holds decoded audio")
+        return Media("audio", "contains decoded audio")
     if depth >= MAX_DEPTH or not isinstance(value, Mapping | list):
         return None
     if isinstance(value, Mapping) and value and value.keys() <= {"bytes", "path"}:
         inner = [media for item in value.values() if (media := find_media(item, record, depth=depth + 1))]
         is_path = value.keys() == {"path"}  # a path alone may name any kind of file
-        return inner[0] if inner else None if is_path else Media("pictures", "holds files as datasets stores them")
+        return inner[0] if inner else None if is_path else Media("pictures", "contains files in the format of datasets")
     if isinstance(value, list) and len(value) > _HEAD and all(isinstance(each, int) and 0 <= each < 256 for each in value[:_HEAD]):
         kind = _kind_of_bytes(bytes(value[:_HEAD]))
-        return Media(kind, f"holds the bytes of {kind} as numbers") if kind else None
+        return Media(kind, f"contains the bytes of {kind} as numbers") if kind else None
     if isinstance(value, list) and all(isinstance(each, int | float) for each in value[:MAX_ITEMS]):
         return None
     if _are_pixels(value):
@@ -115,7 +115,7 @@ def _media_in_text(text: str, record: DataRecord) -> Media | None:
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
         if head.startswith(f"data:{word}/"[:11]):
-            return Media(kind, f"holds {kind} as data: URLs")
+            return Media(kind, f"contains {kind} as data: URLs")
     if len(text) <= MAX_PATH_CHARS and "\n" not in text and text.strip():
         is_url = re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
         bare = (re.split(r"[?#]", text)[0] if is_url else text).casefold()
@@ -125,7 +125,7 @@ def _media_in_text(text: str, record: DataRecord) -> Media | None:
         if kind or ("/" in text and " " not in text) or re.fullmatch("[0-9a-f]{64}", text):
             found = _media_in_file(record, text, kind)
             if found or (kind and len(text.split()) <= 3):
-                return found or Media(kind, f"looks like names of {kind} that are not there", exists=False)
+                return found or Media(kind, f"looks like names of {kind} that do not exist", exists=False)
     return _media_in_base64(text)
 
 
@@ -144,18 +144,18 @@ def _media_in_file(record: DataRecord, text: str, kind: str) -> Media | None:
 
 def _media_in_base64(text: str) -> Media | None:
     if re.match(r"(b['\"])?(\\x89PNG|\\xff\\xd8\\xff)|b['\"](GIF8|RIFF)", text):
-        return Media("pictures", "holds what Python prints for the bytes of pictures (b'...')")
+        return Media("pictures", "contains the Python representation of image bytes (b'...')")
     if len(text) > 64 and re.fullmatch("[0-9a-fA-F]{64}", text[:64]) and (kind := _kind_of_bytes(bytes.fromhex(text[: 2 * _HEAD]))):
-        return Media(kind, f"holds {kind} as hexadecimal digits")
+        return Media(kind, f"contains {kind} as hexadecimal digits")
     if kind := _kind_of_characters(text):
-        return Media(kind, f"holds the bytes of {kind} as text")
+        return Media(kind, f"contains the bytes of {kind} as text")
     start = re.sub(r"\s", "", text[:64]).replace("-", "+").replace("_", "/")
     if len(text) < 64 or not re.fullmatch(r"[A-Za-z0-9+/]{24,}={0,2}", start):
         return None
     content = base64.b64decode(start[:24])
     is_word = content.startswith(b"BM") and content[6:10] != bytes(4)  # the letters BM alone do not identify a BMP
     kind = "" if is_word else _kind_of_bytes(content)
-    return Media(kind, f"holds {kind} in base64") if kind else None
+    return Media(kind, f"contains {kind} in base64") if kind else None
 
 
 def _kind_of_characters(text: str) -> str:
@@ -181,4 +181,4 @@ def find_media_by_name(name: str, value: object) -> Media | None:
     if not found or are_words or not isinstance(value, str | list | Mapping):
         return None
     kind = "videos" if found[1].startswith(("video", "clip")) else "audio"
-    return Media(kind, f"is named as {kind} are")
+    return Media(kind, f"has a name typical of {kind}")

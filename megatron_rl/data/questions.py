@@ -47,7 +47,7 @@ READ_COLUMNS = {
     *QUESTION_COLUMNS, *MESSAGE_COLUMNS, *ANSWER_COLUMNS,
 }  # fmt: skip
 READ_EXTRA_KEYS = {"question", "answer", "index"}
-VIDEO_SUPPORT_TEXT = "only the code of task=visual_python task.tool_format=pyvision sees"
+VIDEO_SUPPORT_TEXT = "is available only to the code of task=visual_python task.tool_format=pyvision"
 
 
 class QuestionDataset(Sequence[Example]):
@@ -130,7 +130,7 @@ def load_questions(
     found.raise_on_errors()
     require(allow_videos or not found.first_video, f"task.data.{name}", list(paths), f"{found.first_video}, which {VIDEO_SUPPORT_TEXT}")
     chosen = opened.column_mapping.get("images")
-    require(not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has pictures there")
+    require(not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has images there")
     return QuestionDataset(opened.records, name=name, warnings=[*found.column_warnings, *found.unread_columns])
 
 
@@ -146,7 +146,7 @@ def load_split(
             `allow_videos` is set.
     """
     paths = {"train": data.train, "eval": data.eval}[split]
-    require(bool(paths), f"task.data.{split}", paths, "give the files of questions (docs/data.md)")
+    require(bool(paths), f"task.data.{split}", paths, "set the question files (docs/data.md)")
     chosen = load_questions(
         paths,
         images_root=data.images,
@@ -238,18 +238,18 @@ def _question(record: DataRecord, extra: Mapping[str, object]) -> ChatPrompt:
     """Read the question, the system message and the images in messages."""
     system = record.require_text(record.row.get("system", ""), "system")
     if IMAGE_PLACEHOLDER in system:
-        raise record.make_error("system", f"has {IMAGE_PLACEHOLDER}, and the system message shows no pictures; move it to the question")
+        raise record.make_error("system", f"contains {IMAGE_PLACEHOLDER}, but a system message has no images; move it to the question")
     name = _question_column(record)
     if not name:
         raise MissingColumn(record, "question")
     value = extra["question"] if name == "extra_info.question" else parse_messages(record, record.row[name], name)
     if isinstance(value, str) and PARTS_AS_TEXT.match(value):
-        raise record.make_error(name, "is a list of parts written as text; write the words, and pictures into a column images")
+        raise record.make_error(name, "is a list of parts written as text; write the text itself, and the images into a column images")
     if not isinstance(value, list):
         return ChatPrompt(record.require_text(value, name), system)
     asked = read_chat(record, value, name)
     if system and asked.system and system != asked.system:
-        raise record.make_error("system", f"is given in this column and as a message of {name}; keep one of them")
+        raise record.make_error("system", f"is given in this column and as a message in {name}; keep one of them")
     asked.system = asked.system or system
     return asked
 
@@ -264,7 +264,7 @@ def _fill_placeholders(record: DataRecord, asked: ChatPrompt, listed: Sequence[S
         return tuple(listed)
     if num_open != len(listed):
         raise record.make_error(
-            "question", f"has {num_open} {IMAGE_PLACEHOLDER} without a picture in the messages, and a column has {len(listed)} pictures"
+            "question", f"has {num_open} {IMAGE_PLACEHOLDER} without an image in the messages, but a column has {len(listed)} images"
         )
     remaining = iter(listed)
     return tuple(next(remaining) if image is None else image for image in asked.images)
@@ -274,7 +274,7 @@ def _add_placeholders(record: DataRecord, text: str, *, num_images: int) -> str:
     """Return the question with one placeholder per image, added at the start if it has none."""
     num_places = text.count(IMAGE_PLACEHOLDER)
     if num_places not in (0, num_images):
-        raise record.make_error("question", f"has {num_places} {IMAGE_PLACEHOLDER} for {num_images} pictures")
+        raise record.make_error("question", f"has {num_places} {IMAGE_PLACEHOLDER} for {num_images} images")
     if not text.replace(IMAGE_PLACEHOLDER, "").strip():
         raise record.make_error("question", "is empty")
     return text if num_places else f"{IMAGE_PLACEHOLDER}\n" * num_images + text
@@ -298,7 +298,7 @@ def _videos(record: DataRecord) -> tuple[StoredVideo, ...]:
     pictures = picture_columns(record)
     if hint["hint_type"] != "video" or pictures:
         raise record.make_error(
-            "mm_hint", f"hint_type is image, or video without {', '.join(pictures) or 'pictures'}; is {hint['hint_type']}"
+            "mm_hint", f"hint_type must be image, or video without {', '.join(pictures) or 'pictures'}; is {hint['hint_type']}"
         )
     return find_stored_videos(hint, folder=record.folder, where=f"{record.where}: mm_hint.hint_path", roots=record.roots)
 

@@ -80,11 +80,11 @@ class DataRecord:
         except UnicodeEncodeError as error:
             raise self.make_error(name, f"is not Unicode ({error.reason})") from error
         if "\0" in value:
-            raise self.make_error(name, "holds a NUL character; is the file in UTF-16? write it in UTF-8")
+            raise self.make_error(name, "contains a NUL character; is the file in UTF-16? write it in UTF-8")
         found = [token for token in SPECIAL_TOKENS if token in value]
         if found:
             raise self.make_error(
-                name, f"holds {found[0]}; a picture's place is written {IMAGE_PLACEHOLDER}, other tokens are the chat template's to write"
+                name, f"contains {found[0]}; write {IMAGE_PLACEHOLDER} for an image; the chat template writes all other special tokens"
             )
         return value
 
@@ -158,7 +158,7 @@ class RecordFiles(Sequence[DataRecord]):
             if within < len(rows):
                 return f"{label} row {within}"
             within -= len(rows)
-        raise AssertionError(f"row {index} of {len(self)} lies in no file")
+        raise AssertionError(f"row {index} of {len(self)} is out of range")
 
     def __getitem__(self, index: int) -> DataRecord:
         within = range(len(self))[index]
@@ -169,7 +169,7 @@ class RecordFiles(Sequence[DataRecord]):
                 record = rename_columns(record, self.column_mapping)
                 return record if self._convert_record is None else self._convert_record(record)
             within -= len(rows)
-        raise AssertionError(f"row {index} of {len(self)} lies in no file")
+        raise AssertionError(f"row {index} of {len(self)} is out of range")
 
 
 def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> None:
@@ -180,7 +180,7 @@ def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> 
     names: dict[str, str] = {}
     for name, path in found:
         other = names.setdefault(os.path.realpath(path), name)
-        require(other == name, key, name, f"{path} is read by the name {other} already; give one of the two")
+        require(other == name, key, name, f"{path} is already read by the name {other}; keep one of the two")
 
 
 def _file_labels(paths: Sequence[Path]) -> list[str]:
@@ -213,7 +213,7 @@ def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord
     chosen = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     lacking = [theirs for ours, theirs in columns.items() if ours in REQUIRED_COLUMNS and theirs not in row]
     if lacking:
-        raise record.make_error(lacking[0], f"is missing, and task.data.columns names it; the row has {', '.join(row)}")
+        raise record.make_error(lacking[0], f"is missing, but task.data.columns names it; the row has {', '.join(row)}")
     instead = {*columns, *columns.values(), *(name for ours in columns for name in ALTERNATIVE_COLUMNS.get(ours, ()))}
     kept = {name: value for name, value in row.items() if name not in instead and not ("images" in columns and is_picture_column(name))}
     if isinstance(kept.get("extra_info"), Mapping):

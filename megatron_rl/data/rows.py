@@ -105,7 +105,9 @@ class JsonRows(Sequence[JsonRow]):
     def __getitem__(self, index: int) -> JsonRow:
         start, end = self._starts[index], self._ends[index]
         if file_fingerprint(self.path) != self._stamp:
-            raise ValueError(f"{self.path.name} row {index}: written since the run began; the same command goes on with it as it is")
+            raise ValueError(
+                f"{self.path.name} row {index}: changed since the run began; rerun the same command to continue with the current file"
+            )
         with self.path.open("rb") as file:
             file.seek(start)
             text = file.read(end - start)
@@ -114,7 +116,7 @@ class JsonRows(Sequence[JsonRow]):
         except _RepeatedKey as error:
             raise ValueError(f"{self.path.name} row {index}: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{self.path.name} row {index}: is no JSON ({error})") from error
+            raise ValueError(f"{self.path.name} row {index}: is not valid JSON ({error})") from error
         if not isinstance(row, dict):
             raise ValueError(f"{self.path.name} row {index}: must be a JSON object, is {type(row).__name__}")
         return {"id": str(self._keys[index]), **row} if self._keys else row
@@ -157,7 +159,7 @@ class ArrowRows(Sequence[JsonRow]):
             source.seek(0)
             self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
             if self._table.num_rows > 8 * source.size():  # columns of nulls or of a single run take no bytes
-                raise UnreadableFile(f"says that {source.size()} bytes are {self._table.num_rows} rows; write it anew")
+                raise UnreadableFile(f"has {source.size()} bytes but claims to contain {self._table.num_rows} rows; write it again")
             _check_column_names(self._table.schema)
             self._table.validate(full=True)  # invalid offsets would read outside of a column
             self._features = parse_features(self._table.schema.metadata)
@@ -192,7 +194,7 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
             if len(line) > MAX_ROW_BYTES:
-                raise UnreadableFile(f"holds a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row a line")
+                raise UnreadableFile(f"contains a row of more than {MAX_ROW_BYTES >> 20} MiB; write one row per line")
             start, end = end, end + len(line)
             mark = 3 if start == 0 and line.startswith(b"\xef\xbb\xbf") else 0
             if line[mark:].strip():
@@ -207,7 +209,7 @@ def _arrow_copy(path: Path) -> Path:
     """
     folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "belongs to somebody else; choose another temporary folder")
+    require(folder.stat().st_uid == os.getuid(), "TMPDIR", folder, "is owned by another user; choose another temporary folder")
     size, written = file_fingerprint(path)
     key = hashlib.sha256(f"{path.resolve()} {size} {written} with metadata".encode()).hexdigest()[:32]
     copy = folder / f"{key}.arrow"
@@ -235,7 +237,7 @@ def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
     )
     if done.returncode:
         copy.unlink(missing_ok=True)
-        *_, said = done.stderr.splitlines() or [f"ended by signal {-done.returncode}: out of time or memory?"]
+        *_, said = done.stderr.splitlines() or [f"killed by signal {-done.returncode}: out of time or memory?"]
         most = f"{parquet_copy.COPY_BYTES >> 20} MiB and {parquet_copy.COPY_FACTOR} times the file"
         remedy = f"check the file and that folder's free space; the copy may take {most}"
         raise UnreadableFile(f"could not be read as Parquet and copied to {copy.parent} ({said}); {remedy}")
@@ -260,7 +262,7 @@ def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
             start, length = struct.unpack_from("<qq", header, buffers + 4 + 16 * number)
             total += max(struct.unpack_from("<q", message.body, start)[0], 0) if length >= 8 else 0
     if total > parquet_copy.COPY_BYTES + parquet_copy.MEMORY_FACTOR * size:
-        raise UnreadableFile(f"its compressed buffers stand for {total} bytes; write it without compression, as datasets does")
+        raise UnreadableFile(f"its compressed buffers expand to {total} bytes; write it without compression, as datasets does")
 
 
 def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
@@ -285,7 +287,7 @@ def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where:
     try:
         (row,) = found.to_pylist(maps_as_pydicts="strict")  # maps become mappings, as in JSON
     except KeyError as error:
-        raise ValueError(f"{where}: a map has a key twice; keep one of the two ({error.args[0]})") from error
+        raise ValueError(f"{where}: a map contains a key twice; keep one of the two ({error.args[0]})") from error
     row = {name: with_decimal_forms(value, found.schema.field(name).type) for name, value in row.items()}
     return drop_nulls({name: name_labels(value, features.get(name)) for name, value in row.items()})
 
@@ -293,7 +295,7 @@ def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where:
 def _check_column_names(schema: pa.Schema) -> None:
     name = repeated_name(schema)
     if name:
-        raise UnreadableFile(f"has the column {name} twice; rename one of the two, or leave it out")
+        raise UnreadableFile(f"has the column {name} twice; rename one of the two, or remove it")
 
 
 class _RepeatedKey(ValueError):
@@ -306,7 +308,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise _RepeatedKey(f"{shorten(twice)}: the key stands there twice; keep one of the two")
+        raise _RepeatedKey(f"{shorten(twice)}: the key occurs twice; keep one of the two")
     return found
 
 

@@ -31,7 +31,7 @@ def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
     splits = _read(path, key=key, name=name).get("splits", []) if path.is_file() else []
     splits = [split for split in splits if isinstance(split, str)] if isinstance(splits, list) else []
     for split in splits:
-        remedy = f"{SPLITS_FILE} lists the split {split}, and there is no folder {folder / split}; save it anew"
+        remedy = f"{SPLITS_FILE} lists the split {split}, but there is no folder {folder / split}; save it again"
         require((folder / split).is_dir(), key, name, remedy)
     return splits
 
@@ -46,7 +46,7 @@ def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Pa
     for folder in folders:
         path = folder / STATE_FILE
         state = _read(path, key=key, name=name) if path.is_file() else {}
-        remedy = f"{path} lists indices, which older versions of datasets wrote and which are not read; flatten_indices() and save it anew"
+        remedy = f"{path} lists indices of an older version of datasets, which are not supported; flatten_indices() and save it again"
         require(not state.get("_indices_data_files"), key, name, remedy)
         listed = state.get("_data_files")
         if not isinstance(listed, list):
@@ -54,7 +54,7 @@ def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Pa
         names = [str(each.get("filename", "")) for each in listed if isinstance(each, Mapping)]
         missing = [each for each in names if not (folder / each).is_file()]
         listed = ", ".join(missing[:_MOST_NAMED])
-        require(not missing, key, name, f"{path} lists files that are not there: {listed}; copy or save it anew")
+        require(not missing, key, name, f"{path} lists files that do not exist: {listed}; copy the files, or save it again")
         found[folder] = [folder / each for each in names]
     return found
 
@@ -72,17 +72,17 @@ def check_shards(files: Sequence[Path], *, key: str, name: str) -> None:
     for (folder, prefix, of, suffix), by_total in sets.items():
         if len(by_total) > 1:
             given = ", ".join(f"{len(numbers)} of {int(total)}" for total, numbers in sorted(by_total.items()))
-            remedy = "remove those that are no longer of the data"
-            require(False, key, name, f"{folder} holds shards of several sets called {prefix.rstrip('-_.')}: {given}; {remedy}")
+            remedy = "remove the outdated shards"
+            require(False, key, name, f"{folder} contains shards of several sets named {prefix.rstrip('-_.')}: {given}; {remedy}")
         ((total, numbers),) = by_total.items()
         twice = ", ".join(f"{prefix}{number}{of}{total}" for number, count in Counter(numbers).items() if count > 1)
-        require(not twice, key, name, f"{folder} holds {twice} more than once; remove what is no longer of the data")
+        require(not twice, key, name, f"{folder} contains {twice} more than once; remove the outdated files")
         there = {int(number) for number in numbers}
         first = 1 if int(total) in there else 0  # some tools number shards from 1
         missing = sorted({*range(first, int(total) + first)} - there)
         told = ", ".join(f"{prefix}{number:0{min(map(len, numbers))}d}{of}{total}{suffix}" for number in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        remedy = f"{folder} lacks {told}{more}; get them, or name the files that are to be read"
+        remedy = f"{folder} lacks {told}{more}; add these files, or name the files to read"
         require(not missing, key, name, remedy)
 
 
@@ -90,5 +90,5 @@ def _read(path: Path, *, key: str, name: str) -> Mapping[str, object]:
     try:
         found = read_json(path)
     except (ValueError, OSError) as error:
-        raise ValueError(f"{key}={name}: {path} is no JSON ({error}); save the data set anew") from error
+        raise ValueError(f"{key}={name}: {path} is not valid JSON ({error}); save the data set again") from error
     return found if isinstance(found, dict) else {}

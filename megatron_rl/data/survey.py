@@ -17,7 +17,7 @@ BOX_KEYS = ("bbox", "bboxes")
 _BATCH_SIZE = 32
 _MOST_COLUMNS = 30
 """Maximum number of columns that a message lists."""
-_READS = "'task.data.columns={images: COLUMN}' reads one (so question, answer), and rewards of your own find them in extra"
+_READS = "'task.data.columns={images: COLUMN}' reads one (likewise question, answer), and custom rewards receive them in extra"
 
 Size = tuple[int, int]
 QuestionCheck = Callable[[Example, list[Size]], list[str]]
@@ -126,7 +126,7 @@ def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck 
 
 def _count(example: Example, sizes: list[Size], found: QuestionSurvey) -> None:
     found.num_images += len(sizes)
-    found.first_video = found.first_video or (f"{example.where or example.id} shows a video" if example.payload["videos"] else "")
+    found.first_video = found.first_video or (f"{example.where or example.id} contains a video" if example.payload["videos"] else "")
     found.sources[example.payload["data_source"]] += 1
 
 
@@ -148,8 +148,8 @@ def _without_pictures(found: QuestionSurvey, names: Mapping[str, None]) -> list[
     if found.num_images or found.first_video or not usable:
         return []
     listed = ", ".join([*names][:_MOST_COLUMNS])
-    remedy = f"Columns: {listed}. If one has pictures: 'task.data.columns={{images: COLUMN}}'"
-    return [f"0 images in {usable} rows: the policy sees text alone. {remedy}"]
+    remedy = f"Columns: {listed}. If one contains images: 'task.data.columns={{images: COLUMN}}'"
+    return [f"0 images in {usable} rows: the policy sees only text. {remedy}"]
 
 
 def _examine_row(examples: QuestionSource, place: int) -> ExaminedRow | ValueError:
@@ -197,5 +197,5 @@ def find_invalid_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]
             if x2 <= x1 or y2 <= y1:
                 wrong.append(f"{key} {box} is empty")
             elif sizes and (min(x1, y1) < 0 or x2 > sizes[0][0] or y2 > sizes[0][1]):
-                wrong.append(f"{key} {box} reaches out of the picture of {sizes[0][0]}x{sizes[0][1]} pixels")
+                wrong.append(f"{key} {box} exceeds the image of {sizes[0][0]}x{sizes[0][1]} pixels")
     return wrong

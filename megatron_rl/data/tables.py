@@ -51,7 +51,7 @@ class TableRows(Sequence[dict[str, str]]):
                 raise UnreadableFile(f"its first row must name the columns, each once; it has {', '.join(self.names[:20]) or 'none'}")
             for number, (fields, span) in enumerate(records):
                 if len(fields) != len(self.names):
-                    raise UnreadableFile(f"row {number} has {len(fields)} fields, its first row names {len(self.names)} columns")
+                    raise UnreadableFile(f"row {number} has {len(fields)} fields, but its first row names {len(self.names)} columns")
                 self._spans.append(span)
                 index, image = self._field(fields, INDEX), self._field(fields, IMAGE)
                 if len(image) > MAX_REFERENCE_CHARS:
@@ -73,7 +73,9 @@ class TableRows(Sequence[dict[str, str]]):
 
     def _read_row(self, number: int) -> dict[str, str]:
         if file_fingerprint(self.path) != self._stamp:
-            raise ValueError(f"{self.path.name} row {number}: written since the run began; the same command goes on with it as it is")
+            raise ValueError(
+                f"{self.path.name} row {number}: changed since the run began; rerun the same command to continue with the current file"
+            )
         start, end = self._spans[number]
         with self.path.open("rb") as file:
             file.seek(start)
@@ -88,11 +90,11 @@ class TableRows(Sequence[dict[str, str]]):
 def _check_header(names: Sequence[str], separator: str) -> None:
     """Raise UnreadableFile if the first row is not in UTF-8 or uses another separator."""
     if any("\0" in name for name in names):
-        raise UnreadableFile("its first row holds NUL bytes; is it in UTF-16? write it in UTF-8")
+        raise UnreadableFile("its first row contains NUL bytes; is it in UTF-16? write it in UTF-8")
     found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]
     if found:
         read = " or ".join(f"{each!r} in {suffix}" for suffix, each in SEPARATORS.items())
-        raise UnreadableFile(f"its first row is separated by {found[0]!r}, and columns are by {read}; write it anew or rename it")
+        raise UnreadableFile(f"its first row is separated by {found[0]!r}, but expected are {read}; write it again or rename it")
 
 
 def file_fingerprint(path: Path) -> tuple[int, int]:
@@ -116,7 +118,7 @@ def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[
         while line := file.readline(max_row_bytes + 1):
             end += len(line)
             if end - start > max_row_bytes:
-                raise UnreadableFile(f"holds a row of more than {max_row_bytes >> 20} MiB; is a quotation mark left open?")
+                raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; is a quotation mark left open?")
             yield line.decode()
 
     try:
@@ -125,6 +127,6 @@ def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[
                 yield fields, (start, end)
             start = end
     except UnicodeDecodeError as error:
-        raise UnreadableFile(f"the row that begins at byte {start} is none ({error}); write the file in UTF-8") from error
+        raise UnreadableFile(f"the row that begins at byte {start} is invalid ({error}); write the file in UTF-8") from error
     except csv.Error as error:
-        raise UnreadableFile(f"the row that begins at byte {start} is none ({error})") from error
+        raise UnreadableFile(f"the row that begins at byte {start} is invalid ({error})") from error

@@ -37,27 +37,27 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 """Maps the column with the trained response to all required columns of that format."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
 """Maps a format to the optional columns that are read in addition."""
-_TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and leave this column out"
-_PREFERENCE = "belongs to preference data, and a warm start learns one reply; write the good one into messages, and leave this column out"
+_TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and remove this column"
+_PREFERENCE = "is preference data, but a warm start trains one response; write the preferred one into messages, and remove this column"
 REFUSED_COLUMNS = {
     **dict.fromkeys(("tools", "functions"), _TOOLS),
     **dict.fromkeys(
         ("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_images", "positive_messages", "negative_messages"),
         _PREFERENCE,
     ),
-    "objects": "is not read, nor are <bbox> and <ref-object>; write boxes and names into the texts, and leave this column out",
+    "objects": "is not read, nor are <bbox> and <ref-object>; write boxes and names into the texts, and remove this column",
     **dict.fromkeys(
         ("chat_template_kwargs", "enable_thinking", "documents"),
-        "is not read; write what the policy is to read into the messages, and leave this out",
+        "is not read; write what the policy should read into the messages, and remove this column",
     ),
-    "input_ids": "is not read: the messages are tokenized, and replies masked by loss: false in theirs; leave this column out",
-    "history": "is read beside instruction or query alone; write the earlier turns as messages",
+    "input_ids": "is not read: the messages are tokenized, and loss: false in a message masks a response; remove this column",
+    "history": "is read only together with instruction or query; write the earlier turns as messages",
 }
 """Maps a rejected column to its error message.
 
 A row is rejected if such a column is not empty and the row's format does not read the column.
 """
-_MEDIA = "pictures stand in the column images; leave this column out, or the row where its words need it (videos and audio are not read)"
+_MEDIA = "images belong in the column images; remove this column, or the row if its text needs it (videos and audio are not supported)"
 MASK_COLUMNS = (
     "mask", "masks", "weights", "loss_masks", "loss_weight", "loss_weights", "sample_weight", "token_weights", "train_mask", "label_mask",
     "assistant_mask", "assistant_masks", "completion_mask", "train_on_input", "train_on_inputs", "mask_history",
@@ -95,13 +95,13 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
     if not forms:
         raise record.make_error("messages", f"is missing; a transcript has {_FORMS}; this row has {', '.join(row) or 'no columns'}")
     if len(forms) > 1:
-        raise record.make_error(" and ".join(forms), "each hold a conversation; keep one of them")
+        raise record.make_error(" and ".join(forms), "each contain a conversation; keep one of them")
     (form,) = forms
     _check_columns(record, {*FORMS[form], *OPTIONAL.get(form, ())})
     messages = _READERS[form](record)
     systems = [column for column in SYSTEM_COLUMNS if not is_empty(row.get(column, ""))]
     if len(systems) + any(message.role == "system" for message in messages) > 1:
-        raise record.make_error(systems[-1], "the system's words stand in this column and elsewhere; keep one of them")
+        raise record.make_error(systems[-1], "the system message is given in this column and elsewhere; keep one of them")
     return form, [RawMessage(column, "system", record.require_text(row[column], column)) for column in systems] + messages
 
 
@@ -128,7 +128,7 @@ def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
     if len(given) > 1:  # as for questions, file names count only if no other column has images
         given = [column for column in given if column.casefold() not in FILE_NAME_COLUMNS] or given
     if len(given) > 1:
-        raise record.make_error(" and ".join(given), "each name pictures; keep one of these columns")
+        raise record.make_error(" and ".join(given), "each name images; keep one of these columns")
     if not given:
         return "", []
     (column,) = given
@@ -153,11 +153,11 @@ def _check_columns(record: DataRecord, read: set[str]) -> None:
     for column in (*LOSS_FLAGS, *MASK_COLUMNS):
         if column in row and not (row[column] == 1 and column in LOSS_FLAGS):
             raise record.make_error(
-                column, "of a whole row is not read; write loss: true or loss: false into the messages, or leave the row out"
+                column, "of a whole row is not read; write loss: true or loss: false into the messages, or remove the row"
             )
     for column in ("label", "kto_tag"):
         if row.get(column, "") in (0, 1):
-            raise record.make_error(column, "says whether a reply is good; keep the rows whose reply is, and leave this column out")
+            raise record.make_error(column, "states whether a response is good; keep the rows with good responses, and remove this column")
     rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
     shown = {column for column in rest if _holds_pictures(record, column)}
     for column in rest.keys() - shown:
@@ -198,7 +198,7 @@ def _read_history(record: DataRecord) -> list[RawMessage]:
     for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):
         name = f"history[{number}]"
         if len(record.require_list(pair, name)) != 2:
-            raise record.make_error(name, f"must be a pair of what was asked and what was answered, has {len(pair)} items")
+            raise record.make_error(name, f"must be a pair of question and answer, has {len(pair)} items")
         for place, role in enumerate(("user", "assistant")):
             messages.append(RawMessage(f"{name}[{place}]", role, record.require_text(pair[place], f"{name}[{place}]")))
     return messages
@@ -207,7 +207,7 @@ def _read_history(record: DataRecord) -> list[RawMessage]:
 def _read_prompt_and_completion(record: DataRecord) -> list[RawMessage]:
     for column in ("prompt", "completion"):
         if not isinstance(record.row[column], list):
-            remedy = "text is not put into a chat template by TRL, which this trainer always does; write messages"
+            remedy = "TRL does not apply the chat template to text, but this trainer always does; write messages"
             raise record.make_error(column, f"must be a list of messages, is {type(record.row[column]).__name__}: {remedy}")
     return read_messages(record, "prompt", is_learned=False) + read_messages(record, "completion")
 

@@ -27,25 +27,25 @@ IGNORED_KEYS = (
 
 These keys are ignored only if their value is text, a number or a time.
 """
-TOOL_CALL_REMEDY = "write calls of tools into the assistant's content, as the words that it is to say"
-_CALL = f"is not read; {TOOL_CALL_REMEDY}, and leave this key out"
+TOOL_CALL_REMEDY = "write tool calls into the assistant's content, as the policy should generate them"
+_CALL = f"is not read; {TOOL_CALL_REMEDY}, and remove this key"
 _REASONING = (
-    "is not read; write the reasoning into the content where the assistant is to say it (as <think>..</think>), and leave this key out"
+    "is not read; write the reasoning into the content where the assistant should generate it (as <think>..</think>), and remove this key"
 )
-_PICTURES = "is not read; name the pictures in the row's column images or in parts of the content"
-_CLIP = "is not read: transcripts show texts and pictures; leave the row out"
+_PICTURES = "is not read; name the images in the row's column images or in parts of the content"
+_CLIP = "is not read: transcripts contain only text and images; remove the row"
 REFUSED_KEYS = {
     **dict.fromkeys(("tool_calls", "function_call", "tools", "functions"), _CALL),
     **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "thought"), _REASONING),
     **dict.fromkeys(("image", "images", "image_path", "image_paths", "img", "image_url", "objects"), _PICTURES),
     **dict.fromkeys(("video", "videos", "audio", "audios"), _CLIP),
-    "mask": "may mean that the message is learned or that it is hidden; write loss: true or loss: false",
-    "name": "is not read, and the chat template writes no names; put it into the content, or leave this key out",
-    "prefix": "is not read; write the whole reply into the content, and leave this key out",
+    "mask": "may mean that the message is trained or that it is masked; write loss: true or loss: false",
+    "name": "is not read, and the chat template writes no names; put it into the content, or remove this key",
+    "prefix": "is not read; write the whole response into the content, and remove this key",
 }
 """Maps a rejected key to its error message; keys that this module does not list are rejected too.
 """
-_UNKNOWN = f"is not understood; a message has role and content (or from and value), and {', '.join(LOSS_FLAGS)} mask a reply"
+_UNKNOWN = f"is unknown; a message has role and content (or from and value), and {', '.join(LOSS_FLAGS)} mask a response"
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +89,7 @@ def _read_message(record: DataRecord, value: object, field: str, *, is_learned: 
     message = record.require_mapping(value, field)
     pairs = [pair for pair in ROLE_CONTENT_KEYS if any(key in message for key in pair)]
     if len(pairs) > 1:
-        raise record.make_error(field, "has role or content beside from or value; keep one of the two pairs")
+        raise record.make_error(field, "has role or content in addition to from or value; keep one of the two pairs")
     role_key, content_key = pairs[0] if pairs else ROLE_CONTENT_KEYS[0]
     role = message.get(role_key)
     for key, held in message.items():
@@ -100,9 +100,9 @@ def _read_message(record: DataRecord, value: object, field: str, *, is_learned: 
             continue
         raise record.make_error(f"{field}.{key}", REFUSED_KEYS.get(key, _UNKNOWN))
     if not isinstance(role, str) or role not in ROLES:
-        raise record.make_error(f"{field}.{role_key}", f"role {shorten(repr(role))} is none of {', '.join(ROLES)}")
+        raise record.make_error(f"{field}.{role_key}", f"role {shorten(repr(role))} is not one of {', '.join(ROLES)}")
     if content_key not in message:
-        raise record.make_error(f"{field}.{content_key}", "is missing; write the message's words, or leave the row out")
+        raise record.make_error(f"{field}.{content_key}", "is missing; write the text of the message, or remove the row")
     return RawMessage(field, ROLES[role], message[content_key], _read_flag(record, message, field, ROLES[role], default=is_learned))
 
 
@@ -112,9 +112,9 @@ def _read_flag(record: DataRecord, message: Mapping[str, object], field: str, ro
         if value not in (0, 1):
             raise record.make_error(f"{field}.{key}", f"must be 0, 1, true or false, is {shorten(repr(value))}")
         if value and role != "assistant":
-            raise record.make_error(f"{field}.{key}", f"marks a message of role {role}; only the assistant's are learned: leave it out")
+            raise record.make_error(f"{field}.{key}", f"is set on a message of role {role}; only assistant messages are trained: remove it")
     if len({bool(value) for value in flags.values()}) > 1:
-        raise record.make_error(field, f"has {' and '.join(flags)} that contradict each other; keep one of them")
+        raise record.make_error(field, f"has {' and '.join(flags)}, which contradict each other; keep one of them")
     return all(flags.values()) if flags else default
 
 
@@ -128,8 +128,8 @@ def check_turns(record: DataRecord, messages: Sequence[RawMessage], *, column: s
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):
         shown = shorten(", ".join(roles))
-        raise record.make_error(column, f"user and assistant must take turns behind an optional system message, here: {shown}")
+        raise record.make_error(column, f"user and assistant must alternate after an optional system message, here: {shown}")
     if not turns or turns[-1] != "assistant":
-        raise record.make_error(column, "must end with the assistant")
+        raise record.make_error(column, "must end with an assistant message")
     if not any(message.role == "assistant" and message.is_learned for message in messages):
-        raise record.make_error(column, "nothing of this row is learned: every reply is masked; leave the row out")
+        raise record.make_error(column, "nothing in this row is trained: every response is masked; remove the row")

@@ -25,8 +25,8 @@ IMAGE_KEYS = ("image", "path", "url", "base64")
 
 Qwen uses the key image, and transformers uses the others.
 """
-_PUT = "put its words into a part of type text"
-_LEAVE = "is not read: transcripts show texts and pictures; leave the row out"
+_PUT = "move its text into a part of type text"
+_LEAVE = "is not read: transcripts contain only text and images; remove the row"
 PART_REMEDIES = {
     **dict.fromkeys(("video", "video_url", "audio", "audio_url", "input_audio", "file", "input_file"), _LEAVE),
     **dict.fromkeys(("input_text", "output_text"), "is not read; write type text"),
@@ -64,7 +64,7 @@ def read_parts(
     if next(remaining, None) is not None:
         num = sum("image" not in part for part in shown)
         raise record.make_error(
-            column, f"{len(images)} pictures for {num} places; mark each one's place by {IMAGE_PLACEHOLDER}, or none's (they come first)"
+            column, f"{len(images)} images for {num} placeholders; mark every image by {IMAGE_PLACEHOLDER}, or none (they come first)"
         )
     return filled
 
@@ -84,8 +84,8 @@ def _fill_placeholder(record: DataRecord, part: ContentPart, images: Iterator[St
         return part
     image = next(images, None)
     if image is None:
-        lacks = f"the column {column} has no picture left for" if column else "the row has no column of pictures (images, image, ..) for"
-        raise record.make_error(field, f"has a place for a picture ({IMAGE_PLACEHOLDER}, or a part of type image) that {lacks}")
+        lacks = f"the column {column} has no image left for" if column else "the row has no image column (images, image, ..) for"
+        raise record.make_error(field, f"has an image placeholder ({IMAGE_PLACEHOLDER}, or a part of type image) that {lacks}")
     return {"type": "image", "image": image}
 
 
@@ -110,7 +110,7 @@ def _read_part(record: DataRecord, value: object, field: str, role: str) -> Iter
     if kind == "text":
         _check_keys(record, part, ("text",), field)
         if "text" not in part:
-            raise record.make_error(f"{field}.text", "is missing; give the part its words, or leave it out")
+            raise record.make_error(f"{field}.text", "is missing; write the text of the part, or remove it")
         yield from _split_text(record, part["text"], field, role)
     elif kind in ("image", "image_url"):
         _check_keys(record, part, IMAGE_KEYS if kind == "image" else ("image_url",), field)
@@ -129,7 +129,7 @@ def _own_picture(record: DataRecord, part: Mapping[str, object], field: str) -> 
         if isinstance(given, Mapping):
             _check_keys(record, given, ("url", "detail"), f"{field}.image_url")
             if given.get("detail") == "low":
-                raise record.make_error(f"{field}.image_url.detail", "low is not read: model.max_pixels bounds every picture; leave it out")
+                raise record.make_error(f"{field}.image_url.detail", "low is not supported: model.max_pixels limits every image; remove it")
             given = given.get("url")
         return {"image": record.load_image(given, f"{field}.image_url")}
     held = {key: part[key] for key in IMAGE_KEYS if key in part}
@@ -145,24 +145,26 @@ def _own_picture(record: DataRecord, part: Mapping[str, object], field: str) -> 
 def _check_keys(record: DataRecord, part: Mapping[str, object], known: Sequence[str], field: str) -> None:
     for key, value in part.items():
         if key not in ("type", *known) and not is_empty(value):
-            told = "model.min_pixels and model.max_pixels hold for all pictures" if "pixels" in key or "resized" in key else "is not read"
-            raise record.make_error(f"{field}.{key}", f"{told}; leave this key out")
+            told = "model.min_pixels and model.max_pixels apply to all images" if "pixels" in key or "resized" in key else "is not read"
+            raise record.make_error(f"{field}.{key}", f"{told}; remove this key")
 
 
 def _check_role(record: DataRecord, role: str, field: str) -> None:
     if role not in IMAGE_ROLES:
-        remedy = "only messages of user and tool show pictures; move it there, or write other words for it"
-        raise record.make_error(field, f"shows a picture in a message of role {role}: {remedy}")
+        remedy = "only user and tool messages may contain images; move it there, or replace it with text"
+        raise record.make_error(field, f"contains an image in a message of role {role}: {remedy}")
 
 
 def _split_text(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
     """Split a text at each <image> and yield the pieces with an image placeholder between them."""
     text = record.require_text(value, field)
     if place := find_media_placeholder(text):
-        known = f"a picture's place is written {IMAGE_PLACEHOLDER}, and videos and audio are not read"
-        raise record.make_error(field, f"holds {place}, which stands for media: {known}; where it is a mere word, write it in another way")
+        known = f"write {IMAGE_PLACEHOLDER} for the position of an image, videos and audio are not supported"
+        raise record.make_error(
+            field, f"contains {place}, which is a media placeholder: {known}; if it is plain text, write it differently"
+        )
     if place := find_object_placeholder(text):
-        raise record.make_error(field, f"holds {place}, whose place nothing fills; write out what stands there")
+        raise record.make_error(field, f"contains {place}, a placeholder that nothing fills; write out the text instead")
     if IMAGE_PLACEHOLDER in text:
         _check_role(record, role, f"{field} ({IMAGE_PLACEHOLDER})")
     first, *others = text.split(IMAGE_PLACEHOLDER)

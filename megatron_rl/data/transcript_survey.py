@@ -41,18 +41,18 @@ def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> Check
     def check(messages: Sequence[Message], sizes: Sequence[Size]) -> None:
         length = measurer.transcript_length(messages, sizes)
         if length > measurer.max_positions:
-            raise ValueError(f"{length} tokens, the model has positions for {measurer.max_positions}; make the conversation shorter")
+            raise ValueError(f"{length} tokens, but the model supports {measurer.max_positions}; shorten the conversation")
         if length > planned:
             raise ValueError(
                 f"{length} tokens, memory is planned for {planned}; raise batch.micro_batch_tokens={settings.batch.micro_batch_tokens}, "
-                "lower model.max_pixels, or make the conversation shorter"
+                "lower model.max_pixels, or shorten the conversation"
             )
 
     return check
 
 
 _WHERE = re.compile(r"^(.+? row \d+: )")
-_READS = "what is to be learned stands in the messages, and loss: false in a message masks a reply"
+_READS = "only messages are trained, and loss: false in a message masks a response"
 
 
 _THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
@@ -134,8 +134,8 @@ class TranscriptSurvey:
     def _thinking_lines(self) -> list[str]:
         if not self.num_only_thinking:
             return []
-        count = f"{self.num_only_thinking} of {self.num_rows} conversations have a reply with nothing behind its <think>"
-        return [f"{self.first_only_thinking}: {count}, which is learned: write its answer, or loss: false into the message"]
+        count = f"{self.num_only_thinking} of {self.num_rows} conversations have a response with nothing after its <think>"
+        return [f"{self.first_only_thinking}: {count}, which is trained: add its answer, or write loss: false into the message"]
 
     def add_error(self, line: str) -> None:
         """Count a row that cannot be used."""
@@ -168,7 +168,7 @@ class TranscriptSurvey:
         num = self.num_rows_of[kind]
         if num == 1:
             return ""
-        return f" (and so in all {num} rows)" if num == self.num_rows else f" (and so in {num} of {self.num_rows} rows)"
+        return f" (in all {num} rows)" if num == self.num_rows else f" (in {num} of {self.num_rows} rows)"
 
 
 def _only_thinks(reply: Message) -> bool:

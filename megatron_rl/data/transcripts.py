@@ -164,8 +164,8 @@ def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) 
         ValueError: no files are given, or a row cannot be used.
     """
     words = f"'sft.splits=[{TRANSCRIPTS_SPLIT}]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
-    require(split == TRANSCRIPTS_SPLIT, "sft.splits", split, f"this task learns from files of conversations: {words}")
-    remedy = "give the files of conversations: JSON lines, JSON lists or Parquet"
+    require(split == TRANSCRIPTS_SPLIT, "sft.splits", split, f"this task learns from transcript files: {words}")
+    remedy = "set the transcript files: JSON lines, JSON lists or Parquet"
     require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, remedy)
     roots = {"images_root": data.images, "image_roots": data.image_roots}
     return ShuffledDemonstrations(load_transcripts(data.demonstrations, **roots, ignored=data.columns.ignored), num=num, seed=seed)
@@ -186,11 +186,9 @@ def read_transcript(record: DataRecord) -> ParsedTranscript:
         text = "".join(str(part["text"]) for part in parts if part["type"] == "text")
         has_words = any(character.isprintable() and not character.isspace() for character in text)
         if message.role == "assistant" and message.is_learned and not has_words:
-            raise record.make_error(
-                message.location, "the assistant says nothing, which would be learned; give it words or leave the row out"
-            )
+            raise record.make_error(message.location, "the assistant message is empty and would be trained; add text or remove the row")
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
-            raise record.make_error(message.location, "the user says and shows nothing; give the message words or leave the row out")
+            raise record.make_error(message.location, "the user message has neither text nor images; add text or remove the row")
     messages = [
         {"role": message.role, "content": parts} | ({} if message.is_learned or message.role != "assistant" else {"loss": False})
         for message, parts in zip(given, contents, strict=True)

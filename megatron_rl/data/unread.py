@@ -31,13 +31,13 @@ _LABEL = re.compile(r"^\s*\(?[A-Za-z0-9]{1,2}[).:]\s+")
 _OTHER_MEANINGS = (
     (
         ("loss", "loss_mask", "loss_weight", "weight", "weights", "sample_weight", "sample_weights", "trainable", "train_on"),
-        "weighs or masks what is learned",
-        "every row counts alike, and its whole response is trained; remove the rows that are not to be learned, and this column",
+        "weights or masks the loss",
+        "all rows have equal weight, and the whole response is trained; remove the rows that should not be trained, and this column",
     ),
     (
         ("tools", "functions", "tool_calls", "function_call"),
         "describes tools",
-        "the policy has the tools of task.name alone; write others into the system message, or remove the column",
+        "the policy has only the tools of task.name; describe others in the system message, or remove the column",
     ),
     (
         ("chosen", "rejected", "negative", "negatives", "rejected_response", "rejected_images"),
@@ -47,26 +47,26 @@ _OTHER_MEANINGS = (
     (
         ("input_ids", "labels", "attention_mask", "pixel_values"),
         "looks like tokens",
-        "the question's text is tokenized when it is asked; remove the column",
+        "the text of the question is tokenized instead; remove the column",
     ),
     (
         ("reasoning_content",),
         "looks like a response's reasoning",
-        "rewards compare a response with the answer alone; for a warm start write it into transcripts",
+        "rewards compare a response only with the answer; for a warm start, write it into transcripts",
     ),
     (
         ("system_prompt", "system_message", "developer", "instruction", "instructions"),
         "looks like a part of the prompt",
-        "call it system, or write it into the question",
+        "rename it to system, or write it into the question",
     ),
     (
         ("objects",),
-        "names objects or boxes for places in the text",
+        "names objects or boxes for placeholders in the text",
         "write them into the question and the answer, or remove the column",
     ),
     (
         ("chat_template_kwargs", "enable_thinking", "tool_choice", "response_format"),
-        "looks like a setting of a request",
+        "looks like a request setting",
         "the settings of the run are used for all rows; remove the column",
     ),
     (
@@ -146,8 +146,8 @@ def find_unread(
     question = str(payload["question"])
     mark = find_media_placeholder(question) or find_object_placeholder(question) or next(iter(_MARKUP.findall(question)), "")
     if mark and not payload["videos"]:
-        remedy = "the policy reads it as a word; write <image> where a picture is, name videos in mm_hint, or remove it"
-        yield UnreadFinding(question_column, f"has {mark} in its text, which shows nothing here", remedy, False)
+        remedy = "the policy reads it as plain text; write <image> at the position of an image, name videos in mm_hint, or remove it"
+        yield UnreadFinding(question_column, f"contains {mark} in its text, which is not a placeholder here", remedy, False)
 
 
 def _make_finding(name: str, description: str, remedy: str, *, is_error: bool) -> UnreadFinding:
@@ -164,7 +164,7 @@ def _media_finding(media: Media, name: str, value: object, payload: Mapping[str,
     if not images:
         return _make_finding(name, media.description, _picture_remedy(name, media, value), is_error=True)
     if media.exists and not _is_read(value, images, record):
-        remedy = f"the row's other pictures are read; write all into one list, or choose: {_column_remedy(name, value)}"
+        remedy = f"other images of the row are read; write all into one list, or choose: {_column_remedy(name, value)}"
         return _make_finding(name, media.description, remedy, is_error=False)
     return None
 
@@ -209,7 +209,7 @@ def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> Un
     return _make_finding(name, *SUSPECT_COLUMNS[plain], is_error=False)
 
 
-_CHOICES = ("looks like the choices of the answer, which the question does not contain", "write them into the question")
+_CHOICES = ("looks like the answer choices, which the question does not contain", "write them into the question")
 
 
 def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool:
@@ -276,7 +276,7 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
             yield finding
         elif question_column in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) and not _is_same_question(value, record.row[question_column]):
             remedy = f"the question is read from {question_column}; choose one: 'task.data.columns={{question: {name}}}'"
-            yield _make_finding(name, f"is a question beside {question_column}", remedy, is_error=False)
+            yield _make_finding(name, f"is a question in addition to {question_column}", remedy, is_error=False)
 
 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:

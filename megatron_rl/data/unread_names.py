@@ -82,7 +82,7 @@ class UnreadColumns:
     def errors(self, columns: Iterable[str]) -> list[str]:
         """Return an error for each column in task.data.columns.ignored that is in fact read."""
         read = [name for name in self._ignored if name in {*columns} - self._unread]
-        return [f"task.data.columns.ignored={name}: the column is read; take it out of this list, or remove the column" for name in read]
+        return [f"task.data.columns.ignored={name}: the column is read; remove it from this list, or remove the column" for name in read]
 
 
 def quote_name(name: str) -> str:
@@ -113,11 +113,11 @@ class ImageColumnCounts:
     def format_lines(self) -> list[str]:
         """Return a list with one line if only some of the rows have images, else an empty list.
 
-        Example: `q.jsonl row 4: 1 of 20 rows have no picture in column image: the policy sees their
+        Example: `q.jsonl row 4: 1 of 20 rows have no image in column image: the policy sees their
         text alone; ...`.
         """
         if not self._columns or not self._num_without:
             return []
         columns = f"column{'s' if len(self._columns) > 1 else ''} {' or '.join(self._columns)}"
-        remedy = "the policy sees their text alone; name their pictures, or leave the rows out if they need one"
-        return [f"{self._first}: {self._num_without} of {self._num_rows} rows have no picture in {columns}: {remedy}"]
+        remedy = "the policy sees only their text; name their images, or remove the rows that need one"
+        return [f"{self._first}: {self._num_without} of {self._num_rows} rows have no image in {columns}: {remedy}"]

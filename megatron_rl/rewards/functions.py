@@ -59,7 +59,9 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
         ValueError: `function` is not a Python function, or requires an argument that is not in
             REWARD_ARGUMENTS.
     """
-    require(inspect.isfunction(function) or inspect.ismethod(function), f"rewards[{name!r}]", function, "is no function written in Python")
+    require(
+        inspect.isfunction(function) or inspect.ismethod(function), f"rewards[{name!r}]", function, "is not a function written in Python"
+    )
     parameters = inspect.signature(function).parameters.values()
     asked = [argument for argument in parameters if argument.name in REWARD_ARGUMENTS or argument.default is inspect.Parameter.empty]
     for argument in asked:
@@ -84,7 +86,7 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
             told = f"{type(error).__name__}: {error} ({place[-1].filename}:{place[-1].lineno})"
             raise PermanentInfraError(f"reward {name} on {example}: {told}") from error
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise PermanentInfraError(f"reward {name} on {example}: gave {value!r}; a finite number or None is needed")
+            raise PermanentInfraError(f"reward {name} on {example}: returned {value!r}; expected a finite number or None")
         return None if value is None else float(value)
 
     return reward

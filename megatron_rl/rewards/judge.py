@@ -53,7 +53,12 @@ class Judge:
     """
 
     def __init__(self, settings: JudgeSettings, *, backoff_s: float = 0.5) -> None:
-        require(bool(settings.urls or settings.model), "task.judge.model", settings.model, "recorded verdicts are kept by model; name it")
+        require(
+            bool(settings.urls or settings.model),
+            "task.judge.model",
+            settings.model,
+            "recorded verdicts are stored by model; name the model",
+        )
         self.settings = settings
         self.model, self.always_ask = settings.model, settings.always_ask
         self.endpoints = EndpointPool(
@@ -233,7 +238,7 @@ def make_judge(settings: JudgeSettings) -> Judge | None:
     Raises:
         ValueError: The settings name a judge model but neither servers nor a file.
     """
-    chosen = f"a judge is chosen, {settings.model}; give the addresses of its servers, or its recorded verdicts (task.judge.cache)"
+    chosen = f"the judge model is {settings.model}; set the addresses of its servers, or its recorded verdicts (task.judge.cache)"
     require(bool(settings.urls or settings.cache or not settings.model), "task.judge.urls", settings.urls, chosen)
     return Judge(settings) if settings.urls or settings.cache else None
 

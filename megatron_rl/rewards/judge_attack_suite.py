@@ -141,7 +141,7 @@ async def run_suite(settings: JudgeSettings, trick_names: Sequence[str]) -> int:
         await judge.close()
     console.print(format_results(tallies), markup=False)
     if not poor:
-        console.print("it takes no pictures: the prompts for work (task.reward=codev) are left out", soft_wrap=True)
+        console.print("the judge accepts no images: the prompts for work (task.reward=codev) are skipped", soft_wrap=True)
     for line in failed:
         console.print(f"control failed: {line}", markup=False, soft_wrap=True)
     turned, withheld = sum(len(tally.flipped) for tally in tallies), sum(tally.withheld for tally in tallies)
@@ -159,7 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     options.add_argument(
         "--url", action="append", required=True, help="base address of a server, as in task.judge.urls; may be given again"
     )
-    options.add_argument("--model", default="", help="name of the served model (default: what the server says)")
+    options.add_argument("--model", default="", help="name of the served model (default: as reported by the server)")
     options.add_argument("--concurrency", type=int, default=JudgeSettings().concurrency, help="requests at once (default %(default)s)")
     options.add_argument("--timeout", type=float, default=JudgeSettings().timeout_s, help="seconds of one request (default %(default)g)")
     options.add_argument("--trick", action="append", choices=list(TRICKS), metavar="NAME", help="only this one; may be given again")

@@ -120,10 +120,10 @@ class Rubric:
     def __post_init__(self) -> None:
         names = [*self.terms, *self.turn_terms, *(f"veto {name}" for name in self.vetoes)]
         if len(set(names)) < len(names):
-            raise ValueError(f"rubric: a name stands twice in {names}")
+            raise ValueError(f"rubric: a name occurs twice in {names}")
         for name, part in self.terms.items():
             if part.requires and (part.requires not in self.terms or self.terms[part.requires].requires):
-                raise ValueError(f"rubric: {name} needs {part.requires!r}, which is no part, or itself needs one")
+                raise ValueError(f"rubric: {name} needs {part.requires!r}, which is not a term, or needs another term itself")
 
     async def score(self, reward_input: RewardInput) -> RubricScore:
         """Compute the score of an episode.

@@ -57,7 +57,7 @@ def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> 
         ValueError: The name is unknown, or the reward requires a judge and `judge` is None.
     """
     require_choice("task.reward", reward_name, REWARD_NAMES)
-    needs = f"task.reward={reward_name} is given by a judge; name the servers of one (or recorded verdicts, task.judge.cache)"
+    needs = f"task.reward={reward_name} requires a judge; name its servers (or recorded verdicts, task.judge.cache)"
     require(judge is not None or reward_name not in ("codev", "tapo"), "task.judge.urls", [], needs)
     read = read_strict_boxed if tool_format == "pyvision" else read_tagged
     accuracy = AccuracyReward(read, MathVerifier(), judge)

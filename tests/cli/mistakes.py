@@ -59,7 +59,7 @@ MISTAKES = {
     "--model.path 3b --learning_rate=1e-4": "unrecognized arguments: ...; write model.path=3b optim.lr=1e-4",
     "--xyzzy": "unrecognized arguments: --xyzzy; --help tells how to start",
     "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun": (  # a stage looks at its transcripts when it begins
-        "sft.splits=correct: this task learns from files of conversations: "
+        "sft.splits=correct: this task learns from transcript files: "
         "'sft.splits=[transcripts]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
     ),
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[nowhere.jsonl]": (
@@ -137,7 +137,7 @@ MISTAKES = {
     "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the 1 processes; set torchrun's --nproc_per_node...",
     "engine.tp=2": "engine.tp=2: must divide the 1 processes",
     "wandb.mode=online": "wandb.mode=online: no key: run wandb login, or set WANDB_API_KEY, or use offline...",
-    # a model, a task, data, a folder that are not there, or are none
+    # a model, a task, data, a folder that do not exist, or are none
     "model.path=???": "model.path=???: has no default; give it on the command line",
     "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); use a Hugging Face model folder",
     "model.path={tmp}": "model.path={tmp}: config.json is missing (looked in {tmp}); use a Hugging Face model folder",
@@ -162,7 +162,7 @@ MISTAKES = {
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/half.jsonl]": "...half.jsonl row 1: is no JSON ...",
     "task=vqa task.data.eval=[{tmp}/true.jsonl] task.data.train=[{tmp}/good.jsonl]": "...true.jsonl row 0: answer: is true...",
     "task=vqa task.data.eval=[{tmp}/nan.jsonl] task.data.train=[{tmp}/good.jsonl]": "...nan.jsonl row 0: answer: is nan...",
-    "task=vqa task.data.eval=[{tmp}/web.jsonl] task.data.train=[{tmp}/good.jsonl]": "...web.jsonl row 0: ...URLs are not read...",
+    "task=vqa task.data.eval=[{tmp}/web.jsonl] task.data.train=[{tmp}/good.jsonl]": "...web.jsonl row 0: ...is a URL...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] judge=text": "task.judge.urls=[]: ...",
     "algo=cispo algo.clip_ratio_c=3": "algo.clip_ratio_c=3.0: has no effect with algo.name=cispo; leave it at 0",
     "algo=reinforce_pp filter.drop=[zero_std]": "filter.drop=['zero_std']: algo.name=reinforce_pp learns ...; leave zero_std out",

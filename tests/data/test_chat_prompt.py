@@ -79,14 +79,14 @@ def test_messages_are_joined_in_order(messages: object, question: str, system: s
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([user("q?"), said("tool"), user("r?")], r"messages\[1\]: is a message of a tool"),
-        ([user("q?"), said("tool")], r"messages\[1\]: is a message of a tool"),
-        ([user("q?"), said("assistant"), user("r?")], "messages: has turns of the assistant before the question"),
-        ([user("q?"), said("assistant"), said("system")], "messages: has a system message behind the assistant's"),
-        ([said("assistant")], "messages: has no message of the user"),
-        ([said("moderator"), user("q?")], r"messages\[0\].role: 'moderator' is none of system, developer, user"),
-        ([user("q?"), said("assistant"), said("critic")], r"messages\[2\].role: 'critic' is none of"),
-        ([{"content": "q?"}], r"messages\[0\].role: None is none of"),
+        ([user("q?"), said("tool"), user("r?")], r"messages\[1\]: is a tool message before the answer"),
+        ([user("q?"), said("tool")], r"messages\[1\]: is a tool message before the answer"),
+        ([user("q?"), said("assistant"), user("r?")], "messages: has user messages after an assistant message; the"),
+        ([user("q?"), said("assistant"), said("system")], "messages: has a system message after an assistant"),
+        ([said("assistant")], "messages: has no user message"),
+        ([said("moderator"), user("q?")], r"messages\[0\].role: 'moderator' is not one of system, developer, user"),
+        ([user("q?"), said("assistant"), said("critic")], r"messages\[2\].role: 'critic' is not one of"),
+        ([{"content": "q?"}], r"messages\[0\].role: None is not one of"),
         ([user([{"type": "video", "video": "a.mp4"}, TEXT])], r"messages\[0\].content\[0\]: is a part of type 'video', which is not read"),
         ([user([{"type": "input_audio", "input_audio": {}}, TEXT])], r"messages\[0\].content\[0\]: is a part of type 'input_audio'"),
         ([user([TEXT, {"type": "file", "file": {}}])], r"messages\[0\].content\[1\]: is a part of type 'file'"),
@@ -100,15 +100,15 @@ def test_messages_are_joined_in_order(messages: object, question: str, system: s
         ([user("q?", images=["red.png"])], r"messages\[0\].images: is not read"),
         ([said("system") | {"image": "red.png"}, user("q?")], r"messages\[0\].image: is not read"),
         ([user([SHOWN | {"max_pixels": 100}, TEXT])], r"messages\[0\].content\[0\].max_pixels: is not read"),
-        ([user([SHOWN | {"text": "q?"}])], r"messages\[0\].content\[0\].text: stands in the part of a picture"),
-        ([user([SHOWN | {"path": "blue.png"}, TEXT])], r"messages\[0\].content\[0\]: names its picture twice: image, path"),
+        ([user([SHOWN | {"text": "q?"}])], r"messages\[0\].content\[0\].text: is in an image part; move it"),
+        ([user([SHOWN | {"path": "blue.png"}, TEXT])], r"messages\[0\].content\[0\]: names its image more than once: image, path"),
         ([user([SHOWN | {"image": {"path": "red.png", "bbox": [0, 0, 9, 9]}}, TEXT])], r"content\[0\].image.bbox: is not read"),
         ([user([{"type": "image_url", "image_url": {"url": "red.png", "crop": 3}}, TEXT])], r"content\[0\].image_url.crop: is not read"),
-        ([{"role": "system", "content": [SHOWN]}, user("q?")], r"messages\[0\]: has a picture in a system message"),
-        ("[{'role': 'user', 'content': 'q?'}]", "messages: looks like messages and is no JSON"),
-        ("[{'id': 3, 'role': 'user', 'content': 'q?'}]", "messages: looks like messages and is no JSON"),
+        ([{"role": "system", "content": [SHOWN]}, user("q?")], r"messages\[0\]: contains an image in a system message"),
+        ("[{'role': 'user', 'content': 'q?'}]", "messages: looks like messages but is not valid"),
+        ("[{'id': 3, 'role': 'user', 'content': 'q?'}]", "messages: looks like messages but is not valid"),
         ([user(json.dumps([SHOWN, TEXT]))], r"messages\[0\]: its content is a list of parts written as text; write the list itself"),
-        (json.dumps([SHOWN, TEXT]), "messages: is a list of parts written as text; write the words"),
+        (json.dumps([SHOWN, TEXT]), "messages: is a list of parts written as text; write the text itself, and the images"),
     ],
 )
 def test_what_does_not_reach_the_policy_is_refused(messages: object, error: str, tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_pictures_of_messages_and_of_a_column(tmp_path: Path) -> None:
     assert asked(places, tmp_path, images=["red.png"]) == ("<image><image>Which?", "", ["red", "blue"])
     assert asked([user("<image>a"), user([SHOWN_BLUE])], tmp_path, images=["red.png"]) == ("<image>a\n<image>", "", ["red", "blue"])
     for images, num in ((["red.png", "blue.png"], 2), ([], 0)):
-        with pytest.raises(ValueError, match=f"question: has 1 <image> without a picture in the messages, and a column has {num} pictures"):
+        with pytest.raises(ValueError, match=f"question: has 1 <image> without an image in the messages, but a column has {num} images"):
             asked(places, tmp_path, images=images)
-    with pytest.raises(ValueError, match="question: has 0 <image> without a picture in the messages, and a column has 1 pictures"):
+    with pytest.raises(ValueError, match="question: has 0 <image> without an image in the messages, but a column has 1 images"):
         asked([user([SHOWN_BLUE, TEXT])], tmp_path, images=["red.png"])
 
 
@@ -137,12 +137,12 @@ def test_a_picture_that_answers_is_not_shown(content: object, tmp_path: Path) ->
     """
     for role in ("assistant", "tool"):
         talk = [user("Draw a cat."), said("assistant"), said(role, content)]
-        with pytest.raises(ValueError, match=r"messages\[2\]: shows a picture behind the question; only the pictures of the question"):
+        with pytest.raises(ValueError, match=r"messages\[2\]: contains an image after the question; only images of the question are read"):
             asked(talk, tmp_path, images=["red.png"])
 
 
 def test_a_picture_in_the_column_system_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="system: has <image>, and the system message shows no pictures"):
+    with pytest.raises(ValueError, match="system: contains <image>, but a system message has no images"):
         asked([user("q?")], tmp_path, system="<image> is a map.", images=["red.png"])
 
 
@@ -152,13 +152,13 @@ def test_parts_that_are_numbered(tmp_path: Path) -> None:
     """
     parts = [{"type": "image", "index": 0}, {"type": "image", "index": 1}, TEXT]
     assert asked([user(parts)], tmp_path, images=["red.png", "blue.png"])[2] == ["red", "blue"]
-    with pytest.raises(ValueError, match=r"messages\[0\].content\[0\].index: is 1, and the part is picture 0; list pictures in order"):
+    with pytest.raises(ValueError, match=r"messages\[0\].content\[0\].index: is 1, but the part is image 0; list images in order"):
         asked([user([parts[1], parts[0], TEXT])], tmp_path, images=["red.png", "blue.png"])
 
 
 def test_a_system_column_beside_a_system_message(tmp_path: Path) -> None:
     assert asked([said("system"), user("q?")], tmp_path, system="A")[1] == "A"
-    with pytest.raises(ValueError, match="system: is given in this column and as a message of messages; keep one of them"):
+    with pytest.raises(ValueError, match="system: is given in this column and as a message in messages; keep one of them"):
         asked([said("system"), user("q?")], tmp_path, system="B")
 
 
@@ -179,5 +179,5 @@ def test_an_answer_that_only_the_assistant_gives(tmp_path: Path) -> None:
 
 
 def test_a_nul_character_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"messages\[0\]: holds a NUL character"):
+    with pytest.raises(ValueError, match=r"messages\[0\]: contains a NUL character"):
         asked([user("q\0?")], tmp_path)

@@ -18,7 +18,7 @@ from tests.support.data_files import make_png
 
 PNG = make_png(size=(40, 30), color="red")
 NOISE = b"".join(bytes([x * x % 251, x % 256]) for x in range(3000))
-READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are read"
+READ = "PNG, JPEG, WEBP, GIF, BMP and TIFF are supported"
 
 
 def saved(form: str) -> bytes:
@@ -44,19 +44,19 @@ OTHERS = {
 }
 NO_PICTURES = {
     "web page": (b"<!DOCTYPE html>\n<html><body>404</body></html>", r"is a web page \(HTML\)"),
-    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 4\n", "is the pointer of Git LFS .* git lfs pull fetches it"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 4\n", "is a Git LFS pointer to a file .* run git lfs pull"),
     "gzip": (gzip.compress(PNG), "is compressed by gzip: unpack it"),
     "zip": (b"PK\x03\x04" + NOISE, "is a ZIP archive"),
     "empty": (b"", "is empty"),
-    "zeros": (bytes(4000), "begins with nothing but zero bytes"),
-    "json": (b'{"error": "no such key"}', "is JSON, not a picture$"),
-    "text": ("Größe: 3\n".encode() * 200, "is text, not a picture$"),
+    "zeros": (bytes(4000), "begins with only zero bytes: it was"),
+    "json": (b'{"error": "no such key"}', "is JSON, not an image$"),
+    "text": ("Größe: 3\n".encode() * 200, "is text, not an image$"),
     "video": (b"\0\0\0\x18ftypisom\0\0\0\0", r"is a video \(MP4\)"),
     "avi": (b"RIFF\0\0\0\0AVI LIST", r"is a video \(AVI\)"),
-    "pickle": (b"\x80\x04\x95a\0\0\0", "is a pickle of Python"),
+    "pickle": (b"\x80\x04\x95a\0\0\0", "is a Python pickle"),
     "webp, cut off": (b"RIFF\x20\0\0\0WEBPVP8 ", "begins like a WEBP, but its header is damaged"),
-    "numpy": (b"\x93NUMPY\1\0", "is an array of NumPy"),
-    "noise": (NOISE, f"is no picture that is known here: it begins with the bytes 00 00 01 01 04 02 09 03; {READ}"),
+    "numpy": (b"\x93NUMPY\1\0", "is a NumPy array"),
+    "noise": (NOISE, f"is not a known image format: it begins with the bytes 00 00 01 01 04 02 09 03; {READ}"),
     "half a header": (PNG[:20], "begins like a PNG, but its header is damaged"),
 }
 
@@ -129,22 +129,22 @@ def test_every_byte_survives_both_alphabets(length: int, tmp_path: Path) -> None
 
 
 SVG = OTHERS["svg"][0] * 2
-BROKEN = "begins with the base64 of a picture, but is not base64 to its end"
+BROKEN = "begins with the base64 of an image, but contains invalid base64; encode it again"
 REFUSED = {
-    "base64 of an SVG": (base64.b64encode(SVG).decode(), f"is base64 of something that is an SVG; {READ}"),
-    "base64 of a web page": (base64.b64encode(b"<!DOCTYPE html><html>" + b" " * 60).decode(), "is base64 of something that is a web page"),
-    "base64 of noise": (base64.b64encode(NOISE).decode(), "is base64 of something that is no picture that is known here"),
+    "base64 of an SVG": (base64.b64encode(SVG).decode(), f"is base64 of data that is an SVG; {READ}"),
+    "base64 of a web page": (base64.b64encode(b"<!DOCTYPE html><html>" + b" " * 60).decode(), "is base64 of data that is a web page"),
+    "base64 of noise": (base64.b64encode(NOISE).decode(), "is base64 of data that is not a known image format"),
     "base64 with a hole": (f"{TEXT[:40]}*{TEXT[40:]}", BROKEN),
     "base64 that is cut off": (TEXT.rstrip("=")[: len(TEXT) // 4 * 4 - 3], BROKEN),
     "hexadecimal": (PNG.hex()[:80], "no such file"),
     "data without a comma": ("data:image/png;base64", "is a data: URL without a comma"),
-    "data with a hole": (f"data:image/png;base64,{TEXT[:40]}*{TEXT[40:]}", r"is not base64: it holds '\*'"),
+    "data with a hole": (f"data:image/png;base64,{TEXT[:40]}*{TEXT[40:]}", r"is not base64: it contains '\*'"),
     "bytes as Python prints them": ({"bytes": str(PNG)}, r"bytes is the text that Python prints for bytes \(b'...'\): write base64"),
     "bytes as a list": ({"bytes": list(PNG)}, "bytes must be bytes, or base64 in JSON, is list"),
-    "bytes in Latin-1": ({"bytes": PNG.decode("latin-1")}, "is not base64: it holds"),
-    "a web address in capitals": ("HTTPS://host/a.png", "is a URL, and URLs are not read"),
-    "a bucket": ("s3://bucket/a.png", "is a URL, and URLs are not read"),
-    "another machine's file": ("file://server/share/a.png", "names a file of the machine server"),
+    "bytes in Latin-1": ({"bytes": PNG.decode("latin-1")}, "is not base64: it contains"),
+    "a web address in capitals": ("HTTPS://host/a.png", "is a URL, which is not supported; download"),
+    "a bucket": ("s3://bucket/a.png", "is a URL, which is not supported; download"),
+    "another machine's file": ("file://server/share/a.png", "names a file on the machine server"),
     "nothing": ("", "must be a path, bytes or a SHA-256, is empty"),
 }  # fmt: skip
 
@@ -181,7 +181,7 @@ def test_a_file_url_is_a_path(form: str, tmp_path: Path) -> None:
         path.write_bytes(PNG)
     inside = form.format(quote(str(tmp_path / "data" / "a b%.png")))
     assert make_stored_image(inside, folder=tmp_path / "data", where="here").open().size == (40, 30)
-    with pytest.raises(ValueError, match="lies outside of"):
+    with pytest.raises(ValueError, match="is outside of"):
         make_stored_image(form.format(tmp_path / "outside.png"), folder=tmp_path / "data", where="here")
     with pytest.raises(ValueError, match="no such file"):
         make_stored_image(form.format(tmp_path / "none.png"), folder=tmp_path, where="here")
@@ -194,8 +194,8 @@ def test_a_misspelled_path_is_answered_with_the_right_one(tmp_path: Path, monkey
     for written, why in {
         "a%20b/c.png": "percent signs are not decoded: write a b/c.png",
         "a b\\c.png": "folders are separated by /: write a b/c.png",
-        " a b/c.png\n": "blanks around it belong to the name: write a b/c.png",
-        "~/a b/c.png": f"~ is not replaced: write {tmp_path}/a b/c.png",
+        " a b/c.png\n": "blanks around it are part of the name: write a b/c.png",
+        "~/a b/c.png": f"~ is not expanded: write {tmp_path}/a b/c.png",
         "a b/d.png": "task.data.images is the folder that relative paths start from",
     }.items():
         with pytest.raises(ValueError, match="no such file") as error:

@@ -90,7 +90,7 @@ def test_the_files_of_case_i1(order: str) -> None:
     )
     for values in (RAMP * 65537, RAMP // 257):
         assert refusal(write_tiff(values.astype("u4"), photometric=1, order=order))
-    assert "samples of 32 bits, whose range is not stated" in refusal(write_tiff(RAMP.astype("u4"), photometric=1, order="<"))
+    assert "32-bit samples of unknown range" in refusal(write_tiff(RAMP.astype("u4"), photometric=1, order="<"))
 
 
 @ORDERS
@@ -128,7 +128,7 @@ def test_16_bits_that_hold_8_are_refused(kind: str) -> None:
     values = noise(9, 13, *([3] if "rgb" in kind else []), kind="u2", below=256)
     is_color = "rgb" in kind
     content = write_tiff(values, photometric=2 if is_color else 1) if "tiff" in kind else write_png(values, color=2 * is_color, depth=16)
-    assert "has samples of 16 bits that are all below 256: scaled to 8 bits it is black" in refusal(content)
+    assert "has 16-bit samples that are all below 256: scaled to 8 bits, the image is black" in refusal(content)
     values[0, 0] = 256
     content = write_tiff(values, photometric=2 if is_color else 1) if "tiff" in kind else write_png(values, color=2 * is_color, depth=16)
     assert opened(content).max() == 1

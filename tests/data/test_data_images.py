@@ -143,7 +143,10 @@ def with_crc(width: int, height: int) -> bytes:
         (with_crc(101, 1), "101x1 pixels: at most 89478485, and one side 100 times the other"),
         (b"", "is empty"),
         (b"GIF87a", "."),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is PostScript; PNG, JPEG, WEBP, GIF, BMP and TIFF are read: convert it"),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+            "is PostScript; PNG, JPEG, WEBP, GIF, BMP and TIFF are supported: convert it",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")

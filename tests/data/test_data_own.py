@@ -71,13 +71,13 @@ def test_answers_are_unwrapped(text: str, answer: str) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"question": "?", "answer": float("nan")}, "answer: is nan, which is no number"),
-        ({"question": "?", "answer": float("-inf")}, "answer: is -inf, which is no number"),
-        ({"question": "?", "answer": True}, 'answer: is true; write the word that a reply should have, "yes" or "no" say'),
+        ({"question": "?", "answer": float("nan")}, "answer: is nan, which is not a finite number; remove"),
+        ({"question": "?", "answer": float("-inf")}, "answer: is -inf, which is not a finite number; remove"),
+        ({"question": "?", "answer": True}, 'answer: is true; write the expected word, for example "yes" or "no'),
         ({"question": "?", "answer": "<answer> </answer>"}, "answer: is empty"),
         (
             {"question": "?", "answer": "a", "image": "https://x.org/a.png"},
-            "image: https://x.org/a.png is a URL, and URLs are not read; down",
+            "image: https://x.org/a.png is a URL, which is not supported; down",
         ),
         ({"question": "?", "answer": "a", "images": [{"path": "s3://b/a.png"}]}, r"images\[0\]: s3://b/a.png is a URL"),
     ],
@@ -103,7 +103,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     payload = one(columns, row)
     assert (payload["question"], payload["answer"], payload["extra"]) == ("<image>\nWhat?", "4", {"kept": 1})
     assert payload["images"][0].open().getpixel((0, 0)) == (0, 255, 0)
-    with pytest.raises(ValueError, match=r"^own.jsonl row 1: a: is missing, and task.data.columns names it; the row has q"):
+    with pytest.raises(ValueError, match=r"^own.jsonl row 1: a: is missing, but task.data.columns names it; the row has q"):
         one(columns, row, {"q": "What?"})
     with pytest.raises(ValueError, match=r"^task.data.columns.images=pcs: no row has that column; columns: question, answer$"):
         one(ColumnSettings(images="pcs"), {"question": "?", "answer": "4"})
@@ -143,11 +143,11 @@ def test_folders_and_data_sets_of_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     with pa.OSFile(str(file_format), "wb") as file, pa.ipc.new_file(file, pa.schema([("question", pa.string())])) as writer:
         writer.write_table(pa.table({"question": ["?"]}))
     for name, said in {
-        str(saved): "holds the splits test, train; take one of them, ",
-        "me/colors": "holds the splits test, train; take one of them, me/colors:test",
-        f"{saved}:dev": "has no files of the split dev",
-        "me/shapes": f"no such file (looked at {Path.cwd()}/me/shapes), and no such data set in the cache of Hugging Face; ",
-        str(hub / "datasets--me--colors" / "refs"): "has no files that end in .parquet, .arrow, .jsonl, .ndjson, .json",
+        str(saved): "contains the splits test, train; choose one of them, ",
+        "me/colors": "contains the splits test, train; choose one of them, me/colors:test",
+        f"{saved}:dev": "contains no files of the split dev",
+        "me/shapes": f"no such file (looked at {Path.cwd()}/me/shapes), and no such data set in the Hugging Face cache; ",
+        str(hub / "datasets--me--colors" / "refs"): "contains no files that end in .parquet, .arrow, .jsonl, .ndjson, .json",
         "no.jsonl": "no such file",
     }.items():
         with pytest.raises(ValueError, match=re.escape(f"task.data.train={name}: {said}")):
@@ -199,5 +199,5 @@ def test_pictures_inside_of_messages(tmp_path: Path) -> None:
     example = asked(first, {"type": "text", "text": "or "}, second, {"type": "text", "text": "?"})
     assert example.payload["question"] == "<image>or <image>?"
     assert [image.size() for image in example.payload["images"]] == [(30, 20), (8, 9)]
-    with pytest.raises(ValueError, match=r"^mine.jsonl row 0: messages\[0\].content\[0\].image_url: .*URLs are not read"):
+    with pytest.raises(ValueError, match=r"^mine.jsonl row 0: messages\[0\].content\[0\].image_url: .*is a URL, which is not supported"):
         asked({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, {"type": "text", "text": "?"})

@@ -153,12 +153,12 @@ BAD = {
     "reward_model": ("red", r"reward_model: must be a mapping, is str"),
     "prompt": ([], r"question: is missing"),
     "data_source": (3, r"data_source: must be text, is int"),
-    "extra_info": ({"question": "a <image> and <image>"}, r"question: has 2 <image> for 1 pictures"),
+    "extra_info": ({"question": "a <image> and <image>"}, r"question: has 2 <image> for 1 images"),
     "ability": ("\ud800", r"ability: is not Unicode"),
     "images": ([{"path": "no.png"}], r"images\[0\]: no such file .*no.png; task.data.images is the folder"),
-    "env_name": ("<|image_pad|>", r"env_name: holds <\|image_pad\|>; a picture's place is written <image>"),
-    "image": (["a.png"], r"images and image: name the pictures twice"),
-    "mm_hint": ({"hint_type": "video", "hint_path": "a.mp4"}, r"mm_hint: hint_type is image, or video without images; is video"),
+    "env_name": ("<|image_pad|>", r"env_name: contains <\|image_pad\|>; write <image> for an image"),
+    "image": (["a.png"], r"images and image: name the images more than once"),
+    "mm_hint": ({"hint_type": "video", "hint_path": "a.mp4"}, r"mm_hint: hint_type must be image, or video without images; is video"),
 }
 
 
@@ -185,10 +185,10 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
         ({"question": "?", "answer": "a", "images": [{"url": "x"}]}, r'images\[0\]: must have "bytes" or "path", has url'),
         ({"question": "?", "answer": "a", "images": [{"bytes": "not base64!"}]}, r"images\[0\]: bytes must be bytes, or base64 in JSON"),
         ({"question": "?", "answer": "a", "images": ["a\0b"]}, r"images\[0\]: no such file"),
-        ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* has no file named by the SHA-256 0000"),
-        ({"prompt": [{"role": "system", "content": "x"}], "answer": "a"}, "prompt: has no message of the user"),
+        ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* contains no file named by the SHA-256 0000"),
+        ({"prompt": [{"role": "system", "content": "x"}], "answer": "a"}, "prompt: has no user message"),
         ({"prompt": 3, "answer": "a"}, "prompt: must be text, is int"),
-        ({"prompt": TALK, "answer": "a"}, "prompt: has turns of the assistant before the question"),
+        ({"prompt": TALK, "answer": "a"}, "prompt: has user messages after an assistant message; the"),
     ],
 )
 def test_what_a_row_lacks(row: dict, said: str, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_content_that_is_not_what_its_hash_says(tmp_path: Path) -> None:
     (tmp_path / f"{digest}.png").write_bytes(make_png("red"))
     path = write_rows(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "images": [digest]}])
     found = load_questions([str(path)], images_root="", name="train")
-    with pytest.raises(InfraError, match="does not have the SHA-256 that names it"):
+    with pytest.raises(InfraError, match="does not match the SHA-256 in its name"):
         found[0].payload["images"][0].open()
 
 
@@ -242,7 +242,7 @@ def test_slices_are_views_that_travel(tmp_path: Path) -> None:
     settings = DataSettings(train=paths, eval=paths[1:], max_eval=5)
     assert len(load_split(settings, "train")) == 12
     assert [example.payload["answer"] for example in load_split(settings, "eval")] == answers[4:9]
-    with pytest.raises(ValueError, match=r"^task.data.train=\[\]: give the files"):
+    with pytest.raises(ValueError, match=r"^task.data.train=\[\]: set the question files \(docs/data.md\)"):
         load_split(DataSettings(), "train")
 
 
@@ -273,8 +273,8 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
     assert found.warnings == [
         "train.json row 0: known, [(30, 20)] (and 1 more rows)",
         "train.json row 2: bboxes [5, 5, 5, 9] is empty",
-        "train.json row 2: bboxes [0, 0, 31, 20] reaches out of the picture of 30x20 pixels",
-        "train.json row 2: bboxes [-1, 0, 2, 2] reaches out of the picture of 30x20 pixels",
+        "train.json row 2: bboxes [0, 0, 31, 20] exceeds the image of 30x20 pixels",
+        "train.json row 2: bboxes [-1, 0, 2, 2] exceeds the image of 30x20 pixels",
         "train.json row 2: bboxes x is not four numbers",
         "train.json row 2: bboxes [1, 2, 3] is not four numbers",
         "train.json row 3: new, [(30, 20)]",

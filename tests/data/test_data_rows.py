@@ -64,7 +64,7 @@ def test_a_file_that_changes_under_a_run_is_no_other_question(suffix: str, tmp_p
     assert list(read) == PLAIN
     write_rows(path, PLAIN[::-1])
     for place in range(7):
-        with pytest.raises(ValueError, match=rf"^table{suffix} row {place}: written since the run began; "):
+        with pytest.raises(ValueError, match=rf"^table{suffix} row {place}: changed since the run began; "):
             read[place]
     assert list(open_rows(path)) == PLAIN[::-1]
 
@@ -105,26 +105,26 @@ def without_nulls(row: dict) -> dict:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"a": 1}, {"a": ', r"is cut off or no JSON list: byte 11 begins no complete row"),
+        ('[{"a": 1}, {"a": ', r"is truncated or not a JSON list: byte 11 begins no complete row"),
         ('[{"a": 1}, {]', r"byte 11 begins no complete row"),
         ("[", r"byte 1 begins no complete row"),
         ('[{"a": 1}', r"byte 1 begins no complete row \(the closing \] is missing\)"),
         ('[{"a": 1},', r"byte 9 begins no complete row"),
         ("[1", r"byte 1 begins no complete row"),
-        ('[{"a": 1}]\n[{"a": 2}]\n', r"goes on at byte 11, behind the closing \] of its list; write all rows into one list"),
-        ('[{"a": 1}] {"a": 2}', "goes on at byte 11, behind the closing"),
-        ('[{"a": 1}]]garbage', "goes on at byte 10, behind the closing"),
-        ('[{"a": 1}]' + " " * 50 + "x", "goes on at byte 60, behind the closing"),
-        ("[],", "goes on at byte 2, behind the closing"),
-        ('[{"a": 1}{"a": 2}]', "is no JSON list: no comma parts row 0 from what begins at byte 9"),
-        ('[{"a": 1}, {"a": 2}\n{"a": 3}]', "no comma parts row 1 from what begins at byte 20"),
-        ('[{"a": 1},, {"a": 2}]', "no row stands before the , at byte 10; write it, or remove the comma"),
-        ('[{"a": 1}, ]', r"no row stands before the \] at byte 11"),
-        ('[, {"a": 1}]', "no row stands before the , at byte 1"),
-        ('{"1": {"a": 1}, "2": {"a": 2}} {"a": 3}', "byte 29 begins neither a row by number nor the end of the object"),
-        ('{"1": {"a": 1} "2": {"a": 2}}', "byte 14 begins neither a row by number nor the end"),
-        ('{"1": {"a": 1},, "2": {"a": 2}}', "byte 14 begins neither a row by number nor the end"),
-        ('{"1": {"a": 1}, }', "byte 14 begins neither a row by number nor the end"),
+        ('[{"a": 1}]\n[{"a": 2}]\n', r"continues at byte 11 after the closing \] of its list; write all rows into one list"),
+        ('[{"a": 1}] {"a": 2}', "continues at byte 11 after the closing"),
+        ('[{"a": 1}]]garbage', "continues at byte 10 after the closing"),
+        ('[{"a": 1}]' + " " * 50 + "x", "continues at byte 60 after the closing"),
+        ("[],", "continues at byte 2 after the closing"),
+        ('[{"a": 1}{"a": 2}]', "is not a JSON list: no comma between row 0 and the text at byte 9"),
+        ('[{"a": 1}, {"a": 2}\n{"a": 3}]', "no comma between row 1 and the text at byte 20"),
+        ('[{"a": 1},, {"a": 2}]', "no row before the , at byte 10; add the row, or remove the comma"),
+        ('[{"a": 1}, ]', r"no row before the \] at byte 11"),
+        ('[, {"a": 1}]', "no row before the , at byte 1"),
+        ('{"1": {"a": 1}, "2": {"a": 2}} {"a": 3}', "byte 29 begins neither a numbered row nor the end of the object"),
+        ('{"1": {"a": 1} "2": {"a": 2}}', "byte 14 begins neither a numbered row nor the end"),
+        ('{"1": {"a": 1},, "2": {"a": 2}}', "byte 14 begins neither a numbered row nor the end"),
+        ('{"1": {"a": 1}, }', "byte 14 begins neither a numbered row nor the end"),
     ],
 )
 @pytest.mark.parametrize("chunk", [3, 1 << 20])
@@ -143,7 +143,7 @@ def test_a_row_that_is_no_json_is_named_when_it_is_read(tmp_path: Path) -> None:
     read = open_rows(path)
     assert read[0] == {"a": 1} and read[5] == {"a": 2}
     for place, said in enumerate(
-        ("is not valid JSON", "must be a JSON object, is list", "is not valid JSON", "is not valid JSON"), start=1
+        ("is not a JSON list: no comma", "must be a JSON object, is list", "is not a JSON list: no row", "is not valid JSON"), start=1
     ):
         with pytest.raises(ValueError, match=f"^bad.jsonl row {place}: {said}"):
             read[place]
@@ -170,7 +170,7 @@ def test_a_row_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(list_rows, "_CHUNK", 100)
     for name, content in {"a.json": '[{"a": "' + "x" * 5000, "b.jsonl": '{"a": "' + "x" * 5000}.items():
         (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match="holds a row of more than 0 MiB; write one row a line"):
+        with pytest.raises(ValueError, match="contains a row of more than 0 MiB; write one row per line"):
             open_rows(tmp_path / name)
 
 

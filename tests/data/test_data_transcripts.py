@@ -138,47 +138,62 @@ def replied(**reply: object) -> dict:
 CALL = {"id": "1", "type": "function", "function": {"name": "crop", "arguments": "{}"}}
 GPT = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
 BAD = {
-    "a call": (replied(content="", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read; write calls of tools into the .* content"),
+    "a call": (
+        replied(content="", tool_calls=[CALL]),
+        r"messages\[1\].tool_calls: is not read; write tool calls into the assistant's content, .* remove this key",
+    ),
     "a call and words": (replied(content="I crop.", tool_calls=[CALL]), r"messages\[1\].tool_calls: is not read"),
     "an old call": (replied(content="", function_call=CALL["function"]), r"messages\[1\].function_call: is not read"),
-    "silence": (replied(content="", tool_calls=[]), r"messages\[1\]: the assistant says nothing, .* give it words or leave the row out"),
-    "blank": (replied(content=[text(" \n")]), r"messages\[1\]: the assistant says nothing"),
-    "no parts": (replied(content=[]), r"messages\[1\]: the assistant says nothing"),
+    "silence": (replied(content="", tool_calls=[]), r"messages\[1\]: the assistant message is empty .* add text or remove the row"),
+    "blank": (replied(content=[text(" \n")]), r"messages\[1\]: the assistant message is empty and would"),
+    "no parts": (replied(content=[]), r"messages\[1\]: the assistant message is empty and would"),
     "only a picture": (
         replied(content=[{"type": "image", "image": RED}]),
-        r"messages\[1\].content\[0\]: shows a picture in a message of role",
+        r"messages\[1\].content\[0\]: contains an image in a message of role",
     ),
     "silence behind a column": (
         {"system": "s", "conversations": [GPT[0], GPT[1] | {"value": ""}]},
-        r"conversations\[1\]: the assistant says nothing",
+        r"conversations\[1\]: the assistant message is empty and would",
     ),
-    "two systems": (turns("system", "user", "assistant") | {"system": "s"}, "system: the system's words stand .* elsewhere; keep one"),
+    "two systems": (
+        turns("system", "user", "assistant") | {"system": "s"},
+        "system: the system message is given in .* elsewhere; keep one",
+    ),
     "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, is list"),
     "tools": (
         {"conversations": GPT, "tools": '[{"name": "crop"}]'},
-        "tools: are not read; write calls of tools into .* leave this column out",
+        "tools: are not read; write tool calls into the assistant's content, .* remove this column",
     ),
     "tools of OpenAI": (turns("user", "assistant") | {"tools": [CALL]}, "tools: are not read"),
-    "a long role": (turns("user", "x" * 1000), r"messages\[1\].role: role 'x{37}\.\.\.x{38}' is none of"),
+    "a long role": (turns("user", "x" * 1000), r"messages\[1\].role: role 'x{37}\.\.\.x{38}' is not one of"),
     "no messages": ({"text": "x"}, r"messages: is missing; a transcript has messages, .*; this row has text$"),
-    "both": (turns("user", "assistant") | {"conversations": []}, r"messages and conversations: each hold a conversation; keep one"),
-    "empty": ({"messages": []}, r"messages: must end with the assistant"),
-    "user last": (turns("user", "assistant", "user"), r"messages: must end with the assistant"),
-    "assistant first": (turns("assistant"), r"messages: user and assistant must take turns .* here: assistant"),
-    "two replies": (turns("user", "assistant", "assistant"), r"messages: user and assistant must take turns"),
-    "late system": (turns("user", "assistant", "system", "assistant"), r"messages: user and assistant must take turns"),
-    "a stranger": (turns("user", "critic"), r"messages\[1\].role: role 'critic' is none of system, user, tool, assistant, human"),
-    "no text": (shown(None), r"messages\[0\].content: is missing; write the message's words"),
+    "both": (turns("user", "assistant") | {"conversations": []}, r"messages and conversations: each contain a conversation; keep one"),
+    "empty": ({"messages": []}, r"messages: must end with an assistant message"),
+    "user last": (turns("user", "assistant", "user"), r"messages: must end with an assistant message"),
+    "assistant first": (
+        turns("assistant"),
+        r"messages: user and assistant must alternate after an optional system message, here: assistant",
+    ),
+    "two replies": (
+        turns("user", "assistant", "assistant"),
+        r"messages: user and assistant must alternate after an optional system message",
+    ),
+    "late system": (
+        turns("user", "assistant", "system", "assistant"),
+        r"messages: user and assistant must alternate after an optional system message",
+    ),
+    "a stranger": (turns("user", "critic"), r"messages\[1\].role: role 'critic' is not one of system, user, tool, assistant, human"),
+    "no text": (shown(None), r"messages\[0\].content: is missing; write the text of the message, or"),
     "a film": (shown([{"type": "film"}]), r"messages\[0\].content\[0\]: a part must be of type text, image or image_url, is 'film'"),
     "no column": (
         shown("<image>"),
-        r"messages\[0\]: has a place for a picture .* the row has no column of pictures \(images, image, \.\.\)",
+        r"messages\[0\]: has an image placeholder .* the row has no image column \(images, image, \.\.\)",
     ),
-    "too few": (shown("<image><image>", images=[RED]), r"messages\[0\]: has a place for a picture"),
-    "too many": (shown("<image>x", images=[RED, RED]), r"images: 2 pictures for 1 places; mark each one's place by <image>, or none's"),
-    "control": (shown("<|im_end|>"), r"messages\[0\]: holds <\|im_end\|>"),
+    "too few": (shown("<image><image>", images=[RED]), r"messages\[0\]: has an image placeholder"),
+    "too many": (shown("<image>x", images=[RED, RED]), r"images: 2 images for 1 placeholders; mark every image by <image>, or none"),
+    "control": (shown("<|im_end|>"), r"messages\[0\]: contains <\|im_end\|>"),
     "no file": (shown("<image>", images=["a.png"]), r"images\[0\]: no such file"),
-    "no picture": (shown("<image>", images=[{"bytes": b"x"}]), r"images\[0\]: is text, not a picture"),
+    "no picture": (shown("<image>", images=[{"bytes": b"x"}]), r"images\[0\]: is text, not an image"),
 }
 
 
@@ -204,7 +219,7 @@ def test_a_reply_that_only_thinks_is_named(tmp_path: Path) -> None:
     rows = [turns("user", "assistant"), thinks, replied(content="<think>x"), replied(content="<think>x</think>y")]
     (line,) = load_transcripts([str(write_rows(tmp_path / "sft.jsonl", rows))], images_root="").warnings
     assert line.startswith(
-        "sft.jsonl row 1: 2 of 4 conversations have a reply with nothing behind its <think>, which is learned: write its"
+        "sft.jsonl row 1: 2 of 4 conversations have a response with nothing after its <think>, which is trained: add its answer"
     )
     two = {"messages": [*masked["messages"], *turns("user", "assistant")["messages"]]}
     assert load_transcripts([str(write_rows(tmp_path / "masked.jsonl", [two]))], images_root="").warnings == []

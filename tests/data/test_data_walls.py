@@ -140,7 +140,7 @@ def test_rows_name_pictures_below_their_folder(name: str, disk: Path) -> None:
     name = name.format(disk=disk)
     for given in (name, {"path": name}):
         data = rows_that_name(disk / "own" / "rows.jsonl", "pictures/x.png", given)
-        with pytest.raises(ValueError, match=rf"rows.jsonl row 1: image: .* lies outside of .*; task.data.image_roots=\[{disk}/private\]"):
+        with pytest.raises(ValueError, match=rf"rows.jsonl row 1: image: .* is outside of .*; task.data.image_roots=\[{disk}/private\]"):
             load_questions([data], images_root="", name="train")
         assert len(load_questions([data], images_root="", image_roots=[str(disk / "private")], name="train")) == 2
 

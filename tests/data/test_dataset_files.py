@@ -63,7 +63,7 @@ def test_a_folder_that_was_saved_twice_is_read_as_datasets_does(tmp_path: Path) 
     assert len(list(saved.glob("*.arrow"))) == 4
     assert answers(saved) == [str(answer) for answer in datasets.load_from_disk(saved)["answer"]] == ["0", "1"]
     (saved / "data-00000-of-00001.arrow").unlink()
-    fails(saved, f"{saved}/state.json lists files that are not there: data-00000-of-00001.arrow; copy or save it anew$")
+    fails(saved, f"{saved}/state.json lists files that do not exist: data-00000-of-00001.arrow; copy the files, or save it again$")
 
 
 def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None:
@@ -74,31 +74,31 @@ def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None
     datasets.DatasetDict({"train_sft": table.select([1, 2]), "easy": table.select([3])}).save_to_disk(saved)
     assert answers(f"{saved}:train_sft") == ["1", "2"] and answers(f"{saved}:easy") == ["3"]
     assert sorted(datasets.load_from_disk(saved)) == ["easy", "train_sft"]
-    fails(saved, f"holds the splits train_sft, easy; take one of them, {saved}:train_sft$")
-    fails(f"{saved}:old", "has no files of the split old$")
+    fails(saved, f"contains the splits train_sft, easy; choose one of them, {saved}:train_sft$")
+    fails(f"{saved}:old", "contains no files of the split old$")
     (saved / "easy").rename(saved / "hard")
-    fails(f"{saved}:easy", f"dataset_dict.json lists the split easy, and there is no folder {saved}/easy; save it anew$")
+    fails(f"{saved}:easy", f"dataset_dict.json lists the split easy, but there is no folder {saved}/easy; save it again$")
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["train-00000-of-00002"], "lacks train-00001-of-00002.jsonl; get them, or name the files that are to be read$"),
-        (["train-00001-of-00009"], "lacks train-00000-of-00009.jsonl, train-0.* and 3 more; get"),
+        (["train-00000-of-00002"], "lacks train-00001-of-00002.jsonl; add these files, or name the files to read$"),
+        (["train-00001-of-00009"], "lacks train-00000-of-00009.jsonl, train-0.* and 3 more; add"),
         (
             ["train-00000-of-00002", "train-00001-of-00002", "train-00000-of-00001"],
-            "holds shards of several sets called train: 1 of 1,",
+            "contains shards of several sets named train: 1 of 1,",
         ),
-        (["a-00000-of-00001-0123456789abcdef", "a-00000-of-00001-fedcba9876543210"], "holds a-00000-of-00001 more than once; "),
+        (["a-00000-of-00001-0123456789abcdef", "a-00000-of-00001-fedcba9876543210"], "contains a-00000-of-00001 more than once; "),
         (["train-00000-of-00002", "train-00001-of-00002"], ""),
         (["train-00001-of-00002", "train-00002-of-00002"], ""),  # numbered from 1
         (["a-00000-of-00001", "b-00000-of-00002", "b-00001-of-00002"], ""),
         (["a-00000-of-00002-0123456789abcdef", "a-00001-of-00002-fedcba9876543210"], ""),
         (["part-7", "part-9"], ""),
-        (["d_00000_of_00002"], "lacks d_00001_of_00002.jsonl; get them"),
-        (["d-1-of-3", "d-2-of-3"], "lacks d-0-of-3.jsonl; get them"),
-        (["d.00001-of-00002"], "lacks d.00000-of-00002.jsonl; get them"),
-        (["00000-of-00002"], "lacks 00001-of-00002.jsonl; get them"),
+        (["d_00000_of_00002"], "lacks d_00001_of_00002.jsonl; add these"),
+        (["d-1-of-3", "d-2-of-3"], "lacks d-0-of-3.jsonl; add these"),
+        (["d.00001-of-00002"], "lacks d.00000-of-00002.jsonl; add these"),
+        (["00000-of-00002"], "lacks 00001-of-00002.jsonl; add these"),
         (["d-1-of-2", "d-2-of-2"], ""),
     ],
 )
@@ -139,7 +139,7 @@ def test_an_old_view_that_was_saved_is_refused(tmp_path: Path) -> None:
     write_arrow(folder / "dataset.arrow", pa.Table.from_pylist(ROWS))
     state = {"_data_files": [{"filename": "dataset.arrow"}], "_indices_data_files": [{"filename": "indices.arrow"}]}
     (folder / "state.json").write_text(json.dumps(state))
-    fails(folder, f"{folder}/state.json lists indices, which .*; flatten_indices")
+    fails(folder, f"{folder}/state.json lists indices of an older version of .*; flatten_indices")
     (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": None}))
     assert answers(folder) == [row["answer"] for row in ROWS]
 
@@ -152,7 +152,7 @@ def test_a_column_that_a_file_has_twice_is_refused(suffix: str, tmp_path: Path) 
         table = pa.Table.from_arrays([*arrays, *[pa.array(["x"])] * (len(names) - 2)], names=names)
         path = tmp_path / f"{name}{suffix}"
         write_arrow(path, table)
-        fails(path, f"has the column {name} twice; rename one of the two, or leave it out$")
+        fails(path, f"has the column {name} twice; rename one of the two, or remove it$")
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
@@ -166,14 +166,14 @@ def test_a_key_that_a_map_has_twice_is_refused(suffix: str, tmp_path: Path) -> N
         with pa.ipc.new_file(path, table.schema) as file:
             file.write_table(table)
     assert open_rows(path)[0]["reward_model"] == {"ground_truth": "1"}
-    with pytest.raises(ValueError, match=rf"^a{suffix} row 1: a map has a key twice; keep one of the two .*ground_truth"):
+    with pytest.raises(ValueError, match=rf"^a{suffix} row 1: a map contains a key twice; keep one of the two .*ground_truth"):
         answers(path)
 
 
 def test_a_key_that_a_row_has_twice_is_refused(tmp_path: Path) -> None:
     for text in ('{"question": "?", "answer": "1", "answer": "2"}', '{"question": "?", "extra_info": {"answer": 1, "answer": 2}}'):
         (tmp_path / "a.jsonl").write_text(text)
-        with pytest.raises(ValueError, match="^a.jsonl row 0: answer: the key stands there twice; keep one of the two$"):
+        with pytest.raises(ValueError, match="^a.jsonl row 0: answer: the key occurs twice; keep one of the two$"):
             answers(tmp_path / "a.jsonl")
 
 
@@ -191,7 +191,7 @@ def test_a_map_is_a_mapping(suffix: str, tmp_path: Path) -> None:
 def test_a_file_is_not_read_by_two_names(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(
-        ValueError, match=rf"^task.data.train={tmp_path}: .*a.jsonl is read by the name {path} already; give one of the two$"
+        ValueError, match=rf"^task.data.train={tmp_path}: .*a.jsonl is already read by the name {path}; keep one of the two$"
     ):
         answers(path, tmp_path)
 
@@ -237,8 +237,8 @@ def packed(path: Path) -> Path:
         ("a.json.xz", "is compressed; unpack it: unxz"), ("a.csv.zst", "is compressed; unpack it: unzstd a.csv.zst"),
         ("a.zip", "is compressed; unpack it: unzip a.zip"), ("a.TAR", "is compressed; unpack it: tar -xf a.TAR"),
         ("a.pkl", "is a pickle, which could run code; write it as Parquet or JSON lines$"), ("a.xlsx", "is a spreadsheet; save it as CSV"),
-        ("a.db", "is a SQLite database; export it as CSV"), ("a.txt", "ends in .txt; read are Parquet .*convert or rename it$"),
-        ("a", "ends in no suffix; read are Parquet"), ("a.yaml", "ends in .yaml; read are "),
+        ("a.db", "is a SQLite database; export it as CSV"), ("a.txt", "ends in .txt; Parquet .*convert or rename it$"),
+        ("a", "ends in no suffix; Parquet"), ("a.yaml", "ends in .yaml; Parquet "),
     ],
 )  # fmt: skip
 def test_formats_that_are_not_read_are_named(name: str, said: str, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_formats_that_are_not_read_are_named(name: str, said: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("made", "name", "said"),
     [
-        ("a.gz", "a.jsonl", r"is compressed \(gzip\) in spite of its name; unpack it: gunzip$"),
+        ("a.gz", "a.jsonl", r"is compressed \(gzip\) despite its name; unpack it: gunzip$"),
         ("a.bz2", "a.csv", r"is compressed \(bzip2\)"), ("a.xz", "a.json", r"is compressed \(xz\)"),
         ("a.zip", "a.csv", "is a zip archive or an Excel file"), ("a.db", "a.json", "is a SQLite database"),
         ("a.pkl", "a.jsonl", "is a pickle, which could run code"),
@@ -262,7 +262,7 @@ def test_content_that_is_not_what_the_suffix_says(made: str, name: str, said: st
 def test_utf_16_is_named(encoding: str, tmp_path: Path) -> None:
     """UTF-16 is detected with and without a byte order mark."""
     (tmp_path / "a.csv").write_bytes("question,answer\nq,1\n".encode(encoding))
-    fails(tmp_path / "a.csv", "is in UTF-16 in spite" if encoding == "utf-16" else "its first row holds NUL bytes; is it in UTF-16")
+    fails(tmp_path / "a.csv", "is in UTF-16 despite" if encoding == "utf-16" else "its first row contains NUL bytes; is it in UTF-16")
 
 
 def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
@@ -275,12 +275,12 @@ def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
     packed(folder / "images.zip"), packed(folder / "old.csv.gz")
     assert len(answers(folder)) == 6
     (folder / "c.jsonl.incomplete").write_text("")
-    fails(folder, "c.jsonl.incomplete is a download that did not end; get it anew, or remove it$")
+    fails(folder, "c.jsonl.incomplete is an unfinished download; download it again, or remove it$")
     (folder / "c.jsonl.incomplete").unlink()
     packed(folder / "b.jsonl.gz")
     fails(folder, f"b.jsonl.gz is compressed, which is not read; unpack it: gunzip {folder}/b.jsonl.gz$")
     (folder / "a.jsonl").unlink(), (folder / "b.jsonl.gz").unlink(), (folder / "old.csv.gz").unlink()
-    fails(folder, "has no files that end in .parquet, .* it has files that end in .zip$")
+    fails(folder, "contains no files that end in .parquet, .* it contains files that end in .zip$")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_a_table_that_pandas_wrote_with_its_index(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("question,answer,\nq,1,\n")
     fails(tmp_path / "b.csv", "its first row must name the columns, each once; it has question, answer, $")
     (tmp_path / "c.csv").write_bytes("question,answer\n\u00e4,1\n".encode("latin-1"))
-    fails(tmp_path / "c.csv", r"the row that begins at byte 16 is none \(.*\); write the file in UTF-8$")
+    fails(tmp_path / "c.csv", r"the row that begins at byte 16 is invalid \(.*\); write the file in UTF-8$")
 
 
 def test_labels_are_read_by_their_names(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_a_folder_of_imagefolder_is_read_as_it_is(tmp_path: Path) -> None:
         (tmp_path / "flat" / split / "0.png").write_bytes(make_png(color))
     (tmp_path / "flat" / "train" / "metadata.csv").write_text("file_name,question,answer\n0.png,Which color?,red\n")
     (tmp_path / "flat" / "test" / "metadata.csv").write_text("file_name,question,answer\n0.png,Which color?,blue\n")
-    with pytest.raises(ValueError, match=r"holds the splits test, train"):
+    with pytest.raises(ValueError, match=r"contains the splits test, train"):
         answers(tmp_path / "flat")
     theirs = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "flat" / "train"), cache_dir=str(tmp_path / "hf"))["train"]
     (ours,) = load_questions([str(tmp_path / "flat" / "train")], images_root="", name="train")

@@ -130,6 +130,6 @@ def test_widened_numbers_that_were_written_as_text_are_named(tmp_path: Path) -> 
         path = tmp_path / name
         path.write_text(f'{{"question": "q", "answer": {answer}}}\n' * 2)
         (line,) = warnings_of(path)
-        assert "looks like a number of 32 bits that was written with the digits of 64: " in line
+        assert "looks like a float32 number printed with the digits of a float64: " in line
     assert not looks_widened("128.015625") and not looks_widened("0.1") and not looks_widened("nan") and not looks_widened("x")
     assert WrittenNumber("0.10") == 0.1

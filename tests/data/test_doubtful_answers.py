@@ -12,7 +12,7 @@ from megatron_rl.data.questions import load_questions, open_questions
 from megatron_rl.data.survey import survey_questions
 
 MISSING = "column answer is a word for a missing value (nan, None, null, N/A, -)"
-SEVERAL = "column answer has several boxes or <answer> blocks, and the last alone is read"
+SEVERAL = "column answer has several boxes or <answer> blocks; only the last is read"
 WRITTEN = "column answer is a list or a mapping, written as text"
 
 
@@ -28,7 +28,7 @@ def named(folder: Path, rows: Sequence[Mapping[str, object]]) -> list[str]:
 )
 def test_a_word_for_a_missing_value_is_named(word: str, tmp_path: Path) -> None:
     (line,) = named(tmp_path, [{"answer": "red"}, {"answer": word}, {"answer": word}])
-    assert line.startswith(f"q.jsonl row 1: {MISSING} (2 of 3 rows): a reply must say that very word; leave these rows out, give their")
+    assert line.startswith(f"q.jsonl row 1: {MISSING} (2 of 3 rows): a response must contain that word; remove the rows")
 
 
 def test_words_of_one_kind_share_a_line_in_tables_and_columns_that_are_chosen(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_a_file_whose_answers_are_all_missing_is_refused(tmp_path: Path) -> None
     for name, answers in {"a.jsonl": ["None", "nan", "NA"], "b.jsonl": ["red", "blue"]}.items():
         (tmp_path / name).write_text("\n".join(json.dumps({"question": "Which?", "answer": answer}) for answer in answers))
     paths = [str(tmp_path / name) for name in ("b.jsonl", "a.jsonl")]
-    with pytest.raises(ValueError, match=r"^a\.jsonl: column answer is a word for a missing value .*: a reply must say that very word; "):
+    with pytest.raises(ValueError, match=r"^a\.jsonl: column answer is a word for a missing value .*: a response must contain that word; "):
         load_questions(paths, images_root="", name="train")
     found = survey_questions(open_questions(paths, images_root="", name="train"))
     assert (
@@ -85,7 +85,7 @@ def test_a_listed_option_and_words_of_a_person_are_not_missing(row: dict, tmp_pa
 )
 def test_a_second_box_is_named_once(answer: str, is_named: bool, tmp_path: Path) -> None:
     found = named(tmp_path, [{"answer": "red"}, *[{"answer": answer}] * 3])
-    assert [line.partition(" (3 of 4 rows): a reply must give that one; write all values")[0] for line in found if "boxes" in line] == (
+    assert [line.partition(" (3 of 4 rows): a response must give that one; write all values")[0] for line in found if "boxes" in line] == (
         [f"q.jsonl row 1: {SEVERAL}"] if is_named else []
     )
 

@@ -76,9 +76,9 @@ def test_numbered_columns_are_one_list_in_numeric_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"image": "red.png", "img": "blue.png"}, "image and img: name the pictures twice; .* 'task.data.columns={images: image}'"),
-        ({"image_0": "red.png", "img_0": "blue.png"}, "image_0 and img_0: name the pictures twice"),
-        ({"image": "red.png", "image_2": "blue.png"}, "image and image_2: name the pictures twice"),
+        ({"image": "red.png", "img": "blue.png"}, "image and img: name the images more than once; .* 'task.data.columns={images: image}'"),
+        ({"image_0": "red.png", "img_0": "blue.png"}, "image_0 and img_0: name the images more than once"),
+        ({"image": "red.png", "image_2": "blue.png"}, "image and image_2: name the images more than once"),
         ({"img": "no.png"}, "img: no such file .*no.png"),
         ({"image_url": "https://x.org/a.png"}, "image_url: https://x.org/a.png is a URL"),
     ],
@@ -103,9 +103,9 @@ def test_where_a_picture_comes_from_is_no_second_picture(row: dict, tmp_path: Pa
     found = look(tmp_path, row)
     assert (found.errors, found.column_warnings, found.num_images) == ([], [], 1)
     (line,) = look(tmp_path, {"image": "no.png", "img": "nor.png"}).errors
-    assert "image and img: name the pictures twice" in line
+    assert "image and img: name the images more than once" in line
     (line,) = look(tmp_path, {"image": "red.png", "images": ["nor.png"]}).errors
-    assert "image and images: name the pictures twice" in line
+    assert "image and images: name the images more than once" in line
 
 
 def test_a_name_that_tasks_read_is_no_picture_of_its_own(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_column_that_is_chosen_among_several(tmp_path: Path) -> None:
 
 
 CHOOSE = "'task.data.columns={images: shot}'"
-MISSING = "names of pictures that are not there and is not read: 'task.data.columns={images: shot}'; task.data.images is the folder"
+MISSING = "names of pictures that do not exist and is not read: 'task.data.columns={images: shot}'; task.data.images is the folder"
 
 
 @pytest.mark.parametrize(
@@ -132,29 +132,29 @@ MISSING = "names of pictures that are not there and is not read: 'task.data.colu
         ("bare/red", f"looks like paths of pictures that exist and is not read: {CHOOSE}"),
         ("no.png", f"looks like {MISSING}"),
         ({"path": "red.png"}, f"looks like paths of pictures that exist and is not read: {CHOOSE}"),
-        ({"bytes": IN_BASE64}, f"holds pictures in base64 and is not read: {CHOOSE}"),
-        (IN_BASE64, f"holds pictures in base64 and is not read: {CHOOSE}"),
-        (base64.encodebytes(make_png("red")).decode(), "holds pictures in base64 and is not read"),
-        (f"data:image/png;base64,{IN_BASE64}", "holds pictures as data: URLs and is not read"),
-        (f"DATA:image/png;base64,{IN_BASE64}", "holds pictures as data: URLs and is not read"),
+        ({"bytes": IN_BASE64}, f"contains pictures in base64 and is not read: {CHOOSE}"),
+        (IN_BASE64, f"contains pictures in base64 and is not read: {CHOOSE}"),
+        (base64.encodebytes(make_png("red")).decode(), "contains pictures in base64 and is not read"),
+        (f"data:image/png;base64,{IN_BASE64}", "contains pictures as data: URLs and is not read"),
+        (f"DATA:image/png;base64,{IN_BASE64}", "contains pictures as data: URLs and is not read"),
         ("https://x.org/a.JPG?w=3", "looks like web addresses of pictures and is not read: download them"),
-        (list(make_png("red")), "holds the bytes of pictures as numbers and is not read"),
-        (make_png("red").hex(), "holds pictures as hexadecimal digits and is not read"),
+        (list(make_png("red")), "contains the bytes of pictures as numbers and is not read"),
+        (make_png("red").hex(), "contains pictures as hexadecimal digits and is not read"),
         ([[[0, 0, 255]] * 3] * 2, "looks like pixels, as lists of numbers and is not read"),
         ({"views": [{"front": "red.png"}]}, "looks like paths of pictures that exist and is not read"),
         ({"a": {"b": {"c": [{"d": {"e": ["red.png"]}}]}}}, "looks like paths of pictures that exist and is not read"),
-        (repr(make_png("red")), "holds what Python prints for the bytes of pictures (b'...') and is not read"),
-        (base64.b64encode(BMP).decode(), "holds pictures in base64 and is not read"),
+        (repr(make_png("red")), "contains the Python representation of image bytes (b'...') and is not read"),
+        (base64.b64encode(BMP).decode(), "contains pictures in base64 and is not read"),
         (["a word"] * 99 + ["red.png"], "looks like paths of pictures that exist and is not read"),
-        ([{"content": [{"image_url": {"url": f"data:image/png;base64,{IN_BASE64}"}}]}], "holds pictures as data: URLs and is not read"),
+        ([{"content": [{"image_url": {"url": f"data:image/png;base64,{IN_BASE64}"}}]}], "contains pictures as data: URLs and is not read"),
         ('["red.png", "blue.png"]', f"looks like paths of pictures that exist and is not read: {CHOOSE}"),
         ("{'views': [{'front': 'red.png'}]}", "looks like paths of pictures that exist and is not read"),
-        (json.dumps({"page": json.dumps([IN_BASE64])}), "holds pictures in base64 and is not read"),
-        (make_png("red").decode("latin-1"), "holds the bytes of pictures as text and is not read"),
-        (make_png("red").decode("utf-8", "replace"), "holds the bytes of pictures as text and is not read"),
-        ((b"\xff\xd8\xff\xe0\0\x10JFIF\0" + bytes(99)).decode("utf-8", "ignore"), "holds the bytes of pictures as text and is not read"),
-        (BMP.decode("latin-1"), "holds the bytes of pictures as text and is not read"),
-        (repr(make_png("red"))[2:-1], "holds what Python prints for the bytes of pictures (b'...') and is not read"),
+        (json.dumps({"page": json.dumps([IN_BASE64])}), "contains pictures in base64 and is not read"),
+        (make_png("red").decode("latin-1"), "contains the bytes of pictures as text and is not read"),
+        (make_png("red").decode("utf-8", "replace"), "contains the bytes of pictures as text and is not read"),
+        ((b"\xff\xd8\xff\xe0\0\x10JFIF\0" + bytes(99)).decode("utf-8", "ignore"), "contains the bytes of pictures as text and is not read"),
+        (BMP.decode("latin-1"), "contains the bytes of pictures as text and is not read"),
+        (repr(make_png("red"))[2:-1], "contains the Python representation of image bytes (b'...') and is not read"),
     ],
     ids=range(28),
 )
@@ -162,17 +162,16 @@ def test_pictures_in_columns_of_other_names(value: object, looks: str, tmp_path:
     """An unread column with images is an error if the row has no other image, and a warning
     otherwise. The message has the file and the number of rows.
 
-    File names that do not exist and web addresses cause no warning next to an image that is read,
-    because they may state its origin.
+    Names of files that do not exist, and web addresses, may say where the picture that is read comes from.
     """
     blind = look(tmp_path, *[{"shot": value}] * 3)
     (error,) = blind.errors
     assert error.startswith(f"q.jsonl: column shot {looks}"), error
     assert blind.num_errors == 3
     seen = look(tmp_path, *[{"shot": value, "image": "blue.png"}] * 3, {"image": "blue.png"})
-    line = f"q.jsonl row 0: column shot {looks.split(' and is not')[0]} and is not read (3 of 4 rows): the row's"
+    line = f"q.jsonl row 0: column shot {looks.split(' and is not')[0]} and is not read (3 of 4 rows): other images of the row are read"
     assert seen.errors == []
-    is_there = "not there" not in looks and "web addresses" not in looks
+    is_there = "not exist" not in looks and "web addresses" not in looks
     assert [each[: len(line)] for each in seen.column_warnings] == ([line] if is_there else [])
     with pytest.raises(ValueError, match=r"^q.jsonl row 0: column shot "):
         load_questions([str(write_rows(tmp_path / "q.jsonl", [ASKED | {"shot": value}]))], images_root="", name="train")
@@ -204,12 +203,12 @@ def test_the_same_picture_by_another_name(tmp_path: Path) -> None:
     ("column", "value", "looks"),
     [
         ("video", "clip.mp4", "looks like paths of videos that exist"),
-        ("videos", ["no.mp4"], "looks like names of videos that are not there"),
-        ("shot", "clip.mp4", "looks like paths of videos that exist"), ("video_path", "clip", "is named as videos are"),
-        ("video", "v_0123", "is named as videos are"), ("clips", ["a"], "is named as videos are"),
-        ("audio", "a.wav", "looks like names of audio that are not there"), ("audios", ["x"], "is named as audio are"),
-        ("sound", {"array": [0.0], "sampling_rate": 8000}, "holds decoded audio"), ("speech", "x", "is named as audio are"),
-        ("shot", base64.b64encode(b"RIFF\0\0\0\0WAVEfmt " + bytes(99)).decode(), "holds audio in base64"),
+        ("videos", ["no.mp4"], "looks like names of videos that do not exist"),
+        ("shot", "clip.mp4", "looks like paths of videos that exist"), ("video_path", "clip", "has a name typical of videos"),
+        ("video", "v_0123", "has a name typical of videos"), ("clips", ["a"], "has a name typical of videos"),
+        ("audio", "a.wav", "looks like names of audio that do not exist"), ("audios", ["x"], "has a name typical of audio"),
+        ("sound", {"array": [0.0], "sampling_rate": 8000}, "contains decoded audio"), ("speech", "x", "has a name typical of audio"),
+        ("shot", base64.b64encode(b"RIFF\0\0\0\0WAVEfmt " + bytes(99)).decode(), "contains audio in base64"),
     ],
 )  # fmt: skip
 def test_videos_and_audio_are_refused(column: str, value: object, looks: str, tmp_path: Path) -> None:
@@ -242,7 +241,7 @@ WORDS = [
 @pytest.mark.parametrize("word", WORDS)
 def test_words_of_other_tools_for_media(word: str, tmp_path: Path) -> None:
     (warning,) = look(tmp_path, {"question": f"{word} What?", "image": "red.png"}).column_warnings
-    shows = f"has {word} in its text, which shows nothing here: the policy reads it as a word"
+    shows = f"contains {word} in its text, which is not a placeholder here: the policy reads it as plain text"
     assert warning.startswith(f"q.jsonl row 0: column question {shows}")
 
 
@@ -290,7 +289,7 @@ def test_the_type_of_a_field_in_a_files_schema(kind: str, tmp_path: Path) -> Non
         assert error.startswith(f"q.arrow row 0: column m has the type {kind} in the file's schema and is not read: ")
 
 
-CHOICES = "looks like the choices of the answer, which the question does not contain and is not read: write them into the question"
+CHOICES = "looks like the answer choices, which the question does not contain and is not read: write them into the question"
 
 
 @pytest.mark.parametrize(
@@ -334,16 +333,16 @@ def test_options_in_their_forms() -> None:
 @pytest.mark.parametrize(
     ("row", "looks"),
     [
-        ({"loss": False}, "weighs or masks what is learned"), ({"loss_mask": [0, 1]}, "weighs or masks"),
-        ({"weight": 0.5}, "weighs or masks"),
-        ({"weight": 0}, "weighs or masks"), ({"sample_weight": "0.2"}, "weighs or masks"), ({"weights": [1, 2]}, "weighs or masks"),
+        ({"loss": False}, "weights or masks the loss"), ({"loss_mask": [0, 1]}, "weights or masks the loss"),
+        ({"weight": 0.5}, "weights or masks the loss"),
+        ({"weight": 0}, "weights or masks"), ({"sample_weight": "0.2"}, "weights or"), ({"weights": [1, 2]}, "weights or"),
         ({"tools": [{"name": "zoom"}]}, "describes tools"), ({"functions": "[]{}"}, "describes tools"),
         ({"chosen": "x", "rejected": "y"}, "looks like one side of a preference"), ({"input_ids": [1, 2]}, "looks like tokens"),
         ({"reasoning_content": "So."}, "looks like a response's reasoning"),
         ({"system_prompt": "Be kind."}, "looks like a part of the prompt"),
-        ({"context": "A text."}, "looks like a part of the prompt"), ({"extra_info": {"loss": 0}}, "weighs or masks"),
-        ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "names objects"), ({"tool_choice": "auto"}, "looks like a setting"),
-        ({"enable_thinking": False}, "looks like a setting"),
+        ({"context": "A text."}, "looks like a part of the prompt"), ({"extra_info": {"loss": 0}}, "weights or masks the loss"),
+        ({"objects": {"ref": ["cat"], "bbox": [[1, 2, 3, 4]]}}, "names objects"), ({"tool_choice": "auto"}, "looks like a request setting"),
+        ({"enable_thinking": False}, "looks like a request setting"),
         ({"weight": "5 kg"}, ""), ({"weight": 1.0}, ""), ({"loss": None, "tools": []}, ""), ({"context": "what?"}, ""), ({"level": 3}, ""),
     ],
 )  # fmt: skip
@@ -362,7 +361,7 @@ def test_a_second_question_and_pictures_in_messages_that_are_not_read(tmp_path: 
     )
     (warning,) = look(tmp_path, {"problem": "Why?", "image": "red.png"}).column_warnings
     assert warning.startswith(
-        "q.jsonl row 0: column problem is a question beside question and is not read: the question is read from question;"
+        "q.jsonl row 0: column problem is a question in addition to question and is not read: the question is read from question;"
     )
     assert look(tmp_path, {"problem": "What?", "image": "red.png"}).column_warnings == []
 
@@ -374,7 +373,7 @@ def test_the_same_question_in_messages_is_no_second_one(tmp_path: Path) -> None:
         assert look(tmp_path, {"messages": talk, "image": "red.png"}).column_warnings == []
     for talk in ([{"role": "user", "content": "Why?"}], [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "What?"}]):
         (warning,) = look(tmp_path, {"messages": talk, "image": "red.png"}).column_warnings
-        assert warning.startswith("q.jsonl row 0: column messages is a question beside question and is not read")
+        assert warning.startswith("q.jsonl row 0: column messages is a question in addition to question and is not read")
 
 
 def test_a_file_that_is_one_object_around_its_rows(tmp_path: Path) -> None:
@@ -388,7 +387,7 @@ def test_a_file_that_is_one_object_around_its_rows(tmp_path: Path) -> None:
     ):
         (tmp_path / "q.json").write_text(json.dumps(given))
         (line,) = survey_questions(open_questions([str(tmp_path / "q.json")], images_root="", name="train")).errors
-        assert re.match("q.json row 0: question: is missing. Columns: .* Name yours: 'task.data.columns={question: \\w+}'" + hint, line), (
+        assert re.match("q.json row 0: question: is missing. Columns: .* Choose one: 'task.data.columns={question: \\w+}'" + hint, line), (
             line
         )
 
@@ -407,8 +406,8 @@ def test_columns_that_only_some_rows_fill(tmp_path: Path) -> None:
 def test_data_without_pictures_is_warned_of(tmp_path: Path) -> None:
     (warning,) = look(tmp_path, *[{"level": 1}] * 4).column_warnings
     assert warning == (
-        "0 images in 4 rows: the policy sees text alone. Columns: question, answer, level. "
-        "If one has pictures: 'task.data.columns={images: COLUMN}'"
+        "0 images in 4 rows: the policy sees only text. Columns: question, answer, level. "
+        "If one contains images: 'task.data.columns={images: COLUMN}'"
     )
 
 
@@ -418,7 +417,7 @@ def test_a_missing_column_is_one_line(tmp_path: Path) -> None:
     """
     (tmp_path / "train.csv").write_text("filename,question,label\n" + "red.png,What?,red\n" * 99 + "red.png,What?,\n")
     (error,) = survey_questions(open_questions([str(tmp_path / "train.csv")], images_root="", name="train")).errors
-    remedy = "Columns: filename, question, label. Name yours: 'task.data.columns={answer: label}'"
+    remedy = "Columns: filename, question, label. Choose one: 'task.data.columns={answer: label}'"
     assert error == f"train.csv: no answer (all 100 rows). {remedy}"
     with pytest.raises(ValueError, match=r"^train.csv: no answer \(all 100 rows\). .*label}'$"):
         load_questions([str(tmp_path / "train.csv")], images_root="", name="train")
@@ -430,11 +429,11 @@ def test_a_missing_column_is_one_line(tmp_path: Path) -> None:
     (error,) = survey_questions(open_questions([str(path)], images_root="", name="train")).errors
     assert (
         error
-        == "some.jsonl row 1: answer: is missing (and 1 more rows). Columns: question. Name yours: 'task.data.columns={answer: COLUMN}'"
+        == "some.jsonl row 1: answer: is missing (and 1 more rows). Columns: question. Choose one: 'task.data.columns={answer: COLUMN}'"
     )
     path = write_rows(tmp_path / "text.jsonl", [{"Query": "?", "answer": "a"}] * 2)
     (error,) = survey_questions(open_questions([str(path)], images_root="", name="train")).errors
-    assert error == "text.jsonl: no question (all 2 rows). Columns: Query, answer. Name yours: 'task.data.columns={question: Query}'"
+    assert error == "text.jsonl: no question (all 2 rows). Columns: Query, answer. Choose one: 'task.data.columns={question: Query}'"
 
 
 @pytest.mark.parametrize("ours", ["images", "id", "data_source"])

@@ -24,8 +24,8 @@ from tools.data import make_easy_vqa, make_visual_search
 
 ASKED = {"question": "What?", "answer": "B", "image": "red.png"}
 TALK = {"messages": [USER, REPLY]}
-OWN = "'task.data.columns={images: COLUMN}' reads one (so question, answer), and rewards of your own find them in extra"
-LEARNED = "what is to be learned stands in the messages, and loss: false in a message masks a reply"
+OWN = "'task.data.columns={images: COLUMN}' reads one (likewise question, answer), and custom rewards receive them in extra"
+LEARNED = "only messages are trained, and loss: false in a message masks a response"
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_what_is_ignored_and_what_is_not(tmp_path: Path) -> None:
     (error,) = look(tmp_path, {"question": "?", "answer": "a", "shot": "red.png"}, ignored=("shot",)).errors
     assert error.startswith("q.jsonl row 0: column shot looks like paths of pictures that exist and is not read")
     (error,) = look(tmp_path, ASKED, ignored=("image",)).errors
-    assert error == "task.data.columns.ignored=image: the column is read; take it out of this list, or remove the column"
+    assert error == "task.data.columns.ignored=image: the column is read; remove it from this list, or remove the column"
 
 
 def test_many_columns_are_one_line(tmp_path: Path) -> None:
@@ -147,18 +147,18 @@ def test_many_columns_are_one_line(tmp_path: Path) -> None:
 
 def test_rows_without_a_picture_beside_others(tmp_path: Path) -> None:
     bare = {"question": "?", "answer": "a"}
-    remedy = "the policy sees their text alone; name their pictures, or leave the rows out if they need one"
+    remedy = "the policy sees only their text; name their images, or remove the rows that need one"
     found = look(tmp_path, ASKED, bare, ASKED | {"image": None}, ASKED | {"image": []})
-    assert found.column_warnings == [f"q.jsonl row 1: 3 of 4 rows have no picture in column image: {remedy}"]
+    assert found.column_warnings == [f"q.jsonl row 1: 3 of 4 rows have no image in column image: {remedy}"]
     asked = {"prompt": [{"role": "user", "content": [{"type": "image", "image": "red.png"}, {"type": "text", "text": "?"}]}], "answer": "a"}
     found = look(tmp_path, asked, bare, ASKED)
-    assert found.column_warnings == [f"q.jsonl row 1: 1 of 3 rows have no picture in columns prompt or image: {remedy}"]
+    assert found.column_warnings == [f"q.jsonl row 1: 1 of 3 rows have no image in columns prompt or image: {remedy}"]
     assert look(tmp_path, ASKED, ASKED).column_warnings == []
     found = talks(tmp_path, TALK | {"images": ["red.png"]}, TALK)
-    assert found.warnings == [f"t.jsonl row 1: 1 of 2 rows have no picture in column images: {remedy}"]
+    assert found.warnings == [f"t.jsonl row 1: 1 of 2 rows have no image in column images: {remedy}"]
     path = write_rows(tmp_path / "c.jsonl", [bare | {"pic": "red.png"}, bare | {"pic": ""}])
     found = survey_questions(open_questions([str(path)], images_root="", name="train", columns=ColumnSettings(images="pic")))
-    assert [line.partition(": the")[0] for line in found.column_warnings] == ["c.jsonl row 1: 1 of 2 rows have no picture in column pic"]
+    assert [line.partition(": the")[0] for line in found.column_warnings] == ["c.jsonl row 1: 1 of 2 rows have no image in column pic"]
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,12 @@ def test_frames_are_those_that_were_written(codec: str, suffix: str, tmp_path: P
         ({"hint_type": "video", "hint_path": "q.jsonl"}, r"mm_hint.hint_path: no such video .*q.jsonl; files that end in .mp4"),
         (
             {"hint_type": "video", "hint_path": "words.mp4"},
-            r"mm_hint.hint_path: .*words.mp4 begins like no MP4, Matroska, WebM or AVI file",
+            r"mm_hint.hint_path: .*words.mp4 is not an MP4, Matroska, WebM or AVI file",
         ),
-        ({"hint_type": "video", "hint_path": "../away/clip.mp4"}, r"mm_hint.hint_path: .* lies outside of "),
+        ({"hint_type": "video", "hint_path": "../away/clip.mp4"}, r"mm_hint.hint_path: .* is outside of "),
         ({"hint_type": "video", "hint_path": 3}, r"mm_hint.hint_path: must be the path of a video, is int"),
         ({"hint_type": "video"}, r"mm_hint.hint_path: must be the path of a video, is NoneType"),
-        ({"hint_type": "sound", "hint_path": "clip.mp4"}, r"mm_hint: hint_type is image, or video"),
+        ({"hint_type": "sound", "hint_path": "clip.mp4"}, r"mm_hint: hint_type must be image, or video"),
     ],
 )
 def test_a_bad_video_is_one_line(hint: dict, said: str, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_only_code_sees_videos(questions: Path) -> None:
         VqaTask(TaskSettings(name="vqa", data=data)),
         VisualPythonTask(TaskSettings(name="visual_python", tool_format="codev", data=data)),
     ):
-        with pytest.raises(ValueError, match=r"^task.data.train=.*q.jsonl row 0 shows a video, which only the code of task=visual_python"):
+        with pytest.raises(ValueError, match=r"^task.data.train=.*q.jsonl row 0 contains a video, which is available only to the code of"):
             task.examples("train")
 
 

@@ -102,7 +102,7 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
         "task.data.train: bad.jsonl row 0: answer: is empty",
         f"task.data.train: bad.jsonl row 3: images[0]: no such file {tmp_path}/no.png; "
         "task.data.images is the folder that relative paths start from",
-        "task.data.demonstrations: talks.jsonl row 0: messages: must end with the assistant",
+        "task.data.demonstrations: talks.jsonl row 0: messages: must end with an assistant message",
     ]
     assert [line.partition(": ")[2] for line in report.warnings] == [
         "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",
@@ -127,10 +127,10 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     assert report.errors == [
         "task.data.columns.id=number: no row has that column; columns: question, answer, image, shot, look",
         f"task.data.train: a.jsonl row 2: column look {shows} (1 of 3 rows): 'task.data.columns={{images: look}}'",
-        "task.data.train: b.jsonl: no answer (all 30 rows). Columns: question, label. Name yours: 'task.data.columns={answer: label}'",
+        "task.data.train: b.jsonl: no answer (all 30 rows). Columns: question, label. Choose one: 'task.data.columns={answer: label}'",
     ]
     bare, warning, unread = report.warnings
-    assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no picture in column image: ")
+    assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no image in column image: ")
     assert unread.startswith("task.data.train: a.jsonl row 0: columns shot, look are not read: ")
     assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): the row's other pictures are read; ")
     assert dict(report.findings)["data.train"].startswith("30 rows, 0 images; ")
@@ -210,9 +210,10 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
     report = run_checks(settings_of(*sound, *changes))
     assert report.errors == []
     assert report.warnings == [
-        f"task.data.train: long.json row 1: {length} tokens beside the {whole - length} of its prompt leave no room for a reply; "
+        f"task.data.train: long.json row 1: {length} tokens in addition to the {whole - length} of its prompt leave no room for a "
+        f"response; "
         "raise engine.max_model_len or lower model.max_pixels",
-        "task.data.train: long.json row 1: 2 pictures; raise engine.max_images=1",
+        "task.data.train: long.json row 1: 2 images; raise engine.max_images=1",
     ]
     assert f"longest question {length} tokens" in dict(report.findings)["data.train"]
     (error,) = run_checks(settings_of(*sound, *changes, "run.max_failed_fraction=0.49")).errors

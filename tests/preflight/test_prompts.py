@@ -59,8 +59,8 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
 
     first, *lines = told(room=longest - 1, max_failed=0.9)
     assert first.startswith("first prompt, ") and "56]" in first and "Which color?" in first and "</answer>" in first
-    assert lines[0].startswith("warning: task.data.train: mine.jsonl row 1: ") and "leave no room for a reply" in lines[0]
-    assert lines[1] == "warning: task.data.train: mine.jsonl row 2: 3 pictures; raise engine.max_images=2"
+    assert lines[0].startswith("warning: task.data.train: mine.jsonl row 1: ") and "leave no room for a response" in lines[0]
+    assert lines[1] == "warning: task.data.train: mine.jsonl row 2: 3 images; raise engine.max_images=2"
     assert [line.replace("eval", "train") for line in lines[2:]] == lines[:2]
     assert len(told(room=longest, max_failed=0.9)) == 3, "now it fits, to the token"
     with pytest.raises(
@@ -96,7 +96,7 @@ def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> Non
     assert [line.partition(": the policy")[0] for line in lines[::3]] == [
         "warning: task.data.train: 0 images in 3 rows", "warning: task.data.eval: 0 images in 3 rows",
     ]  # fmt: skip
-    weighed = "q.jsonl: column weight weighs or masks what is learned and is not read: every row counts alike"
+    weighed = "q.jsonl: column weight weights or masks the loss and is not read: all rows have equal weight, and the"
     assert [line.partition(",")[0] for line in lines[1::3]] == [f"warning: task.data.{split}: {weighed}" for split in ("train", "eval")]
     assert [line.partition(" not read")[0] for line in lines[2::3]] == [
         f"warning: task.data.{split}: q.jsonl row 0: column weight is" for split in ("train", "eval")

@@ -49,7 +49,7 @@ def test_what_counts_as_a_number(given: object, value: float | None) -> None:
 
 @pytest.mark.parametrize("given", [math.nan, math.inf, "1", [1.0], 1j])
 def test_what_is_no_number_fails_the_rollout(given: object) -> None:
-    with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: gave .* a finite number or None is needed$"):
+    with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: returned .* expected a finite number or None$"):
         scored(lambda: given)
 
 
@@ -78,8 +78,8 @@ def test_our_own_faults_stay_what_they_are() -> None:
         (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): its arguments may be question, reply, answer, turns, rollout, extra$"),
         (lambda reply, /: 0, r"^rewards\['mine'\]=\(reply\): its arguments"),
         (lambda **columns: 0, r"^rewards\['mine'\]=\(\*\*columns\): its arguments"),
-        (0.5, r"^rewards\['mine'\]=0.5: is no function written in Python$"),
-        (len, r"^rewards\['mine'\]=<built-in function len>: is no function written in Python$"),
+        (0.5, r"^rewards\['mine'\]=0.5: is not a function written in Python$"),
+        (len, r"^rewards\['mine'\]=<built-in function len>: is not a function written in Python$"),
     ],
 )
 def test_what_asks_for_something_else_is_refused_at_the_start(function: object, said: str) -> None:

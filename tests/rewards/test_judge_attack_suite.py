@@ -93,7 +93,7 @@ def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) 
 
 def test_a_judge_without_eyes_is_asked_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
     status, lines = attack(lambda body: fair(body) if shown(body)[1] else JudgeReply("{}", 400), "--trick", "colon", capsys=capsys)
-    assert status == EXIT_HELD and lines[2].startswith("it takes no pictures") and "0 withheld of 4" in lines[-1]
+    assert status == EXIT_HELD and lines[2].startswith("the judge accepts no images") and "0 withheld of 4" in lines[-1]
 
 
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:

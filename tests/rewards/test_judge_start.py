@@ -77,7 +77,7 @@ def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> No
 def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:
     """judge=text and judge=vision name a model; without servers and without verdicts nobody would ever judge."""
     assert make_judge(JudgeSettings()) is None
-    with pytest.raises(ValueError, match=r"^task.judge.urls=\[\]: a judge is chosen, judge; give the addresses of its servers"):
+    with pytest.raises(ValueError, match=r"^task.judge.urls=\[\]: the judge model is judge; set the addresses of its servers"):
         make_judge(JudgeSettings(model="judge"))
     assert isinstance(make_judge(JudgeSettings(model="judge", cache=str(tmp_path / "verdicts"))), Judge)
 

@@ -215,7 +215,7 @@ def test_listeners_must_be_the_same_one() -> None:
 
     async def use(client: ListenerClient) -> None:
         room.version = "two"
-        with pytest.raises(InfraError, match="is another listener now: version two, not one"):
+        with pytest.raises(InfraError, match="is a different listener now: version two, not one"):
             await client.score_images(ENCODED_PICTURES[:2], "This?")
 
     with serve_listener(room) as url:
@@ -230,7 +230,7 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
     word = tmp_path / "word"
     word.write_text("a-word-of-many-letters\n")
     with serve_listener(FakeEngineHolder(), token="a-word-of-many-letters") as url:
-        with pytest.raises(InfraError, match="asks for its token: task.listener.token_file=FILE"):
+        with pytest.raises(InfraError, match="requires a token: task.listener.token_file=FILE"):
             held(listener_settings(url), nothing)
         held(listener_settings(url, token_file=str(word)), nothing)
     with (
@@ -265,5 +265,5 @@ def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
         held(listener_settings(url, cache=str(cache)), ask)
         with sqlite3.connect(cache) as file:
             file.execute("UPDATE verdicts SET verdict = 0.5")
-        with pytest.raises(PermanentInfraError, match="no logarithm of a probability; remove the file"):
+        with pytest.raises(PermanentInfraError, match="not a log probability; remove the file"):
             held(listener_settings(url, cache=str(cache)), ask)

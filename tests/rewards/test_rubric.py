@@ -156,12 +156,12 @@ def test_a_turn_part_gives_one_value_a_turn(values: tuple[float | None, ...]) ->
 @pytest.mark.parametrize(
     ("rubric", "message"),
     [
-        (lambda: Rubric(terms={"a": RewardTerm(gives(1.0))}, turn_terms={"a": TurnRewardTerm(environment_rewards)}), "stands twice"),
-        (lambda: Rubric(terms={"veto a": RewardTerm(gives(1.0))}, vetoes={"a": lambda _: True}), "stands twice"),
+        (lambda: Rubric(terms={"a": RewardTerm(gives(1.0))}, turn_terms={"a": TurnRewardTerm(environment_rewards)}), "occurs twice"),
+        (lambda: Rubric(terms={"veto a": RewardTerm(gives(1.0))}, vetoes={"a": lambda _: True}), "occurs twice"),
         (lambda: Rubric(terms={"a": RewardTerm(gives(1.0), requires="b")}), "needs 'b'"),
         (
             lambda: Rubric(terms={"a": RewardTerm(gives(1.0)), "b": RewardTerm(never, requires="a"), "c": RewardTerm(never, requires="b")}),
-            "itself needs one",
+            "needs another term",
         ),
     ],
 )

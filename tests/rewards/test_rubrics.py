@@ -278,7 +278,7 @@ def test_examples_follow_the_data_source() -> None:
 
 @pytest.mark.parametrize("reward", ["codev", "tapo"])
 def test_a_reward_that_needs_a_judge_says_so(reward: str) -> None:
-    with pytest.raises(ValueError, match=rf"task.judge.urls=\[\]: task.reward={reward} is given by a judge; name the servers"):
+    with pytest.raises(ValueError, match=rf"task.judge.urls=\[\]: task.reward={reward} requires a judge; name its servers"):
         build_rubric(reward, judge=make_judge(JudgeSettings()), tool_format="codev")
     with pytest.raises(ValueError, match="task.reward=vibes: choose one of accuracy"):
         build_rubric("vibes", judge=None, tool_format="codev")

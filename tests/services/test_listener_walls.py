@@ -243,7 +243,7 @@ def test_a_body_has_its_limit() -> None:
 
 def test_an_engine_that_failed_is_told() -> None:
     health, _ = talk(build_app(FakeEngineHolder(is_healthy=False)), lambda http: http.get("/health"), lambda http: http.get("/metrics"))
-    assert health.status_code == 503 and "start the server anew" in health.text
+    assert health.status_code == 503 and "restart the server" in health.text
 
 
 def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
 def test_one_that_takes_weights_asks_for_a_token(capsys: pytest.CaptureFixture) -> None:
     """Finding 6: whoever reached the port replaced the model that pays the reward."""
     assert run_server("listener", build_app, description="", port=0, arguments=["--model", "m", "--trained"]) == 1
-    said = "listener: --trained=True: lets whoever reaches the port replace the model; give --token-file FILE, too\n"
+    said = "listener: --trained=True: lets anyone who reaches the port replace the model; also pass --token-file FILE\n"
     assert capsys.readouterr().err == said
 
 

@@ -237,7 +237,7 @@ BAD = {
     "two names for three": ({"names": ["A", "B", "C"]}, "names: must name the 2 candidates"),
     "words with a place": ({"speaker_problem": "What is <image>?"}, "speaker_problem: holds <image>"),
     "no picture": ({"image": None}, "image: is missing"),
-    "a path that leads out": ({"ret_paths": ["../secret.png", "kind0/thing1/0.png"]}, "lies outside of"),
+    "a path that leads out": ({"ret_paths": ["../secret.png", "kind0/thing1/0.png"]}, "is outside of"),
     "no such file": ({"ret_paths": ["kind0/none.png", "kind0/thing1/0.png"]}, "no such file"),
 }
 
@@ -255,7 +255,7 @@ def test_a_row_that_is_no_round_is_named(built: tuple[Path, Path], tmp_path: Pat
 
 
 def test_settings_that_do_not_fit_are_refused(built: tuple[Path, Path]) -> None:
-    with pytest.raises(ValueError, match=r"^task.listener.urls=\[\]: a listener gives this reward"):
+    with pytest.raises(ValueError, match=r"^task.listener.urls=\[\]: this reward requires a listener"):
         task_of("lewis_speaker", built)
     with pytest.raises(ValueError, match=r"^task.options.parts=.*the game's README has no overlap"):
         LewisSpeakerOptions(parts=["accuracy", "overlap"], variant="readme")

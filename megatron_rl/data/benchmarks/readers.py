@@ -108,7 +108,7 @@ def read_mathvista(record: DataRecord) -> BenchmarkItem:
         raise record.make_error("answer", "is empty: answers of MathVista's test split are not published; use testmini")
     if choices:
         if answer not in choices[: len(LETTERS)]:
-            raise record.make_error("answer", f"is none of the choices: {answer[:80]}")
+            raise record.make_error("answer", f"is not one of the choices: {answer[:80]}")
         answer = LETTERS[choices.index(answer)]
     unit = read_text_column(record, "unit", default="")
     return BenchmarkItem(
@@ -195,9 +195,9 @@ def read_wemath(record: DataRecord) -> BenchmarkItem:
     options = read_lettered_options(record) or split_options(read_text_column(record, "option"), INLINE_MARKER)
     key, answer = read_text_column(record, "key"), read_text_column(record, "answer")
     if answer not in [*LETTERS[: len(options)]]:
-        raise record.make_error("answer", f"is {answer[:80]}, which is no letter of the {len(options)} options")
+        raise record.make_error("answer", f"is {answer[:80]}, which is not the letter of one of the {len(options)} options")
     if not re.fullmatch(r"[23]steps_([123]|multi)", key):
-        raise record.make_error("key", f"is {key}; 2steps_1, 3steps_multi or the like was expected")
+        raise record.make_error("key", f"is {key}; expected a value such as 2steps_1 or 3steps_multi")
     return BenchmarkItem(
         question=read_text_column(record, "question"),
         options=options,
@@ -262,7 +262,7 @@ def _image_next_to_file(record: DataRecord) -> str:
     """Return the path of the image with the same name as the row's file."""
     found = next((path for suffix in SUFFIXES[1:] if (path := record.path.with_suffix(suffix)).is_file()), None)
     if found is None:
-        raise record.make_error("image", f"there is no picture {record.path.with_suffix('.jpg')}")
+        raise record.make_error("image", f"no such image {record.path.with_suffix('.jpg')}")
     return str(found)
 
 
@@ -272,8 +272,8 @@ def _find_frames(record: DataRecord) -> tuple[list[str], str]:
     found = sorted(path for path in folder.glob("*") if path.suffix.lower() in SUFFIXES[1:]) if folder.is_dir() else []
     video = folder.with_name(f"{folder.name}.mp4")
     if not found and not video.is_file():
-        remedy = f"ffmpeg -i {folder}.mp4 -vf fps=1 {folder}/%05d.jpg makes them, task.data.images is the folder of the data sets"
-        raise record.make_error("scene_name", f"there are no frames in {folder}, and no {video.name} beside it; {remedy}")
+        remedy = f"ffmpeg -i {folder}.mp4 -vf fps=1 {folder}/%05d.jpg creates them; task.data.images must be the folder of the data sets"
+        raise record.make_error("scene_name", f"no frames in {folder}, and no {video.name} next to it; {remedy}")
     return [str(path) for path in found], "" if found else str(video)
 
 

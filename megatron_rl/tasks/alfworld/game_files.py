@@ -89,9 +89,7 @@ def find_games(folders: Sequence[Path], *, config_key: str) -> list[Path]:
         ValueError: No game is found.
     """
     found = [path.parent for folder in folders for path in sorted(folder.rglob(GAME_FILE)) if _is_playable(path)]
-    require(
-        bool(found), config_key, ", ".join(map(str, folders)), f"no {GAME_FILE} of a task that ALFWorld plays lies there; {GAMES_REMEDY}"
-    )
+    require(bool(found), config_key, ", ".join(map(str, folders)), f"no {GAME_FILE} of a task that ALFWorld plays found; {GAMES_REMEDY}")
     random.Random(0).shuffle(found)  # if sorted by name, the first games would all be of one kind
     return found
 

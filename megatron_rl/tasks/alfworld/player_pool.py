@@ -57,7 +57,7 @@ class PlayerProcess:
                 await self.writer.drain()
                 line = await self.reader.readline()
         except TimeoutError as late:
-            raise InfraError(self._error_text(question, f"no answer in {self.timeout_s:g} s, task.options.call_s")) from late
+            raise InfraError(self._error_text(question, f"no response in {self.timeout_s:g} s, task.options.call_s")) from late
         except OSError as gone:
             raise InfraError(self._error_text(question, str(gone))) from gone
         spent = time.monotonic() - started
@@ -146,7 +146,7 @@ class PlayerPool:
                 except OSError as gone:
                     ours.close()
                     self._stop_server()
-                    raise InfraError(f"TextWorld's keeper is gone: {gone}") from gone
+                    raise InfraError(f"TextWorld's player server exited: {gone}") from gone
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_ANSWER_BYTES)
         return PlayerProcess(reader, writer, self.timeout_s)
 
@@ -175,7 +175,7 @@ class PlayerPool:
         if not has_loaded:
             self._stop_server()
             raise PermanentInfraError(
-                f"TextWorld did not load {game}, or not in {self.timeout_s:g} s (task.options.call_s); its words stand above"
+                f"TextWorld did not load {game}, or not in {self.timeout_s:g} s (task.options.call_s); its output is above"
             )
 
     def _stop_server(self) -> None:

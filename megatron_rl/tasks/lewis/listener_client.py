@@ -281,10 +281,10 @@ class ListenerClient:
             self.version = answers.version
             self.num_version_changes += 1
         if answers.version != self.version:
-            raise EndpointError(f"is another listener now: version {to_one_line(answers.version)}, not {self.version}")
+            raise EndpointError(f"is a different listener now: version {to_one_line(answers.version)}, not {self.version}")
         lengths = [len(result.yes_logprobs) for result in answers.results]
         if lengths != [len(asked.images) for asked in chunk]:
-            raise EndpointError(f"answers on {lengths} candidates, which are not those of the request")
+            raise EndpointError(f"returned scores of {lengths} candidates, which do not match the request")
         return [dict(zip(asked.images, result.yes_logprobs, strict=True)) for asked, result in zip(chunk, answers.results, strict=True)]
 
 
@@ -294,7 +294,7 @@ def make_listener_client(settings: ListenerSettings) -> ListenerClient:
     Raises:
         ValueError: No listener is configured.
     """
-    remedy = "a listener gives this reward: name its addresses, or start one: services.listener.kind=listener and [service:listener]"
+    remedy = "this reward requires a listener: set its addresses, or start one: services.listener.kind=listener and [service:listener]"
     require(bool(settings.urls), "task.listener.urls", settings.urls, remedy)
     return ListenerClient(settings)
 
@@ -309,4 +309,4 @@ def _read_unknown_hashes(reply: httpx2.Response) -> list[str]:
 def _check_cached_logprob(found: object, *, path: str) -> None:
     """Raise PermanentInfraError if a value from the cache file is not a log probability."""
     if not isinstance(found, float) or not -math.inf < found <= 0:
-        raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is no logarithm of a probability; remove the file")
+        raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is not a log probability; remove the file")

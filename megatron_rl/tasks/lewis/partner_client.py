@@ -52,7 +52,7 @@ def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
         EndpointError: The server failed.
     """
     if reply.status_code in DENIED_STATUSES:
-        raise KeyRefused(f"HTTP {reply.status_code}: asks for its token: {config_key}=FILE")
+        raise KeyRefused(f"HTTP {reply.status_code}: requires a token: {config_key}=FILE")
     if reply.status_code in REJECTED_STATUSES:
         raise RequestRejected(f"HTTP {reply.status_code}: {to_one_line(reply.text)}")
     if reply.status_code != 200:

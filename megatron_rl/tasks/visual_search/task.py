@@ -137,7 +137,7 @@ class VisualSearchTask(Task):
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
-        remedy = "visual_search speaks pyvision; visual_python has the other protocols"
+        remedy = "visual_search supports only pyvision; visual_python has the other protocols"
         require(settings.tool_format == "pyvision", "task.tool_format", settings.tool_format, remedy)
         settings.require_no_words()
         self.protocol = PyVisionProtocol(rules=SEARCH_RULES)

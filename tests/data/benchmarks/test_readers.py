@@ -71,7 +71,7 @@ def test_vstar_as_its_folders_have_it(tmp_path: Path) -> None:
     assert one["question"] == "<image>\nWhich color?\nA. red\nB. blue\nC. green" and one["answer"] == "A" and colors(one) == [(255, 0, 0)]
     assert [each["official"]["labels"] for each in (one, two)] == [{"category": "direct_attributes"}, {"category": "relative_position"}]
     (tmp_path / "v" / "relative_position" / "b.jpg").unlink()
-    with pytest.raises(ValueError, match=r"b.json row 0: image: there is no picture .*relative_position/b.jpg"):
+    with pytest.raises(ValueError, match=r"b.json row 0: image: no such image .*relative_position/b.jpg"):
         payloads("vstar", tmp_path / "v")
 
 
@@ -151,9 +151,7 @@ def test_vsi_bench_shows_frames(tmp_path: Path) -> None:
     assert count["question"].endswith("How many?\nGive a number.") and route["question"].endswith("Where?\nA. left\nB. right")
     assert (count["answer"], route["answer"]) == ("4", "B")
     path.write_text(path.read_text().replace("41", "42"))
-    with pytest.raises(
-        ValueError, match=r"test.jsonl row 0: scene_name: there are no frames in .*arkit/42, and no 42.mp4 beside it; ffmpeg -i"
-    ):
+    with pytest.raises(ValueError, match=r"test.jsonl row 0: scene_name: no frames in .*arkit/42, and no 42.mp4 next to it; ffmpeg -i"):
         payloads("vsi_bench", path)
 
 
@@ -175,7 +173,7 @@ def test_vsi_bench_has_videos_for_code(tmp_path: Path) -> None:
     (found,) = (example.payload for example in load_benchmark_questions(given, "eval", videos=True))
     assert [clip.source for clip in found["videos"]] == [tmp_path / "arkit" / "41.mp4"] and found["images"] == ()
     assert found["question"] == "How many?\nGive a number."
-    with pytest.raises(ValueError, match=r"^task.data.eval=.*test.jsonl row 0 shows a video, which only the code of task=visual_python"):
+    with pytest.raises(ValueError, match=r"^task.data.eval=.*test.jsonl row 0 contains a video, which is available only to the code of"):
         load_benchmark_questions(given, "eval")
 
 

@@ -84,9 +84,9 @@ class EngineHolder:
         """
         longest, length = self.settings.max_model_len, len(context.token_ids)
         if length >= longest:
-            raise ValueError(f"{length} tokens with the picture's, and the model takes {longest - 1}")
+            raise ValueError(f"{length} tokens including the image, but the model accepts {longest - 1}")
         if not self.is_healthy:
-            raise InfraError("the engine has failed; start the server anew")
+            raise InfraError("the engine has failed; restart the server")
         asked = asyncio.run_coroutine_threadsafe(self._engine.generate(context.token_ids, context.images, sampling), self._loop)
         return await asyncio.wrap_future(asked)
 
@@ -117,7 +117,7 @@ class EngineHolder:
                 await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._load_into_engine(tensors), self._loop))
                 self.version, taken = version, True
             except RuntimeError as error:
-                raise InfraError(f"the engine has not taken the weights ({error})") from error
+                raise InfraError(f"the engine failed to load the weights ({error})") from error
             finally:
                 self._has_weights = taken
 

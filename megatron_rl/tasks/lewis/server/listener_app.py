@@ -112,13 +112,13 @@ class YesScorer:
         self.engine = engine
         self.yes_ids, self.no_ids = (find_word_tokens(engine.renderer.tokenizer, word) for word in ("yes", "no"))
         for word, tokens in (("yes", self.yes_ids), ("no", self.no_ids)):
-            require(bool(tokens), "--model", word, "its tokenizer has no token that says this; choose another model")
+            require(bool(tokens), "--model", word, "its tokenizer has no token for this word; choose another model")
         num = len(self.yes_ids) + len(self.no_ids)
         require(
             num <= MAX_LOGPROB_TOKENS,
             "--model",
             num,
-            f"tokens say yes or no, and the engine tells of {MAX_LOGPROB_TOKENS}; choose another model",
+            f"tokens mean yes or no, but the engine returns logprobs of {MAX_LOGPROB_TOKENS}; choose another model",
         )
         self._prefix_events: dict[str, asyncio.Event] = {}
         """Maps the key of an image to an event that is set when the first prompt with this image is
@@ -138,7 +138,7 @@ class YesScorer:
         (told,) = completion.requested_logprobs
         logprob = logsumexp(told[: len(self.yes_ids)]) - logsumexp(told)
         if not math.isfinite(logprob):
-            raise InfraError("the model gave no number")
+            raise InfraError("the model returned no finite logprob")
         return min(logprob, 0.0)
 
     @contextlib.asynccontextmanager
@@ -232,7 +232,7 @@ class ListenerService:
         """Return status, name, version, tokens and limits, for GET /health."""
         engine = self.scorer.engine
         if not engine.is_healthy:
-            raise make_retry_error(503, "the engine has failed; start the server anew")
+            raise make_retry_error(503, "the engine has failed; restart the server")
         tokens = {"yes": self.scorer.yes_ids, "no": self.scorer.no_ids}
         return {"status": "ok", "name": self.name, "version": engine.version, "tokens": tokens, "limits": self.limiter.limits.to_json()}
 

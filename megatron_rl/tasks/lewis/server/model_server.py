@@ -76,11 +76,15 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     own.add_argument("--model", required=True, help="a Hugging Face folder")
-    own.add_argument("--host", default="127.0.0.1", help="beyond this machine it takes --token-file (default %(default)s)")
-    own.add_argument("--port", type=int, default=port, help="0 is any free one (default %(default)s)")
-    own.add_argument("--token-file", type=Path, help="whoever says the word in it may ask")
-    own.add_argument("--name", default="", help="what /health says of it, to tell it from another at its address later")
-    own.add_argument("--root", action="append", default=[], help="a folder below which paths may lie; relative ones begin at the first")
+    own.add_argument("--host", default="127.0.0.1", help="other than a loopback address requires --token-file (default %(default)s)")
+    own.add_argument("--port", type=int, default=port, help="0 selects any free port (default %(default)s)")
+    own.add_argument("--token-file", type=Path, help="file with the token that clients must send")
+    own.add_argument(
+        "--name", default="", help="name in the version that /health reports, to detect a different server at the same address"
+    )
+    own.add_argument(
+        "--root", action="append", default=[], help="folder from which images may be read; relative paths start at the first one"
+    )
     own.add_argument(
         "--concurrency", type=int, default=variables.get("INFERENCE_CONCURRENCY", 8), help="requests at once (default %(default)s)"
     )
@@ -88,19 +92,19 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
         "--acquire-timeout",
         type=float,
         default=variables.get("INFERENCE_ACQUIRE_TIMEOUT", 300.0),
-        help="seconds a request waits for its turn",
+        help="seconds that a request may wait for a slot",
     )
-    own.add_argument("--timeout", type=float, default=120.0, help="seconds of a request's work (default %(default)g)")
-    own.add_argument("--body-mib", type=float, default=64.0, help="of a request (default %(default)g)")
+    own.add_argument("--timeout", type=float, default=120.0, help="seconds that processing a request may take (default %(default)g)")
+    own.add_argument("--body-mib", type=float, default=64.0, help="maximum size of a request body (default %(default)g)")
     own.add_argument("--batch-size", type=int, default=variables.get("LISTENER_BATCH_SIZE", 64), help="prompts in one forward pass at most")
-    own.add_argument("--min-pixels", type=int, default=3136, help="of a picture as the model sees it (default %(default)s)")
-    own.add_argument("--max-pixels", type=int, default=401408, help="the same (default %(default)s)")
-    own.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt, its picture's included (default %(default)s)")
+    own.add_argument("--min-pixels", type=int, default=3136, help="minimum pixels of an image after resizing (default %(default)s)")
+    own.add_argument("--max-pixels", type=int, default=401408, help="maximum pixels of an image after resizing (default %(default)s)")
+    own.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt, including image tokens (default %(default)s)")
     own.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
     own.add_argument("--kv-cache-mib", type=int, default=256, help="memory for keys and values on a CPU (default %(default)s)")
     own.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU's memory (default %(default)s)")
-    own.add_argument("--trained", action="store_true", help="take weights from the run that trains this model (weight_publish.urls)")
-    own.add_argument("--log", type=Path, default=log, help="a file to which every answer is written, one line of JSON each")
+    own.add_argument("--trained", action="store_true", help="accept weights from the run that trains this model (weight_publish.urls)")
+    own.add_argument("--log", type=Path, default=log, help="file to which every response is written, one line of JSON each")
     return own
 
 
@@ -125,7 +129,7 @@ def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str,
         limits = RequestLimits(
             concurrency=words.concurrency, acquire_s=words.acquire_timeout, timeout_s=words.timeout, body_bytes=int(words.body_mib * 2**20)
         )
-        remedy = "lets whoever reaches the port replace the model; give --token-file FILE, too"
+        remedy = "lets anyone who reaches the port replace the model; also pass --token-file FILE"
         require(not words.trained or words.token_file is not None, "--trained", words.trained, remedy)
         token = read_token(words.token_file) if words.token_file else ""
         model = ModelSettings(path=words.model, min_pixels=words.min_pixels, max_pixels=words.max_pixels)

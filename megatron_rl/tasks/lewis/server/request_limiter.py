@@ -63,12 +63,14 @@ class RequestLimiter:
         self._waiting = 0
         self.registry = CollectorRegistry()
         registry = {"registry": self.registry}
-        Gauge(f"{name}_waiting", "Requests that wait for their turn", **registry).set_function(lambda: self._waiting)
-        Gauge(f"{name}_engine_seconds", "Seconds of work of the engine so far", **registry).set_function(busy_s)
-        self.items = Counter(f"{name}_items", "Items that were answered", **registry)
-        self.pictures = Counter(f"{name}_pictures", "Pictures that were looked at for them", **registry)
+        Gauge(f"{name}_waiting", "Requests that wait for a slot", **registry).set_function(lambda: self._waiting)
+        Gauge(f"{name}_engine_seconds", "Total busy time of the engine in seconds", **registry).set_function(busy_s)
+        self.items = Counter(f"{name}_items", "Items answered", **registry)
+        self.pictures = Counter(f"{name}_pictures", "Images processed for these items", **registry)
         self.refused = Counter(f"{name}_refused", "Requests without an answer, by reason (full, late, engine)", ["reason"], **registry)
-        self.seconds = Histogram(f"{name}_seconds", "Seconds of a request's work, without its wait", buckets=LATENCY_BUCKETS_S, **registry)
+        self.seconds = Histogram(
+            f"{name}_seconds", "Seconds to process a request, excluding the wait", buckets=LATENCY_BUCKETS_S, **registry
+        )
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
@@ -91,7 +93,7 @@ class RequestLimiter:
             raise make_retry_error(503, str(error)) from error
         except TimeoutError as error:
             self.refused.labels("late").inc()
-            raise make_retry_error(503, f"not done within {self.limits.timeout_s:g} s; ask for less at a time") from error
+            raise make_retry_error(503, f"not done within {self.limits.timeout_s:g} s; send fewer items per request") from error
         finally:
             self.seconds.observe(time.perf_counter() - began)
             self._slots.release()
@@ -99,14 +101,14 @@ class RequestLimiter:
     async def _acquire_slot(self) -> None:
         if self._waiting >= MAX_WAITING:
             self.refused.labels("full").inc()
-            raise make_retry_error(503, f"{self._waiting} requests wait already")
+            raise make_retry_error(503, f"{self._waiting} requests are already waiting")
         self._waiting += 1
         try:
             async with asyncio.timeout(self.limits.acquire_s):
                 await self._slots.acquire()
         except TimeoutError as error:
             self.refused.labels("full").inc()
-            told = f"{self.limits.concurrency} requests are under way, and none ended within {self.limits.acquire_s:g} s"
+            told = f"{self.limits.concurrency} requests are in progress, and none finished within {self.limits.acquire_s:g} s"
             raise make_retry_error(503, told) from error
         finally:
             self._waiting -= 1

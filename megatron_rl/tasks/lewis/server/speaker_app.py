@@ -159,13 +159,13 @@ class SpeakerService:
             ((_, context),) = await render_prompts(self.engine, self.image_cache, candidates, item.prompt, where=where)
             completion = await self.engine.generate(context, sampling)
         if not completion.token_ids:
-            raise InfraError("the model gave no reply")
+            raise InfraError("the model returned no response")
         return self.engine.renderer.decode_response(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:
         """Return status, name, version and limits, for GET /health."""
         if not self.engine.is_healthy:
-            raise make_retry_error(503, "the engine has failed; start the server anew")
+            raise make_retry_error(503, "the engine has failed; restart the server")
         return {"status": "ok", "name": self.name, "version": self.engine.version, "limits": self.limiter.limits.to_json()}
 
 

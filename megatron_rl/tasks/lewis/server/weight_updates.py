@@ -82,7 +82,7 @@ class PublishedWeightReceiver:
             self._update, self._parts, self._num_received, self._tensors = part.update, part.parts, 0, {}
         if (part.update, part.parts, part.part) != (self._update, self._parts, self._num_received):
             raise ValueError(
-                f"part {part.part} of {part.parts} of {part.update}: part {self._num_received} of {self._update} is due; begin anew"
+                f"part {part.part} of {part.parts} of {part.update}: part {self._num_received} of {self._update} is expected; start again"
             )
         try:
             tensors = _decode_tensors(part.safetensors)
@@ -90,7 +90,7 @@ class PublishedWeightReceiver:
             self._tensors |= tensors
             lacking = sorted(self._shapes.keys() - self._tensors.keys())
             if part.part + 1 == part.parts and lacking:
-                raise ValueError(f"{len(lacking)} tensors did not come: {', '.join(lacking[:3])}")
+                raise ValueError(f"{len(lacking)} tensors are missing: {', '.join(lacking[:3])}")
         except ValueError:
             self._update, self._tensors = "", {}
             raise

@@ -120,7 +120,7 @@ def test_pictures_travel_as_paths_files_or_hashes(listener: ServerProcess) -> No
 GOOD = {"candidate_paths": ["0.png", "1.png"], "question": "This?"}
 BAD = {
     "half a picture": ({"candidate_paths": ["0.png", "half.png"]}, "cannot be opened|truncated"),
-    "no picture": ({"candidate_paths": ["0.png", "text.png"]}, "is text, not a picture"),
+    "no picture": ({"candidate_paths": ["0.png", "text.png"]}, "is text, not an image"),
     "no file": ({"candidate_paths": ["0.png", "none.png"]}, "No such file"),
     "a folder": ({"candidate_paths": ["0.png", "."]}, "outside|is no file|directory"),
     "a pipe": ({"candidate_paths": ["0.png", "pipe.png"]}, "is no file"),

@@ -62,7 +62,7 @@ BROKEN = {
     "another shape": ({**some(0, 1), "lm_head.weight": torch.zeros(3, 4)}, r"lm_head.weight: has shape \(3, 4\)"),
     "what is no number": ({**some(0, 1), "lm_head.weight": torch.full((4, 3), math.nan)}, "lm_head.weight: holds what is no finite number"),
     "whole numbers": ({**some(0, 1), "lm_head.weight": torch.zeros(4, 3, dtype=torch.int64)}, "lm_head.weight: holds what is no finite"),
-    "one is missing": (some(0, 2), "1 tensors did not come: model.visual.patch.weight"),
+    "one is missing": (some(0, 2), "1 tensors are missing: model.visual.patch.weight"),
 }
 
 
@@ -147,7 +147,7 @@ class Trained(FakeEngineHolder):
 
     async def load_weights(self, tensors: dict[str, torch.Tensor]) -> None:
         if self.fails:
-            raise InfraError("the engine has not taken the weights")
+            raise InfraError("the engine failed to load the weights")
         async with self.standing.write_lock():
             self.version, self.loads = f"{sum(tensor.sum().item() for tensor in tensors.values()):g}", self.loads + 1
 
@@ -185,7 +185,7 @@ def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them()
         bad = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, log=told.append)
         assert bad.publish(lambda: iter([("lm_head.weight", torch.zeros(4, 3))]), step=1) == {"weight_publish/num_behind": 1.0}
     assert room.loads == 1 and room.version == f"{SUM:g}"
-    assert "HTTP 404" in told[0] and "--trained" in told[0] and "127.0.0.1:9" in told[1] and "2 tensors did not come" in told[2]
+    assert "HTTP 404" in told[0] and "--trained" in told[0] and "127.0.0.1:9" in told[1] and "2 tensors are missing" in told[2]
 
 
 def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
@@ -208,7 +208,7 @@ def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() 
     with serve_listener(room, receives_weights=True) as url:
         audience = WeightPublisher(WeightPublishSettings(urls=[url], max_attempts=1), run="r", is_main=True, log=told.append)
         assert audience.publish(pairs, step=1) == {"weight_publish/num_behind": 1.0}
-        assert told == [f'weight_publish: {url}: HTTP 503: {{"detail":"the engine has not taken the weights"}}']
+        assert told == [f'weight_publish: {url}: HTTP 503: {{"detail":"the engine failed to load the weights"}}']
         room.fails = False
         assert audience.publish(pairs, step=2) == {"weight_publish/num_behind": 0.0} and room.loads == 1
 
