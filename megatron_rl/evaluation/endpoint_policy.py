@@ -248,7 +248,7 @@ class EndpointRolloutRunner:
     def close(self) -> None:
         """Close task and client, and print the number of truncated responses if there are any."""
         if self.client.num_truncated:
-            print(f"{self.client.num_truncated} replies were cut off by task.max_new_tokens", flush=True)
+            print(f"{self.client.num_truncated} responses were truncated at task.max_new_tokens", flush=True)
         try:
             self._runner.run(self._task.close())
             self._runner.run(self.client.close())

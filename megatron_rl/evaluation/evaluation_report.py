@@ -89,18 +89,18 @@ def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -
     turns, length = task.eval_max_turns or task.max_turns, settings.engine.max_model_len
     digest = hashlib.sha256(prompt.encode()).hexdigest()[:12]
     data = task.data
-    order = f"options in an order of seed {data.shuffle_options}" if data.shuffle_options else "options as published"
-    asked = f"{judge.model or 'whatever is served'} at {', '.join(judge.urls) or 'a service'}"
+    order = f"options shuffled with seed {data.shuffle_options}" if data.shuffle_options else "options as published"
+    asked = f"{judge.model or 'the served model'} at {', '.join(judge.urls) or 'a service of the run'}"
     return {
         "task": task.name,
         "data": ", ".join(task.data.train if given.split == "train" else task.data.eval) or "the task's own",
-        "benchmark": f"{data.benchmark}, {order}, {data.frames} pictures at most" if data.benchmark else "none",
+        "benchmark": f"{data.benchmark}, {order}, up to {data.frames} images" if data.benchmark else "none",
         "examples": f"{num_examples} of split {given.split}, {given.samples} episodes each, seed {settings.run.seed}",
         "model": settings.model.path,
-        "weights": f"of {', '.join(given.urls)}" if given.urls else given.weights or "the model's own",
+        "weights": f"served by {', '.join(given.urls)}" if given.urls else given.weights or "the model's own",
         "pixels": f"{settings.model.min_pixels} to {settings.model.max_pixels}",
         "sampling": "greedy" if given.temperature == 0 else f"temperature {given.temperature}",
-        "limits": f"{turns} turns of {task.max_new_tokens} tokens, {length} in a context",
+        "limits": f"{turns} turns of {task.max_new_tokens} tokens, {length} per sequence",
         "prompt": f"{len(prompt)} characters, sha256 {digest} ({PROMPT_FILE})",
         "tool_format": task.tool_format,
         "reward": task.reward or "the task's own",
@@ -113,7 +113,7 @@ def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -
 
 def print_report(scores: Mapping[str, float], conditions: Mapping[str, str], console: Console) -> None:
     """Print scores and conditions as two tables."""
-    found, beside = Table("figure", "value"), Table("stated with it", "")
+    found, beside = Table("figure", "value"), Table("evaluation condition", "")
     for name, value in scores.items():
         found.add_row(name, f"{value:.4g}")
     for name, text in conditions.items():

@@ -62,9 +62,9 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         found = EvaluationResult(folder, means, {str(name): str(text) for name, text in stated.items()}, many)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ValueError(f"{folder}: holds no finished evaluation ({told}); make one with launch/evaluate.py") from error
+        raise ValueError(f"{folder}: contains no finished evaluation ({told}); create it with launch/evaluate.py") from error
     if len(means) < len(lines):
-        raise ValueError(f"{folder / EXAMPLES_FILE}: an id stands there twice; give the examples ids of their own")
+        raise ValueError(f"{folder / EXAMPLES_FILE}: contains an example id twice; give each example its own id")
     return found
 
 

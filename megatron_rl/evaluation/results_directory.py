@@ -62,7 +62,7 @@ def _open_directory(settings: Settings, locks: ExitStack) -> None:
             moved = backup_path(folder)
             folder.absolute().rename(moved)
             locks.enter_context(lock(folder))
-            print(f"run.overwrite=true: what was in {folder} is now in {moved}", flush=True)
+            print(f"run.overwrite=true: moved the previous contents of {folder} to {moved}", flush=True)
         elif refusal:
             raise ValueError(f"run.dir={folder}: {refusal}; run.overwrite=true moves it aside, or choose another folder")
         write_bytes_atomically(folder / CONFIG_FILE, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
@@ -71,18 +71,20 @@ def _open_directory(settings: Settings, locks: ExitStack) -> None:
 
 def _find_conflict(folder: Path, settings: Settings) -> str:
     if (folder / METRICS_FILE).exists():
-        return "holds a training run"
+        return "contains a training run"
     if not (folder / CONFIG_FILE).exists():
         return ""
     try:
         changes = changed_keys(read_settings(folder / CONFIG_FILE), yaml.safe_load(yaml.safe_dump(asdict(settings))))
         weights = read_json(folder / WEIGHTS_FILE) if (folder / WEIGHTS_FILE).exists() else []
     except (OSError, ValueError) as error:
-        return f"holds an evaluation whose {CONFIG_FILE} or {WEIGHTS_FILE} cannot be read ({' '.join(str(error).split())[:200]})"
+        return f"contains an evaluation, but {CONFIG_FILE} or {WEIGHTS_FILE} cannot be read ({' '.join(str(error).split())[:200]})"
     others = {key: values for key, values in changes.items() if key.startswith(RESULT_SETTINGS) and not is_mutable_key(key, *values)}
     if others:
-        return f"holds an evaluation with other settings: {describe_changes(others)}"
-    return "" if weights == fingerprint_weights(settings) else "holds an evaluation of other weights: their files have changed since"
+        return f"contains an evaluation with other settings: {describe_changes(others)}"
+    return (
+        "" if weights == fingerprint_weights(settings) else "contains an evaluation of other weights: the weight files have changed since"
+    )
 
 
 def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
@@ -128,5 +130,5 @@ def load_chunk(path: Path, examples: Sequence[Example], *, samples: int) -> list
         return None
     rollouts = [without_images(entry.rollout) for entry in read_recorded(path, with_images=False)]
     if [rollout.example_id for rollout in rollouts] != [example.id for example in examples for _ in range(samples)]:
-        raise ValueError(f"{path}: holds other examples than the task has now; remove the folder, or give the data that it was begun with")
+        raise ValueError(f"{path}: contains other examples than the current task; remove the folder, or use the original data")
     return rollouts if all(rollout.is_scored for rollout in rollouts) else None

@@ -21,16 +21,16 @@ def _render_lines(page: FindingsPage) -> Iterator[str]:
         yield f"  {each.name:<26} {_check_status(each):<9} {each.num_checked} {each.unit}"
         yield from _truncate_lines(each.problems)
     if page.comparisons:
-        yield "logprobs of sampled tokens, less Hugging Face's:      mean      p99      max   normal"
+        yield "logprobs of sampled tokens, minus Hugging Face's:     mean      p99      max   tolerance"
     for each in page.comparisons:
         yield _render_comparison(each)
         if each.first_difference:
             yield f"      first: {each.first_difference}"
-    for title, lines in (("layers", page.layer_differences), ("what explains it", page.explanations), ("skipped", page.skipped)):
+    for title, lines in (("layers", page.layer_differences), ("likely explanations", page.explanations), ("skipped", page.skipped)):
         if lines:
             yield f"{title}:"
             yield from _truncate_lines(lines)
-    yield "something differs" if page.has_differences else "all agree"
+    yield "differences found" if page.has_differences else "no differences found"
 
 
 def _check_status(each: CheckResult) -> str:

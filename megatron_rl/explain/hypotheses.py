@@ -102,7 +102,7 @@ def _hypotheses(case: MismatchCase, inputs: HypothesisInputs, logits_RV: torch.T
             f"temperature {fitted:.4g}, not {case.temperature:g}",
             lambda: reference.compute_logprobs(looked, logits_RV, temperature=fitted),
         )
-    yield "banned ids had a part of the probability", lambda: say(logits_RV, mask_banned=False)
+    yield "banned ids were not masked", lambda: say(logits_RV, mask_banned=False)
     yield from _image_hypotheses(case, inputs, say, logits_RV)
     yield from _position_hypotheses(case, inputs, say)
     if inputs.older_source is not None:
@@ -138,13 +138,13 @@ def _image_hypotheses(
     for number in find_suspect_images(case, to_logprobs(logits_RV), reference.spec.image_token_id):
         shown = images[number]
         for other, swapped in _swapped_images(number, images, inputs.images):
-            name = f"picture {number} ({shown.key[:8]}): {other} was seen in its place"
+            name = f"image {number} ({shown.key[:8]}): replaced by {other}"
             yield name, lambda swapped=swapped: to_logprobs(reference.compute_logits(looked, images=swapped))
         for size in _resize_candidates(shown, inputs.renderer):
             for which in dict.fromkeys((frozenset([number]), frozenset(range(number, len(images))))):
                 again = [_resize_and_back(image, size, scale_of=shown) if place in which else image for place, image in enumerate(images)]
-                name = f"picture {number} ({shown.key[:8]}){' and those behind it' if len(which) > 1 else ''}: "
-                name += f"a second resize, to {size[0]}x{size[1]} and back"
+                name = f"image {number} ({shown.key[:8]}){' and all later images' if len(which) > 1 else ''}: "
+                name += f"resized again, to {size[0]}x{size[1]} and back"
                 yield name, lambda again=again: to_logprobs(reference.compute_logits(looked, images=again))
 
 
@@ -184,10 +184,10 @@ def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[
         if other.key != shown.key and other.num_tokens == shown.num_tokens:
             swapped = list(images)
             swapped[place], swapped[number] = shown, other
-            yield f"picture {place} ({other.key[:8]}), and this one in that one's,", swapped
+            yield f"image {place} ({other.key[:8]}), and vice versa", swapped
     fitting = [other for other in other_images.values() if other.key != shown.key and other.num_tokens == shown.num_tokens and other.pil]
     for other in fitting[:MAX_OTHER_IMAGES]:
-        yield f"{other.key[:8]}", [*images[:number], other, *images[number + 1 :]]
+        yield f"image {other.key[:8]}", [*images[:number], other, *images[number + 1 :]]
 
 
 def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]]:
@@ -231,7 +231,7 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
         yield f"rope sections {list(sections)}, not {list(right)}", rotated
     known_3L = reference.compute_positions(looked)
     text_3L = torch.arange(known_3L.shape[1]).expand(3, -1)
-    others = {"positions of text for pictures, too": text_3L, "positions with rows and columns exchanged": known_3L[[0, 2, 1]]}
+    others = {"text positions used for images": text_3L, "positions with rows and columns swapped": known_3L[[0, 2, 1]]}
     for name, position_3L in others.items():
         yield name, lambda position_3L=position_3L: to_logprobs(reference.compute_logits(looked, position_3L=position_3L))
 
@@ -259,9 +259,9 @@ def _weight_hypotheses(
             return to_logprobs(reference.compute_logits(case.sequence))
 
     if moved:
-        yield "all weights are the older ones", partial(with_older, moved)
+        yield "all weights equal the older weights", partial(with_older, moved)
     for name in moved:
-        yield f"{name} is stale: it is as in the older weights", partial(with_older, [name])
+        yield f"{name} is stale: it equals the older weights", partial(with_older, [name])
 
 
 def find_changed_tensors(weights: StreamedModel, older_source: TensorSource) -> list[str]:

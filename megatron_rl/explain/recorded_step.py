@@ -33,7 +33,7 @@ class RecordedSequence:
     tokens: TokenSequence
 
     def __str__(self) -> str:
-        return f"rollout {self.rollout_index} context {self.index}"
+        return f"rollout {self.rollout_index} sequence {self.index}"
 
     @property
     def sampled_rows(self) -> list[int]:
@@ -128,7 +128,7 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{run / CONFIG_FILE}: cannot be read ({_shorten_error(error)}); give the folder of a run of this version"
+            f"{run / CONFIG_FILE}: cannot be read ({_shorten_error(error)}); give the directory of a run of this version"
         ) from error
 
 
@@ -155,7 +155,7 @@ def read_step(run: Path, step: int) -> RecordedStep:
         if found.rollouts:
             return found
     why = f": {skipped[0]}" if skipped else ""
-    raise ValueError(f"{run / ROLLOUTS_FOLDER}: nothing of step {step} can be read{why}; give --step of a file that lies there")
+    raise ValueError(f"{run / ROLLOUTS_FOLDER}: no rollout of step {step} can be read{why}; give the --step of a file in this folder")
 
 
 RolloutLoader = Callable[[bool], Rollout]
@@ -173,7 +173,7 @@ def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) 
         recorded_step.rollouts[index] = load(False)
     except ValueError:
         return
-    recorded_step.skipped[-1] += " (looked at without its pictures, and not played back)"
+    recorded_step.skipped[-1] += " (checked without its images, and not replayed)"
 
 
 def _iterate_rows(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
@@ -207,7 +207,7 @@ def _decode_line(line: bytes, load: Callable) -> Rollout:
     except RecursionError as error:
         raise ValueError(str(error)) from error
     if not isinstance(entry, dict) or "rollout" not in entry:
-        raise ValueError("no entry of recorded rollouts")
+        raise ValueError("not a rollout record")
     return from_record(entry["rollout"], load)
 
 
@@ -224,7 +224,7 @@ def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
         return kept
     if version == settings.num_steps and (run / FINAL_FOLDER).is_dir():
         return run / FINAL_FOLDER
-    raise ValueError(f"--weights: {kept} was not kept (checkpoint.every); give the weights of version {version}, or --no-model")
+    raise ValueError(f"--weights: {kept} does not exist (checkpoint.every); give the weights of version {version}, or --no-model")
 
 
 def _shorten_error(error: BaseException) -> str:

@@ -125,7 +125,7 @@ class ForwardReplay:
         said = self.engine.compute_logprobs(sequences, temperature=given.temperature)
 
         def compare() -> ReplayResult:
-            self._compare_logprobs(result, sequences, "engine, asked now", said, tolerance=TOLERANCES[given.engine.dtype])
+            self._compare_logprobs(result, sequences, "engine, live", said, tolerance=TOLERANCES[given.engine.dtype])
             return result
 
         return run_on_rank_zero(compare, group=group)
@@ -199,7 +199,7 @@ class ForwardReplay:
         suspicion = HypothesisInputs(reference=self.reference, renderer=self.renderer, images=self.images, older_source=self.older_source)
         for number in wrong[:MAX_EXPLAINED]:
             found = find_explanation(cases[number], suspicion)
-            result.explanations.append(f"{name}, {cases[number].sequence}: {found or 'no suspect gives these numbers'}")
+            result.explanations.append(f"{name}, {cases[number].sequence}: {found or 'no hypothesis reproduces these logprobs'}")
         return known[wrong[0]]
 
     def _build_cases(
@@ -227,7 +227,7 @@ class ForwardReplay:
         if ids[place] == self.spec.image_token_id:
             before = sum(token == self.spec.image_token_id for token in ids[:place])
             counts = list(accumulate(image.num_tokens for image in sequence.tokens.images))
-            shown = f" (of picture {next(number for number, count in enumerate(counts) if before < count)})"
+            shown = f" (of image {next(number for number, count in enumerate(counts) if before < count)})"
         return f"token {place} {self.renderer.tokenizer.decode([ids[place]])!r}{shown}"
 
     def _compare_layers(self, name: str, sequence: RecordedSequence, outputs: LayerOutputs) -> list[str]:
@@ -238,20 +238,20 @@ class ForwardReplay:
         names = names if are_distinct else [each for each in names if not is_vision_output(each)]  # the trainer encodes equal images once
         found = find_first_deviation(outputs, right, names)
         if found is None:
-            return [f"{name}: every layer agrees on {sequence}; the head, the temperature, the ids or what stands around it differs"]
+            return [f"{name}: all layers agree on {sequence}; the head, the temperature, the ids or the packing differs"]
         where = self._describe_row(sequence, found, num_rows=len(right[found.name]))
-        first = f"first in {found.name}, {where}, by {found.relative_diff:.2g} of its length"
-        return [f"{name}: {first}; all before agrees ({found.max_diff_before:.1g})"]
+        first = f"first difference in {found.name}, {where}, {found.relative_diff:.2g} of the row norm"
+        return [f"{name}: {first}; all earlier outputs agree ({found.max_diff_before:.1g})"]
 
     def _describe_row(self, sequence: RecordedSequence, found: LayerDeviation, *, num_rows: int) -> str:
         if found.row < 0:
-            return f"{sequence}: another number of rows"
+            return f"{sequence}: different number of rows"
         if not is_vision_output(found.name):
             return f"{sequence} {self._describe_token(sequence, found.row)}"
         counts = list(accumulate(image.num_patches for image in sequence.tokens.images))
         place = found.row * counts[-1] // num_rows
         number = next(number for number, count in enumerate(counts) if place < count)
-        return f"{sequence} picture {number} ({sequence.tokens.images[number].key[:8]})"
+        return f"{sequence} image {number} ({sequence.tokens.images[number].key[:8]})"
 
     def _check_positions(self, sequences: Sequence[RecordedSequence]) -> CheckResult:
         result = CheckResult("rotary positions", num_checked=len(sequences))
@@ -260,7 +260,7 @@ class ForwardReplay:
             wrong = (ours != theirs.cpu()).any(0).nonzero()
             if len(wrong):
                 place = int(wrong[0])
-                said = f"{ours[:, place].tolist()}, Hugging Face counts {theirs[:, place].tolist()}"
+                said = f"{ours[:, place].tolist()}, Hugging Face computes {theirs[:, place].tolist()}"
                 result.problems.append(f"{each} {self._describe_token(each, place)}: {said}")
         return result
 
@@ -273,14 +273,14 @@ class ForwardReplay:
             gap = (tensor.detach().float().cpu() - stored).abs().max().item() if tensor.shape == stored.shape else float("inf")
             if gap != 0.0:
                 result.problems.append(
-                    f"{tensor_name}: is not that of the weights, by up to {gap:.3g}{self._describe_stale(tensor_name, tensor)}"
+                    f"{tensor_name}: differs from the weights by up to {gap:.3g}{self._describe_stale(tensor_name, tensor)}"
                 )
         return result
 
     def _describe_stale(self, name: str, tensor: torch.Tensor) -> str:
         if self.older_source is None or not torch.equal(self.older_source.read(name).float(), tensor.detach().float().cpu()):
             return ""
-        return "; it is stale: it is that of the older weights"
+        return "; it is stale: it equals the older weights"
 
     def _check_unchanged_tensors(self) -> list[CheckResult]:
         """Report tensors that equal the older weights although nearly all others have changed."""
@@ -289,9 +289,9 @@ class ForwardReplay:
         weights = self.reference.weights
         moved = set(find_changed_tensors(weights, self.older_source))
         still = sorted(set(weights.names) - moved)
-        result = CheckResult("weights that moved", num_checked=len(moved), unit="tensors")
+        result = CheckResult("changed weights", num_checked=len(moved), unit="tensors")
         if len(still) * 10 <= len(moved):
-            result.problems += [f"{name}: is as in the older weights, {len(moved)} others have moved" for name in still]
+            result.problems += [f"{name}: equals the older weights, but {len(moved)} others have changed" for name in still]
         return [result]
 
 

@@ -48,14 +48,14 @@ def check_masks(step: RecordedStep) -> CheckResult:
         sampled = [bool(mask) for mask in context.loss_mask]
         numbers = zip(context.rollout_logprobs, context.weight_versions, strict=True)
         for what, said in (
-            ("the spans of its turns", [place in spans for place in range(len(sampled))]),
+            ("the spans of the turns", [place in spans for place in range(len(sampled))]),
             ("weight_versions", [version >= 0 for version in context.weight_versions]),
             ("logprobs", [mask if -1e4 < logprob <= 1e-6 else not mask for mask, (logprob, _) in zip(sampled, numbers, strict=True)]),
         ):
             wrong = next((place for place, pair in enumerate(zip(sampled, said, strict=True)) if pair[0] != pair[1]), None)
             if wrong is not None:
                 is_sampled = "sampled" if sampled[wrong] else "observed"
-                result.problems.append(f"{each} token {wrong}: the mask says {is_sampled}, {what} say something else")
+                result.problems.append(f"{each} token {wrong}: {is_sampled} according to the mask, but not according to {what}")
         silent = next((place for place, mask in enumerate(sampled) if not mask and context.rollout_logprobs[place] != 0.0), None)
         if silent is not None:
             result.problems.append(f"{each} token {silent}: was observed, but has a logprob of {context.rollout_logprobs[silent]:.4g}")
@@ -76,11 +76,13 @@ def check_placeholders(step: RecordedStep, spec: ModelSpec) -> CheckResult:
         result.num_checked += 1
         for number, image in enumerate(each.tokens.images):
             if image.merge != spec.vision.spatial_merge_size or image.grid[0] != 1:
-                result.problems.append(f"{each} picture {number}: grid {list(image.grid)} merged by {image.merge}, no still picture's here")
+                result.problems.append(
+                    f"{each} image {number}: grid {list(image.grid)} with merge size {image.merge} does not fit the model"
+                )
         num = sum(token == spec.image_token_id for token in each.tokens.token_ids)
         asked = sum(image.num_tokens for image in each.tokens.images)
         if num != asked:
-            result.problems.append(f"{each}: {num} placeholders, but its pictures' grids ask for {asked}")
+            result.problems.append(f"{each}: {num} placeholders, but its image grids require {asked}")
             continue
         try:
             spec.rope_positions(each.tokens.token_ids, each.tokens.images)
@@ -97,7 +99,7 @@ def check_banned_ids(step: RecordedStep, renderer: Renderer) -> CheckResult:
         pairs = enumerate(zip(each.tokens.token_ids, each.tokens.loss_mask, strict=True))
         for place in [place for place, (token, sampled) in pairs if sampled and token in never][:1]:
             token = each.tokens.token_ids[place]
-            result.problems.append(f"{each} token {place}: {token} was sampled, which is never sampled")
+            result.problems.append(f"{each} token {place}: banned id {token} was sampled")
     return result
 
 
@@ -115,20 +117,20 @@ def check_versions(step: RecordedStep, *, step_number: int, max_staleness: int) 
             continue
         for (_, before), (place, now) in pairwise(known):
             if now < before:
-                result.problems.append(f"{each} token {place}: of version {now}, behind tokens of version {before}")
+                result.problems.append(f"{each} token {place}: has version {now}, after tokens of version {before}")
                 break
         place, newest = max(known, key=lambda pair: pair[1])
         if newest > step_number:
-            result.problems.append(f"{each} token {place}: of version {newest}, but step {step_number} has weights up to {step_number}")
+            result.problems.append(f"{each} token {place}: has version {newest}, but step {step_number} has weights up to {step_number}")
         place, oldest = min(known, key=lambda pair: pair[1])
         if oldest < step_number - max_staleness:
-            result.problems.append(f"{each} token {place}: of version {oldest}, older than run.max_staleness={max_staleness} allows")
+            result.problems.append(f"{each} token {place}: has version {oldest}, older than run.max_staleness={max_staleness} allows")
     return result
 
 
 def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
     """Check that each image's pixels match its key and that its size matches its grid."""
-    result = CheckResult("pictures' pixels", unit="pictures")
+    result = CheckResult("image pixels", unit="pictures")
     for key, image in images.items():
         if image.pil is None:
             continue
@@ -136,28 +138,28 @@ def check_images(images: Mapping[str, Image], renderer: Renderer) -> CheckResult
         size = tuple(patches * renderer.patch_size for patches in (image.grid[2], image.grid[1]))
         found = image_key(image.pil)
         if image.pil.size != size:
-            told = f"was resized once more: it has {_format_size(image.pil.size)} pixels, its grid is of {_format_size(size)}"
-            result.problems.append(f"picture {key[:8]}: {told}")
+            told = f"was resized again: it has {_format_size(image.pil.size)} pixels, its grid requires {_format_size(size)}"
+            result.problems.append(f"image {key[:8]}: {told}")
         elif found != key:
-            other = f"those of picture {found[:8]}: they were swapped" if found in images else "others"
-            result.problems.append(f"picture {key[:8]}: its pixels are {other}")
+            other = f"image {found[:8]}: the images were swapped" if found in images else "others"
+            result.problems.append(f"image {key[:8]}: its pixels belong to {other}")
     return result
 
 
 def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResult:
     """Check that the renderer and `compute_patches` compute the same patches from an image."""
-    result = CheckResult("patches made again", unit="pictures")
+    result = CheckResult("recomputed patches", unit="pictures")
     for key, image in images.items():
         if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch_size, image.grid[1] * renderer.patch_size):
             continue
         result.num_checked += 1
         made, expected = renderer.patches(image, lambda each: each.pil), compute_patches(image.pil, renderer)
         if made.shape != expected.shape:
-            result.problems.append(f"picture {key[:8]}: {list(made.shape)} patches, its pixels give {list(expected.shape)}")
+            result.problems.append(f"image {key[:8]}: {list(made.shape)} patches, its pixels require {list(expected.shape)}")
             continue
         gap, row = (made - expected).abs().amax(1).max(0)
         if gap > PATCH_TOLERANCE:
-            result.problems.append(f"picture {key[:8]}: patch {int(row)} is off by {gap:.3g}; it was changed on its way (a second resize?)")
+            result.problems.append(f"image {key[:8]}: patch {int(row)} differs by {gap:.3g}; the image was modified (resized again?)")
     return result
 
 
@@ -200,7 +202,7 @@ def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[Recorded
         if fits and inside and num == sum(image.num_tokens for image in context.images):
             good.append(each)
         else:
-            lines.append(f"{each}: not played back: its pictures, placeholders or ids do not fit the model")
+            lines.append(f"{each}: not replayed: its images, placeholders or ids do not fit the model")
     return good, lines
 
 

@@ -82,11 +82,11 @@ def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
     version, path, source = raise_on_all_ranks(lambda: _open_weights(request, settings, step, spec))
     older = raise_on_all_ranks(lambda: _open_older_weights(request, settings, version, spec))
     chosen = _select_sequences(looked, version, request.num_rollouts)
-    require(bool(chosen), "--step", request.step, "none of its contexts can be played back; --no-model looks at the rest")
-    page.title.append(f"weights of version {version}: {path}; recorded in {settings.dtype}, played back in float32")
+    require(bool(chosen), "--step", request.step, "none of its sequences can be replayed; use --no-model for the other checks")
+    page.title.append(f"weights of version {version}: {path}; recorded in {settings.dtype}, replayed in float32")
     others = [str(each) for each in step.weight_versions if each != version]
     if others:
-        page.skipped.append(f"tokens of versions {', '.join(others)}: --weights names others")
+        page.skipped.append(f"tokens of versions {', '.join(others)}: give their weights with --weights")
     play = ForwardReplay(
         spec=spec, renderer=renderer, source=source, older_source=older, version=version, step=request.step, settings=settings,
         device=world.device,
@@ -121,7 +121,7 @@ def _run_replay(
         finally:
             destroy_layout()
     else:
-        page.skipped.append("trainer, one process: its weights are larger than --whole-gb; give a layout, or more")
+        page.skipped.append("trainer, one process: its weights are larger than --whole-gb; give a parallel layout, or a larger --whole-gb")
     if parallel is not None:
         try:
             played = forward_replay.compare_at_layout(played, sequences, build_layout(parallel, seed=0), group=waiting)
@@ -144,7 +144,7 @@ def _read_inputs(request: ExplainRequest, world: World) -> tuple[ReplaySettings,
 
 def _title(request: ExplainRequest, step: RecordedStep) -> str:
     num = sum(sum(each.tokens.loss_mask) for each in step.sequences)
-    counts = f"{len(step.rollouts)} rollouts, {len(step.sequences)} contexts, {num} sampled tokens"
+    counts = f"{len(step.rollouts)} rollouts, {len(step.sequences)} sequences, {num} sampled tokens"
     return f"{request.run} step {request.step}: {counts} ({step.path.name})"
 
 
@@ -153,7 +153,7 @@ def _open_weights(request: ExplainRequest, settings: ReplaySettings, step: Recor
 
     Weights named in the request count as the newest version.
     """
-    require(bool(step.weight_versions), "--step", request.step, "nothing was sampled in it")
+    require(bool(step.weight_versions), "--step", request.step, "no token was sampled in this step")
     if request.weights:
         return step.weight_versions[0], Path(request.weights), _open_checkpoint(request.weights, settings, spec, key="--weights")
     missing: list[ValueError] = []

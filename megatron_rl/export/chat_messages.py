@@ -14,11 +14,11 @@ from megatron_rl.types import Image, Message, TokenSequence
 
 END_OF_MESSAGE = "<|im_end|>"
 MESSAGE_PATTERN = re.compile(r"<\|im_start\|>(system|user|tool|assistant)\n(.*?)<\|im_end\|>\n?", re.DOTALL)
-TEMPLATE_TOKENS_ERROR = "a message has tokens of the template in it"
+TEMPLATE_TOKENS_ERROR = "a message contains special tokens of the chat template"
 RESIZED_IMAGE_ERROR = (
-    "a picture would be resized again: of a size between two, or not seen with these model.min_pixels and model.max_pixels"
+    "an image would be resized again: a second resize changes its size, or model.min_pixels and model.max_pixels differ from the run"
 )
-TEMPLATE_MISMATCH_ERROR = "the template would write it in another way"
+TEMPLATE_MISMATCH_ERROR = "the chat template renders the messages differently"
 IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
@@ -34,20 +34,20 @@ def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_
             text or lacks an image, or a reply was cut off at `max_new_tokens`.
     """
     if any(last - first >= max_new_tokens and context.token_ids[last - 1] != renderer.end_id for first, last in _reply_spans(context)):
-        raise NotConvertible("a reply was cut off by task.max_new_tokens")
+        raise NotConvertible("a response was truncated at task.max_new_tokens")
     if any(image.pil is None for image in context.images):
-        raise NotConvertible("one of its pictures is not there")
+        raise NotConvertible("an image is missing")
     words, remaining, messages = _decode_text(context, renderer), iter(context.images), []
     if "\ufffd" in "".join(_decode_replies(context, renderer)):
-        raise NotConvertible("a reply is no text")
+        raise NotConvertible("a response is not valid text")
     if "\0" in words:
-        raise NotConvertible("a message holds a NUL character, which files of transcripts may not")
+        raise NotConvertible("a message contains a NUL character, which transcript files must not contain")
     for found in MESSAGE_PATTERN.finditer(words):
         role, content = found.groups()
         if any(token in content.replace(IMAGE_TOKENS, "") for token in SPECIAL_TOKENS):
             raise NotConvertible(TEMPLATE_TOKENS_ERROR)
         if role == "assistant" and not content.strip():
-            raise NotConvertible("a reply says nothing")
+            raise NotConvertible("a response is empty")
         messages.append({"role": role, "content": content if role == "assistant" else list(_split_parts(content, remaining))})
     if "".join(found[0] for found in MESSAGE_PATTERN.finditer(words)) != words or next(remaining, None) is not None:
         raise NotConvertible(TEMPLATE_TOKENS_ERROR)

@@ -28,7 +28,7 @@ def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float,
     """
     paths = [path for path in list_step_files(folder) if step_number(path) >= first_step]
     if not paths:
-        raise ValueError(f"{folder}: holds no step from {first_step} on that rollouts.save=all wrote")
+        raise ValueError(f"{folder}: contains no step from {first_step} on that was written with rollouts.save=all")
     out.mkdir(parents=True, exist_ok=True)
     word, number, num, held = cache(lambda token: renderer.tokenizer.decode([token])), 0, 0, bytearray()
     for path in paths:

@@ -59,7 +59,7 @@ class ExportSummary:
         mean = f", mean reward {statistics.fmean(self.rewards):.3f}" if self.rewards else ""
         share = f"{'one' if self.max_per_example == 1 else f'at most {self.max_per_example}'} per example: --best {self.max_per_example}"
         lines = [f"{len(self.rewards)} of {self.num_scored} rollouts ({share}){mean}: {self.num_transcripts} transcripts"]
-        return "\n".join(lines + [f"left out: {num} contexts: {why}" for why, num in self.skip_reasons.most_common()])
+        return "\n".join(lines + [f"left out: {num} sequences: {why}" for why, num in self.skip_reasons.most_common()])
 
 
 def export_transcripts(
@@ -76,7 +76,7 @@ def export_transcripts(
     """
     paths = {step_number(path): path for path in list_step_files(folder) if step_number(path) >= first_step}
     if not paths:
-        raise ValueError(f"{folder}: holds no step from {first_step} on that rollouts.save=all wrote")
+        raise ValueError(f"{folder}: contains no step from {first_step} on that was written with rollouts.save=all")
     exported = ExportSummary(max_per_example)
     chosen = select_best(paths, max_per_example=max_per_example, min_reward=min_reward, summary=exported)
     out.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def link_images(folder: Path, out: Path, keys: Iterable[str]) -> None:
     (out / image_file_name("x")).parent.mkdir(parents=True, exist_ok=True)
     for name in {image_file_name(key) for key in keys}:
         if (folder / name).is_symlink():
-            raise ValueError(f"{folder / name}: is a link, which may lead to anything; put a copy of the picture in its place")
+            raise ValueError(f"{folder / name}: is a symbolic link, which may point to any file; replace it with a copy of the image")
         with suppress(FileExistsError):
             try:
                 os.link(folder / name, out / name)

@@ -55,10 +55,10 @@ class JudgeStats:
         called, cached, failed, answers = (total.get(name, 0) for name in (*COUNTERS, "answers"))
         name = f"judge {self._judge.model}".rstrip()
         if not called + cached + failed:
-            remedy = "task.judge.always_ask=true asks it about every answer"
-            return f"warning: {name} was configured and never asked: rules decided all {answers} answers; {remedy}"
-        share = f"; it decided {total.get('decided', 0) / answers:.0%} of {answers} answers" if answers else ""
-        return f"{name}: {called} verdicts asked for, {cached} known before, {failed} requests failed{share}"
+            remedy = "task.judge.always_ask=true sends every answer to the judge"
+            return f"warning: {name} is configured but was never called: rules decided all {answers} answers; {remedy}"
+        share = f"; the judge decided {total.get('decided', 0) / answers:.0%} of {answers} answers" if answers else ""
+        return f"{name}: {called} verdicts requested, {cached} cached, {failed} requests failed{share}"
 
 
 def _add(total: Counts, name: str, value: int) -> int:

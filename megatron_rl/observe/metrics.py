@@ -57,7 +57,7 @@ class MetricsLog:
                 removed or moved.
         """
         if not os.path.samestat(self._path.stat(), os.fstat(self._lines.fileno())):
-            raise FileExistsError(f"{self._path} is another run's: this one's folder was removed or moved")
+            raise FileExistsError(f"{self._path} belongs to another run: the directory of this run was removed or moved")
         self._lines.write(to_json_line({"step": step, **metrics}) + "\n")
         self._lines.flush()
         os.fsync(self._lines.fileno())
@@ -114,7 +114,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(read_lines(path, max_line_bytes=MAX_METRICS_BYTES), 1):
         try:
             if not isinstance(line, dict):
-                raise ValueError(f"is a {type(line).__name__}, no step")
+                raise ValueError(f"is a {type(line).__name__}, not a step")
             steps.append({name: parse_number(value) for name, value in {"step": None, **line}.items()})
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from error
@@ -136,7 +136,7 @@ def check_wandb(settings: WandbSettings) -> None:
         known = authenticate_session(host=wandb.setup().settings.base_url, source="", prompt=False, update_session=False)
     except wandb.errors.AuthenticationError as error:
         raise ValueError(f"wandb.mode=online: {str(error).rstrip('.')}; run wandb login, or use offline") from error
-    remedy = "no key: run wandb login, or set WANDB_API_KEY, or use offline (wandb sync sends it later)"
+    remedy = "no API key: run wandb login, or set WANDB_API_KEY, or use offline (wandb sync uploads the run later)"
     require(known is not None, "wandb.mode", settings.mode, remedy)
 
 
@@ -259,5 +259,5 @@ class StepTimer:
         self._mark = now
 
     def _add_to_span(self, name: str, seconds: float) -> None:
-        assert name not in ("total", "unaccounted"), f"{name} is not a name for a span"
+        assert name not in ("total", "unaccounted"), f"{name} is a reserved span name"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -29,7 +29,7 @@ def moving_average(values: Sequence[float], *, window: int) -> list[float]:
 
     Near both ends, fewer values are averaged. Example: [0, 3, 6] with window 3 -> [1.5, 3, 4.5].
     """
-    assert window % 2 == 1, f"window {window} has no center"
+    assert window % 2 == 1, f"window {window} is not odd"
     half = window // 2
     slices = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
     return [sum(part) / len(part) for part in slices]
@@ -69,7 +69,7 @@ def _plot_run(path: Path, *, label: str, color: str, returns: Axes, successes: A
     steps = read_metrics(path)
     points = [(line["step"] + 1, line[RETURN_METRIC]) for line in steps if RETURN_METRIC in line and math.isfinite(line[RETURN_METRIC])]
     if not points:
-        raise ValueError(f"{path}: holds no {RETURN_METRIC}; give the folder of a run that rolled out")
+        raise ValueError(f"{path}: contains no {RETURN_METRIC}; give the directory of a run that generated rollouts")
     x, y = zip(*points, strict=True)
     returns.plot(x, y, color=color, alpha=0.3, linewidth=1)
     returns.plot(x, moving_average(y, window=window), color=color, linewidth=2, label=f"{label}: return, mean of {window} steps")
@@ -82,10 +82,10 @@ def _plot_run(path: Path, *, label: str, color: str, returns: Axes, successes: A
 
 def main(arguments: list[str] | None = None) -> int:
     """Plot the runs named on the command line and return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_rl.observe.plot", description="Draw the learning curves of runs.")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"run folders, each with a {METRICS_FILE}")
-    parser.add_argument("--out", type=Path, metavar="PNG", help=f"default: {CURVE_FILE} in the first run folder")
-    parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="steps to smooth over, odd (default 5)")
+    parser = argparse.ArgumentParser(prog="python -m megatron_rl.observe.plot", description="Plot the learning curves of runs.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"run directories, each with a {METRICS_FILE}")
+    parser.add_argument("--out", type=Path, metavar="PNG", help=f"default: {CURVE_FILE} in the first run directory")
+    parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="number of steps to average over, odd (default 5)")
     options = parser.parse_args(arguments)
     if options.window < 1 or options.window % 2 == 0:
         parser.error(f"--window={options.window}: use an odd number of steps")

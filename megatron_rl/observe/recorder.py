@@ -171,7 +171,7 @@ def make_image_loader(folder: Path) -> Callable[[str], Picture]:
 def _decode_entry(line: object, load: Callable[[str], Picture | None]) -> RecordedRollout:
     names = {"step": int, "num_rollouts": int, "num_failed": int, "kind": str}
     if not isinstance(line, dict) or line.keys() != {*names, "rollout"}:
-        raise ValueError("not an entry of recorded rollouts, or one of another version; play it back with the program that wrote it")
+        raise ValueError("not a rollout record, or written by another version of this program; use the version that wrote it")
     for name, kind in names.items():
         if type(line[name]) is not kind:
             raise ValueError(f"{name} is {line[name]!r:.40}")
@@ -186,7 +186,7 @@ def image_file_name(key: str) -> str:
 
 def _load_image(folder: Path, name: str) -> Picture:
     if not _IMAGE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r:.80} names no picture of the folder images")
+        raise ValueError(f"{name!r:.80} is not the name of an image in the folder images")
     try:
         content = read_bytes(folder / name, at_most=MAX_IMAGE_BYTES)
         with pil.open(io.BytesIO(content), formats=["PNG"]) as picture:
@@ -194,4 +194,4 @@ def _load_image(folder: Path, name: str) -> Picture:
                 raise ValueError(f"{picture.width}x{picture.height} pixels, more than {MAX_PIXELS}")
             return picture.copy()
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, DecompressionBombError) as error:
-        raise ValueError(f"{name}: no picture can be read ({error})") from error
+        raise ValueError(f"{name}: cannot read the image ({error})") from error

@@ -65,7 +65,7 @@ def arrow_type(annotation: Any) -> pa.DataType:
         return pa.list_(arrow_type(parts[0]))
     if NoneType in parts:
         return arrow_type(parts[0])
-    assert issubclass(annotation, StrEnum), f"rollout_store.py has no column for {annotation}"
+    assert issubclass(annotation, StrEnum), f"rollout_store.py has no column type for {annotation}"
     return pa.string()
 
 
@@ -105,7 +105,7 @@ class RolloutStore:
                 self._index_step(path)
             except _UNREADABLE as error:
                 told = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-                raise ValueError(f"{path}: cannot be read ({told}); move it away, the run goes on without it") from error
+                raise ValueError(f"{path}: cannot be read ({told}); move it away to continue the run without it") from error
 
     def record_step(self, step: int, rollouts: Sequence[Rollout], *, num_gen_batches: int) -> None:
         """Write a step, then evict old steps until the store is within its size limit.
@@ -243,7 +243,7 @@ def read_num_gen_batches(path: Path) -> int:
     with _errors_with_path(path):
         about = (_open_parquet(path).schema_arrow.metadata or {}).get(b"megatron_rl")
         if about is None:
-            raise ValueError("holds no step that rollouts.save=all wrote")
+            raise ValueError("contains no step written with rollouts.save=all")
         return int(json.loads(about)["rounds"])
 
 
@@ -303,14 +303,14 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
     long text millions of times, even in a small file.
 
     Raises:
-        ValueError: the path is not a regular file, or the file was not written by `write_step`.
+        ValueError: the path is no regular file, or the file was not written by `write_step`.
     """
     if not is_regular(path):
         raise ValueError("is no regular file")
     file = pq.ParquetFile(path, pre_buffer=False)
     largest = max((file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)), default=0)
     if largest > ROW_GROUP_SIZE:
-        raise ValueError(f"has a row group of {largest} rows, more than {ROW_GROUP_SIZE}: this program did not write it")
+        raise ValueError(f"has a row group of {largest} rows, more than {ROW_GROUP_SIZE}: it was not written by this program")
     return file
 
 

@@ -36,11 +36,11 @@ def plot_sweep(curves: Sequence[SweepCurve], out_png: Path, *, window: int = 5) 
         if curve.interval is not None:
             reached.hlines(number, *curve.interval, color=color)
     returns.set_xlabel("step")
-    returns.set_ylabel(f"mean return, over {window} steps")
+    returns.set_ylabel(f"mean return, averaged over {window} steps")
     reached.set_yticks(range(len(curves)), [curve.label for curve in curves])
     reached.set_ylim(len(curves) - 0.5, -0.5)
     reached.set_xlim(-0.02, 1.02)
-    reached.set_xlabel("greedy success, with its 95% interval")
+    reached.set_xlabel("greedy success, with 95% confidence interval")
     reached.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     for axes in (returns, reached):
         axes.grid(alpha=0.3)

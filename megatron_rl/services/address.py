@@ -67,7 +67,7 @@ class ServiceKind:
     """Takes the body of a health check's reply and returns the names in the body, which include the
     nonce. Raises ValidationError if the body comes from another kind of server.
     """
-    key_remedy: str = "another server has its port, or it was started with another token; start it anew"
+    key_remedy: str = "another server uses its port, or it was started with another token; restart it"
     """Fix suggested by the error message if a server rejects the token."""
 
 
@@ -81,7 +81,7 @@ SERVICE_KINDS: Mapping[str, ServiceKind] = {
         command=[sys.executable, "-m", "vllm.entrypoints.openai.api_server"],
         make_options=_vllm_options,
         url_path="/v1", health_path="/models", read_names=lambda body: [model.id for model in _ServedModels.model_validate_json(body).data],
-        key_remedy="the run gives its command a key in VLLM_API_KEY; leave that as it is",
+        key_remedy="the run passes a key to its command in VLLM_API_KEY; do not change it",
     ),
     "sandbox": ServiceKind(
         command=[sys.executable, "-m", "sandbox", "serve"],
@@ -159,7 +159,7 @@ def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated
             "GET", url + SERVICE_KINDS[kind].health_path, timeout_s=HEALTH_TIMEOUT_S, max_bytes=MAX_HEALTH_BYTES, token=own
         )
         if answer.status in DENIED_STATUSES:
-            raise KeyRefused(f"{url} answers {answer.status}, {to_one_line(answer.text)}: {SERVICE_KINDS[kind].key_remedy}")
+            raise KeyRefused(f"{url} responds with {answer.status}, {to_one_line(answer.text)}: {SERVICE_KINDS[kind].key_remedy}")
         return nonce in SERVICE_KINDS[kind].read_names(answer.content)
     except (NoResponse, ValueError):  # ValueError: no token, or pydantic's ValidationError
         return False

@@ -46,7 +46,7 @@ immediate. After a second consecutive failure, the restart waits for the minimum
 doubles with each further failure.
 """
 
-SHARED_CORES_TEXT = "cores that they share with the ranks"
+SHARED_CORES_TEXT = "cores shared with the ranks"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,20 +144,20 @@ class EngineServers:
                 continue
             code, passed = engine.process.exit_code(), time.monotonic() - engine.started_at
             if code is not None:
-                told = f"{engine.name} has ended with exit code {code}; {engine.process.log_tail()}"
+                told = f"{engine.name} exited with code {code}; {engine.process.log_tail()}"
                 raise ValueError(f"engine.num_local_servers={len(self._engines)}: {told}")
             engine.is_ready = engine.probe_ready()
             if engine.is_ready:
                 print(f"{engine.name}: {engine.url}, after {passed:.0f} s", flush=True)
             elif passed > self._startup_timeout_s:
                 raise ValueError(
-                    f"engine.startup_timeout_s={self._startup_timeout_s}: {engine.name} does not answer; {engine.process.log_tail()}"
+                    f"engine.startup_timeout_s={self._startup_timeout_s}: {engine.name} does not respond; {engine.process.log_tail()}"
                 )
         late = [engine for engine in self._engines.values() if not engine.is_ready]
         if late and time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
             self._reported_at = time.monotonic()
             told = f"after {self._reported_at - late[0].started_at:.0f} s; {late[0].process.log_tail()}"
-            print(f"{', '.join(engine.name for engine in late)}: no answer yet, {told}", flush=True)
+            print(f"{', '.join(engine.name for engine in late)}: no response yet, {told}", flush=True)
         return not late
 
     def report_alive(self, url: str) -> None:
@@ -186,11 +186,11 @@ class EngineServers:
         """Kill all processes of a server that has exited or hangs, and set its backoff."""
         code = engine.process.exit_code()
         if code is not None:
-            why = f"has ended with exit code {code}"
+            why = f"exited with code {code}"
         elif engine.is_ready and is_unresponsive:
-            why = "runs and does not answer"
+            why = "is running but does not respond"
         elif not engine.is_ready and now - engine.started_at > self._startup_timeout_s:
-            why = f"does not answer within engine.startup_timeout_s={self._startup_timeout_s}"
+            why = f"did not respond within engine.startup_timeout_s={self._startup_timeout_s}"
         else:
             return
         words = engine.process.log_tail()
@@ -199,11 +199,11 @@ class EngineServers:
         rest = min(MIN_BACKOFF_S * 2 ** (engine.consecutive_exits - 2), MAX_BACKOFF_S) if engine.consecutive_exits > 1 else 0.0
         engine.restart_after = now + rest
         then = (
-            f"is started again in {rest:.0f} s"
+            f"restarting in {rest:.0f} s"
             if engine.consecutive_exits <= MAX_RESTARTS
-            else f"stays away after {engine.consecutive_exits} ends in a row"
+            else f"not restarted after {engine.consecutive_exits} consecutive failures"
         )
-        print(f"{engine.name} ({engine.url}): {why}, and {then}; {words}", flush=True)
+        print(f"{engine.name} ({engine.url}): {why}; {then}; {words}", flush=True)
 
     def stop(self) -> None:
         """Stop all servers and delete their token."""
@@ -267,8 +267,8 @@ def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) ->
     most, host = max(0, num_gpus - num_ranks) // settings.tp, socket.gethostname()
     needed = num_used_gpus(settings, num_ranks=num_ranks)
     remedy = (
-        f"{needed - num_ranks} GPUs are needed beside those of the {num_ranks} ranks, and {host} has {num_gpus} in all; start {most}"
-        if most else f"{host} has {num_gpus} GPUs, and its {num_ranks} ranks leave none; start fewer ranks, or use engine.mode=colocated"
+        f"{needed - num_ranks} GPUs are needed in addition to {num_ranks} for the ranks, but {host} has {num_gpus} in total; start {most}"
+        if most else f"{host} has {num_gpus} GPUs, and its {num_ranks} ranks use them all; start fewer ranks, or use engine.mode=colocated"
     )  # fmt: skip
     require(
         not settings.num_local_servers or not is_on_gpu(settings) or needed <= num_gpus,

@@ -24,9 +24,14 @@ def serve_external_services(settings: Settings, *, is_run_finished: Callable[[],
     Raises:
         ValueError: A service has exited.
     """
-    require(not settings.run.overwrite, "run.overwrite", True, "moves the folder aside, addresses included; start both in a new run.dir")
+    require(
+        not settings.run.overwrite,
+        "run.overwrite",
+        True,
+        "would move the run directory and its service addresses aside; start both jobs in a new run.dir",
+    )
     marked = {name: replace(service, external=False) for name, service in enabled_services(settings.services).items() if service.external}
-    remedy = "nothing is to be started by another job; mark it in the run's settings and here: services.judge.external=true"
+    remedy = "no service is marked as external; mark it in the settings of the run and of this job: services.judge.external=true"
     require(bool(marked), "services", ", ".join(enabled_services(settings.services)), remedy)
     own: list[LaunchedService] = []
     with StopSignal(grace_s=0.0) as stop, ExitStack() as running:

@@ -113,10 +113,10 @@ class LaunchedService:
         if self.url:
             print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
         elif passed > self._settings.startup_timeout_s:
-            self._fail("startup_timeout_s", self._settings.startup_timeout_s, refusal or "it does not answer")
+            self._fail("startup_timeout_s", self._settings.startup_timeout_s, refusal or "it does not respond")
         elif time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
             self._reported_at = time.monotonic()
-            print(f"service {self.name}: {refusal or 'does not answer yet'}, after {passed:.0f} s; {self._log_tail()}", flush=True)
+            print(f"service {self.name}: {refusal or 'no response yet'}, after {passed:.0f} s; {self._log_tail()}", flush=True)
 
     def _published_url(self) -> str:
         return find_address(self._run, self.name, self._settings.kind, is_gated=can_prove_token(self._settings))
@@ -132,7 +132,7 @@ class LaunchedService:
     def _require_alive(self) -> None:
         code = self._process.exit_code()
         if code is not None:
-            self._fail("kind", self._settings.kind, f"its server has ended with exit code {code}")
+            self._fail("kind", self._settings.kind, f"its server exited with code {code}")
 
     def _fail(self, key: str, value: object, what: str) -> NoReturn:
         raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._log_tail()}")
@@ -140,7 +140,7 @@ class LaunchedService:
     def _log_tail(self) -> str:
         """Return the end of the service's log for an error line."""
         if self._settings.external:
-            return f"{address_file(self._run, self.name)} is to be written by launch/serve.py in another job"
+            return f"{address_file(self._run, self.name)} must be written by launch/serve.py in another job"
         return self._process.log_tail()
 
     def stop(self) -> None:
@@ -219,14 +219,16 @@ def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, n
     if settings.external:
         return
     program = (settings.command or SERVICE_KINDS[settings.kind].command)[0]
-    remedy = f"there is no program {program} on {host}; correct the command, or leave it out"
+    remedy = f"program {program} not found on {host}; correct the command, or omit it"
     require(shutil.which(program) is not None, f"{key}.command", settings.command, remedy)
-    remedy = f"is taken on {host}; choose another, or 0 for a free one"
+    remedy = f"is in use on {host}; choose another, or 0 for a free one"
     require(settings.port == 0 or is_port_free(settings.port), f"{key}.port", settings.port, remedy)
     require(max(settings.gpus, default=-1) < num_gpus, f"{key}.gpus", settings.gpus, f"{host} has {num_gpus} GPUs, counted from 0")
     shared = [gpu for gpu in settings.gpus or range(num_gpus) if gpu < num_used_gpus]
     has_share = settings.kind == "sandbox" or any(word.startswith("--gpu-memory-utilization") for word in settings.args)
-    remedy = f"the run computes on GPU {', '.join(map(str, shared))}; give it others, or a share: {key}.args=[--gpu-memory-utilization,0.3]"
+    remedy = (
+        f"the run uses GPU {', '.join(map(str, shared))}; choose other GPUs, or limit its memory: {key}.args=[--gpu-memory-utilization,0.3]"
+    )
     require(has_share or not shared, f"{key}.gpus", settings.gpus, remedy)
 
 

@@ -55,7 +55,9 @@ class SupervisedProcess:
     def log_tail(self) -> str:
         """Return the last line of the process's output, for an error line."""
         lines = read_tail(self._log, start=self._log_start).strip().splitlines()
-        return f"{self._log} ends: {lines[-1].strip()[:MAX_LOG_TAIL_CHARS]}" if lines else f"{self._log} has no word of it yet"
+        return (
+            f"last line of {self._log}: {lines[-1].strip()[:MAX_LOG_TAIL_CHARS]}" if lines else f"{self._log} contains no output of it yet"
+        )
 
     def stop(self) -> None:
         """End the process gracefully; kill it if that takes too long."""

@@ -115,7 +115,7 @@ MISTAKES = {
     "services.judge.model=7b": "services.judge.kind=: starts no server, and services.judge.model is given; choose vllm, sandbox, ...",
     "services.judge.kind=vllm": "services.judge.model=: is needed by kinds vllm, listener, speaker, and by no other: ...",
     "services.sandbox.kind=sandbox services.sandbox.port=70000": "services.sandbox.port=70000: is no port; 0 takes a free one",
-    "services.sandbox.kind=sandbox services.sandbox.command=[nope]": "services.sandbox.command=['nope']: there is no program nope on ...",
+    "services.sandbox.kind=sandbox services.sandbox.command=[nope]": "services.sandbox.command=['nope']: program nope not found on ...",
     "services.sandbox.kind=sandbox services.sandbox.gpus=[99]": "services.sandbox.gpus=[99]: ...GPUs, counted from 0",
     "services.sandbox={kind:sandbox,args:[--token-file,x]}": "services.sandbox.args=['--token-file', 'x']: holds --token-file: ...",
     "services.sandbox.kind=sandbox task.sandbox.url=service:sandbox task.sandbox.token_file=x": (
@@ -136,7 +136,7 @@ MISTAKES = {
     "parallel.tp=3": "parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2",
     "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the 1 processes; set torchrun's --nproc_per_node...",
     "engine.tp=2": "engine.tp=2: must divide the 1 processes",
-    "wandb.mode=online": "wandb.mode=online: no key: run wandb login, or set WANDB_API_KEY, or use offline...",
+    "wandb.mode=online": "wandb.mode=online: no API key: run wandb login, or set WANDB_API_KEY, or use offline...",
     # a model, a task, data, a folder that do not exist, or are none
     "model.path=???": "model.path=???: has no default; give it on the command line",
     "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); use a Hugging Face model folder",

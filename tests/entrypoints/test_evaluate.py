@@ -148,7 +148,7 @@ def test_all_that_was_played_needs_no_engine(rows: Path, unbroken: Path) -> None
     """The same command again: the numbers, from the folder. One example's line is by hand that of its recorded episodes."""
     before = (unbroken / "examples.jsonl").read_text()
     result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), timeout_s=120)
-    assert result.returncode == 0 and "stated with it" in result.stdout, result.stdout
+    assert result.returncode == 0 and "evaluation condition" in result.stdout, result.stdout
     assert (unbroken / "examples.jsonl").read_text() == before
     kept = [json.loads(line)["rollout"] for line in (unbroken / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
     line = json.loads(before.splitlines()[2])
@@ -173,8 +173,8 @@ def test_asked_to_stop_it_stops_between_chunks(rows: Path, tmp_path: Path) -> No
 def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model: Path, tmp_path: Path) -> None:
     """Other settings, other weights, a run's folder, a split without examples: one line each. And overwrite moves aside."""
     refusals = {
-        ("task.max_new_tokens=7",): f"run.dir={unbroken}: holds an evaluation with other settings: task.max_new_tokens=7 (was 6)",
-        (f"run.dir={trained}",): f"run.dir={trained}: holds a training run; run.overwrite=true moves it aside",
+        ("task.max_new_tokens=7",): f"run.dir={unbroken}: contains an evaluation with other settings: task.max_new_tokens=7 (was 6)",
+        (f"run.dir={trained}",): f"run.dir={trained}: contains a training run; run.overwrite=true moves it aside",
         (f"evaluation.weights={tmp_path}", f"run.dir={tmp_path}/no"): f"evaluation.weights={tmp_path}: contains no checkpoint",
         (
             "engine.mode=server",
@@ -188,7 +188,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
         assert result.returncode == 1 and f"error: {line}" in result.stdout, (words, result.stdout)
     os.utime(rows / "model" / "model.safetensors")
     result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), timeout_s=120)
-    assert "holds an evaluation of other weights: their files have changed since" in result.stdout
+    assert "contains an evaluation of other weights: the weight files have changed since" in result.stdout
     result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), "run.overwrite=true", timeout_s=240)
     assert result.returncode == 0 and (unbroken.with_name("out.1") / "evaluation.json").exists(), result.stdout
     result = fork_server.run_script(COMPARE, unbroken.with_name("out.1"), unbroken, timeout_s=120)

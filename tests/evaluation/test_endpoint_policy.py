@@ -57,7 +57,7 @@ def test_a_real_server_says_what_our_engine_says(url: str, random_model: Path, t
     found = {name: json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("own", "far")}
     assert found["own"]["scores"] == found["far"]["scores"] and 0 < found["own"]["scores"]["success"] < 1
     stated = found["far"]["stated"]
-    assert stated["weights"] == f"of {url}" and stated["harness"] != found["own"]["stated"]["harness"]
+    assert stated["weights"] == f"served by {url}" and stated["harness"] != found["own"]["stated"]["harness"]
     own_prompt, far_prompt = ((tmp_path / name / "prompt.txt").read_text() for name in ("own", "far"))
     assert own_prompt.startswith("<|im_start|>system\n") and own_prompt.endswith("<|im_start|>assistant\n") and "[56x56]" in own_prompt
     words = far_prompt.removeprefix("user: ").replace("[picture]", "")
@@ -96,7 +96,7 @@ def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path)
         said = evaluated(tmp_path / "out", *words)
         first = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
         assert first["success"] == pytest.approx(6 / 9) and first["failed_fraction"] == pytest.approx(0.1)
-        assert "1 replies were cut off by task.max_new_tokens" in said
+        assert "1 responses were truncated at task.max_new_tokens" in said
         (failed,) = [
             each.rollout
             for each in read_recorded(tmp_path / "out" / "rollouts" / "step_000000.jsonl")
@@ -242,5 +242,5 @@ def test_a_published_benchmark_has_its_figures(tmp_path: Path) -> None:
     assert found["scores"]["official"] == pytest.approx((2 + lucky) / 4) and "official_low" in said
     assert (found["scores"]["category_single"], found["scores"]["category_cross"]) == (1.0, pytest.approx(lucky / 2))
     assert found["scores"]["official_low"] <= found["scores"]["official"] <= found["scores"]["official_high"]
-    assert found["stated"]["benchmark"] == "hrbench, options in an order of seed 3, 32 pictures at most"
+    assert found["stated"]["benchmark"] == "hrbench, options shuffled with seed 3, up to 32 images"
     assert [line["credit"] for line in read_lines(tmp_path / "out" / "examples.jsonl")][:2] == [[1.0], [1.0]]

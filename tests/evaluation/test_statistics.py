@@ -85,10 +85,10 @@ def test_nothing_in_common_and_nothing_there(tmp_path: Path) -> None:
     one, two = (EvaluationResult(tmp_path / name, {name: 1.0}, {}, has_fractional_means=False) for name in "ab")
     with pytest.raises(ValueError, match="no example in common"):
         compare_evaluations(one, two)
-    with pytest.raises(ValueError, match="holds no finished evaluation"):
+    with pytest.raises(ValueError, match="contains no finished evaluation"):
         read_evaluation(tmp_path)
-    with pytest.raises(ValueError, match="holds no finished evaluation"):
+    with pytest.raises(ValueError, match="contains no finished evaluation"):
         read_evaluation(evaluation(tmp_path / "empty", {"a": []}))
     write_lines_atomically(evaluation(tmp_path / "twice", {"a": [1.0]}) / "examples.jsonl", [{"id": "a", "solved": [1.0]}] * 2)
-    with pytest.raises(ValueError, match="stands there twice"):
+    with pytest.raises(ValueError, match="contains an example id twice"):
         read_evaluation(tmp_path / "twice")

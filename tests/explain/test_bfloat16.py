@@ -34,9 +34,9 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 NAMED = {
     "temperature": r"temperature 0\.(69\d*|7(0\d*)?), not 0\.9",
-    "was seen": r"picture 0 \(\w+\): picture 1 \(\w+\), and this one in that one's, was seen in its place",
-    "a second resize": r"a second resize, to (56x28|28x70) and back",
-    STALE_TENSOR: f"{re.escape(STALE_TENSOR)} is stale: it is as in the older weights",
+    "replaced": r"image 0 \(\w+\): replaced by image 1 \(\w+\), and vice versa",
+    "resized again": r"resized again, to (56x28|28x70) and back",
+    STALE_TENSOR: f"{re.escape(STALE_TENSOR)} is stale: it equals the older weights",
 }
 """By how the mistake's name in float32 begins."""
 WITHIN = "rope sections"
@@ -70,7 +70,7 @@ def test_what_rounded_numbers_tell_is_named(
     said = capsys.readouterr().out
     for who in ("engine", "trainer"):
         lines = explained(said, who)
-        assert lines and all(re.fullmatch(f"(picture \\d .*: )?{NAMED[name]}", line) for line in lines), said
+        assert lines and all(re.fullmatch(f"(image \\d .*: )?{NAMED[name]}", line) for line in lines), said
 
 
 @pytest.mark.parametrize("name", ["nothing", WITHIN])
@@ -83,7 +83,7 @@ def test_what_is_within_the_rounding_is_not_found(
     assert main([str(run), "--step", "0", "--older", str(older)]) == 0
     said = capsys.readouterr().out
     mean = float(next(line for line in said.splitlines() if "engine, recorded" in line).split()[4])
-    assert 0.01 < mean < 0.05 and said.splitlines()[-1] == "all agree", said
+    assert 0.01 < mean < 0.05 and said.splitlines()[-1] == "no differences found", said
 
 
 @pytest.mark.parametrize("planted", ["", NEAR])
@@ -110,4 +110,4 @@ def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_pat
     for temperature in (TEMPERATURE, fit_temperature(case, reference, logits_RV)):
         assert case.tolerance.is_within(case.abs_diffs(reference.compute_logprobs(looked, logits_RV, temperature=temperature)))
     named = find_explanation(case, HypothesisInputs(reference=reference, renderer=renderer, images={}, older_source=others))
-    assert named == (f"{planted} is stale: it is as in the older weights" if planted else "")
+    assert named == (f"{planted} is stale: it equals the older weights" if planted else "")

@@ -48,7 +48,7 @@ def test_nothing_is_found_where_nothing_is_wrong(as_lines: bool, random_model: P
     run = write_run(tmp_path / "run", random_model, as_lines=as_lines)
     assert main([str(run), "--step", "0"]) == 0
     said = capsys.readouterr().out
-    assert not differing(said) and said.splitlines()[-1] == "all agree" and "2 rollouts, 2 contexts, 36 sampled tokens" in said
+    assert not differing(said) and said.splitlines()[-1] == "no differences found" and "2 rollouts, 2 sequences, 36 sampled tokens" in said
     assert line_of(said, "trainer, packed").split()[6] == "36" and len(said.splitlines()) < 50
 
 
@@ -68,7 +68,7 @@ def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
     monkeypatch.setattr(replay_forward, "TrainerForward", Spoiled)
     assert main([str(run), "--step", "0"]) == 1
-    assert "first in layer 3 mlp," in line_of(capsys.readouterr().out, "trainer, one process: first")
+    assert "first difference in layer 3 mlp," in line_of(capsys.readouterr().out, "trainer, one process: first difference")
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
     return engine_mistakes(Renderer(ModelSettings(path=str(random_model))), older)
 
 
-@pytest.mark.parametrize("name", ["temperature 0.7", "was seen", "a second resize", "rope sections", STALE_TENSOR])
+@pytest.mark.parametrize("name", ["temperature 0.7", "replaced", "resized again", "rope sections", STALE_TENSOR])
 def test_what_the_engine_did_is_named(
     name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -85,8 +85,8 @@ def test_what_the_engine_did_is_named(
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
     said = capsys.readouterr().out
     assert differing(said) == {"engine, recorded"}, said
-    assert expected in line_of(said, "engine, recorded, rollout 0 context 0:"), said
-    assert "something differs" in said
+    assert expected in line_of(said, "engine, recorded, rollout 0 sequence 0:"), said
+    assert "differences found" in said
 
 
 def test_of_two_pictures_the_second_is_found(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -99,7 +99,7 @@ def test_of_two_pictures_the_second_is_found(random_model: Path, tmp_path: Path,
     run = write_run(tmp_path / "run", random_model, behavior=EngineBehavior(transform_images=second))
     assert main([str(run), "--step", "0"]) == 1
     said = capsys.readouterr().out
-    assert "context 0: picture 1 (" in line_of(said, "engine, recorded, rollout 0"), said
+    assert "sequence 0: image 1 (" in line_of(said, "engine, recorded, rollout 0"), said
     assert "engine, recorded, rollout 1" not in said
 
 
@@ -111,7 +111,7 @@ def test_a_mistake_that_is_nobodys_is_not_explained(random_model: Path, tmp_path
 
     run = write_run(tmp_path / "run", random_model, corrupt_rollouts=noise)
     assert main([str(run), "--step", "0"]) == 1
-    assert "no suspect gives these numbers" in line_of(capsys.readouterr().out, "engine, recorded, rollout 0")
+    assert "no hypothesis reproduces these logprobs" in line_of(capsys.readouterr().out, "engine, recorded, rollout 0")
 
 
 def test_what_the_trainer_said_then(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -139,8 +139,8 @@ def test_a_tensor_that_alone_did_not_move(random_model: Path, older: Path, tmp_p
     run = write_run(tmp_path / "run", tmp_path / "model")
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
     said = capsys.readouterr().out
-    assert differing(said) == {"weights that moved"}, said
-    assert "model.layers.1.self_attn.o_proj.weight: is as in the older weights, 80 others have moved" in said, said
+    assert differing(said) == {"changed weights"}, said
+    assert "model.layers.1.self_attn.o_proj.weight: equals the older weights, but 80 others have changed" in said, said
 
 
 def spoiled(kind: str, tensor: torch.Tensor, picture: Callable[[Image], torch.Tensor]) -> type[TrainerForward]:
@@ -163,11 +163,11 @@ def spoiled(kind: str, tensor: torch.Tensor, picture: Callable[[Image], torch.Te
 
 
 TRAINERS = {
-    "stale": ["layers", "first in layer 2 mlp,", STALE_TENSOR, "stale"],
-    "sections": ["first in rotary angles,", "rope sections [6, 4, 6], not"],
-    "temperature": ["temperature 0.7, not 0.9", "every layer agrees"],
-    "swapped": ["first in patches, rollout 0 context 0 picture 0", "was seen in its place"],
-    "resized": ["first in patches, rollout 0 context 0 picture 1", "a second resize, to 56x28 and back"],
+    "stale": ["layers", "first difference in layer 2 mlp,", STALE_TENSOR, "stale"],
+    "sections": ["first difference in rotary angles,", "rope sections [6, 4, 6], not"],
+    "temperature": ["temperature 0.7, not 0.9", "all layers agree"],
+    "swapped": ["first difference in patches, rollout 0 sequence 0 image 0", "replaced by image 1"],
+    "resized": ["first difference in patches, rollout 0 sequence 0 image 1", "resized again, to 56x28 and back"],
 }
 
 
@@ -206,20 +206,20 @@ def test_pictures_whose_files_were_swapped_or_resized(random_model: Path, tmp_pa
         path.write_bytes(content)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     said = capsys.readouterr().out
-    assert said.count("they were swapped") == 2 and differing(said) == {"pictures' pixels"}, said
+    assert said.count("the images were swapped") == 2 and differing(said) == {"image pixels"}, said
     wide[0].write_bytes(contents[0])
     with pil.open(wide[1]) as image:
         image.resize((84, 56)).save(wide[1])
     assert main([str(run), "--step", "0"]) == 1
     said = capsys.readouterr().out
-    assert f"picture {wide[1].stem[:8]}: was resized once more: it has 84x56 pixels, its grid is of 112x56" in said
-    assert "rollout 0 context 0: not played back" in said and "trainer, one process           ok            12" in said, said
+    assert f"image {wide[1].stem[:8]}: was resized again: it has 84x56 pixels, its grid requires 112x56" in said
+    assert "rollout 0 sequence 0: not replayed" in said and "trainer, one process           ok            12" in said, said
 
 
 SPOILS: dict[str, tuple[str, Callable]] = {
-    "masks, spans, logprobs": ("the spans of its turns", lambda rollout: rollout.turns.pop()),
-    "banned ids": ("which is never sampled", lambda rollout: rollout.sequences[0].token_ids.__setitem__(-1, 0)),
-    "weight versions": ("of version 2, but step 0", lambda rollout: rollout.sequences[0].weight_versions.__setitem__(-1, 2)),
+    "masks, spans, logprobs": ("the spans of the turns", lambda rollout: rollout.turns.pop()),
+    "banned ids": ("was sampled", lambda rollout: rollout.sequences[0].token_ids.__setitem__(-1, 0)),
+    "weight versions": ("has version 2, but step 0", lambda rollout: rollout.sequences[0].weight_versions.__setitem__(-1, 2)),
     "placeholders and grids": ("placeholders, but", lambda rollout: rollout.sequences[0].images.pop()),
 }
 
@@ -237,7 +237,7 @@ def test_what_needs_no_model(name: str, random_model: Path, tmp_path: Path, caps
     run = write_run(tmp_path / "run", random_model, corrupt_rollouts=both)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     said = capsys.readouterr().out
-    assert name in differing(said) and "rollout 1 context 0" in said and said_of_it in said, said
+    assert name in differing(said) and "rollout 1 sequence 0" in said and said_of_it in said, said
 
 
 def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -250,7 +250,9 @@ def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: 
     run = write_run(tmp_path / "run", random_model, corrupt_rollouts=forgotten)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
     said = capsys.readouterr().out
-    assert differing(said) == {"masks, spans, logprobs"} and "the mask says sampled, weight_versions say something else" in said, said
+    assert (
+        differing(said) == {"masks, spans, logprobs"} and "sampled according to the mask, but not according to weight_versions" in said
+    ), said
 
 
 def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -261,7 +263,7 @@ def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pyte
 
     run = write_run(tmp_path / "run", random_model, corrupt_rollouts=stale)
     assert main([str(run), "--step", "0", "--no-model"]) == 1
-    assert "of version 0, behind tokens of version 1" in capsys.readouterr().out
+    assert "has version 0, after tokens of version 1" in capsys.readouterr().out
 
 
 def test_what_cannot_be_read_is_skipped_and_said(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -274,12 +276,12 @@ def test_what_cannot_be_read_is_skipped_and_said(random_model: Path, tmp_path: P
     (run / ROLLOUTS_FOLDER / "step_000000.parquet").write_bytes(b"half of a file")
     assert main([str(run), "--step", "0"]) == 0
     said = capsys.readouterr().out
-    assert "2 rollouts, 2 contexts" in said and "rollout 2: rollout record: version" in said and "step_000000.parquet" in said, said
+    assert "2 rollouts, 2 sequences" in said and "rollout 2: rollout record: version" in said and "step_000000.parquet" in said, said
     next((run / ROLLOUTS_FOLDER / "images").iterdir()).unlink()
     for each in (run / ROLLOUTS_FOLDER / "images").iterdir():
         each.write_bytes(b"no picture")
     assert main([str(run), "--step", "0", "--no-model"]) == 0
-    assert "looked at without its pictures" in capsys.readouterr().out
+    assert "checked without its images" in capsys.readouterr().out
 
 
 def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
@@ -290,8 +292,8 @@ def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
     tall.unlink()
     assert main([str(run), "--step", "0"]) == 0
     said = capsys.readouterr().out
-    assert "2 rollouts" in said and "rollout 1: " in said and "looked at without its pictures" in said, said
-    assert line_of(said, "trainer, packed").split()[6] == "24" and line_of(said, "pictures' pixels").split()[-2] == "2"
+    assert "2 rollouts" in said and "rollout 1: " in said and "checked without its images" in said, said
+    assert line_of(said, "trainer, packed").split()[6] == "24" and line_of(said, "image pixels").split()[-2] == "2"
 
 
 @pytest.mark.parametrize(
@@ -300,8 +302,8 @@ def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
         (lambda run: (run / "config.yaml").write_text("model: [1"), "config.yaml: cannot be read"),
         (lambda run: (run / "config.yaml").unlink(), "config.yaml: cannot be read"),
         (lambda run: (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("model:", "mode:", 1)), "config.yaml"),
-        (lambda run: next((run / ROLLOUTS_FOLDER).glob("*.parquet")).write_bytes(b"PAR1"), "nothing of step 0 can be read"),
-        (lambda run: next((run / ROLLOUTS_FOLDER).glob("*.parquet")).unlink(), "nothing of step 0 can be read"),
+        (lambda run: next((run / ROLLOUTS_FOLDER).glob("*.parquet")).write_bytes(b"PAR1"), "no rollout of step 0 can be read"),
+        (lambda run: next((run / ROLLOUTS_FOLDER).glob("*.parquet")).unlink(), "no rollout of step 0 can be read"),
     ],
 )
 def test_nothing_to_look_at_is_one_line(
@@ -331,7 +333,7 @@ def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: 
     for path in (run / ROLLOUTS_FOLDER).glob("step_*"):
         path.rename(path.with_name(path.name.replace("000000", "000002")))
     assert main([str(run), "--step", "2"]) == 2
-    assert "step_00000002 was not kept" in capsys.readouterr().err
+    assert "step_00000002 does not exist" in capsys.readouterr().err
     assert main([str(run), "--step", "2", "--weights", str(random_model)]) == 0
     assert "weights of version 2" in capsys.readouterr().out
 
@@ -360,8 +362,8 @@ def test_an_engine_that_is_asked_again(random_model: Path, older: Path, tmp_path
     given = (run, "--step", "0", "--rollouts", "2", "--engine", "--weights", older, "--older", random_model)
     result = fork_server.run_script(ROOT / "launch" / "explain.py", *given, timeout_s=240)
     assert result.returncode == 1 and differing(result.stdout) == {"engine, recorded"}, result.stdout
-    assert "engine, asked now              ok" in result.stdout, result.stdout
-    assert "all weights are the older ones" in result.stdout, result.stdout
+    assert "engine, live                   ok" in result.stdout, result.stdout
+    assert "all weights equal the older weights" in result.stdout, result.stdout
 
 
 def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -371,7 +373,7 @@ def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_p
     recorded.rename(recorded.with_name("step_000002.parquet"))
     assert main([str(run), "--step", "2"]) == 1
     said = capsys.readouterr().out
-    assert "of version 0, older than run.max_staleness=0 allows" in said and "temperature 1, not 0.9" in said
+    assert "has version 0, older than run.max_staleness=0 allows" in said and "temperature 1, not 0.9" in said
     (run / "evaluation.json").write_text("{}")
     assert main([str(run), "--step", "2"]) == 0
     assert not differing(capsys.readouterr().out)
@@ -385,8 +387,8 @@ def test_at_a_layout(layout: tuple[str, str], random_model: Path, tmp_path: Path
     assert result.returncode == 0, result.stdout
     assert " ok " in line_of(result.stdout, name)
     result = fork_server.run_world(2, SUPPORT / "explain_faulty_rank.py", run, "--step", "0", *layout, timeout_s=120)
-    assert result.returncode == 1 and f"{name}: first in layer 3 attention," in result.stdout, result.stdout
+    assert result.returncode == 1 and f"{name}: first difference in layer 3 attention," in result.stdout, result.stdout
     assert len(differing(result.stdout)) == 2 and all(
         each.startswith(("trainer, tp", "weights at tp")) for each in differing(result.stdout)
     )
-    assert "model.layers.3.self_attn.o_proj.weight: is not that of the weights" in result.stdout
+    assert "model.layers.3.self_attn.o_proj.weight: differs from the weights" in result.stdout

@@ -105,5 +105,5 @@ def test_two_ranks_say_what_one_process_says(random_model: Path, older: Path, tm
         assert [" ok " in line for line in two if line.strip().startswith(name)] == [True], result.stdout
 
 
-OWN = ("weights at tp 2 x pp 1", "trainer, tp 2 x pp 1", "engine, asked now", "skipped:", "trainer, one process: its weights")
+OWN = ("weights at tp 2 x pp 1", "trainer, tp 2 x pp 1", "engine, live", "skipped:", "trainer, one process: its weights")
 """What is said at two ranks alone."""

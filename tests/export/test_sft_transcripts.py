@@ -28,7 +28,8 @@ from tests.support.random_episodes import PROTOCOLS, RandomEnv, RandomPolicy, ru
 
 SIZES = {"min_pixels": 3136, "max_pixels": 12800}
 CUT_AT = 40
-NO_TEXT, EMPTY, NUL = "a reply is no text", "a reply says nothing", "a message holds a NUL character, which files of transcripts may not"
+NO_TEXT, EMPTY = "a response is not valid text", "a response is empty"
+NUL = "a message contains a NUL character, which transcript files must not contain"
 SETTINGS = EpisodeSettings(temperature=1.0, max_turns=4, max_new_tokens=CUT_AT, max_sequence_tokens=2000, max_images=5, seed=0)
 
 
@@ -109,7 +110,7 @@ def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
     cut = replace(context, token_ids=context.token_ids[:-1], loss_mask=context.loss_mask[:-1])
     num = sum(cut.loss_mask)
     assert sequence_to_messages(cut, renderer, max_new_tokens=num + 1)[-1] == messages[-1]
-    with pytest.raises(NotConvertible, match=r"^a reply was cut off by task.max_new_tokens$"):
+    with pytest.raises(NotConvertible, match=r"^a response was truncated at task.max_new_tokens$"):
         sequence_to_messages(cut, renderer, max_new_tokens=num)
     assert sequence_to_messages(context, renderer, max_new_tokens=num)[-1] == messages[-1], "it has ended by itself"
 
@@ -121,7 +122,7 @@ def test_pictures_that_would_change_are_refused(renderer: Renderer, random_model
     with pytest.raises(NotConvertible, match=f"^{RESIZED_IMAGE_ERROR}$"):
         sequence_to_messages(rollout.sequences[0], other, max_new_tokens=CUT_AT)
     bare = replace(rollout.sequences[0], images=[replace(image, pil=None) for image in rollout.sequences[0].images])
-    with pytest.raises(NotConvertible, match=r"^one of its pictures is not there$"):
+    with pytest.raises(NotConvertible, match=r"^an image is missing$"):
         sequence_to_messages(bare, renderer, max_new_tokens=CUT_AT)
 
 

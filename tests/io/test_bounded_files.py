@@ -188,7 +188,7 @@ def test_links_of_strangers_are_not_exported(tmp_path: Path) -> None:
     (tmp_path / "run" / "images").mkdir(parents=True)
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "run" / "images" / "a.png").symlink_to(tmp_path / "secret")
-    with pytest.raises(ValueError, match=rf"^{tmp_path}/run/images/a.png: is a link, "):
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/run/images/a.png: is a symbolic link, "):
         link_images(tmp_path / "run", tmp_path / "out", ["a"])
     assert not list((tmp_path / "out").rglob("*.png"))
 

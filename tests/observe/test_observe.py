@@ -96,7 +96,7 @@ def test_each_line_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_run_folder_that_is_gone_is_noticed_at_the_next_step(tmp_path: Path):
     """Gone, or moved away and another's in its place: nothing is written to where nobody looks."""
-    for spoil, told in ((move_away, "No such file"), (put_another, "is another run's")):
+    for spoil, told in ((move_away, "No such file"), (put_another, "belongs to another run")):
         folder = tmp_path / spoil.__name__
         log = MetricsLog(folder, DISABLED, {})
         log.log(0, {"a": 1.0})
@@ -389,7 +389,7 @@ def test_plot_of_a_run_without_returns_or_without_metrics_is_one_message(tmp_pat
     log.log(0, {"loss": 1.0})
     log.close()
     assert main([str(tmp_path / "sft")]) == 2
-    assert "holds no reward/mean" in capsys.readouterr().err
+    assert "contains no reward/mean" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "nowhere" in capsys.readouterr().err
     assert list(tmp_path.glob("**/*.png*")) == []

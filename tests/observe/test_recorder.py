@@ -99,7 +99,7 @@ def test_a_reader_without_pictures_knows_where_they_lie(tmp_path: Path):
     assert np.array_equal(np.asarray(pil.open(path)), np.asarray(image.pil))
     path.unlink()
     assert len(read_recorded(file_of(tmp_path, 0), with_images=False)) == 1
-    with pytest.raises(ValueError, match=rf"step_000000.jsonl line 1: images/{image.key}.png: no picture can be read \(.*No such file"):
+    with pytest.raises(ValueError, match=rf"step_000000.jsonl line 1: images/{image.key}.png: cannot read the image \(.*No such file"):
         read_recorded(file_of(tmp_path, 0))
 
 
@@ -160,14 +160,14 @@ def test_a_damaged_file_is_told_by_file_and_line(tmp_path: Path):
 
     assert "Expecting value" in refused("nothing")
     assert "recursion" in refused("[" * 100_000)
-    assert "not an entry" in refused([]) and "not an entry" in refused({**second, "new": 1})
+    assert "not a rollout record" in refused([]) and "not a rollout record" in refused({**second, "new": 1})
     assert "step is '0'" in refused({**second, "step": "0"})
     assert "version: 0: this program reads 7" in refused({**second, "rollout": {**second["rollout"], "version": 0}})
     for name in ("images/../../secret.png", "/etc/passwd", "images/.hidden.png", "../images/a.png", "images/a.png\n"):
         second["rollout"]["images"] = {"a": {"name": name, "grid": [1, 2, 4], "merge": 2}}
-        assert "names no picture" in refused(second)
+        assert "is not the name of an image" in refused(second)
     path.write_text(whole)
     png = tmp_path / "images" / f"{image.key}.png"
     png.write_bytes(png.read_bytes()[:100])
-    with pytest.raises(ValueError, match=rf"^{path} line 1: images/{image.key}.png: no picture can be read"):
+    with pytest.raises(ValueError, match=rf"^{path} line 1: images/{image.key}.png: cannot read the image"):
         read_recorded(path)

@@ -162,7 +162,7 @@ def test_spoiled_files_of_an_earlier_life(tmp_path: Path) -> None:
     assert {shown[0].key, shown[1].key} < {path.stem for path in (folder / "images").iterdir()}
     step_path(folder, 3).write_bytes(b"PAR1")
     line = told_by(lambda: RolloutStore(tmp_path, max_gb=1.0))
-    assert line.startswith(f"{step_path(folder, 3)}: cannot be read (") and line.endswith("; move it away, the run goes on without it")
+    assert line.startswith(f"{step_path(folder, 3)}: cannot be read (") and line.endswith("; move it away to continue the run without it")
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_a_picture_that_lacks_is_named(whole: Path, tmp_path: Path) -> None:
     path = step_path(tmp_path / "bank", 0)
     key = picture(4).key
     (path.parent / "images" / f"{key}.png").unlink()
-    with pytest.raises(ValueError, match=rf"step_000000.parquet: .*{key}.png: no picture can be read"):
+    with pytest.raises(ValueError, match=rf"step_000000.parquet: .*{key}.png: cannot read the image"):
         read_rollouts(path)
     assert read_rollouts(path, [0, 1])[1].sample_index == 0
 
@@ -215,7 +215,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     path = step_path(tmp_path, 0)
     write_step(path, [full()], step=0, num_gen_batches=1)
     pq.write_table(pq.read_table(path).drop_columns(["turns"]).replace_schema_metadata(None), path)
-    with pytest.raises(ValueError, match=r"step_000000.parquet: holds no step that rollouts.save=all wrote$"):
+    with pytest.raises(ValueError, match=r"step_000000.parquet: contains no step written with rollouts.save=all$"):
         read_num_gen_batches(path)
     with pytest.raises(ValueError, match=r"step_000000.parquet: rollout record: rollout: \['turns'\]: lacking"):
         read_rollouts(path, with_images=False)

@@ -157,7 +157,7 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert (one["turns"][0]["generation_s"], one["turns"][0]["env_s"]) == (0.5, 1.25)
     (about,) = client.get("/api/runs").json()
     assert (about["sources"], about["stop_reasons"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
-    assert one["reward_terms"] == {"part": None} and one["no_words"] == "no tokenizer is at hand"
+    assert one["reward_terms"] == {"part": None} and one["no_words"] == "no tokenizer was found"
     assert one["sequences"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
     assert (
         one["sequences"][0]["columns"]["rollout_logprobs"] == [0.0, 0.0, 0.0, 0.0, -0.5, -1.5]
@@ -247,7 +247,7 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     skipped = " ".join(about["skipped"])
     assert len(about["skipped"]) == 4 and all(f"step_00000{step}.parquet: " in skipped for step in (2, 3))
     assert "lacks source; it was written by another version of this program" in skipped
-    assert "metrics.jsonl line 1, 3, 4, 5, 6 and 2 more: is no step of a run" in skipped
+    assert "metrics.jsonl line 1, 3, 4, 5, 6 and 2 more: is not a step of a run" in skipped
     for step in (1, 2, 3):
         assert app.get("/api/episode", params={"run": "run", "step": step, "row_index": 0}).status_code == 404
         step_path(folder / "rollouts", step).unlink()
@@ -317,11 +317,16 @@ VIEWS = {
     "curves?run=run": ["reward/mean", "time/total"],
     "rollouts?run=run": ["27 rollouts, 1 to 27", "said 1 2", "javascript:alert(1)"],
     "group?run=run&step=0&group=1": ["group 1", "standard deviation", "said 0 2"],
-    "episode?run=run&step=0&row_index=1&color=rollout_logprobs": ["turn 1", "told said 0 1", "no tokenizer is at hand", "shown first"],
+    "episode?run=run&step=0&row_index=1&color=rollout_logprobs": [
+        "turn 1",
+        "told said 0 1",
+        "no tokenizer was found",
+        "images of the prompt",
+    ],
     "episode?run=run&step=0&row_index=1&color=entropies": [
         "judge j, evidence 2 0.25",
-        "judge &lt;b&gt;j, whole 1 1asked for 2.5 s&lt;b&gt;hm",
-        "reply 0.5 stool 1.25 s",
+        "judge &lt;b&gt;j, whole 1 1judged in 2.5 s&lt;b&gt;hm",
+        "generation 0.5 stool 1.25 s",
         "6 tokens, entropy from 0.5 to 0.75",
     ],
     "episode?run=demo&step=11&row_index=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],

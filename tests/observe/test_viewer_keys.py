@@ -155,7 +155,7 @@ def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: BrowserPage, u
         file.unlink()
         page.console_messages.clear()
         page.navigate(f"{url}#/episode?run=one&step=1&row_index=0")
-        assert f"its file is missing: {picture(1).key}" in page.evaluate("document.body.innerText") and page.console_messages == []
+        assert f"the image file is missing: {picture(1).key}" in page.evaluate("document.body.innerText") and page.console_messages == []
     finally:
         file.write_bytes(content)
 

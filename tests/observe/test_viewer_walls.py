@@ -123,7 +123,7 @@ def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
     os.mkfifo(folder / "rollouts" / "step_000003.jsonl")
     told = found(client, "rollouts")
     assert told["total"] == 1 and [line.rpartition("/")[2] for line in told["skipped"]] == [
-        "step_000001.parquet: has a row group of 65 rows, more than 64: this program did not write it",
+        "step_000001.parquet: has a row group of 65 rows, more than 64: it was not written by this program",
         "step_000002.parquet: is no regular file",
         "step_000003.jsonl: is not a regular file",
     ]
@@ -146,7 +146,7 @@ def test_a_tokenizer_takes_no_longer_than_it_may(tmp_path: Path) -> None:
     decoder = TokenDecoder(tokenizer(tmp_path / "tokenizer.json", ["ab" * 20 + "!!"], decoders.Replace(SLOW, "")), timeout_s=3)
     began = time.monotonic()
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"^{tmp_path}/tokenizer.json is not used: its tokens took longer than 3 s$"):
+        with pytest.raises(ValueError, match=rf"^{tmp_path}/tokenizer.json is not used: decoding its tokens took longer than 3 s$"):
             decoder.decode([[0]] * 1000)
     assert time.monotonic() - began < 15 and decoder._process is None
 
@@ -165,7 +165,7 @@ def test_words_have_a_limit_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file = tokenizer(tmp_path / "tokenizer.json", ["word", "x" * 3000], decoders.Fuse())
     decoder = TokenDecoder(file, timeout_s=60)
     assert decoder.decode([[1], [0, 0], []]) == ["x" * 3000, "wordword", ""]
-    with pytest.raises(ValueError, match=rf"^{file} cannot be read \(its texts have more than 4000 bytes\)$"):
+    with pytest.raises(ValueError, match=rf"^{file} cannot be read \(the decoded texts exceed 4000 bytes\)$"):
         decoder.decode([[1], [1]])
 
 
@@ -211,7 +211,7 @@ def test_a_token_is_asked_for(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "error: --host=0.0.0.0: others than this machine reach it; give --token-file=FILE, or use ssh -L\n"),
+        ([], "error: --host=0.0.0.0: other machines can reach this address; give --token-file=FILE, or use ssh -L\n"),
         (["--token-file", "{tmp}/none"], "error: --token-file={tmp}/none: [Errno 2] No such file or directory: '{tmp}/none'\n"),
         (["--token-file", "/dev/null"], "error: --token-file=/dev/null: a token must be one word of 16 to 256 characters: "),
     ],

@@ -38,6 +38,6 @@ def test_what_is_started_where_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_services.torch.cuda, "device_count", lambda: 5)
     assert dict(told(mode="server", num_local_servers=2, tp=2).findings) == {"engines": "2 servers: GPU 1-2, GPU 3-4"}
     (error,) = told(mode="server", num_local_servers=3, tp=2).errors
-    assert error.startswith("engine.num_local_servers=3: 6 GPUs are needed beside those of the 1 ranks, and ") and error.endswith(
-        "5 in all; start 2"
+    assert error.startswith("engine.num_local_servers=3: 6 GPUs are needed in addition to 1 for the ranks, but ") and error.endswith(
+        "5 in total; start 2"
     )

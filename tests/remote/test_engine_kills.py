@@ -44,7 +44,7 @@ def test_a_killed_engine_changes_nothing(colocated: Path, random_model: Path, tm
     kills = kills_of(folder)
     assert [kill["version"] for kill in kills] == [1, 2] and kills[0]["down_s"] > 0, kills
     assert [(kill["phase"], kill["method"]) for kill in kills] == [("transfer", "killed"), ("generation", "ended")]
-    assert f": has ended with exit code {128 + signal.SIGKILL}, and is started again in 0 s; " in said, said[-6000:]
+    assert f": exited with code {128 + signal.SIGKILL}; restarting in 0 s; " in said, said[-6000:]
     assert said.count("\nengine http://127.0.0.1:") >= 2, "each is told; the run may end before the second server has shut down"
     assert_alike(folder, colocated)
 
@@ -62,7 +62,7 @@ def test_a_killed_engine_loses_nothing_that_goes_on(random_model: Path, tmp_path
     kills = kills_of(tmp_path / "run")
     print("\n".join(map(json.dumps, kills)))
     assert [(kill["phase"], kill["method"]) for kill in kills] == [("generation", "killed"), ("generation", "core killed")], kills
-    assert kills[0]["down_s"] > 0 and said.count("is started again in ") >= 1, said[-6000:]
+    assert kills[0]["down_s"] > 0 and said.count("restarting in ") >= 1, said[-6000:]
     steps = steps_of(tmp_path / "run")
     assert [step["step"] for step in steps] == list(range(5)) and max(
         step["rollout_mismatch/logprob_abs_diff_max"] for step in steps
@@ -87,5 +87,5 @@ def test_twenty_killed_engines_change_nothing(random_model: Path, tmp_path: Path
     print(said)
     print("\n".join(map(json.dumps, kills)))
     assert len(kills) == 20 and all(kill["down_s"] > 0 for kill in kills[:-1]), kills
-    assert said.count("is started again in ") >= 20
+    assert said.count("restarting in ") >= 20
     assert_alike(tmp_path / "run", tmp_path / "colocated", num_steps=22)

@@ -180,13 +180,13 @@ def test_a_run_counts_its_judges_work_over_all_ranks(tmp_path: Path) -> None:
     lines, last, history = run_of(tmp_path / "a", [{"called": 2, "cached": 1}, {"called": 1, "failed": 3}], decided=1)
     names = ("judge/called", "judge/cached", "judge/failed", "judge/decided_fraction")
     assert [[line[name] for name in names] for line in lines[:2]] == [[4, 2, 0, 0.25], [2, 0, 6, 0.25]]
-    assert last == "judge qwen: 6 verdicts asked for, 2 known before, 6 requests failed; it decided 25% of 8 answers"
+    assert last == "judge qwen: 6 verdicts requested, 2 cached, 6 requests failed; the judge decided 25% of 8 answers"
     _, last, _ = run_of(tmp_path / "b", [{}], decided=0, history=history)  # the next attempt
-    assert last == "judge qwen: 6 verdicts asked for, 2 known before, 6 requests failed; it decided 17% of 12 answers"
+    assert last == "judge qwen: 6 verdicts requested, 2 cached, 6 requests failed; the judge decided 17% of 12 answers"
 
 
 def test_a_judge_that_was_never_asked_is_named_at_the_end(tmp_path: Path) -> None:
     lines, last, _ = run_of(tmp_path / "a", [{}, {}], decided=0)
     assert [line["judge/called"] for line in lines[:2]] == [0, 0]
-    remedy = "task.judge.always_ask=true asks it about every answer"
-    assert last == f"warning: judge qwen was configured and never asked: rules decided all 8 answers; {remedy}"
+    remedy = "task.judge.always_ask=true sends every answer to the judge"
+    assert last == f"warning: judge qwen is configured but was never called: rules decided all 8 answers; {remedy}"

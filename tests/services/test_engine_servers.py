@@ -118,11 +118,11 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("how", "more", "line"),
     [
-        ("ends", {}, "engine.num_local_servers=2: engine [01] has ended with exit code 3; .*engine_[01].log ends: ValueError: then why$"),
+        ("ends", {}, "engine.num_local_servers=2: engine [01] exited with code 3; last line of .*engine_[01].log: ValueError: then why$"),
         (
             "silent",
             {"startup_timeout_s": 1.0},
-            r"engine.startup_timeout_s=1.0: engine [01] does not answer; .*engine_[01].log has no word of it yet$",
+            r"engine.startup_timeout_s=1.0: engine [01] does not respond; .*engine_[01].log contains no output of it yet$",
         ),
     ],
 )
@@ -173,7 +173,7 @@ def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys
         assert len({each["seed"] for each in starts(tmp_path)}) == 3, "no two sample alike"
         own.restart(urls[1], is_unresponsive=True)
         assert len(starts(tmp_path)) == 3, "one that is just starting may be silent"
-    assert re.search(rf"engine 1 \({urls[1]}\): has ended with exit code \d+, and is started again in 0 s; ", capsys.readouterr().out)
+    assert re.search(rf"engine 1 \({urls[1]}\): exited with code \d+; restarting in 0 s; ", capsys.readouterr().out)
 
 
 def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -185,7 +185,7 @@ def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytes
         assert len(starts(tmp_path)) == 1
         again = revived(own, url, tmp_path, is_unresponsive=True)
         assert gone(first["pid"]) and not gone(again["pid"])
-    assert ": runs and does not answer, and is started again in 0 s; " in capsys.readouterr().out
+    assert ": is running but does not respond; restarting in 0 s; " in capsys.readouterr().out
 
 
 def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Callable, capsys: pytest.CaptureFixture) -> None:
@@ -199,7 +199,9 @@ def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
             revived(own, urls[0], tmp_path)
             times.append(time.monotonic())
         assert times[1] - times[0] >= 0.4 and times[2] - times[1] >= 0.8
-        until(lambda: own.restart(urls[0], is_unresponsive=False) or "stays away after 4 ends in a row" in capsys.readouterr().out)
+        until(
+            lambda: own.restart(urls[0], is_unresponsive=False) or "not restarted after 4 consecutive failures" in capsys.readouterr().out
+        )
         num = len(starts(tmp_path))
         for _ in range(20):
             own.restart(urls[0], is_unresponsive=True)
@@ -219,7 +221,7 @@ def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch:
             own.report_healthy(url)
             os.kill(starts(tmp_path)[-1]["pid"], signal.SIGKILL)
             revived(own, url, tmp_path)
-    rests = re.findall(r"is started again in (\d) s", capsys.readouterr().out)
+    rests = re.findall(r"restarting in (\d) s", capsys.readouterr().out)
     assert rests == ["0", "0", "0"], "0.4 s are told as none"
     assert own._engines[url].consecutive_exits == 2, "the second life was long"
 
@@ -264,10 +266,12 @@ def test_servers_have_the_gpus_behind_those_of_the_ranks(tmp_path: Path, monkeyp
     assert [each.environment["CUDA_VISIBLE_DEVICES"] for each in own._engines.values()] == ["3,4", "5,7"]
     assert describe_placement(settings.engine, num_ranks=3) == "GPU 3-4, GPU 5-6"
     check_engines(settings.engine, num_ranks=3, num_gpus=7)
-    few = f"^engine.num_local_servers=2: 4 GPUs are needed beside those of the 4 ranks, and {HOST} has 7 in all; start 1$"
+    few = f"^engine.num_local_servers=2: 4 GPUs are needed in addition to 4 for the ranks, but {HOST} has 7 in total; start 1$"
     with pytest.raises(ValueError, match=few):
         check_engines(settings.engine, num_ranks=4, num_gpus=7)
-    with pytest.raises(ValueError, match=f"^engine.num_local_servers=2: {HOST} has 7 GPUs, and its 6 ranks leave none; start fewer ranks"):
+    with pytest.raises(
+        ValueError, match=f"^engine.num_local_servers=2: {HOST} has 7 GPUs, and its 6 ranks use them all; start fewer ranks"
+    ):
         check_engines(settings.engine, num_ranks=6, num_gpus=7)
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     check_engines(settings.engine, num_ranks=6, num_gpus=0)

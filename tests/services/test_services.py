@@ -142,19 +142,19 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
             assert found == started
         assert find_address(tmp_path, "judge", "vllm", is_gated=False) == started["judge"]
     late = replace(service_of(tmp_path), external=True, startup_timeout_s=0.2)
-    line = r"^services.judge.startup_timeout_s=0.2: it does not answer; .*judge.json is to be written by launch/serve.py in another job$"
+    line = r"^services.judge.startup_timeout_s=0.2: it does not respond; .*judge.json must be written by launch/serve.py in another job$"
     with pytest.raises(ValueError, match=line), run_services(settings_of(tmp_path, late), read_world(), raise_if_stopped=go_on):
         pass
     with serve_hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
         write_token(token_file(tmp_path, "judge"))
         publish_address(tmp_path, "judge", url=url, nonce="n")
-        line = rf"^services.judge.startup_timeout_s=0.2: {url} answers 401, no such key: the run gives its command a key in VLLM_API_KEY"
+        line = rf"^services.judge.startup_timeout_s=0.2: {url} responds with 401, no such key: the run passes a key to its command"
         with pytest.raises(ValueError, match=line), run_services(settings_of(tmp_path, late), read_world(), raise_if_stopped=go_on):
             pass
 
 
 def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -> None:
-    line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 answers 401, .*: the run gives its command a key in VLLM_API_KEY"
+    line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 responds with 401, .*: the run passes a key to its command in VLLM_API_KEY"
     with (
         pytest.raises(ValueError, match=line),
         run_services(settings_of(tmp_path, service_of(tmp_path, "denies")), read_world(), raise_if_stopped=go_on),
@@ -198,7 +198,7 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
         job.kill()
     assert job.returncode == 0 and are_gone(tmp_path, within_s=0) and not address_file(tmp_path / "run", "judge").exists(), said
     moved = fork_server.run_script(ROOT / "launch" / "serve.py", *words, "run.overwrite=true", timeout_s=60)
-    assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: moves the folder aside"), moved.stdout
+    assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: would move the run directory"), moved.stdout
 
 
 def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
@@ -217,12 +217,12 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "more", "line"),
     [
-        ("ends", {}, "services.judge.kind=vllm: its server has ended with exit code 3; .*judge.log ends: stand-in: ends$"),
+        ("ends", {}, "services.judge.kind=vllm: its server exited with code 3; last line of .*judge.log: stand-in: ends$"),
         ("nowhere", {"host": "192.0.2.1"}, f"services.judge.host=192.0.2.1: .*; give an address of {HOST}$"),
         (
             "silent",
             {"startup_timeout_s": 1.5},
-            "services.judge.startup_timeout_s=1.5: it does not answer; .*judge.log ends: stand-in: silent$",
+            "services.judge.startup_timeout_s=1.5: it does not respond; last line of .*judge.log: stand-in: silent$",
         ),
     ],
 )
@@ -240,11 +240,15 @@ def test_what_cannot_be_started_is_known_before() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         cases = [
-            (replace(judge, command=["nope"]), 0, rf"command=\['nope'\]: there is no program nope on {HOST}; correct the command"),
-            (replace(judge, port=port), 0, f"port={port}: is taken on {HOST}; choose another, or 0 for a free one"),
+            (replace(judge, command=["nope"]), 0, rf"command=\['nope'\]: program nope not found on {HOST}; correct the command"),
+            (replace(judge, port=port), 0, f"port={port}: is in use on {HOST}; choose another, or 0 for a free one"),
             (replace(judge, gpus=[8]), 8, rf"gpus=\[8\]: {HOST} has 8 GPUs, counted from 0"),
-            (replace(judge, gpus=[5, 6]), 8, r"gpus=\[5, 6\]: the run computes on GPU 5; give it others, or a share: services.judge.args="),
-            (judge, 8, r"gpus=\[\]: the run computes on GPU 0, 1, 2, 3, 4, 5;"),
+            (
+                replace(judge, gpus=[5, 6]),
+                8,
+                r"gpus=\[5, 6\]: the run uses GPU 5; choose other GPUs, or limit its memory: services.judge.args=",
+            ),
+            (judge, 8, r"gpus=\[\]: the run uses GPU 0, 1, 2, 3, 4, 5;"),
         ]
         for service, num_gpus, line in cases:
             with pytest.raises(ValueError, match=f"^services.judge.{line}"):

@@ -144,8 +144,8 @@ def engine_mistakes(renderer: Renderer, older: Path) -> dict[str, dict]:
 
     return {
         "temperature 0.7, not 0.9": {"behavior": EngineBehavior(temperature=0.7)},
-        "was seen in its place": {"behavior": EngineBehavior(transform_images=reverse_images)},
-        "a second resize, to 56x28 and back": {"behavior": EngineBehavior(transform_images=resize_last)},
+        "replaced by image 1": {"behavior": EngineBehavior(transform_images=reverse_images)},
+        "resized again, to 56x28 and back": {"behavior": EngineBehavior(transform_images=resize_last)},
         "rope sections [6, 4, 6], not": {"change_model": set_rope_sections(6, 4, 6)},
         f"{STALE_TENSOR} is stale": {"change_model": stale},
     }

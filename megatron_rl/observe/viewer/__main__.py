@@ -37,18 +37,18 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.observe.viewer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run.dir of runs or evaluations")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine alone)")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run.dir of a run or an evaluation")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: only this machine can connect)")
     parser.add_argument("--port", type=int, default=8008)
-    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="another name by which this machine is asked")
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="additional host name that requests may use")
     parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="holds one word that requests must know; needed beyond this machine"
+        "--token-file", type=Path, metavar="FILE", help="file with the access token; required if other machines can connect"
     )
-    parser.add_argument("--memory-gb", type=float, default=8.0, metavar="GB", help="most that reading the folders may take (default 8)")
-    parser.add_argument("--demo", action="store_true", help="make up a small run and show it, too")
+    parser.add_argument("--memory-gb", type=float, default=8.0, metavar="GB", help="memory limit of the viewer in GB (default 8)")
+    parser.add_argument("--demo", action="store_true", help="also show a small generated run")
     options = parser.parse_args(arguments)
     if not options.runs and not options.demo:
-        parser.error("give the folder of a run, or --demo")
+        parser.error("give a run directory, or --demo")
     with TemporaryDirectory() as made:
         if options.demo:
             make_demo_run(Path(made) / "demo")
@@ -84,7 +84,8 @@ def serve_viewer(options: argparse.Namespace) -> int:
         host, port = listening.getsockname()[:2]
         if is_reachable_remotely(host) and not token:
             print(
-                f"error: --host={options.host}: others than this machine reach it; give --token-file=FILE, or use ssh -L", file=sys.stderr
+                f"error: --host={options.host}: other machines can reach this address; give --token-file=FILE, or use ssh -L",
+                file=sys.stderr,
             )
             return 2
         limit_memory(options.memory_gb)

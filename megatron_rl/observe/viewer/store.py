@@ -133,7 +133,7 @@ class RunFolder:
             return found
         if bad:
             more = f" and {len(bad) - MAX_LISTED_LINES} more" if len(bad) > MAX_LISTED_LINES else ""
-            self._skipped[path] = f"{path} line {', '.join(bad[:MAX_LISTED_LINES])}{more}: is no step of a run"
+            self._skipped[path] = f"{path} line {', '.join(bad[:MAX_LISTED_LINES])}{more}: is not a step of a run"
         return found
 
     def rollout_table(self) -> pa.Table:
@@ -216,7 +216,7 @@ class RunFolder:
             return list(zip(places, read_rollouts(path, places, with_images=False), strict=True))
         lines = self.path / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
         if not is_regular(lines):
-            raise ValueError(f"{self.path}: no rollout of step {step} is kept")
+            raise ValueError(f"{self.path}: no rollout of step {step} is stored")
         found, _ = _read_jsonl_rollouts(lines)
         return [
             (row_index, each)

@@ -12,7 +12,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 COOKIE = "megatron_rl_viewer"
-REFUSAL = "this page asks for the token of its --token-file: open it once as /?token=TOKEN\n"
+REFUSAL = "this page requires the token in its --token-file: open it once as /?token=TOKEN\n"
 
 
 class TokenAccess:

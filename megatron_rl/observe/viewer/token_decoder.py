@@ -70,7 +70,7 @@ class TokenDecoder:
                 line = answer.result(self._limit_s)
             except Late as error:
                 self._process.kill()  # ends the pending request
-                raise ValueError(f"{self._file} is not used: its tokens took longer than {self._limit_s:g} s") from error
+                raise ValueError(f"{self._file} is not used: decoding its tokens took longer than {self._limit_s:g} s") from error
         if not line.endswith(b"\n"):
             self._process.kill()
             self._process.wait()
@@ -79,11 +79,11 @@ class TokenDecoder:
 
     def _last_error(self, num_bytes: int) -> str:
         if num_bytes == MAX_RESPONSE_BYTES:
-            return f"its texts have more than {MAX_RESPONSE_BYTES} bytes"
+            return f"the decoded texts exceed {MAX_RESPONSE_BYTES} bytes"
         self._errors.seek(0)
         lines = self._errors.read(1 << 20).decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return said[:MAX_ERROR_CHARS] or f"its process ended with {self._process.returncode}"
+        return said[:MAX_ERROR_CHARS] or f"its process exited with code {self._process.returncode}"
 
     def _stop_process(self) -> None:
         if self._process is not None:

@@ -77,7 +77,7 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
 
     def folder(run: str) -> RunFolder:
         if run not in folders:
-            raise HTTPException(404, f"no run of this name: {run[:80]!r}")
+            raise HTTPException(404, f"no run with this name: {run[:80]!r}")
         return folders[run]
 
     @app.get("/api/runs")
@@ -104,7 +104,7 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
     def picture(run: str, key: str) -> Response:
         content = folder(run).read_image(key) if IMAGE_KEY_PATTERN.fullmatch(key) else None
         if content is None:
-            raise HTTPException(404, "no such picture")
+            raise HTTPException(404, "no such image")
         return Response(content, media_type="image/png")
 
     app.mount("/", StaticFiles(directory=STATIC, html=True))
@@ -160,13 +160,13 @@ def _episode_response(folder: RunFolder, step: int, row_index: int, decoders: _D
 
 async def _add_security_headers(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
     is_embedded = request.headers.get("sec-fetch-site") in OTHER_SITES and request.headers.get("sec-fetch-mode") != "navigate"
-    response = Response("requests of other pages are not answered", 403) if is_embedded else await call(request)
+    response = Response("requests from other pages are rejected", 403) if is_embedded else await call(request)
     response.headers.update(SECURITY_HEADERS)
     return response
 
 
 def _out_of_memory(request: Request, error: Exception) -> Response:
-    return Response("reading this takes more memory than --memory-gb", 503, headers=SECURITY_HEADERS)
+    return Response("reading this requires more memory than --memory-gb", 503, headers=SECURITY_HEADERS)
 
 
 def _read_or_404(read: Callable[[], list[tuple[int, Rollout]]]) -> list[tuple[int, Rollout]]:
@@ -251,7 +251,7 @@ def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) ->
     merged into one.
     """
     if decoder is None:
-        return "", {}, "no tokenizer is at hand"
+        return "", {}, "no tokenizer was found"
     stop = rollout.turns[0].token_span[0] if rollout.turns else None
     first = rollout.sequences[0].token_ids[:stop] if rollout.sequences else []
     tokens = sorted({token for context in rollout.sequences for token in context.token_ids})

@@ -1,8 +1,8 @@
 import { el, ask, number, link } from "./parts.js";
 
-// What a token is colored by: a column, or the engine's logprob less the trainer's.
+// What a token is colored by: a column, or the engine's logprob minus the trainer's.
 const GAP = "engine gap", PLAIN = "nothing";
-const TITLES = { rollout_logprobs: "logprob", old_logprobs: "trainer's logprob", reference_logprobs: "reference's logprob", loss_mask: "mask", weight_versions: "weight version",
+const TITLES = { rollout_logprobs: "logprob", old_logprobs: "trainer logprob", reference_logprobs: "reference logprob", loss_mask: "mask", weight_versions: "weight version",
   advantages: "advantage", values: "value", returns: "return", logprob_scale: "logprob scale", entropies: "entropy" };
 
 function column(context, name) {
@@ -57,8 +57,8 @@ function tokens(context, name, hasWords) {
 
 // `frame`: width and height that the box is given in; without one the picture's own.
 function picture(run, missing, image, box, frame) {
-  if (missing.includes(image.key)) return el("span", { class: "hint" }, `its file is missing: ${image.key}`);
-  const img = el("img", { src: `picture/${run.split("/").map(encodeURIComponent).join("/")}/${image.key}.png`, alt: `picture of ${image.tokens} tokens`, loading: "lazy" });
+  if (missing.includes(image.key)) return el("span", { class: "hint" }, `the image file is missing: ${image.key}`);
+  const img = el("img", { src: `picture/${run.split("/").map(encodeURIComponent).join("/")}/${image.key}.png`, alt: `image of ${image.tokens} tokens`, loading: "lazy" });
   const framed = el("span", { class: "picture" }, img);
   if (box) img.addEventListener("load", () => {
     const drawn = el("span", { class: "box" }), [left, top, right, bottom] = box, [width, height] = frame || [img.naturalWidth, img.naturalHeight];
@@ -81,7 +81,7 @@ const seconds = value => el("b", {}, `${number(value)} s`);
 
 function verdicts(said) {
   return said.flatMap(({ judge, prompt, value, wall_s, reasoning }) => [
-    el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "asked for ", seconds(wall_s))),
+    el("div", { class: "facts" }, el("div", {}, `judge ${judge}, ${prompt} `, el("b", {}, number(value))), el("div", {}, "judged in ", seconds(wall_s))),
     ...(reasoning ? [el("pre", {}, reasoning)] : [])]);
 }
 
@@ -90,7 +90,7 @@ function turn(run, each, place, first, said, missing) {
   const parts = [el("h3", {}, `turn ${place + 1}`), el("pre", {}, each.text)];
   parts.push(el("div", { class: "facts" }, ...[["reward", each.reward], ["reward delta", each.reward_delta], ["step score", each.step_score]].filter(([, value]) => value)
     .map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value)))),
-    el("div", {}, "reply ", seconds(each.generation_s)), el("div", {}, each.tool_call ? "tool " : "environment ", seconds(each.env_s))));
+    el("div", {}, "generation ", seconds(each.generation_s)), el("div", {}, each.tool_call ? "tool " : "environment ", seconds(each.env_s))));
   if (each.tool_call) parts.push(el("h3", {}, `${each.tool_call.tool}`), el("pre", { class: "code" }, each.tool_call.source), el("pre", {}, each.tool_call.text));
   if (each.tool_call?.error) parts.push(el("pre", { class: "error" }, each.tool_call.error));
   if (box && first) parts.push(el("div", { class: "pictures" }, picture(run, missing, first, box, each.tool_call.frame)));
@@ -106,21 +106,21 @@ export async function episodeView(at, main) {
   select.value = names.includes(at.params.get("color")) ? at.params.get("color") : "rollout_logprobs";
   const shown = el("div", {});
   const paint = () => shown.replaceChildren(...found.sequences.map((context, number_) => el("div", { class: "card" },
-    el("h3", {}, `context ${number_ + 1}: ${context.tokens.length} tokens`, ...legend(context, select.value)),
+    el("h3", {}, `sequence ${number_ + 1}: ${context.tokens.length} tokens`, ...legend(context, select.value)),
     tokens(context, select.value, !found.no_words))));
   select.addEventListener("change", () => { const next = new URLSearchParams(at.params); next.set("color", select.value); history.replaceState(null, "", link("episode", next)); paint(); });
   paint();
   const facts = [["expected", found.answer], ["reward", found.reward], ["outcome", found.outcome_reward], ...Object.entries(found.reward_terms), ["status", found.status], ["stop reason", found.stop_reason], ["reason", found.reason],
-    ["source", found.source], ["filtered", found.filter_reason], ["seconds", found.wall_s], ["in tools", found.env_s], ["in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
+    ["source", found.source], ["filtered", found.filter_reason], ["seconds", found.wall_s], ["seconds in tools", found.env_s], ["seconds in scoring", found.scoring_s]].filter(([, value]) => value !== null && value !== "");
   main.replaceChildren(
     el("h2", {}, `${found.task} ${found.example_id}, step ${step}, sample ${found.sample_index} of `, el("a", { href: link("group", new URLSearchParams({ run, step, group: found.group })) }, `group ${found.group}`)),
     el("div", { class: "facts" }, ...facts.map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...verdicts(found.verdicts.filter(said => said.turn === null)),
-    ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "shown first"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, found.missing, image))))] : []),
+    ...(found.first.length ? [el("div", { class: "card" }, el("h3", {}, "images of the prompt"), el("div", { class: "pictures" }, ...found.first.map(image => picture(run, found.missing, image))))] : []),
     ...(found.prompt ? [el("div", { class: "card" }, el("h3", {}, "prompt"), el("pre", {}, found.prompt))] : []),
     ...found.turns.map((each, number_) => turn(run, each, number_, found.first[0], found.verdicts.filter(said => said.turn === number_), found.missing)),
-    el("div", { class: "filters" }, el("label", {}, "tokens colored by", select), ...(found.no_words ? [el("span", { class: "hint" }, `${found.no_words}: ids`)] : [])), shown,
-    el("p", { class: "hint" }, "keys: j and k step through the run's rollouts, g opens the group, ? tells all"));
+    el("div", { class: "filters" }, el("label", {}, "tokens colored by", select), ...(found.no_words ? [el("span", { class: "hint" }, `${found.no_words}: token ids are shown`)] : [])), shown,
+    el("p", { class: "hint" }, "keys: j and k move through the rollouts of the run, g opens the group, ? lists all keys"));
   const go = other => {
     if (!other) return;
     const next = new URLSearchParams(at.params);

@@ -6,8 +6,8 @@ import { el, ask, number, route, link, replaceRoute } from "./parts.js";
 const main = document.getElementById("main"), banner = document.getElementById("banner");
 const FIRST = ["reward/mean", "eval/greedy_success", "loss", "grad_norm", "policy/entropy", "policy/kl_ref", "rollout_mismatch/logprob_abs_diff_max", "rollout/turns"];
 const EVERY_MS = 5000; // between two looks at runs that may be under way
-const KEYS = [["1, 2", "curves, rollouts"], ["/", "to what is searched or filtered for"], ["Escape", "out of a field"], ["j, k, arrows", "the next, the one before: of rollouts, of a group's members, of charts"],
-  ["Enter", "opens the chosen one"], ["g", "the group of a rollout"], ["?", "these keys"]];
+const KEYS = [["1, 2", "curves, rollouts"], ["/", "focus the search field or the first filter"], ["Escape", "leave the field"], ["j, k, arrows", "next, previous rollout, group member or chart"],
+  ["Enter", "open the selected item"], ["g", "open the group of a rollout"], ["?", "show or hide this list"]];
 let runs = [], keys = {}, chosenLink = "";
 
 function views(at) {
@@ -46,7 +46,7 @@ async function curves(at) {
       el("h2", {}, title),
       el("div", { class: "charts" }, ...part.map(name => el("div", { class: "card" }, el("h3", {}, name), chart(name, series)))),
     ]));
-    if (!found.length) charts.replaceChildren(el("p", { class: "hint" }, "no metric of this name"));
+    if (!found.length) charts.replaceChildren(el("p", { class: "hint" }, "no metric with this name"));
     keys = choosing([...charts.querySelectorAll(".card")], place => link("curves", new URLSearchParams([...names.map(run => ["run", run]), ["find", found[place]]])));
   };
   box.addEventListener("input", () => { draw(); const next = new URLSearchParams(at.params); box.value ? next.set("find", box.value) : next.delete("find"); replaceRoute("curves", next); });
@@ -57,7 +57,7 @@ async function curves(at) {
 const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["source", "sources"], ["stop_reason", "stop_reasons"], ["tool", "tools"],
   ["example", "text"], ["stale_from", "number"], ["text", "search"]];
 const SHOWN = [["step", "step"], ["example_id", "example"], ["source", "source"], ["group", "group"], ["sample_index", "sample"], ["reward", "reward"], ["stop_reason", "stop reason"],
-  ["num_turns", "turns"], ["num_sampled", "sampled"], ["num_images", "pictures"], ["num_errors", "errors"], ["oldest_version", "version"]];
+  ["num_turns", "turns"], ["num_sampled", "sampled"], ["num_images", "images"], ["num_errors", "errors"], ["oldest_version", "version"]];
 
 async function rollouts(at) {
   const run = runs.find(each => each.name === at.params.get("run")) || runs[0];
@@ -107,7 +107,7 @@ async function rollouts(at) {
   banner.textContent = found.skipped.length ? `left out: ${found.skipped.join("; ")}` : "";
   main.replaceChildren(el("div", { class: "filters" }, ...FIELDS.map(filter)), pages,
     el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, el("th", {}, "responses"))), el("tbody", {}, ...body))),
-    el("p", { class: "hint" }, "keys: j and k choose a row, Enter opens it, ? tells all"));
+    el("p", { class: "hint" }, "keys: j and k select a row, Enter opens it, ? lists all keys"));
   keys = choosing(body, place => to(found.rows[place]));
 }
 
@@ -116,13 +116,13 @@ async function group(at) {
   const found = await ask("group", { run, step, group: at.params.get("group") });
   const members = found.members.map(each => el("div", { class: "card" },
     el("h3", {}, el("a", { href: link("episode", new URLSearchParams({ run, step, row_index: each.row_index })) }, `sample ${each.sample_index}`)),
-    el("div", { class: "facts" }, ...[["reward", each.reward], ["less the mean", each.reward === null || found.mean === null ? null : each.reward - found.mean],
+    el("div", { class: "facts" }, ...[["reward", each.reward], ["minus the mean", each.reward === null || found.mean === null ? null : each.reward - found.mean],
       ["advantage", each.advantage], ["stop reason", each.stop_reason], ["filtered", each.filter_reason || null], ...Object.entries(each.reward_terms)]
       .filter(([, value]) => value !== null).map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...each.turns.map(turn => el("pre", {}, turn.text))));
   main.replaceChildren(el("h2", {}, `${run}, step ${step}, group ${at.params.get("group")}`),
     el("div", { class: "facts" }, el("div", {}, "mean reward ", el("b", {}, number(found.mean))), el("div", {}, "standard deviation ", el("b", {}, number(found.std)))),
-    el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k choose a member, Enter opens it, ? tells all"));
+    el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k select a member, Enter opens it, ? lists all keys"));
   keys = choosing(members, place => link("episode", new URLSearchParams({ run, step, row_index: found.members[place].row_index })));
 }
 
