@@ -14,9 +14,9 @@ from pathlib import Path
 from megatron_rl.run.process import run_attempt
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="attempt.py", description="One attempt at a command, as a Slurm job makes it.")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keep what it says in FOLDER/attempt_N")
-    parser.add_argument("--requeue", action="store_true", help="in a Slurm job: go back into the queue when SIGUSR1 stopped it")
+    parser = argparse.ArgumentParser(prog="attempt.py", description="Run a command as one attempt, as in a Slurm job.")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="write its output to FOLDER/attempt_N")
+    parser.add_argument("--requeue", action="store_true", help="in a Slurm job: requeue the job if SIGUSR1 stopped the command")
     parser.add_argument("command", nargs="+", metavar="-- COMMAND")
     options = parser.parse_args()
     try:

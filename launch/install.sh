@@ -23,7 +23,7 @@ find_python() {
             return
         fi
     done
-    fail "needs CPython 3.11, whose packages the lock holds, with its venv module; neither python3.11 nor python3 is one." \
+    fail "needs CPython 3.11 with its venv module, because the lock files are for 3.11; neither python3.11 nor python3 is suitable." \
         "Install it (Debian: apt-get install python3.11 python3.11-venv) and run this again."
 }
 
@@ -38,8 +38,8 @@ check_compiler() {
 # With an old driver, nvidia-smi works but torch finds no GPU, so a run would silently use the CPU.
 check_driver() {
     "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
-        fail "torch sees no GPU: NVIDIA's driver is $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)," \
-            "and CUDA 13 needs 580 or newer. Install one and run this again."
+        fail "torch finds no GPU: NVIDIA's driver is $(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)," \
+            "but CUDA 13 needs 580 or newer. Install a newer driver and run this again."
 }
 
 wanted_stamp() {
@@ -60,10 +60,10 @@ print(runpy.run_path(str(folder / "version.py"))["cuda"])
 PYTHON
     )
     if [[ $LOCK == *cpu.txt && $cuda != None ]]; then
-        fail "pip delivered torch built for CUDA $cuda, and this is for machines without a CUDA device." \
+        fail "pip installed torch built for CUDA $cuda, but this installation is for machines without a CUDA device." \
             "Point pip at PyTorch's CPU wheel index (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels) and run this again."
     elif [[ $LOCK == *gpu.txt && $cuda == None ]]; then
-        fail "pip delivered the CPU build of torch, and this is for machines with a CUDA device." \
+        fail "pip installed the CPU build of torch, but this installation is for machines with a CUDA device." \
             "Remove PyTorch's CPU wheel index from pip's settings and run this again."
     fi
 }
@@ -83,13 +83,13 @@ for name in (
 ):
     importlib.import_module(name)
 PYTHON
-    ) || fail "the packages of $LOCK do not load together:" "$output"
+    ) || fail "the packages of $LOCK cannot be imported together:" "$output"
 }
 
 TORCH=requirements/torch.txt # without hashes, because each index has its own builds; see check_torch
 LOCK=requirements/${1:-cpu}.txt
 if [[ $# == 0 ]] && has_gpu; then LOCK=requirements/gpu.txt; fi
-if [[ $LOCK != requirements/[cg]pu.txt ]]; then fail "$1: is no kind of machine; say cpu or gpu, or nothing and it is looked for"; fi
+if [[ $LOCK != requirements/[cg]pu.txt ]]; then fail "$1: unknown kind of machine; use cpu or gpu, or omit it to detect a GPU"; fi
 
 if [[ -f $STAMP && ! -e $BUILDING ]] && wanted_stamp | cmp -s - "$STAMP" && "$VENV/bin/python" -c 'import pip'; then
     exit 0
@@ -112,7 +112,7 @@ started=$SECONDS
 if [[ ! -e $VENV ]]; then
     python=$(find_python)
     if [[ $LOCK == *gpu.txt ]]; then check_compiler "$python"; fi
-    say "making $VENV with $("$python" --version)"
+    say "creating $VENV with $("$python" --version)"
     "$python" -m venv "$VENV"
 fi
 
@@ -126,7 +126,7 @@ check_torch
 "$VENV/bin/python" -m pip install "${quiet[@]}" --no-input --no-compile --no-deps --require-hashes -r "$LOCK"
 if [[ $LOCK == *gpu.txt ]] && has_gpu; then check_driver; fi
 "$VENV/bin/python" -m pip install -qq --no-input --no-deps --no-build-isolation -e .
-say "checking that it loads"
+say "checking that the packages can be imported"
 check_imports
 wanted_stamp >"$STAMP.partial"
 mv "$STAMP.partial" "$STAMP"

@@ -19,7 +19,7 @@ fi
 echo "install_alfworld: installing $(grep -c '==' "$LOCK") packages from $LOCK (its planner is compiled: minutes)"
 .venv/bin/python -m pip install -qq --no-input --no-deps --require-hashes -r "$LOCK"
 .venv/bin/python -c 'import megatron_rl.tasks.alfworld.textworld_engine' || {
-    echo "install_alfworld: error: the packages of $LOCK do not load" >&2
+    echo "install_alfworld: error: the packages of $LOCK cannot be imported" >&2
     exit 1
 }
 cp "$LOCK" "$STAMP.partial"

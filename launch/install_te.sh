@@ -18,13 +18,13 @@ fi
 nvcc=${CUDA_HOME:+$CUDA_HOME/bin/}nvcc
 command -v "$nvcc" >/dev/null || fail "needs nvcc of CUDA 13 to build; install the CUDA toolkit, set CUDA_HOME to its folder, and run this again."
 "$nvcc" --version | grep -q 'release 13\.' ||
-    fail "$nvcc is not of CUDA 13, which torch is built for; install that toolkit, set CUDA_HOME to its folder, and run this again."
+    fail "$nvcc is not from CUDA 13, for which torch is built; install that toolkit, set CUDA_HOME to its folder, and run this again."
 command -v g++ >/dev/null || fail "needs g++ to build. Install it (Debian: apt-get install g++) and run this again."
 echo "install_te: building $(grep -c '==' "$LOCK") packages from $LOCK (many minutes)"
 # Build against the torch in .venv, and keep the package versions of gpu.txt.
 grep -hoE '^[A-Za-z0-9_.-]+==[^ ]+' requirements/torch.txt requirements/gpu.txt >"$PINS"
 NVTE_FRAMEWORK=pytorch .venv/bin/python -m pip install -qq --no-input --no-build-isolation -c "$PINS" -r "$LOCK"
 .venv/bin/python -c 'from megatron.core.extensions.transformer_engine import HAVE_TE; raise SystemExit(not HAVE_TE)' ||
-    fail "the packages of $LOCK do not load with megatron-core"
+    fail "the packages of $LOCK cannot be imported with megatron-core"
 cp "$LOCK" "$STAMP.partial"
 mv "$STAMP.partial" "$STAMP"

@@ -26,7 +26,7 @@ words=(
     "task.data.train=[$dataset/speaker:train]" "task.data.eval=[$dataset/speaker:test]"
 )
 if [[ -z $host${LISTENER_URL-}${LISTENER_MODEL-} ]]; then
-    echo "error: LISTENER_HOST=: there is no listener; give its host, LISTENER_URL, or LISTENER_MODEL=FOLDER to start one" >&2
+    echo "error: LISTENER_HOST=: no listener is configured; give its host, LISTENER_URL, or LISTENER_MODEL=FOLDER to start one" >&2
     exit 1
 fi
 gpus=$(python -c 'import torch; print(torch.cuda.device_count())')

@@ -73,7 +73,7 @@ serve() {
     names[$!]="the $1"
     until grep -q '^http://' "$out/$1.log"; do
         if ! kill -0 $! 2>/dev/null; then
-            echo "error: OUT=$(realpath "$out"): the $1 did not start: $(tail -n 1 "$out/$1.log"); the same command goes on" >&2
+            echo "error: OUT=$(realpath "$out"): the $1 did not start: $(tail -n 1 "$out/$1.log"); the same command resumes the runs" >&2
             exit 1
         fi
         sleep 0.5
@@ -100,7 +100,7 @@ while ((num_runs)); do
             num_runs=$((num_runs - 1))
             continue
         fi
-        echo "error: OUT=$(realpath "$out"): $name has ended with code $code; what it said is above or in a .log there; the same command goes on" >&2
+        echo "error: OUT=$(realpath "$out"): $name exited with code $code; its output is above or in a .log file there; the same command resumes the runs" >&2
         exit $((code == 75 ? 75 : 1))
     done
 done

@@ -24,7 +24,7 @@ unset PYTHONDONTWRITEBYTECODE # compile once, because many short processes impor
 export OMP_NUM_THREADS=1 # one process per core
 
 if [[ -f $MODEL/config.json ]]; then
-    say "1/3 tiny checkpoint: $MODEL is there"
+    say "1/3 tiny checkpoint: $MODEL already exists"
 else
     say "1/3 tiny checkpoint"
     mkdir -p "$RUNS"
@@ -45,7 +45,7 @@ sft_sampled=$(percent sft sampled_success)
 grpo_greedy=$(percent grpo greedy_success)
 grpo_sampled=$(percent grpo sampled_success)
 echo
-echo "NumberLine, all 30 starts weighted as dealt; success is a return above 0 (uniform random: 28%)"
+echo "NumberLine, all 30 initial states weighted by their probability; success is a return above 0 (uniform random: 28%)"
 printf '%-12s %14s %18s\n' "" "greedy" "temperature 1"
 printf '%-12s %13s%% %17s%%\n' "after SFT" "$sft_greedy" "$sft_sampled" "after GRPO" "$grpo_greedy" "$grpo_sampled"
 echo

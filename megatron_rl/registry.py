@@ -64,8 +64,8 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
     names = settings.reward.split("+") if settings.reward else []
     shipped = [name for name in names if name not in plugins.rewards]
     choices = [*task_type.reward_names, *plugins.rewards]
-    joined = "; at most one that ships, with your own joined by +" if task_type.reward_names else ""
-    remedy = f"task {settings.name} takes {', '.join(choices) or 'none but its own'}{joined}"
+    joined = "; at most one built-in reward, joined with your own by +" if task_type.reward_names else ""
+    remedy = f"task {settings.name} accepts {', '.join(choices) or 'only its own reward'}{joined}"
     require({*shipped} <= {*task_type.reward_names} and len(shipped) <= 1, "task.reward", settings.reward, remedy)
     remedy = f"task {settings.name} has no options of its own"
     require(settings.options is None or task_type.Options is not None, "task.options", settings.options, remedy)
@@ -73,11 +73,11 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
         _is_plain_value(settings.options),
         "task.options",
         settings.options,
-        "is kept as yaml; use numbers, text, lists and mappings of them",
+        "is stored as YAML; use numbers, strings, lists and mappings of them",
     )
     task = task_type(replace(settings, reward="".join(shipped)))
     asks = task.judge is not None or not (settings.judge.model or settings.judge.urls)
-    require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} asks no judge; leave it out")
+    require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} uses no judge; leave it out")
     task.rubric = from_function(settings.reward, task.rubric, plugins.rewards)
     return task
 

@@ -201,7 +201,7 @@ class TokenSequence:
         """
         sampled = logprobs is not None
         assert not (sampled and images), "the policy does not sample images"
-        assert sampled or versions is None, "what was observed has no version"
+        assert sampled or versions is None, "observed tokens have no weight version"
         self.token_ids.extend(token_ids)
         self.loss_mask.extend([int(sampled)] * len(token_ids))
         self.rollout_logprobs.extend(logprobs if sampled else [0.0] * len(token_ids))
@@ -212,7 +212,7 @@ class TokenSequence:
 
     def set_column(self, column: str, numbers: list[float]) -> None:
         """Set the field named `column`, one of TOKEN_COLUMNS; `numbers` has one entry per token."""
-        assert column in TOKEN_COLUMNS, f"{column} is none of {TOKEN_COLUMNS}"
+        assert column in TOKEN_COLUMNS, f"{column} is not one of {TOKEN_COLUMNS}"
         assert len(numbers) == len(self.token_ids), f"{len(numbers)} {column} for {len(self.token_ids)} tokens"
         setattr(self, column, numbers)
 

@@ -153,8 +153,8 @@ def transformer_engine_error(error: ImportError) -> str:
     inside = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(name.startswith("transformer_engine") for name in (*inside, error.name or "")):
         raise error
-    remedy = "bash launch/install_te.sh installs the version that fits; without it: pip uninstall transformer-engine"
-    return f"transformer_engine: megatron-core does not load beside the one that is installed ({error}); {remedy}"
+    remedy = "bash launch/install_te.sh installs a compatible version; to run without it: pip uninstall transformer-engine"
+    return f"transformer_engine: megatron-core cannot be imported with the installed version ({error}); {remedy}"
 
 
 def register_tasks(tasks: Mapping[str, type]) -> None:
@@ -192,7 +192,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
         except (ValueError, OSError, RunFailed, InfraError) as error:
             exit_with_error(error, world, is_dry=settings.plan.only)
         except KeyboardInterrupt:
-            print("error: interrupted; the checkpoints that were complete stay, and the same command goes on", file=sys.stderr, flush=True)
+            print("error: interrupted; complete checkpoints are kept, and the same command resumes the run", file=sys.stderr, flush=True)
             sys.exit(EXIT_INTERRUPTED)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 then raises errors instead of printing them (_internal/utils.py: run_and_report)
@@ -200,7 +200,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
         flags = get_args_parser()
         flags.error = reject_flags
         given = flags.parse_intermixed_args()
-        require(not given.multirun, "--multirun", True, "all would run in one run.dir; start one command for each")
+        require(not given.multirun, "--multirun", True, "all runs would use the same run.dir; start each run with its own command")
         register_tasks(tasks)
         if not given.help:
             flags.parse_args()  # parse again like Hydra, which requires all overrides to be adjacent
@@ -242,7 +242,7 @@ def add_disk_full_hint(line: str) -> str:
     if line != str(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         return line
     full = [str(place) for place in (SHARED_MEMORY, Path(tempfile.gettempdir())) if shutil.disk_usage(place).free < MIN_FREE_BYTES]
-    return f"{' and '.join(full) or 'a disk'}: {line}; free some, or start a container with a larger --shm-size"
+    return f"{' and '.join(full) or 'a disk'}: {line}; free some space, or start a container with a larger --shm-size"
 
 
 def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> NoReturn:
@@ -257,7 +257,7 @@ def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> No
 def reject_flags(message: str) -> NoReturn:
     """Raise a ValueError for unknown flags that suggests the equivalent key=value overrides."""
     words = [written for flag in message.partition("arguments: ")[2].split() if (written := flag_to_override(flag, sys.argv))]
-    remedy = f"write {' '.join(words)}" if words else "--help tells how to start"
+    remedy = f"write {' '.join(words)}" if words else "see --help for the usage"
     raise ValueError(f"{message}; {remedy}")
 
 

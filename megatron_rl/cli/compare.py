@@ -31,24 +31,24 @@ def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> 
 def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
     """Print the table, and the conditions in which evaluations differ from the first one."""
     first, *others = evaluations
-    table = Table("evaluation", "examples", "success (95%)", "in common", "less the first's (95%)", "p")
+    table = Table("evaluation", "examples", "success (95%)", "in common", "minus the first (95%)", "p")
     for each in evaluations:
         table.add_row(*map(to_printable, comparison_row(first, each)))
     console.print(table, markup=False)
     for other in others:
         for name in find_different_conditions(first, other):
-            theirs, firsts = (each.conditions.get(name, "not said") for each in (other, first))
-            line = f"{other.folder}: another {name}: {theirs}; the first: {firsts}"
+            theirs, firsts = (each.conditions.get(name, "not recorded") for each in (other, first))
+            line = f"{other.folder}: different {name}: {theirs}; the first evaluation: {firsts}"
             console.print(to_printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="compare.py", description="Hold evaluations against the first of them, example by example.")
+    parser = argparse.ArgumentParser(prog="compare.py", description="Compare evaluations with the first of them, example by example.")
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="run.dir of launch/evaluate.py; two or more")
     options = parser.parse_args(arguments)
     if len(options.folders) < 2:
-        parser.error("give two folders or more")
+        parser.error("give two or more folders")
     try:
         print_comparison(
             [read_evaluation(folder) for folder in options.folders], Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)

@@ -68,7 +68,7 @@ def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overr
     if isinstance(error, SearchPathException):
         return f"--config-dir: {first_line(error)}"
     if isinstance(error, MarkedYAMLError):
-        return f"{error.problem_mark.name}: line {error.problem_mark.line + 1} is no YAML: {error.problem}"
+        return f"{error.problem_mark.name}: line {error.problem_mark.line + 1} is not valid YAML: {error.problem}"
     return first_line(error)
 
 
@@ -84,7 +84,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
         key = next((key for key in typed if f"'{key}'" in str(error)), cause.full_key)
         if get_origin(cause.ref_type) is dict:
-            return f"{where}{format_typed(key, typed)}: a name of its own is added with a plus sign; write +{cause.full_key}=VALUE"
+            return f"{where}{format_typed(key, typed)}: a new name is added with a plus sign; write +{cause.full_key}=VALUE"
         return f"{where}{unknown_key_line(key, format_typed(key, typed))}"
     if isinstance(cause, ValidationError):
         inner = next((key for key in typed if key.startswith(f"{cause.full_key}.")), "")
@@ -125,7 +125,7 @@ def missing_config_line(error: MissingConfigException) -> str:
     """
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if not group:
-        return f"--config-name={name}: no such yaml; train is ours, your own lie in a folder configs/ beside your file"
+        return f"--config-name={name}: no such YAML file; train is built in, your own files belong in a folder configs/ next to your script"
     near = get_close_matches(name, error.options or [], n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{group}={name}: no such {group}; {hint}--help lists all"
@@ -137,8 +137,8 @@ def multiple_values_line(key: str, value: str) -> str:
     if kind in TYPE_DESCRIPTIONS and kind is not str:
         return f"{key}={value}: expects {TYPE_DESCRIPTIONS[kind]}"
     if get_origin(kind) is list:
-        return f"{key}={value}: holds a comma; write {quote_override(key, value)}; an entry that has one itself stands in double quotes"
-    return f"{key}={value}: holds a comma; write '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for one text"
+        return f"{key}={value}: contains a comma; write {quote_override(key, value)}; put an entry that contains a comma into double quotes"
+    return f"{key}={value}: contains a comma; write '{key}=[{value}]' for a list, or '{key}=\"{value}\"' for a single string"
 
 
 def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
@@ -150,21 +150,21 @@ def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
     key, equals, value = word.partition("=")
     if not equals:
         before = overrides[overrides.index(word) - 1] if word in overrides[1:] else ""
-        example = f"{shlex.quote(f'{before} {word}')}, if it goes with the word before" if "=" in before else "'key=[a, b]'"
-        return f"{word}: is not key=value; a value with blanks, brackets or quotes stands in quotes of the shell: {example}"
+        example = f"{shlex.quote(f'{before} {word}')}, if it belongs to the argument before it" if "=" in before else "'key=[a, b]'"
+        return f"{word}: is not key=value; put a value with blanks, brackets or quotes into shell quotes: {example}"
     opener = value[:1]
     if opener in CLOSING_BRACKETS and not is_enclosed(value, opener):
         whole = rejoin_split_value(word, overrides)
         example = quote_override(key, whole) if whole else f"'{key}=[a, b]'"
         return (
-            f"{word}: the brackets {opener}{CLOSING_BRACKETS[opener]} do not close; put the whole word into quotes of the shell: {example}"
+            f"{word}: the brackets {opener}{CLOSING_BRACKETS[opener]} are not closed; put the whole argument into shell quotes: {example}"
         )
     if opener in ("'", '"') and (len(value) == 1 or value[-1] != opener):
-        return f"{word}: the quotes do not close; put the whole word into quotes of the shell: '{key}=[a, b]'"
+        return f"{word}: the quotes are not closed; put the whole argument into shell quotes: '{key}=[a, b]'"
     kind = setting_type(key)
     if kind in TYPE_DESCRIPTIONS and kind is not str:
         return f"{word}: expects {TYPE_DESCRIPTIONS[kind]}"
-    return f"{word}: holds a character with a meaning of its own; quote the value, twice for the shell: {quote_override(key, value)}"
+    return f"{word}: contains a special character; quote the value, and quote it again for the shell: {quote_override(key, value)}"
 
 
 def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
@@ -194,7 +194,7 @@ def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
 def unknown_key_line(key: str, given: str) -> str:
     """Return the message for an unknown key, with the most similar known key as a suggestion."""
     near = closest_key(key)
-    return f"{given}: no such key; {f'did you mean {near}?' if near else '--help all lists all'}"
+    return f"{given}: no such key; {f'did you mean {near}?' if near else '--help all lists all keys'}"
 
 
 def closest_key(key: str) -> str:

@@ -11,9 +11,9 @@ EXAMPLES = """examples:
   explain.py runs/agent --step 40 --weights runs/agent/checkpoints/step_00000040 --rollouts 16
   explain.py runs/agent --step 40 --no-model
   explain.py runs/agent --step 40 --engine
-  launch.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3          (at the run's layout; torchrun does, too)
+  launch.py --nproc_per_node 2 launch/explain.py runs/tp2 --step 3          (with the run's layout; torchrun works, too)
 
-exit code: 0 all agree; 1 something differs, and is named; 2 there was nothing to look at
+exit code: 0 everything agrees; 1 differences were found and are listed; 2 nothing could be checked
 """
 EXIT_AGREE, EXIT_DIFFERS, EXIT_NO_DATA = 0, 1, 2
 TIMEOUT_S = 3600.0
@@ -23,21 +23,36 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         prog="explain.py", epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Check a recorded step, play it back through Hugging Face's model and the trainer's, and say where they first differ.",
+        description="Check a recorded step, replay it with Hugging Face's model and the trainer's, and report where they first differ.",
     )  # fmt: skip
-    parser.add_argument("run", type=Path, metavar="RUN", help="run.dir; rollouts.save=all keeps whole steps, else there are best and worst")
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="which of RUN/rollouts/step_*")
-    parser.add_argument("--weights", default="", metavar="DIR", help="that sampled it, any format (default: the run's own checkpoint)")
-    parser.add_argument("--older", default="", metavar="DIR", help="weights that may have stayed (default: the run's before those)")
-    parser.add_argument("--model", default="", metavar="DIR", help="config, tokenizer and processor (default: model.path of the run)")
-    parser.add_argument("--rollouts", type=int, default=4, metavar="N", help="to play back, the most suspicious first (default 4)")
-    parser.add_argument("--no-model", action="store_true", help="look only at what needs no weights")
-    parser.add_argument("--engine", action="store_true", help="start the engine, too, and ask it for the same tokens again")
     parser.add_argument(
-        "--whole-gb", type=float, default=16.0, metavar="GB", help="of weights in float32 that a process may hold whole (default 16)"
+        "run", type=Path, metavar="RUN", help="run.dir; contains whole steps with rollouts.save=all, else the best and worst rollouts"
+    )
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step to analyze, one of RUN/rollouts/step_*")
+    parser.add_argument(
+        "--weights", default="", metavar="DIR", help="weights that sampled the step, in any format (default: the run's own checkpoint)"
+    )
+    parser.add_argument(
+        "--older",
+        default="",
+        metavar="DIR",
+        help="older weights that the engine may have kept (default: the run's checkpoint before those)",
+    )
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="folder of config, tokenizer and processor (default: model.path of the run)"
+    )
+    parser.add_argument(
+        "--rollouts", type=int, default=4, metavar="N", help="number of rollouts to replay, the most suspicious first (default 4)"
+    )
+    parser.add_argument("--no-model", action="store_true", help="run only the checks that need no weights")
+    parser.add_argument(
+        "--engine", action="store_true", help="also start the engine, and let it compute the logprobs of the same tokens again"
+    )
+    parser.add_argument(
+        "--whole-gb", type=float, default=16.0, metavar="GB", help="maximum size of unsharded float32 weights in one process (default 16)"
     )
     for name in ("tp", "pp", "vpp"):
-        parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"in the place of the run's parallel.{name}")
+        parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"replaces the run's parallel.{name}")
     return parser
 
 
@@ -49,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     given = (("step", 0, options.step), ("rollouts", 1, options.rollouts), ("whole-gb", 0, options.whole_gb))
     for name, least, number in (*given, *((each, 1, num) for each, num in sizes)):
         if number < least:
-            parser.error(f"--{name}={number}: give {least} or more")
+            parser.error(f"--{name}={number}: must be at least {least}")
     from megatron_rl.distributed.world import connect, disconnect, read_world
     from megatron_rl.errors import RunFailed
     from megatron_rl.explain.findings_page import render_page

@@ -33,27 +33,29 @@ def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
         given, limit = found["model"], int(found["task"]["max_new_tokens"])
         path, least, most = model or str(given["path"]), int(given["min_pixels"]), int(given["max_pixels"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run / CONFIG_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); give the folder of a run") from error
+        raise ValueError(f"{run / CONFIG_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); give a run directory") from error
     return Renderer(ModelSettings(path=path, min_pixels=least, max_pixels=most)), limit
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
-        prog="export.py", description="Turn a run's best recorded rollouts into transcripts for a warm start.", epilog=EXAMPLES,
+        prog="export.py", description="Convert a run's best recorded rollouts to transcripts for a warm start.", epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run with rollouts.save=all")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"gets {TRANSCRIPTS_FILE} and images/")
-    parser.add_argument("--best", type=int, default=1, metavar="N", help="rollouts of each example (default 1)")
-    parser.add_argument("--min-reward", type=float, default=-math.inf, metavar="R", help="take none below (default: take any)")
-    parser.add_argument("--from-step", type=int, default=0, metavar="STEP", help="leave out what earlier weights have played (default 0)")
-    parser.add_argument("--board", action="store_true", help="write what RL Logging Board reads instead: every scored rollout")
-    parser.add_argument("--board-mib", type=float, default=256.0, metavar="MIB", help="of one file of it (default 256)")
-    parser.add_argument("--model", default="", metavar="DIR", help="tokenizer and processor (default: model.path of the run)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"output folder of {TRANSCRIPTS_FILE} and images/")
+    parser.add_argument("--best", type=int, default=1, metavar="N", help="maximum number of rollouts of each example (default 1)")
+    parser.add_argument(
+        "--min-reward", type=float, default=-math.inf, metavar="R", help="skip rollouts with a lower reward (default: skip none)"
+    )
+    parser.add_argument("--from-step", type=int, default=0, metavar="STEP", help="skip rollouts of earlier steps (default 0)")
+    parser.add_argument("--board", action="store_true", help="write the input files of RL Logging Board instead, with every scored rollout")
+    parser.add_argument("--board-mib", type=float, default=256.0, metavar="MIB", help="maximum size of one of these files (default 256)")
+    parser.add_argument("--model", default="", metavar="DIR", help="folder of tokenizer and processor (default: model.path of the run)")
     options = parser.parse_args(arguments)
     if options.best < 1:
-        parser.error(f"--best={options.best}: take at least one rollout of each example")
+        parser.error(f"--best={options.best}: must be at least 1")
     try:
         renderer, limit = load_renderer_and_limit(options.run, options.model)
         if options.board:
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print(exported)
     if not exported.num_transcripts:
-        print(f"error: {options.run}: nothing is left; lower --min-reward", file=sys.stderr, flush=True)
+        print(f"error: {options.run}: no rollout is left; lower --min-reward", file=sys.stderr, flush=True)
         return 1
     print(options.out / TRANSCRIPTS_FILE)
     return 0

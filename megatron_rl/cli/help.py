@@ -25,19 +25,19 @@ TRAIN_USAGE = """Reinforcement learning of vision-language agents: Megatron-Core
     python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
     python launch/train.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Every word is GROUP=NAME, which takes a yaml, or KEY=VALUE, which sets one setting; the last one wins. Start nothing, and show
+Every argument is GROUP=NAME, which selects a YAML file, or KEY=VALUE, which sets one setting; the last one wins. To start nothing and show
 
     python launch/train.py experiment=numberline_grpo_cpu --cfg job      # every value that a run would use
-    python launch/train.py experiment=vqa_3b_1gpu model.path=3b run.dir=there plan.only=true    # the plan of its memory
-    python launch/doctor.py experiment=numberline_grpo_cpu               # what would keep it from starting
+    python launch/train.py experiment=vqa_3b_1gpu model.path=3b run.dir=there plan.only=true    # its memory plan
+    python launch/doctor.py experiment=numberline_grpo_cpu               # the problems that would prevent its start
     python launch/train.py --help optim                                  # the keys of a group; --help all: every key
 """
-DOCTOR_USAGE = """Looks at everything that a run needs before it is started, on the machine where it will run; takes the run's own words.
+DOCTOR_USAGE = """Checks everything that a run needs before it is started, on the machine where it will run; accepts the run's arguments.
 
     python launch/doctor.py experiment=numberline_grpo_cpu
     python launch/doctor.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Prints a table of machine, model, task, data, judges, sandbox and W&B, and a line for each problem: `error: key=value: remedy`.
+Prints a table of machine, model, task, data, judges, sandbox and W&B, and one line for each problem: `error: key=value: remedy`.
 Exit code 0: a run can start; 1: it cannot.
 
     python launch/train.py --help       # names of experiments, and settings
@@ -68,10 +68,10 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
         docs = [_shorten_doc(doc) for key, _, doc in keys if key in COMMON_SETTINGS]
         column = max(map(len, used)) + 2
         most = [f"{setting:{column}}{doc}" for setting, doc in zip(used, docs, strict=True)]
-        return "\n".join([TRAIN_USAGE, *groups, "", "The settings used most, as the words beside --help leave them:", *most])
+        return "\n".join([TRAIN_USAGE, *groups, "", "Common settings, with the other arguments applied:", *most])
     found = [(key, value, doc) for key, value, doc in keys if any(word == "all" or f"{key}.".startswith(f"{word}.") for word in asked)]
     if not found:
-        raise ValueError(f"--help={' '.join(asked)}: no such group of settings; all, or one of {', '.join(map(str, chosen))}")
+        raise ValueError(f"--help={' '.join(asked)}: no such group of settings; use all, or one of {', '.join(map(str, chosen))}")
     width = min(shutil.get_terminal_size().columns, 140)
     indent = {"width": width, "initial_indent": "    ", "subsequent_indent": "    "}
     return "\n".join(f"{key}={value}\n{textwrap.fill(' '.join(doc.split()), **indent)}" for key, value, doc in found)

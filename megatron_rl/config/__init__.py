@@ -102,10 +102,10 @@ class Settings:
     def __post_init__(self) -> None:
         require_choice("stage", self.stage, ("rl", "sft"))
         is_rl, dropout = self.stage == "rl", self.lora.dropout
-        require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the policy that sampled had none")
+        require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the engine samples without dropout")
         self.services.require_asked(self.task)
         mode, rollouts = self.run.mode, self.rollouts
-        require(mode == "train" or is_rl, "run.mode", mode, "is a mode of stage=rl; leave it out")
+        require(mode == "train" or is_rl, "run.mode", mode, "is only for stage=rl; leave it out")
         remedy = "saves every rollout: use rollouts.save=all"
         require(mode != "rollout_only" or rollouts.save == "all", "run.mode", mode, remedy)
         remedy = "needs rollouts.replay_from=RUN/rollouts of a run with rollouts.save=all"
@@ -114,5 +114,5 @@ class Settings:
             is_rl or not self.weight_publish.urls,
             "weight_publish.urls",
             self.weight_publish.urls,
-            "are sent weights in stage=rl alone; leave them out",
+            "receive weights only in stage=rl; leave them out",
         )

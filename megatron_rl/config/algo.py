@@ -119,9 +119,9 @@ class AlgoSettings:
         for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
             require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite number that is not negative")
         require(0 <= self.kl_target < math.inf, "algo.kl_target", self.kl_target, "must be a finite number that is not negative")
-        require(self.kl_target == 0 or self.kl_coef > 0, "algo.kl_target", self.kl_target, "needs algo.kl_coef, the weight to begin with")
+        require(self.kl_target == 0 or self.kl_coef > 0, "algo.kl_target", self.kl_target, "needs algo.kl_coef, the initial coefficient")
         require(self.kl_horizon >= 1, "algo.kl_horizon", self.kl_horizon, "must be at least 1")
-        remedy = "must lie in [0.01, 2]: vLLM changes or refuses others"
+        remedy = "must be in [0.01, 2]: vLLM changes or rejects other values"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
         require_choice("algo.gae_level", self.gae_level, ("tokens", "turns"))
         require(
@@ -131,24 +131,24 @@ class AlgoSettings:
             "must be a finite number that is not negative",
         )
         for key, value in (("gamma", self.gamma), ("lam", self.lam), ("thought_logprob_scale", self.thought_logprob_scale)):
-            require(0 <= value <= 1, f"algo.{key}", value, "must lie in [0, 1]")
+            require(0 <= value <= 1, f"algo.{key}", value, "must be in [0, 1]")
         require(
             self.clip_ratio_c == 0 or self.clip_ratio_c > 1,
             "algo.clip_ratio_c",
             self.clip_ratio_c,
-            "must be above 1, or 0 to switch it off",
+            "must be above 1, or 0 to disable it",
         )
-        require(0 <= self.clip_ratio_low <= 1, "algo.clip_ratio_low", self.clip_ratio_low, "must lie in [0, 1]")
+        require(0 <= self.clip_ratio_low <= 1, "algo.clip_ratio_low", self.clip_ratio_low, "must be in [0, 1]")
         require(self.clip_ratio_high >= 0, "algo.clip_ratio_high", self.clip_ratio_high, "must not be negative")
         for key, value in (("sapo_tau_positive", self.sapo_tau_positive), ("sapo_tau_negative", self.sapo_tau_negative)):
             require(value > 0, f"algo.{key}", value, "must be positive")
         self._check_corrections()
-        require(self.kl_coef > 0 or not self.use_kl_in_reward, "algo.use_kl_in_reward", True, "needs algo.kl_coef, the weight of that KL")
+        require(self.kl_coef > 0 or not self.use_kl_in_reward, "algo.use_kl_in_reward", True, "needs algo.kl_coef, the KL coefficient")
 
     def _check_corrections(self) -> None:
         require_choice("algo.rollout_correction_level", self.rollout_correction_level, ("sequences", "turns"))
         require(self.is_weight_cap > 0, "algo.is_weight_cap", self.is_weight_cap, "must be positive")
-        remedy = "must lie in [0, 1]: at r = 1 nothing is masked"
+        remedy = "must be in [0, 1]: at r = 1 nothing is masked"
         for key, low in (("token", self.token_mask_low), ("sequence", self.sequence_mask_low), ("geo", self.geo_mask_low)):
             require(0 <= low <= 1, f"algo.{key}_mask_low", low, remedy)
         for key, high in (("token", self.token_mask_high), ("sequence", self.sequence_mask_high), ("geo", self.geo_mask_high)):

@@ -37,8 +37,8 @@ class BatchSettings:
             require(value >= 1, f"batch.{key}", value, "must be at least 1")
         require(self.micro_batch_tokens >= 1, "batch.micro_batch_tokens", self.micro_batch_tokens, "must be at least 1")
         require(self.group_size >= 1, "batch.group_size", self.group_size, "must be at least 1")
-        remedy = f"must be divisible by batch.minibatches={self.minibatches}: minibatches are cut by groups"
+        remedy = f"must be divisible by batch.minibatches={self.minibatches}: minibatches consist of whole groups"
         require(self.prompts_per_step % self.minibatches == 0, "batch.prompts_per_step", self.prompts_per_step, remedy)
         require_choice("batch.loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
-        is_fixed, remedy = self.loss_agg_mode == "fixed_length", "goes with batch.loss_agg_mode=fixed_length, and only with it"
+        is_fixed, remedy = self.loss_agg_mode == "fixed_length", "must be positive with batch.loss_agg_mode=fixed_length, and 0 otherwise"
         require(is_fixed == (self.loss_scale_factor > 0), "batch.loss_scale_factor", self.loss_scale_factor, remedy)

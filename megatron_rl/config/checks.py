@@ -23,7 +23,7 @@ def require_address(key: str, address: str) -> None:
 
     The error message omits the address, because the rejected part may be a secret.
     """
-    remedy = "holds @, ? or #; give scheme, host, port and path alone: a password in it would be kept in config.yaml and told in errors"
+    remedy = "contains @, ? or #; give only scheme, host, port and path: a password would appear in config.yaml and in errors"
     require(not set("@?#") & set(address), key, "...", remedy)
 
 
@@ -33,5 +33,5 @@ def require_no_key(key: str, words: list[str]) -> None:
     Every spelling and abbreviation that vLLM's parser accepts is rejected
     (vllm/utils/argparse_utils.py).
     """
-    remedy = "holds --api-key, which config.yaml and the service's log would keep; the run makes a key of its own for it, leave it out"
+    remedy = "contains --api-key, which would appear in config.yaml and in the service's log; the run creates a key itself, leave it out"
     require(not any(word.replace("_", "-").startswith("--api-k") for word in words), key, "...", remedy)

@@ -28,7 +28,7 @@ class ClientSettings:
         for url in self.urls:
             require_address(f"{key}.urls", url)
         require(0 < self.timeout_s < math.inf, f"{key}.timeout_s", self.timeout_s, "must be positive")
-        remedy = "must be a number of seconds; 0 waits for none"
+        remedy = "must be a number of seconds; 0 disables waiting"
         require(0 <= self.outage_timeout_s < math.inf, f"{key}.outage_timeout_s", self.outage_timeout_s, remedy)
         for name in ("max_attempts", "concurrency"):
             require(getattr(self, name) >= 1, f"{key}.{name}", getattr(self, name), "must be at least 1")

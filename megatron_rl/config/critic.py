@@ -39,10 +39,10 @@ class CriticSettings:
 
     def __post_init__(self) -> None:
         require_choice("critic.backbone", self.backbone, ("shared", "own"))
-        is_own, remedy = self.backbone == "own", "is of a network of its own; set critic.backbone=own"
+        is_own, remedy = self.backbone == "own", "is for a critic with its own backbone; set critic.backbone=own"
         require(is_own or not self.path, "critic.path", self.path, remedy)
         require(is_own or not self.lora.rank, "critic.lora.rank", self.lora.rank, f"{remedy}, or lora.rank for both")
-        require(not self.lora.dropout, "critic.lora.dropout", self.lora.dropout, "must be 0: values are read without it")
+        require(not self.lora.dropout, "critic.lora.dropout", self.lora.dropout, "must be 0: values are computed without dropout")
         require(all(size >= 1 for size in self.head_sizes), "critic.head_sizes", self.head_sizes, "must be positive numbers")
         for key, value in (("lr", self.lr), ("vf_coef", self.vf_coef), ("cliprange_value", self.cliprange_value)):
             require(0 <= value < math.inf, f"critic.{key}", value, "must be a finite number that is not negative")

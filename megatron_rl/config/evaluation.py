@@ -35,10 +35,10 @@ class EvaluationSettings(ClientSettings):
     def __post_init__(self) -> None:
         require_choice("evaluation.split", self.split, ("eval", "train"))
         require(self.samples >= 1, "evaluation.samples", self.samples, "must be at least 1")
-        require(self.temperature >= 0, "evaluation.temperature", self.temperature, "must not be negative; 0 is greedy")
-        remedy = "greedy episodes of an example are all alike: raise evaluation.temperature, or play one"
+        require(self.temperature >= 0, "evaluation.temperature", self.temperature, "must not be negative; 0 means greedy")
+        remedy = "greedy episodes of an example are all the same: raise evaluation.temperature, or use 1"
         require(self.samples == 1 or self.temperature > 0, "evaluation.samples", self.samples, remedy)
         self.check_client("evaluation")
-        remedy = "an endpoint serves weights of its own; leave this out"
+        remedy = "an endpoint serves its own weights; leave this out"
         require(not (self.urls and self.weights), "evaluation.weights", self.weights, remedy)
         require(self.chunk >= 1, "evaluation.chunk", self.chunk, "must be at least 1")

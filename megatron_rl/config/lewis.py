@@ -47,12 +47,10 @@ class ListenerSettings(ClientSettings):
         require(0 <= self.chunk_delay_s < math.inf, "task.listener.chunk_delay_s", self.chunk_delay_s, "must be a number of seconds")
         for key in ("chunk_size", "cache_entries"):
             require(getattr(self, key) >= 1, f"task.listener.{key}", getattr(self, key), "must be at least 1")
-        remedy = (
-            "keeps what a listener said, and one in training says something else soon (task.listener.partner_is_training); leave it out"
-        )
+        remedy = "would return outdated scores of a listener in training (task.listener.partner_is_training); leave it out"
         require(not (self.partner_is_training and self.cache), "task.listener.cache", self.cache, remedy)
         remedy = (
-            "are copies that take new weights one after the other; one that is in training (task.listener.partner_is_training) is alone"
+            "would receive new weights one after the other; give one URL for a listener in training (task.listener.partner_is_training)"
         )
         require(not self.partner_is_training or len(self.urls) <= 1, "task.listener.urls", self.urls, remedy)
 
@@ -103,5 +101,5 @@ class WeightPublishSettings:
             bool(self.urls) or not self.token_file,
             "weight_publish.token_file",
             self.token_file,
-            "is for services: name them, weight_publish.urls",
+            "is for services: give their addresses in weight_publish.urls",
         )

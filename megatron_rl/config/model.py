@@ -37,7 +37,7 @@ class ModelSettings:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
         for part in self.frozen:
             require_choice("model.frozen", part, PARTS)
-        require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves nothing to train; take one part out")
+        require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves nothing to train; remove one part")
         remedy = f"must be at least model.min_pixels={self.min_pixels}"
         require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, remedy)
 
@@ -60,13 +60,13 @@ class LoraSettings:
     settings."""
 
     def __post_init__(self) -> None:
-        require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model itself")
+        require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model without adapters")
         require(self.alpha > 0, "lora.alpha", self.alpha, "must be positive")
-        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must lie in [0, 1)")
-        require(len(self.targets) > 0, "lora.targets", self.targets, "names no layer; use lora.rank=0 to train without adapters")
+        require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must be in [0, 1)")
+        require(len(self.targets) > 0, "lora.targets", self.targets, "contains no layer; use lora.rank=0 to train without adapters")
         for target in self.targets:
             require_choice("lora.targets", target, ("attention", "mlp", "vision", "projector"))
-        require(not self.path or self.rank > 0, "lora.path", self.path, "needs lora.rank, that of the adapter")
+        require(not self.path or self.rank > 0, "lora.path", self.path, "needs lora.rank, the rank of the adapter")
 
 
 @dataclass(kw_only=True, slots=True)

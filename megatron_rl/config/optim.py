@@ -43,10 +43,10 @@ class OptimSettings:
             remedy = f"must be a finite number, at least optim.min_lr={self.min_lr}"
             require(self.min_lr <= lr < math.inf, f"optim.lr_by_module.{part}", lr, remedy)
         require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
-        require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must lie between 0 and optim.lr={self.lr}")
+        require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
         remedy = "must be a finite number that is not negative"
         require(0 <= self.weight_decay < math.inf, "optim.weight_decay", self.weight_decay, remedy)
-        require(self.clip_grad > 0, "optim.clip_grad", self.clip_grad, "must be positive; a large number switches clipping off")
+        require(self.clip_grad > 0, "optim.clip_grad", self.clip_grad, "must be positive; a large number disables clipping")
         for name, value in (("beta1", self.beta1), ("beta2", self.beta2)):
-            require(0 <= value < 1, f"optim.{name}", value, "must lie in [0, 1)")
+            require(0 <= value < 1, f"optim.{name}", value, "must be in [0, 1)")
         require(self.eps > 0, "optim.eps", self.eps, "must be positive")

@@ -68,24 +68,24 @@ class EngineSettings:
         require_choice("engine.mode", self.mode, ("colocated", "server"))
         for url in self.urls:
             require_address("engine.urls", url)
-            require(url.startswith(("http://", "https://")), "engine.urls", url, "is no address; give http://HOST:PORT")
-        remedy = "names an engine twice; name each once"
+            require(url.startswith(("http://", "https://")), "engine.urls", url, "is not a URL; give http://HOST:PORT")
+        remedy = "contains a server twice; give each once"
         require(len({url.rstrip("/") for url in self.urls}) == len(self.urls), "engine.urls", self.urls, remedy)
-        remedy = "is needed by engine.mode=server; name its servers, or have the run start some: engine.num_local_servers=2"
+        remedy = "is required by engine.mode=server; give its servers, or let the run start some: engine.num_local_servers=2"
         require(self.mode == "colocated" or self.num_endpoints > 0, "engine.urls", self.urls, remedy)
-        remedy = "are asked by engine.mode=server alone; choose it, or leave them out"
+        remedy = "is only for engine.mode=server; choose it, or leave this out"
         require(not self.urls or self.mode == "server", "engine.urls", self.urls, remedy)
         require(self.num_local_servers == 0 or self.mode == "server", "engine.num_local_servers", self.num_local_servers, remedy)
         require(self.num_local_servers >= 0, "engine.num_local_servers", self.num_local_servers, "must not be negative; 0 starts none")
-        remedy = "are started by the run, and engine.urls names others; give one of both"
+        remedy = "starts servers, and engine.urls contains others; set one of the two"
         require(not (self.num_local_servers and self.urls), "engine.num_local_servers", self.num_local_servers, remedy)
-        remedy = "the run makes the token of its own servers; leave it out"
+        remedy = "the run creates the token of its own servers; leave it out"
         require(not (self.num_local_servers and self.token_file), "engine.token_file", self.token_file, remedy)
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
         require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
         require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
-        require(0 < share < 1, "engine.gpu_memory_utilization", share, "must lie between 0 and 1")
+        require(0 < share < 1, "engine.gpu_memory_utilization", share, "must be between 0 and 1")
         require(0 < self.bucket_mib < math.inf, "engine.bucket_mib", self.bucket_mib, "must be a positive number")
         for key in ("startup_timeout_s", "health_timeout_s", "request_timeout_s", "outage_timeout_s"):
             value = getattr(self, key)
@@ -134,7 +134,7 @@ class SandboxSettings:
     missing feature that is not listed prevents the pool from starting."""
 
     def __post_init__(self) -> None:
-        remedy = "is for a server: give its address, task.sandbox.url, too"
+        remedy = "is for a server: also give its address in task.sandbox.url"
         require(bool(self.url) or not self.token_file, "task.sandbox.token_file", self.token_file, remedy)
         require_address("task.sandbox.url", self.url)
         require(self.size >= 1, "task.sandbox.size", self.size, "must be at least 1")
@@ -172,7 +172,7 @@ class JudgeSettings(ClientSettings):
     def __post_init__(self) -> None:
         self.check_client("task.judge")
         has_judge = bool(self.urls or self.cache or self.model)
-        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "there is no judge; give task.judge.urls")
+        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "no judge is configured; give task.judge.urls")
         require(self.max_tokens >= 1, "task.judge.max_tokens", self.max_tokens, "must be at least 1")
 
 
@@ -295,7 +295,7 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         require_choice("task.tool_format", self.tool_format, ("pyvision", "codev", "deepeyes", "functions"))
-        require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must hold {question} once")
+        require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must contain {question} once")
         for key in ("max_turns", "max_new_tokens", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
         for key in ("eval_max_turns", "max_pixels", "max_seconds", "env_timeout_s"):
@@ -304,4 +304,4 @@ class TaskSettings:
     def require_no_words(self) -> None:
         """Raise ValueError if prompt or system_prompt is set; for tasks that have fixed prompts."""
         for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
-            require(not words, f"task.{key}", words, f"task {self.name} has words of its own; leave it out, or use task=vqa")
+            require(not words, f"task.{key}", words, f"task {self.name} has its own prompts; leave it out, or use task=vqa")

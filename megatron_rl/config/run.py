@@ -57,7 +57,7 @@ class RunSettings:
         require(self.max_staleness >= 0, "run.max_staleness", self.max_staleness, "must not be negative; 0 waits for every episode")
         remedy = "run.mode=rollout_only updates no weights, so no rollout gets stale: use run.max_staleness=0"
         require(self.mode != "rollout_only" or self.max_staleness == 0, "run.max_staleness", self.max_staleness, remedy)
-        remedy = "a replay has no engine to evaluate with: use run.eval_every=0, and launch/evaluate.py on what was trained"
+        remedy = "a replay has no engine to evaluate with: use run.eval_every=0, and launch/evaluate.py on the trained model"
         require(self.mode != "replay" or self.eval_every == 0, "run.eval_every", self.eval_every, remedy)
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
         require(self.grace_s >= 0, "run.grace_s", self.grace_s, "must not be negative")
@@ -65,15 +65,15 @@ class RunSettings:
             0 <= self.max_failed_fraction < 1,
             "run.max_failed_fraction",
             self.max_failed_fraction,
-            "must lie in [0, 1): a step needs rollouts that were scored",
+            "must be in [0, 1): a step needs scored rollouts",
         )
-        remedy = "must not be negative; 0 takes the bound of the precision"
+        remedy = "must not be negative; 0 uses the default of the dtype"
         require(self.max_logprob_abs_diff >= 0, "run.max_logprob_abs_diff", self.max_logprob_abs_diff, remedy)
         require(
             0 <= self.outage_timeout_s < math.inf,
             "run.outage_timeout_s",
             self.outage_timeout_s,
-            "must be a number of seconds; 0 waits for nothing",
+            "must be a number of seconds; 0 disables waiting",
         )
         for key in ("eval_every", "trace"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
@@ -99,8 +99,8 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         require_choice("plan.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
-        require(self.world_size >= 0, "plan.world_size", self.world_size, "must not be negative; 0 takes what torchrun started")
-        require(0 <= self.host_gb < math.inf, "plan.host_gb", self.host_gb, "must be a number of GB; 0 takes this machine's memory")
+        require(self.world_size >= 0, "plan.world_size", self.world_size, "must not be negative; 0 uses the number of started processes")
+        require(0 <= self.host_gb < math.inf, "plan.host_gb", self.host_gb, "must be a number of GB; 0 uses this machine's memory")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,7 +157,7 @@ class CheckpointSettings:
 
     def __post_init__(self) -> None:
         require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
-        require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 sets no such limit")
+        require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 disables it")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
         require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
 

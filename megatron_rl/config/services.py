@@ -50,7 +50,7 @@ class ServiceSettings:
         key = f"services.{name}"
         plain = ServiceSettings()
         given = [each.name for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)]
-        remedy = f"starts no server, and {key}.{''.join(given[:1])} is given; choose {', '.join(NAMES)}"
+        remedy = f"starts no server, but {key}.{''.join(given[:1])} is set; choose {', '.join(NAMES)}"
         require(not given or bool(self.kind), f"{key}.kind", self.kind, remedy)
         if not self.kind:
             return
@@ -58,14 +58,14 @@ class ServiceSettings:
         require_address(f"{key}.host", self.host)
         require_no_key(f"{key}.args", self.args)
         require_no_key(f"{key}.command", self.command)
-        remedy = "holds --token-file: the run makes a service's token, and tells it to whoever asks it; leave it out"
+        remedy = "contains --token-file: the run creates the token of a service and gives it to the clients; leave it out"
         has_own = self.kind != "vllm" and any(map(_names_token_file, self.args))
         require(not has_own, f"{key}.args", self.args, remedy)
-        remedy = f"is needed by kinds {', '.join(WITH_MODEL)}, and by no other: the model that it serves"
+        remedy = f"is the model to serve: required by kinds {', '.join(WITH_MODEL)}, and by no others"
         require(bool(self.model) == (self.kind in WITH_MODEL), f"{key}.model", self.model, remedy)
-        require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is no port; 0 takes a free one")
+        require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is not a port; 0 selects a free one")
         require(0 < self.startup_timeout_s < math.inf, f"{key}.startup_timeout_s", self.startup_timeout_s, "must be a number of seconds")
-        require(all(gpu >= 0 for gpu in self.gpus), f"{key}.gpus", self.gpus, "are numbers of GPUs, from 0 on")
+        require(all(gpu >= 0 for gpu in self.gpus), f"{key}.gpus", self.gpus, "must be GPU indices, starting at 0")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -93,14 +93,19 @@ class ServicesSettings:
         kinds = {each.name: getattr(self, each.name).kind for each in fields(self)}
         for key, url, kind in asked:
             name = service_of(url)
-            remedy = f"no such service is started; choose one, services.{name if name in kinds else NAMES[kind]}.kind={kind}"
+            remedy = f"no such service is configured; set services.{name if name in kinds else NAMES[kind]}.kind={kind}"
             require(not name or kinds.get(name) == kind, key, url, remedy)
-        token, remedy = task.sandbox.token_file, "is for servers of the world; the run makes that of a service, leave it out"
+        token, remedy = task.sandbox.token_file, "is for external servers; the run creates the token of a service, leave it out"
         require(not (token and service_of(task.sandbox.url)), "task.sandbox.token_file", token, remedy)
         for name, partner in (("judge", task.judge), ("listener", task.listener), ("speaker", task.speaker)):
             own, token = [url for url in partner.urls if service_of(url)], partner.token_file
             require(not (token and own), f"task.{name}.token_file", token, remedy)
-            require(len(own) in (0, len(partner.urls)), f"task.{name}.urls", partner.urls, "one token is for all; name one service")
+            require(
+                len(own) in (0, len(partner.urls)),
+                f"task.{name}.urls",
+                partner.urls,
+                "one token is used for all; do not mix services and other servers",
+            )
 
 
 def service_of(address: str) -> str:

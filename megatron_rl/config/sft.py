@@ -24,4 +24,4 @@ class SftSettings:
         for key, value in (("batch_size", self.batch_size), ("num_demonstrations", self.num_demonstrations)):
             require(value >= 1, f"sft.{key}", value, "must be at least 1")
         require(len(self.splits) == len(self.steps), "sft.steps", self.steps, f"needs one number for each of sft.splits={self.splits}")
-        require(bool(self.steps) and min(self.steps) >= 1, "sft.steps", self.steps, "needs at least one stage, of at least one step each")
+        require(bool(self.steps) and min(self.steps) >= 1, "sft.steps", self.steps, "needs at least one stage, each with at least one step")

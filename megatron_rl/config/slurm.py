@@ -30,9 +30,9 @@ class SlurmSettings:
 
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "slurm.nodes", self.nodes, "must be at least 1")
-        require(self.gpus >= 0, "slurm.gpus", self.gpus, "must not be negative; 0 asks for none")
-        require(self.processes >= 0, "slurm.processes", self.processes, "must not be negative; 0 starts one for each GPU, else one")
+        require(self.gpus >= 0, "slurm.gpus", self.gpus, "must not be negative; 0 requests none")
+        require(self.processes >= 0, "slurm.processes", self.processes, "must not be negative; 0 starts one per GPU, or one without GPUs")
         require(self.signal_s >= 0, "slurm.signal_s", self.signal_s, "must not be negative")
         for word in self.sbatch:
-            remedy = f"{word} is no option of sbatch; write --KEY=VALUE"
+            remedy = f"{word} is not an option of sbatch; write --KEY=VALUE"
             require(word.startswith("-") and "\n" not in word, "slurm.sbatch", self.sbatch, remedy)

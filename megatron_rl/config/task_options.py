@@ -32,7 +32,7 @@ class GameOptions:
 
     def refuse_noop(self) -> None:
         """Raise ValueError if `invalid` is noop, which this game does not support."""
-        require(self.invalid != "noop", "task.options.invalid", self.invalid, "this game has no move that changes nothing; use repeat")
+        require(self.invalid != "noop", "task.options.invalid", self.invalid, "this game has no action that changes nothing; use repeat")
 
 
 @dataclass
@@ -224,7 +224,7 @@ class LewisSpeakerOptions(LewisOptions):
         super().__post_init__()
         require_choice("task.options.accuracy", self.accuracy_mode, ("binary", "soft_gated", "soft_always"))
         has_soft = self.variant == "readme" and self.accuracy_mode != "binary"
-        require(not has_soft, "task.options.accuracy", self.accuracy, "the game's README pays binary; use task.options.variant=code")
+        require(not has_soft, "task.options.accuracy", self.accuracy, "variant=readme is only binary; use task.options.variant=code")
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
         for name, url in self.held_out_listeners.items():
@@ -233,16 +233,16 @@ class LewisSpeakerOptions(LewisOptions):
                 url.startswith(("http://", "https://")),
                 f"task.options.held_out_listeners.{name}",
                 url,
-                "is no address; give http://HOST:PORT",
+                "is not a URL; give http://HOST:PORT",
             )
             taken = ("picked", "words", "accuracy", "format", "length", "overlap", "success", "return", "drift", "tool_use", "episodes")
-            require(name not in taken, "task.options.held_out_listeners", name, "is the name of another figure; choose another")
+            require(name not in taken, "task.options.held_out_listeners", name, "is the name of another metric; choose another name")
         strangers = sorted({*self.held_out_token_files} - {*self.held_out_listeners})
-        remedy = "names no witness; name it in task.options.held_out_listeners, too"
+        remedy = "is not a held-out listener; add it to task.options.held_out_listeners"
         require(not strangers, "task.options.held_out_token_files", strangers[0] if strangers else "", remedy)
-        require(len({*self.parts}) == len(self.parts) > 0, "task.options.parts", self.parts, "names no part, or one twice")
+        require(len({*self.parts}) == len(self.parts) > 0, "task.options.parts", self.parts, "must contain parts, each only once")
         has_overlap = "overlap" in self.parts and self.variant == "readme"
-        require(not has_overlap, "task.options.parts", self.parts, "the game's README has no overlap; use task.options.variant=code")
+        require(not has_overlap, "task.options.parts", self.parts, "variant=readme has no overlap reward; use task.options.variant=code")
 
     @property
     def accuracy_mode(self) -> str:

@@ -86,7 +86,7 @@ def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str
         The scores, on every rank. None if a stop was requested; the same command then resumes the
         evaluation.
     """
-    remedy = "are for a run; name servers that you started in engine.urls, or evaluate with engine.mode=colocated"
+    remedy = "is only for training; give running servers in engine.urls, or evaluate with engine.mode=colocated"
     require(not settings.engine.num_local_servers, "engine.num_local_servers", settings.engine.num_local_servers, remedy)
     world = read_world()
     waits = settings.parallel

@@ -67,12 +67,15 @@ def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, f
     folder, out = Path(settings.rollouts.replay_from), Path(settings.run.dir)
     paths = list_step_files(folder)
     require(
-        bool(paths), "rollouts.replay_from", settings.rollouts.replay_from, "holds no step that rollouts.save=all wrote; give RUN/rollouts"
+        bool(paths),
+        "rollouts.replay_from",
+        settings.rollouts.replay_from,
+        "contains no step that was saved with rollouts.save=all; give RUN/rollouts",
     )
-    remedy = "the recorded run stays as it is; choose another folder for the new scores"
+    remedy = "the recorded run must not change; choose another folder for the new scores"
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
     world = read_world()
-    require(world.size == 1, "processes", world.size, "one is enough: scoring waits for judges, not for cores")
+    require(world.size == 1, "processes", world.size, "use one process: scoring waits for judges, not for cores")
     with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop, lock(out):
         _open_directory(out, settings)
         connect(world, timeout_s=settings.parallel.timeout_s)
@@ -99,7 +102,7 @@ def _open_directory(out: Path, settings: Settings) -> None:
         except ValueError as error:
             raise ValueError(f"{out / CONFIG_FILE}: {error}; choose another folder") from error
         others = {key: values for key, values in changes.items() if key.startswith(SCORE_SETTINGS) and not is_mutable_key(key, *values)}
-        require(not others, "run.dir", str(out), f"holds other scores: {describe_changes(others)}; choose another folder")
+        require(not others, "run.dir", str(out), f"contains scores of other settings: {describe_changes(others)}; choose another folder")
     with explain_write_errors(out):
         write_bytes_atomically(out / CONFIG_FILE, yaml.safe_dump(new, sort_keys=False).encode())
 

@@ -36,7 +36,7 @@ def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_argum
     `sbatch_arguments` are additional sbatch options, which override options from the settings.
     """
     if not Path(TRAIN_SCRIPT).is_file():
-        raise ValueError(f"{Path.cwd()}: has no {TRAIN_SCRIPT}; submit from the folder that holds launch/")
+        raise ValueError(f"{Path.cwd()}: does not contain {TRAIN_SCRIPT}; submit from the folder that contains launch/")
     slurm, folder = settings.slurm, Path(settings.run.dir).absolute()
     asked = [f"--job-name={folder.name}", f"--chdir={Path.cwd()}", f"--output={folder / LOGS / 'slurm-%j.out'}", f"--nodes={slurm.nodes}"]
     asked += ["--ntasks-per-node=1", "--requeue" if slurm.requeue else "--no-requeue", "--open-mode=append"]
@@ -59,9 +59,9 @@ def write_job(settings: Settings, script: str) -> Path:
     folder = Path(settings.run.dir)
     stand = read_resume_state(folder, settings)
     if is_running(folder):
-        raise ValueError(f"run.dir={folder}: a run is under way in it; choose another folder")
+        raise ValueError(f"run.dir={folder}: a run is active in it; choose another folder")
     if not settings.run.overwrite and (stand.refusal or stand.is_finished):
-        why = stand.refusal or "holds a finished run"
+        why = stand.refusal or "contains a finished run"
         raise ValueError(f"run.dir={folder}: {why}; run.overwrite=true moves it aside, or choose another folder")
     with explain_write_errors(folder):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def submit_job(script: Path) -> str:
     try:
         told = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, check=True)
     except FileNotFoundError as error:
-        raise ValueError(f"sbatch: is not here; submit {script} from a login node of the cluster") from error
+        raise ValueError(f"sbatch: command not found; submit {script} from a login node of the cluster") from error
     except subprocess.CalledProcessError as error:
         raise ValueError(f"sbatch: {' '.join(error.stderr.split()).removeprefix('sbatch: error: ')} ({script})") from error
     return told.stdout.strip().partition(";")[0]
@@ -91,13 +91,15 @@ def submit_main(arguments: Sequence[str]) -> int:
     if "--" in words:
         words, further = words[: words.index("--")], words[words.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="submit.py", description="Submit a run as a Slurm job (docs/cluster.md).")
-    parser.add_argument("--dry-run", action="store_true", help="write script and settings, submit nothing")
-    parser.add_argument("words", nargs="+", metavar="KEY=VALUE", help="launch/train.py's, slurm.KEY=VALUE; then -- and sbatch's own")
+    parser.add_argument("--dry-run", action="store_true", help="write script and settings, but do not submit the job")
+    parser.add_argument(
+        "words", nargs="+", metavar="KEY=VALUE", help="overrides of launch/train.py and slurm.KEY=VALUE; then -- and options of sbatch"
+    )
     options = parser.parse_intermixed_args(words)
     try:
         settings = compose_settings(options.words)
         script = write_job(settings, render_job_script(settings, options.words, further))
-        print(script if options.dry_run else f"job {submit_job(script)}: {script}; its words: {script.parent / LOGS}")
+        print(script if options.dry_run else f"job {submit_job(script)}: {script}; its output: {script.parent / LOGS}")
     except (ValueError, OSError) as error:
         print(f"error: {to_printable(str(error))}", file=sys.stderr, flush=True)
         return 1

@@ -75,7 +75,7 @@ class ChildProcesses:
         """
         number, first = signals[0]
         self._has_processes |= bool(psutil.Process().children())
-        line = f"error: {signal.Signals(number).name}: ended while it waited for the launchers of other nodes"
+        line = f"error: {signal.Signals(number).name}: stopped while waiting for the launchers of other nodes"
         return ForcedExit(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
 
     def kill_children(self, number: int, frame: FrameType | None) -> None:
@@ -117,17 +117,15 @@ def launch_processes(arguments: Sequence[str]) -> int:
             rank, first = failed.get_first_failure()
             code = processes.exit_code(first.exitcode)
             if first.exitcode < 0 and code != os.EX_TEMPFAIL:
-                print(
-                    f"error: rank {rank} was ended by {signal.Signals(-first.exitcode).name}; was memory short, or did someone?", flush=True
-                )
+                print(f"error: rank {rank} was killed by {signal.Signals(-first.exitcode).name}; possible cause: out of memory", flush=True)
             return code
         except SignalException as ended:
             return 128 + ended.sigval
         except (DistError, RendezvousError) as apart:
             where = given.rdzv_endpoint and f"--rdzv_endpoint={given.rdzv_endpoint}"
             where = where or f"--master_addr={given.master_addr} --master_port={given.master_port}"
-            remedy = "start it on every node with this address of the first one; a port that is taken needs another"
-            print(f"error: {where}: the launchers of {given.nnodes} nodes did not meet ({first_line(apart)}); {remedy}", flush=True)
+            remedy = "start it on every node with this address of the first node, and choose another port if this one is in use"
+            print(f"error: {where}: the launchers of {given.nnodes} nodes could not connect ({first_line(apart)}); {remedy}", flush=True)
             return 1
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -78,7 +78,7 @@ def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings])
     """
     stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
-    refused += [(task.folder, "a run is under way in it") for task in tasks if is_running(task.folder)]
+    refused += [(task.folder, "a run is active in it") for task in tasks if is_running(task.folder)]
     if refused:
         raise ValueError("\n".join(f"run.dir={folder}: {why}; choose another folder, or move it away" for folder, why in refused))
     return [task for task, stand in zip(tasks, stands, strict=True) if not stand.is_finished]
@@ -122,7 +122,7 @@ class SweepRunner:
     def _start(self, task: SweepTask, signals: SignalForwarder) -> None:
         command = self._launch.command(task.overrides, processes=self._sweep.num_processes, environment=os.environ)
         output = open_output(task.folder / LOGS)
-        self._print_line(f"{task.index:>3}  begins: {output}")
+        self._print_line(f"{task.index:>3}  starting: {output}")
         attempt = ManagedProcess(command, output=output)
         self._running[attempt] = task
         signals.processes.append(attempt)
@@ -133,7 +133,7 @@ class SweepRunner:
         task = self._running.pop(attempt)
         signals.processes.remove(attempt)
         self.exit_codes.append(attempt.poll())
-        self._print_line(f"{task.index:>3}  {attempt.last_line() or f'ended with code {attempt.poll()}'}  ({task.folder})")
+        self._print_line(f"{task.index:>3}  {attempt.last_line() or f'exited with code {attempt.poll()}'}  ({task.folder})")
 
     def _print_line(self, line: str) -> None:
         if self._bar:
@@ -160,16 +160,16 @@ def run_sweep(sweep: Sweep, tasks: Sequence[SweepTask], scripts: LaunchScripts, 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="sweep.py", description="Many runs from one yaml (docs/cluster.md).")
-    parser.add_argument("sweep", type=Path, metavar="SWEEP.YAML", help="overrides, and a grid, a list or random draws")
+    parser = argparse.ArgumentParser(prog="sweep.py", description="Run a sweep that a YAML file defines (docs/cluster.md).")
+    parser.add_argument("sweep", type=Path, metavar="SWEEP.YAML", help="YAML file with overrides, and a grid, a list or random draws")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--print", action="store_true", dest="shows", help="show the tasks, and how their folders stand")
-    what.add_argument("--local", type=int, metavar="N", help="play all here, N at a time")
-    what.add_argument("--task", type=int, metavar="I", help="play one: what launch/slurm/sweep.sbatch does")
-    parser.add_argument("--requeue", action="store_true", help="in a Slurm job: go back into the queue when SIGUSR1 stopped the run")
+    what.add_argument("--print", action="store_true", dest="shows", help="show the tasks and the states of their runs")
+    what.add_argument("--local", type=int, metavar="N", help="run all tasks on this machine, N at a time")
+    what.add_argument("--task", type=int, metavar="I", help="run one task, as launch/slurm/sweep.sbatch does")
+    parser.add_argument("--requeue", action="store_true", help="in a Slurm job: requeue the job if SIGUSR1 stopped the run")
     options = parser.parse_args(arguments)
     if options.local is not None and options.local < 1:
-        parser.error(f"--local={options.local}: play at least 1 at a time")
+        parser.error(f"--local={options.local}: must be at least 1")
     return options
 
 

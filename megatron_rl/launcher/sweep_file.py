@@ -73,16 +73,16 @@ def read_sweep(path: Path) -> Sweep:
     """
     given = _read_yaml(path)
     unknown = sorted(given.keys() - {*SWEEP_KEYS})
-    require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"no such key of a sweep; it has {', '.join(SWEEP_KEYS)}")
+    require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"no such key of a sweep; known keys are {', '.join(SWEEP_KEYS)}")
     kinds = [kind for kind in SEARCH_KINDS if kind in given]
-    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"name the runs by one of {', '.join(SEARCH_KINDS)}")
+    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"define the runs by one of {', '.join(SEARCH_KINDS)}")
     common = given.get("overrides", [])
-    require(_is_text_list(common), f"{path}: overrides", common, "expects a list of words, [key=value, ...]")
+    require(_is_text_list(common), f"{path}: overrides", common, "expects a list of overrides, [key=value, ...]")
     processes, folder = given.get("processes", "0"), given.get("folder") or f"runs/{path.stem}"
-    require(str(processes).isdigit(), f"{path}: processes", processes, "expects a whole number; leave it out for what Slurm gives")
+    require(str(processes).isdigit(), f"{path}: processes", processes, "expects a whole number; leave it out to use Slurm's number")
     require(isinstance(folder, str), f"{path}: folder", folder, "expects a folder's name")
     points = list(EXPANDERS[kinds[0]](given[kinds[0]], f"{path}: {kinds[0]}"))
-    require(bool(points), f"{path}: {kinds[0]}", given[kinds[0]], "is empty and names no run; give keys with values")
+    require(bool(points), f"{path}: {kinds[0]}", given[kinds[0]], "is empty and defines no run; give keys with values")
     tasks = [_make_task(index, own, common, Path(folder)) for index, own in enumerate(points)]
     _check_folders(tasks, path)
     return Sweep(path=path, folder=Path(folder), num_processes=int(processes), tasks=tasks)
@@ -92,10 +92,10 @@ def _read_yaml(path: Path) -> dict[str, object]:
     try:
         given = read_yaml(path, as_text=True)
     except FileNotFoundError as error:
-        raise ValueError(f"{path}: no such file; give a sweep's yaml (launch/slurm/example.yaml is one)") from error
+        raise ValueError(f"{path}: no such file; give the YAML file of a sweep (example: launch/slurm/example.yaml)") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    require(isinstance(given, dict), str(path), "...", f"expects keys with values; a sweep has {', '.join(SWEEP_KEYS)}")
+    require(isinstance(given, dict), str(path), "...", f"expects keys with values; known keys are {', '.join(SWEEP_KEYS)}")
     return given
 
 
@@ -107,7 +107,7 @@ def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
     require(isinstance(given, dict), location, given, "expects keys with lists of values")
     for key, values in given.items():
         require(isinstance(values, list), f"{location}.{key}", values, f"expects a list of values; write [{values}]")
-        require(bool(values), f"{location}.{key}", "[]", "is empty: an empty grid has no run; give values, or leave the key out")
+        require(bool(values), f"{location}.{key}", "[]", "is empty: an empty grid defines no run; give values, or leave the key out")
     if given:
         for values in product(*given.values()):
             yield {key: _to_override_text(value, f"{location}.{key}") for key, value in zip(given, values, strict=True)}
@@ -126,11 +126,11 @@ def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
 
     Values are drawn uniformly, log-uniformly, or from a list.
     """
-    require(isinstance(given, dict), location, given, "expects draws, seed, and keys with what they are drawn from")
+    require(isinstance(given, dict), location, given, "expects draws, seed, and keys with the values to draw from")
     for key in ("draws", "seed"):
         require(str(given.get(key, "")).isdigit(), f"{location}.{key}", given.get(key, "(none)"), "expects a whole number")
     keys = {key: _parse_range(source, f"{location}.{key}") for key, source in given.items() if key not in ("draws", "seed")}
-    require(bool(keys), location, given, "names no key to draw; give KEY: {log: [1e-5, 1e-3]}, {uniform: [0, 1]} or [a, b]")
+    require(bool(keys), location, given, "contains no key to draw; give KEY: {log: [1e-5, 1e-3]}, {uniform: [0, 1]} or [a, b]")
     generators = {key: random.Random(f"{given['seed']} {key}") for key in keys}
     for _ in range(int(given["draws"])):
         yield {key: _draw_value(source, generators[key]) for key, source in keys.items()}
@@ -172,7 +172,7 @@ def _to_override_text(value: object, where: str) -> str:
     """
     if isinstance(value, list):
         return f"[{','.join(_to_override_text(each, where) for each in value)}]"
-    require(isinstance(value, str), where, value, "expects a value or a list; name each key by itself, a.b: value")
+    require(isinstance(value, str), where, value, "expects a value or a list; write a nested key with dots, a.b: value")
     return value
 
 
@@ -185,12 +185,14 @@ def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str],
     words = [*common, *(f"{key}={value}" for key, value in parameters.items())]
     for word in words:
         told = f"task {index}: {word.partition('=')[0]}"
-        require(word.lstrip("+").partition("=")[0] != "run.dir", told, word.partition("=")[2], "a sweep names its run folders; set folder")
+        require(
+            word.lstrip("+").partition("=")[0] != "run.dir", told, word.partition("=")[2], "a sweep sets run directories itself; set folder"
+        )
     require(
         len(folder.name) <= MAX_NAME_CHARS,
         f"task {index}: run.dir",
         folder,
-        f"a name of over {MAX_NAME_CHARS} characters; sweep shorter values",
+        f"a name of more than {MAX_NAME_CHARS} characters; use shorter values",
     )
     return SweepTask(index=index, parameters=parameters, overrides=[*words, f"run.dir={folder}"], folder=folder)
 
@@ -212,5 +214,5 @@ def _check_folders(tasks: Sequence[SweepTask], path: Path) -> None:
     twice = [folder for folder, count in counts.items() if count > 1]
     if twice:
         indices = [str(task.index) for task in tasks if task.folder == twice[0]]
-        told = f"{path}: run.dir={twice[0]}: is the folder of tasks {', '.join(indices)}; name every run once"
-        raise ValueError(f"{told}, or let a key like run.seed tell them apart")
+        told = f"{path}: run.dir={twice[0]}: is used by tasks {', '.join(indices)}; define every run once"
+        raise ValueError(f"{told}, or give them different values of a key such as run.seed")

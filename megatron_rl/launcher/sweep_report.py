@@ -51,11 +51,11 @@ def load_rows(place: Path) -> list[SweepRow]:
     if place.is_file():
         return [SweepRow(str(task.index), task.parameters, read_status(task.folder)) for task in read_sweep(place).tasks]
     if not place.is_dir():
-        raise ValueError(f"{place}: no such file or folder; give a sweep's yaml, or a folder of runs")
+        raise ValueError(f"{place}: no such file or folder; give the YAML file of a sweep, or a folder of runs")
     runs = [read_status(folder) for folder in sorted(place.iterdir()) if folder.is_dir()]
     runs = [seen for seen in runs if seen.state is not RunState.WAITING]
     if not runs:
-        raise ValueError(f"{place}: holds no run; give a sweep's yaml, or the folder that holds its run folders")
+        raise ValueError(f"{place}: contains no run; give the YAML file of a sweep, or the folder that contains its run directories")
     differing = [key for key in runs[0].settings if key not in HIDDEN_KEYS and len({str(seen.settings.get(key)) for seen in runs}) > 1]
     return [SweepRow(seen.folder.name, {key: str(seen.settings.get(key, "")) for key in differing}, seen) for seen in runs]
 
@@ -108,8 +108,8 @@ def make_curve(row: SweepRow) -> SweepCurve:
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="sweep_report.py", description="Print and plot all runs of a sweep.")
-    parser.add_argument("place", type=Path, metavar="SWEEP.YAML", help="a sweep, or a folder of run folders")
-    parser.add_argument("--out", type=Path, metavar="PNG", help="of the picture; sweep.png in the folder of the runs where it is not given")
+    parser.add_argument("place", type=Path, metavar="SWEEP.YAML", help="YAML file of a sweep, or folder of run directories")
+    parser.add_argument("--out", type=Path, metavar="PNG", help="file for the plot (default: sweep.png in the folder of the runs)")
     options = parser.parse_args(arguments)
     try:
         rows = load_rows(options.place)

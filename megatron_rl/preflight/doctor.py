@@ -68,7 +68,7 @@ def check_model_folder(path: str, report: CheckReport, *, key: str) -> bool:
         return False
     absent = sorted(spec.shapes().keys() - stored.keys())
     if absent:
-        report.add_failure(key, f"{key}={path}: has no {absent[0]} and {len(absent) - 1} more tensors; download it again")
+        report.add_failure(key, f"{key}={path}: lacks {absent[0]} and {len(absent) - 1} more tensors; download it again")
         return False
     report.add_finding(key, f"{path}: {spec.num_layers} layers of {spec.hidden_size}, {len(stored)} tensors")
     return True
@@ -171,7 +171,7 @@ def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, sp
         kept += [f"task.data.{split}: and {num_more} more rows"] if num_more else []
     unknown = [source for source in question_survey.sources if source and not has_scoring_rule(source)]
     if unknown:
-        told = "no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge"
+        told = "has no specific rule; its answers are compared as text, number, choice and mathematics, then by a judge"
         report.warnings.append(f"task.data.{split}: data_source {', '.join(unknown)}: {told}")
 
 
@@ -185,7 +185,7 @@ def check_judges(settings: Settings, report: CheckReport) -> None:
     try:
         greetings = asyncio.run(_check_judge_endpoints(settings.task.judge))
         for url, greeting in greetings.items():
-            served = f"serves {', '.join(greeting.models)}" if greeting.models else "answers, and does not list its models"
+            served = f"serves {', '.join(greeting.models)}" if greeting.models else "responds, but does not list its models"
             report.add_finding(f"judge {url}", "not usable" if greeting.error else served)
         warning = health_warning(greetings)
     except InfraError as fault:
@@ -210,7 +210,7 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
         try:
             asyncio.run(_check_sandbox_server(chosen))
         except sandbox.SandboxAccessDenied as denied:
-            report.add_failure("sandbox", f"task.sandbox.url={denied}: task.sandbox.token_file=FILE")
+            report.add_failure("sandbox", f"task.sandbox.url={denied}: set task.sandbox.token_file=FILE")
         except (sandbox.SandboxError, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a 404 response raises BoxClosed
             report.add_failure("sandbox", f"task.sandbox.url={chosen.url}: {error_line(fault)}; start it: python -m sandbox serve")
         else:
@@ -219,13 +219,13 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
     layers, walled = sandbox.host_report.make_report(allow_missing=chosen.allow_missing)
     report.warnings += [line.removeprefix("warning: ") for line in sandbox.host_report.warn_exposed_paths(private_paths(settings))]
     if chosen.isolation == "none":
-        report.warnings.append("task.sandbox.isolation=none: the policy's code runs without any wall; use auto")
+        report.warnings.append("task.sandbox.isolation=none: the policy's code runs without isolation; use auto")
     elif not walled:
         report.add_failure(
             "sandbox", f"task.sandbox.isolation={chosen.isolation}: {layers.splitlines()[-1]}; python -m sandbox doctor shows all"
         )
         return
-    report.add_finding("sandbox", f"{layers.count(' in use ')} layers in use")
+    report.add_finding("sandbox", f"{layers.count(' in use ')} isolation layers in use")
 
 
 def private_paths(settings: Settings) -> dict[str, str]:

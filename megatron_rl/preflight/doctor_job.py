@@ -105,7 +105,9 @@ def check_all_reduce(world: World, report: CheckReport) -> None:
     speed = min(all_gather_object(ALL_REDUCE_BYTES * 2 * (world.size - 1) / world.size / min(seconds[1:])))
     report.add_finding("all-reduce", f"{world.size} ranks, {ALL_REDUCE_BYTES >> 20} MiB: {speed / 1e9:.1f} GB/s")
     if world.num_nodes > 1 and world.device.type == "cuda" and speed < MIN_BYTES_PER_S:
-        report.warnings.append(f"NCCL_SOCKET_IFNAME: {speed / 1e9:.2f} GB/s between the ranks; name the fast interface, or NCCL_IB_HCA")
+        report.warnings.append(
+            f"NCCL_SOCKET_IFNAME: {speed / 1e9:.2f} GB/s between the ranks; set it to the fast interface, or set NCCL_IB_HCA"
+        )
 
 
 def check_clocks(world: World, report: CheckReport) -> None:
@@ -120,7 +122,7 @@ def check_clocks(world: World, report: CheckReport) -> None:
     for name, ahead in apart.items():
         if abs(ahead) > MAX_CLOCK_SKEW_S:
             told = "ahead of" if ahead > 0 else "behind"
-            report.warnings.append(f"clock: that of {name} is {abs(ahead):.1f} s {told} that of rank 0; set it (chronyc makestep)")
+            report.warnings.append(f"clock: the clock of {name} is {abs(ahead):.1f} s {told} that of rank 0; set it (chronyc makestep)")
 
 
 def _clock_offset(read: list[float], first: list[float]) -> float:
@@ -141,5 +143,5 @@ def check_time_left(settings: Settings, report: CheckReport) -> None:
     left, planned = int(end) - time.time(), settings.run.steps - (steps[-1]["step"] + 1)
     report.add_finding("time", f"{planned:.0f} steps of {takes:.1f} s, {left / 3600:.1f} hours left")
     if planned * takes > left:
-        remedy = f"{max(left, 0) / takes:.0f} fit into the job; the same command goes on in the next one"
+        remedy = f"{max(left, 0) / takes:.0f} fit into the job; the same command resumes the run in the next job"
         report.warnings.append(f"run.steps={settings.run.steps}: {planned:.0f} steps of {takes:.1f} s are left, {remedy}")

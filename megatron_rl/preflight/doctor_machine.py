@@ -45,7 +45,7 @@ def check_machine(settings: Settings, report: CheckReport) -> None:
     if free < needed:
         report.errors.append(f"run.dir={settings.run.dir}: the final weights take {needed / GIB:.1f} GiB; choose another disk")
     if memory.available < needed:
-        report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the memory that is free")
+        report.warnings.append(f"model.path={settings.model.path}: its weights ({needed / GIB:.1f} GiB) exceed the free memory")
     check_visible_gpus(settings, report)
     check_kernels(settings, report)
     check_versions([LOCK_FOLDER / "torch.txt", LOCK_FOLDER / ("gpu.txt" if torch.version.cuda else "cpu.txt")], report)
@@ -58,7 +58,7 @@ def check_open_files(report: CheckReport) -> None:
     except ValueError as error:
         report.add_failure("open files", str(error))
     else:
-        report.add_finding("open files", f"up to {max_open_files()} a process")
+        report.add_finding("open files", f"up to {max_open_files()} per process")
 
 
 def check_disk_speed(settings: Settings, existing_folder: Path, report: CheckReport, *, weight_bytes: int) -> str:
@@ -100,10 +100,14 @@ def check_visible_gpus(settings: Settings, report: CheckReport) -> None:
     report.add_finding("CUDA", f"driver {driver}, torch for CUDA {built}, NCCL {nccl}")
     report.errors += [line for line in [gpus.driver_error(driver, built, num_devices=len(devices))] if line]
     if built and not any(map(shutil.which, COMPILERS)):
-        report.errors.append(f"PATH: has no {' or '.join(COMPILERS)}, with which Triton builds its launchers (Debian: apt-get install gcc)")
+        report.errors.append(
+            f"PATH: contains no {' or '.join(COMPILERS)}, which Triton needs to build its launchers (Debian: apt-get install gcc)"
+        )
     if built and not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         package = f"python{sysconfig.get_python_version()}-dev"
-        report.errors.append(f"{sysconfig.get_path('include')}: has no Python.h, which Triton needs (Debian: apt-get install {package})")
+        report.errors.append(
+            f"{sysconfig.get_path('include')}: contains no Python.h, which Triton needs (Debian: apt-get install {package})"
+        )
     if devices:
         check_job_gpus(settings, devices, report)
 
@@ -135,11 +139,11 @@ def check_kernels(settings: Settings, report: CheckReport) -> None:
 def check_versions(locks: Sequence[Path], report: CheckReport) -> None:
     """Compare the installed package versions with the versions in the lock files."""
     if not all(lock.is_file() for lock in locks):
-        report.add_finding("versions", "no lock beside this package")
+        report.add_finding("versions", "no lock file next to this package")
         return
     pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", "".join(lock.read_text() for lock in locks), re.MULTILINE))
     others, names = find_version_mismatches(pinned), " and ".join(f"{lock.parent.name}/{lock.name}" for lock in locks)
-    report.add_finding("versions", f"{len(pinned) - len(others)} of {len(pinned)} as in {names}")
+    report.add_finding("versions", f"{len(pinned) - len(others)} of {len(pinned)} match {names}")
     if others:
         told = "; ".join(f"{name} {found or 'is not installed'}, not {pinned[name]}" for name, found in [*others.items()][:3])
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
@@ -211,5 +215,5 @@ def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins)
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         if free < planned.peak_bytes:
-            remedy = f"{format_gb(free)} of its {format_gb(total)} are free, and the plan needs {format_gb(planned.peak_bytes)}"
-            report.errors.append(f"GPU {index}: {remedy}; end what else runs on it (nvidia-smi), or plan for it by plan.gpu")
+            remedy = f"{format_gb(free)} of its {format_gb(total)} are free, but the plan needs {format_gb(planned.peak_bytes)}"
+            report.errors.append(f"GPU {index}: {remedy}; stop other processes on it (nvidia-smi), or set plan.gpu to its type")

@@ -36,5 +36,5 @@ def check_engine_servers(settings: Settings, report: CheckReport) -> None:
     where = describe_placement(engine, num_ranks=num_ranks)
     report.add_finding("engines", f"{engine.num_local_servers} servers: {where}")
     if where == SHARED_CORES_TEXT:
-        told = f"there are fewer cores than the {num_ranks} ranks and the servers; they take turns"
+        told = f"there are fewer cores than the {num_ranks} ranks and the servers need; they share cores"
         report.warnings.append(f"engine.num_local_servers={engine.num_local_servers}: {told}")

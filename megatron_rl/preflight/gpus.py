@@ -91,16 +91,16 @@ def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: 
     visible, found = f"CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', '')}", []
     slices = [gpu.name for gpu in node_gpus if is_mig_slice(gpu.name)]
     if slices and num_ranks > 1:
-        remedy = "NCCL needs whole ones; start one process, or switch MIG off (nvidia-smi -mig 0)"
-        found.append(f"{visible}: {slices[0]} is a slice of a GPU, and {remedy}")
+        remedy = "NCCL needs whole GPUs; start one process, or disable MIG (nvidia-smi -mig 0)"
+        found.append(f"{visible}: {slices[0]} is a slice of a GPU, but {remedy}")
     kinds = Counter(gpu.name for gpu in node_gpus)
     if len(kinds) > 1:
         told = " and ".join(f"{count} {name}" for name, count in kinds.items())
-        found.append(f"{visible}: this node has {told}, and all ranks hold the same; name the GPUs of one kind")
+        found.append(f"{visible}: this node has {told}, but all ranks need the same type; select GPUs of one type")
     tp = settings.parallel.tp
     if num_ranks > len(node_gpus) and len(node_gpus) % tp:
         fitting = ", ".join(str(size) for size in (1, 2, 4, 8, 16) if len(node_gpus) % size == 0)
-        found.append(f"parallel.tp={tp}: would cut layers across nodes of {len(node_gpus)} GPUs; use one of {fitting}, or parallel.pp")
+        found.append(f"parallel.tp={tp}: would split layers across nodes of {len(node_gpus)} GPUs; use one of {fitting}, or parallel.pp")
     return found
 
 
@@ -112,8 +112,8 @@ def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int)
     index, gpu = min(enumerate(node_gpus), key=lambda each: each[1].memory_bytes)
     if gpu.memory_bytes >= needed:
         return ""
-    remedy = "lower it, or what plan.only=true shows beside the engine (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
-    lacks = f"GPU {index} ({gpu.name}) has {gpu.memory_bytes / 1e9:.1f} GB, and the plan needs {needed / 1e9:.1f}"
+    remedy = "lower it, or the other memory that plan.only=true shows (batch.micro_batch_tokens, parallel.offload_*), or raise parallel.tp"
+    lacks = f"GPU {index} ({gpu.name}) has {gpu.memory_bytes / 1e9:.1f} GB, but the plan needs {needed / 1e9:.1f}"
     return f"engine.gpu_memory_utilization={settings.engine.gpu_memory_utilization}: {lacks}; {remedy}"
 
 
@@ -126,7 +126,7 @@ def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> st
     if num_ranks == 1 or free >= bytes_per_rank * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":
         return ""
     remedy = f"NCCL may need {SHARED_BYTES * num_ranks / 2**30:.1f}; start the container with --shm-size, or --ipc=host"
-    return f"{SHARED_MEMORY}: {free / 2**30:.2f} GiB are free, {remedy}"
+    return f"{SHARED_MEMORY}: {free / 2**30:.2f} GiB are free, but {remedy}"
 
 
 def read_driver_version(version_file: Path) -> str:
@@ -149,9 +149,9 @@ def driver_error(driver: str, cuda_version: str | None, *, num_devices: int) -> 
     if num_devices:
         return ""
     if cuda_version is None:
-        return f"torch={torch.__version__}: is built for CPUs, and this machine has NVIDIA's driver {driver}; bash launch/install.sh"
+        return f"torch={torch.__version__}: is built for CPUs, but this machine has NVIDIA's driver {driver}; run bash launch/install.sh"
     needed = NEEDS_DRIVER.get(cuda_version.split(".")[0], 0)
     if int(driver.split(".")[0]) < needed:
         return f"driver={driver}: is too old for torch's CUDA {cuda_version}; install {needed} or newer"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return f"CUDA_VISIBLE_DEVICES={visible}: torch sees no GPU, and driver {driver} is there; nvidia-smi says more, and -1 means the CPU"
+    return f"CUDA_VISIBLE_DEVICES={visible}: torch finds no GPU, but driver {driver} is installed; check nvidia-smi, or use -1 for the CPU"

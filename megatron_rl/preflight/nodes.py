@@ -19,7 +19,7 @@ from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.run.record import explain_write_errors
 
 MAX_CONFIG_BYTES = 16 << 20
-SHARED_FOLDER_REMEDY = "put it on a folder that all nodes share"
+SHARED_FOLDER_REMEDY = "put it in a folder that all nodes share"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
     in_run, *beside = marker_paths(settings, nonce)
     own, trouble = in_run.with_name(f"{in_run.name}_{world.node}"), ""
     if not in_run.exists():
-        trouble = "does not see there what rank 0 wrote"
+        trouble = "does not see a file that rank 0 wrote there"
     else:
         try:
             own.touch()
@@ -124,12 +124,12 @@ def require_same_nodes(settings: Settings, reports: Sequence[NodeReport]) -> Non
     for view in reports:
         num = view.num_processes
         fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if num % tp == 0)
-        require(num % size == 0, "engine.tp", size, f"an engine cannot span nodes, and {view} has {num} processes; use one of {fitting}")
+        require(num % size == 0, "engine.tp", size, f"an engine cannot span nodes, but {view} has {num} processes; use one of {fitting}")
         require(not view.run_dir_error, "run.dir", settings.run.dir, f"{view} {view.run_dir_error}; {SHARED_FOLDER_REMEDY}")
         for key, paths in source_files(settings).items():
             here, there = first.file_fingerprints[key], view.file_fingerprints[key]
             differ = [name for name in {**here, **there} if here.get(name) != there.get(name)]
-            remedy = f"{view} has not the {', '.join(differ[:1])} of {first}; copy it, or {SHARED_FOLDER_REMEDY}"
+            remedy = f"{view} does not have the same {', '.join(differ[:1])} as {first}; copy it, or {SHARED_FOLDER_REMEDY}"
             require(not differ, key, ", ".join(paths), remedy)
-        remedy = f"is shared by {first} and {view}, and SQLite does not work on network disks; choose a folder of each node's own"
+        remedy = f"is shared by {first} and {view}, but SQLite does not work on network disks; choose a folder that is local to each node"
         require(not view.sees_judge_cache or view.host == first.host, "task.judge.cache", settings.task.judge.cache, remedy)

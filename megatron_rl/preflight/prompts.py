@@ -49,9 +49,9 @@ def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_mana
     for split, of_split in questions.items():
         names = [name for example in of_split if (name := rollout_manager.renderer.find_special_token(str(example.payload["question"])))]
         if names:
-            remedy = "task.data.allow_grounding_tokens=true keeps those of grounding"
+            remedy = "task.data.allow_grounding_tokens=true keeps grounding tokens"
             rest = names[0][1:]
-            log(f"warning: task.data.{split}: {len(names)} questions name special tokens, written with a blank, as '< {rest}'; {remedy}")
+            log(f"warning: task.data.{split}: {len(names)} questions contain special tokens, shown to the policy as '< {rest}'; {remedy}")
 
 
 def report_column_warnings(examples: Mapping[str, Sequence[Example]], *, log: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
     check_tokenizer(path, model, key="model.path")
     if has_critic(settings, plugins) and settings.critic.path:
         num_rows, num_token_ids = load_known_spec(settings.critic.path, key="critic.path").vocab_size, count_token_ids(path)
-        remedy = f"has vocab_size={num_rows}, the tokenizer of model.path={path} ids up to {num_token_ids - 1}; take a critic that has them"
+        remedy = f"has vocab_size={num_rows}, but the tokenizer of model.path={path} has ids up to {num_token_ids - 1}; use another critic"
         require(num_token_ids <= num_rows, "critic.path", settings.critic.path, remedy)
     device, has_cuda = settings.engine.device, torch.cuda.is_available()
     require(device != "cuda" or has_cuda, "engine.device", device, "this machine has no usable GPU; use engine.device=auto")
@@ -40,7 +40,7 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
     The run checks this at its start, because the first evaluation may be hours later.
     """
     for split in splits:
-        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; give it some")
+        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; add some")
 
 
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
@@ -51,7 +51,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     algorithms = {**ALGORITHMS, **plugins.algorithms}
     check_algorithm(settings.algo, algorithms)
     compares, drop = algorithms[settings.algo.name].needs_group, settings.filter.drop
-    remedy = f"algo.name={settings.algo.name} learns from groups whose members are all alike, too; leave zero_std out"
+    remedy = f"algo.name={settings.algo.name} also learns from groups with equal rewards; leave zero_std out"
     size = settings.batch.group_size
     require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
     require(compares or "zero_std" not in drop, "filter.drop", drop, remedy)
@@ -64,7 +64,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
             remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
             require(value == plain[key], f"critic.{key}", value, remedy)
     check_layout(settings.parallel, model, world_size)
-    remedy = "with lora.rank the whole base is frozen; choose what is trained by lora.targets"
+    remedy = "with lora.rank the whole base model is frozen; choose the trained layers with lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
     engine: EngineSettings = settings.engine
     is_local = engine.mode == "colocated"
@@ -74,7 +74,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     if settings.stage == "rl":
         _check_staleness(settings, num_engines=world_size // engine.tp if is_local else engine.num_endpoints)
     longest, length = model.max_positions, engine.max_model_len
-    require(length <= longest, "engine.max_model_len", length, f"the model has at most {longest} (max_position_embeddings)")
+    require(length <= longest, "engine.max_model_len", length, f"the model supports at most {longest} (max_position_embeddings)")
 
 
 def _check_staleness(settings: Settings, *, num_engines: int) -> None:
@@ -86,7 +86,7 @@ def _check_staleness(settings: Settings, *, num_engines: int) -> None:
     num = (staleness + 1) * batch.prompts_per_step * batch.group_size
     remedy = (
         f"{staleness + 1} times batch.prompts_per_step={batch.prompts_per_step} times batch.group_size={batch.group_size} episodes are "
-        f"under way, and {num_engines} engines hold engine.max_num_seqs={max_num_seqs} each; set that to {-(-num // num_engines)}"
+        f"in flight, but {num_engines} engines run engine.max_num_seqs={max_num_seqs} each; set that to {-(-num // num_engines)}"
     )
     require(staleness == 0 or num <= num_engines * max_num_seqs, "run.max_staleness", staleness, remedy)
 
@@ -95,7 +95,7 @@ def _check_adaptive_kl(settings: Settings) -> None:
     algo, batch = settings.algo, settings.batch
     most = batch.prompts_per_step * batch.group_size * settings.filter.max_num_gen_batches
     fits = algo.kl_target == 0 or algo.kl_horizon >= most
-    require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the most episodes that a step may have")
+    require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the maximum number of episodes of a step")
 
 
 def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None:
@@ -107,10 +107,10 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     remedy = f"must be at least optim.min_lr={optim.min_lr}"
     require(critic.lr >= optim.min_lr, "critic.lr", critic.lr, remedy)
     moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
-    remedy = "would move the shared trunk while critic.warmup_steps train the head alone; set it to 0, or critic.backbone=own"
+    remedy = "would change the shared backbone while critic.warmup_steps train only the head; set it to 0, or critic.backbone=own"
     require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
     left = settings.run.steps - critic.warmup_steps
-    require(left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves none of run.steps={settings.run.steps} to the policy")
+    require(left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves none of run.steps={settings.run.steps} for the policy")
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
@@ -137,5 +137,5 @@ def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> No
     Qwen2.5-VL-7B).
     """
     for name, of in VISION_KEYS.items():
-        remedy = f"has {name}={of(critic)}, the policy {of(model)}; take a model of the policy's family: it reads the same batches"
+        remedy = f"has {name}={of(critic)}, the policy has {of(model)}; use a model of the policy's family: both read the same batches"
         require(of(critic) == of(model), "critic.path", path, remedy)

@@ -38,7 +38,7 @@ from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, 
 from megatron_rl.weights.formats.tensor_files import copy_companions, fsync_path
 
 _SUCCESS = "eval/greedy_success"
-_REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
+_REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to start from the beginning"
 
 
 def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, CheckpointState]:
@@ -94,7 +94,7 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
         into.mkdir(parents=True, exist_ok=True)
         target = find_free_path(into / checkpoint.name)
         checkpoint.rename(target)
-        print(f"{damage}; moved to {target}, the run goes on from {intact.name} and does the steps behind it again", flush=True)
+        print(f"{damage}; moved to {target}, the run resumes from {intact.name} and repeats the later steps", flush=True)
 
 
 def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:

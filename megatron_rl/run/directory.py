@@ -107,7 +107,7 @@ class ResumeState:
         """
         if checkpoint is None and not self.changes:
             return ""
-        begins = f"resume: {checkpoint}" if checkpoint else f"begin again: {folder}"
+        begins = f"resume: {checkpoint}" if checkpoint else f"start from the beginning: {folder}"
         lacks = f"; {folder / FINAL_FOLDER / self.missing_file} is missing, the run is not finished" if self.missing_file else ""
         return begins + (f"; changed since: {describe_changes(self.changes)}" if self.changes else "") + lacks
 
@@ -139,7 +139,7 @@ def _lock_and_check(settings: Settings, locks: ExitStack) -> ResumeState:
             moved = backup_path(folder)
             folder.absolute().rename(moved)
             locks.enter_context(lock(folder))
-            print(f"run.overwrite=true: what was in {folder} is now in {moved}; a new run begins", flush=True)
+            print(f"run.overwrite=true: the contents of {folder} are now in {moved}; starting a new run", flush=True)
             standing = ResumeState()
     if standing.refusal:
         raise ValueError(f"run.dir={folder}: {standing.refusal}; run.overwrite=true moves it aside, or choose another folder")
@@ -164,9 +164,9 @@ def lock(folder: Path) -> TextIO:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.seek(0)
-        holder = file.read().strip() or "not yet told which"
+        holder = file.read().strip() or "owner not written yet"
         file.close()
-        raise ValueError(f"run.dir={folder}: a run is under way in it ({holder}); choose another folder") from error
+        raise ValueError(f"run.dir={folder}: a run is active in it ({holder}); choose another folder") from error
     file.truncate(0)
     file.write(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
@@ -226,10 +226,10 @@ def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
         changes = changed_keys(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
         num_steps = sum(stored["sft"]["steps"]) if settings.stage == "sft" else int(stored["run"]["steps"])
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        return ResumeState(refusal=f"holds a run whose {CONFIG_FILE} cannot be read ({' '.join(str(error).split())[:200]})")
+        return ResumeState(refusal=f"contains a run whose {CONFIG_FILE} cannot be read ({' '.join(str(error).split())[:200]})")
     others = {key: values for key, values in changes.items() if not is_mutable_key(key, *values)}
     if others:
-        return ResumeState(refusal=f"holds a run with other settings: {describe_changes(others)}")
+        return ResumeState(refusal=f"contains a run with other settings: {describe_changes(others)}")
     renamed = _find_renamed(folder)
     if renamed:
         return ResumeState(refusal=renamed)
@@ -254,7 +254,7 @@ def _find_renamed(folder: Path) -> str:
         with suppress(ValueError):
             step = read_state(checkpoint).step
             if checkpoint.name != step_name(step):
-                return f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it {step_name(step)} again"
+                return f"{checkpoint} is the checkpoint of step {step} according to its run/state.json; rename it to {step_name(step)}"
     return ""
 
 
@@ -272,8 +272,8 @@ def _repeated_error(folder: Path, newest: Path | None, *, num_done: int) -> str:
     saved = step_of(newest) if newest else 0
     has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
     return (
-        f"{has}, and the run has done {num_done} steps: going on would do {num_done - saved} steps again "
-        f"(checkpoint.allow_repeat=true does, and keeps their records in {folder / SUPERSEDED})"
+        f"{has}, but the run has completed {num_done} steps: resuming would repeat {num_done - saved} steps "
+        f"(checkpoint.allow_repeat=true allows it, and keeps their records in {folder / SUPERSEDED})"
     )
 
 
@@ -283,7 +283,7 @@ def _read_evaluation(folder: Path) -> dict[str, float]:
         found = read_json(path)
         return {str(name): parse_number(value) for name, value in found.items()}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); remove it, and the run makes its last evaluation again") from error
+        raise ValueError(f"{path}: cannot be read ({error}); remove it to repeat the final evaluation") from error
 
 
 def read_settings(path: Path) -> dict[str, object]:
@@ -296,7 +296,7 @@ def read_settings(path: Path) -> dict[str, object]:
     """
     found = read_yaml(path)
     if not isinstance(found, dict):
-        raise ValueError(f"is a {type(found).__name__}, no settings")
+        raise ValueError(f"is a {type(found).__name__}, not settings")
     return found
 
 

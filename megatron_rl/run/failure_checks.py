@@ -15,8 +15,8 @@ less precise of the two dtypes. Differences caused by rounding alone are below t
 (measurements in docs/numerics.md).
 """
 _CAUSES = (
-    "likely causes: a part of the model that one of them does not compute (rope scaling, sliding window), a server with other weights, "
-    "another temperature, other picture sizes"
+    "likely causes: a part of the model that one of them does not implement (rope scaling, sliding window), a server with other weights, "
+    "another temperature, other image sizes"
 )
 
 
@@ -41,7 +41,7 @@ def make_failure(failed: Sequence[Rollout], line: str, *, num: int, limit: float
     if len(lasting) > limit * num or len(lasting) == num:
         return RunFailed(f"{line}; first reason: {lasting[0]}")
     first = next(rollout.reason for rollout in failed if rollout.stop_reason is not StopReason.PERMANENT_INFRA_ERROR)
-    return InfraOutage(f"{line}; first reason: {first}; the same command goes on")
+    return InfraOutage(f"{line}; first reason: {first}; the same command resumes the run")
 
 
 def require_finite(rollouts: list[Rollout]) -> None:
@@ -54,11 +54,11 @@ def require_finite(rollouts: list[Rollout]) -> None:
     for rollout in rollouts:
         name = f"{rollout.example_id}#{rollout.sample_index}"
         if rollout.reward is not None and not math.isfinite(rollout.reward):
-            raise NonFiniteValue(f"task={rollout.task}: {name} was rewarded {rollout.reward}; mend its reward function")
+            raise NonFiniteValue(f"task={rollout.task}: {name} has the reward {rollout.reward}; fix its reward function")
         for number, context in enumerate(rollout.sequences):
             for place, logprob in enumerate(context.rollout_logprobs):
                 if not math.isfinite(logprob):
-                    raise NonFiniteValue(f"the engine's logprob of token {place} of context {number} of {name} is {logprob}")
+                    raise NonFiniteValue(f"the engine's logprob of token {place} of sequence {number} of {name} is {logprob}")
 
 
 class MismatchCheck:

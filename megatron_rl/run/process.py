@@ -117,7 +117,7 @@ class SignalForwarder:
 def require_job() -> None:
     """Raise ValueError if this process is not part of a Slurm job."""
     if "SLURM_JOB_ID" not in os.environ:
-        raise ValueError("--requeue: this is no Slurm job; submit it with sbatch, or leave it out")
+        raise ValueError("--requeue: this is not a Slurm job; submit it with sbatch, or leave it out")
 
 
 def requeue_job(received: Container[int]) -> None:
@@ -129,7 +129,7 @@ def requeue_job(received: Container[int]) -> None:
     if signal.SIGUSR1 not in received and not _is_preempted(job):
         return
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
-    print(f"job {job} goes back into the queue, after {restarts} restarts", flush=True)
+    print(f"requeueing job {job} after {restarts} restarts", flush=True)
     subprocess.run(["scontrol", "requeue", job], check=True)
 
 

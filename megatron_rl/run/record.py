@@ -125,7 +125,7 @@ class Run:
                 models=(FINAL_FOLDER, ADAPTER_FOLDER),
             )  # fmt: skip
             if superseded and superseded[1]:
-                self.log(f"{superseded[1]} recorded steps are done again; their records are kept in {superseded[0]}")
+                self.log(f"{superseded[1]} recorded steps will be repeated; their records are kept in {superseded[0]}")
             gaps = find_gaps(self.folder, first_line=first_line)
             if gaps:
                 self.log(f"warning: {gaps}")
@@ -163,7 +163,7 @@ class Run:
             with explain_write_errors(self.folder):
                 raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
                 run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=step, step_rollouts=rollouts))
-            raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are kept in {path}, checkpoints before it stay") from error
+            raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are saved in {path}, earlier checkpoints are kept") from error
 
     @contextmanager
     def dump_batches_on_error(
@@ -185,7 +185,7 @@ class Run:
                     kept = {**asdict(replace(batch, images=[])), "patch_PC": load_image_patches(batch).patch_PC}
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
                     del kept  # free the patches before computing those of the next micro-batch
-            raise NonFiniteValue(f"step {step}, {error}; what was trained on is kept in {folder}, checkpoints before it stay") from error
+            raise NonFiniteValue(f"step {step}, {error}; its batches are saved in {folder}, earlier checkpoints are kept") from error
 
     @contextmanager
     def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
@@ -199,7 +199,7 @@ class Run:
                 raise_on_all_ranks(lambda: save_images(path.parent, [rollout for kind in chosen.values() for rollout in kind]))
                 run_on_rank_zero(lambda: write_rollouts(path, chosen, step=step, step_rollouts=rollouts))
             explain = f"python launch/explain.py {self.folder} --step {step}"
-            remedy = f"`{explain}` finds where they differ; run.max_logprob_abs_diff accepts more"
+            remedy = f"`{explain}` finds where they differ; run.max_logprob_abs_diff raises the bound"
             raise LogprobMismatch(f"step {step}: {error}; {remedy}") from error
 
     def log(self, line: str) -> None:
@@ -228,7 +228,7 @@ class Run:
         if not self.is_main:
             return
         for name in [name for name in self.history.bad_examples if name not in self._reported_examples]:
-            self.log(f"no further try can mend it: {name}: {self.history.bad_examples[name]}")
+            self.log(f"permanent error, not retried: {name}: {self.history.bad_examples[name]}")
             self._reported_examples.add(name)
         with explain_write_errors(self.folder):
             self.recorder.record(step, rollouts)
@@ -256,7 +256,7 @@ class Run:
             metrics = {**metrics, **times, **shares, **self.rollout_store.metrics(), **max_over_ranks(memory)}
             self.metrics_log.log(step, metrics)
         taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
-        self.progress.log_step(step, metrics, note="all groups alike: nothing learned" if taught_nothing else "")
+        self.progress.log_step(step, metrics, note="rewards equal in every group: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Mark the run as finished and write the final evaluation to eval.json and the metrics."""
@@ -268,10 +268,8 @@ class Run:
         if self.judge_stats is not None:
             self.log(self.judge_stats.format_summary(self.history.judge))
         if self.history.returns and not self.history.num_learning_steps:
-            remedy = (
-                "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) would make them differ"
-            )
-            self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards of a group were always alike; {remedy}")
+            remedy = "easier or harder examples, a higher algo.temperature, larger groups, or a warm start (stage=sft) can make them differ"
+            self.log(f"nothing was learned in any of {len(self.history.returns)} steps: rewards were equal in every group; {remedy}")
         with explain_write_errors(self.folder):
             self.metrics_log.log(self.num_steps, {**metrics, **self.step_timer.collect()})
             write_bytes_atomically(self.folder / EVALUATION_FILE, (json.dumps(values, indent=1) + "\n").encode())
@@ -308,7 +306,7 @@ class Result:
 
     def __str__(self) -> str:
         if not self.is_finished:
-            return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command goes on'}"
+            return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command resumes the run'}"
         left = self.folder / FINAL_FOLDER if (self.folder / FINAL_FOLDER).exists() else self.folder
         return f"{'done' if self.is_new else f'{self.folder} is finished'}: {describe_evaluation(self.metrics)}; {left}"
 

@@ -202,15 +202,15 @@ class StopSignal:
         again = interrupts[1:] + [at for _, at in received if at - first >= SECOND_SIGNAL_S and not has_launcher()]
         name, where = signal.Signals(number).name, main_thread_location()
         if again:
-            line = f"error: interrupted at {where}; the checkpoints that were complete stay, and the same command goes on"
+            line = f"error: interrupted at {where}; complete checkpoints are kept, and the same command resumes the run"
             return ForcedExit(min(again) + IMMEDIATE_S, line, EXIT_INTERRUPTED)
         if not self._has_started:
-            line = f"stopped before the first step, by {name} at {where}; the same command goes on"
+            line = f"stopped before the first step, by {name} at {where}; the same command resumes the run"
             return ForcedExit(first + STARTUP_TIMEOUT_S, line, os.EX_TEMPFAIL)
         at = first + self._grace_s + self._close_timeout_s
         if not has_launcher():
             at = min(at, max(first + self._grace_s, self._last_move()) + CLOSE_TIMEOUT_S)
-        line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command goes on from the last checkpoint"
+        line = f"error: {name}: still at {where} after {time.monotonic() - first:.0f} s; the same command resumes from the last checkpoint"
         return ForcedExit(at, line, os.EX_TEMPFAIL)
 
     def _last_move(self) -> float:

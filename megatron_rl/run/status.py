@@ -28,7 +28,7 @@ from megatron_rl.weights.formats.safetensors_folder import find_missing_file
 
 _FLOCK = struct.Struct("hhqqi4x")
 """struct flock in fcntl(2) on 64-bit Linux: type, whence, start, length, pid."""
-_NO_REASON = "ended without a word; was it killed?"
+_NO_REASON = "ended without an error message; it may have been killed"
 _EVALUATED = "eval/"
 
 
@@ -135,7 +135,7 @@ def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
         word = read_json(path)
         return path.stat().st_mtime, RunState(word["state"]), str(word["line"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); it is the run's own, remove it") from error
+        raise ValueError(f"{path}: cannot be read ({error}); the run wrote it, remove it") from error
 
 
 def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
@@ -155,7 +155,7 @@ def _settings_of(folder: Path) -> dict[str, object]:
     try:
         return flatten(read_settings(path)) if is_regular(path) else {}
     except ValueError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; it is the run's own, restore it") from error
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; the run wrote it, restore it") from error
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -77,8 +77,8 @@ def find_gaps(run_dir: Path, *, first_line: int) -> str:
     missing = sorted(set(range(first_line)) - set(found))
     if missing:
         steps = ", ".join(map(str, missing[:4])) + (", ..." if len(missing) > 4 else "")
-        return f"{path} has no line of {len(missing)} steps that are done ({steps}); curves and reports lack them"
-    return "" if found == sorted(set(found)) else f"{path} has lines that are not in the order of steps, or twice; somebody changed it"
+        return f"{path} has no line for {len(missing)} completed steps ({steps}); they are missing in plots and reports"
+    return "" if found == sorted(set(found)) else f"{path} has lines that are out of order or duplicated; the file was changed"
 
 
 def _is_final_evaluation(line: Mapping[str, float]) -> bool:

@@ -196,10 +196,10 @@ GOOD = "error: run.dir=/x: could not be written ([Errno 28] No space left on dev
         ([1, 1], ["error: something went wrong\n", ""], [], "neither key nor part"),
         ([0, -signal.SIGSEGV], ["done", ""], [], "exit codes"),
         ([75, 75], ["step 1\n", ""], [], "stopped without its word"),
-        ([75, 75], ["stopped at step 1 of 3; the same command goes on\n", ""], [], ""),
+        ([75, 75], ["stopped at step 1 of 3; the same command resumes the run\n", ""], [], ""),
         (
             [75, 75],
-            ["stopped before the first step, by SIGTERM at world.py:71 in connect; the same command goes on\n", ""],
+            ["stopped before the first step, by SIGTERM at world.py:71 in connect; the same command resumes the run\n", ""],
             [],
             "",
         ),

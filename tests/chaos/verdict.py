@@ -31,7 +31,7 @@ DEFINED = re.compile(
 )
 """Valid beginnings of the error line of a run: it names a config key or the failing part."""
 STOPPED = re.compile(
-    r"^stopped (at step \d+ of \d+; (.*; )?|before the first step, by SIG\w+ at .*; )the same command goes on$", re.MULTILINE
+    r"^stopped (at step \d+ of \d+; (.*; )?|before the first step, by SIG\w+ at .*; )the same command resumes the run$", re.MULTILINE
 )
 MISMATCH = "rollout_mismatch/"
 COMPILED = "torchinductor_"

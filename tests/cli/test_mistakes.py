@@ -150,7 +150,7 @@ def test_help_of_a_group_lists_that_group() -> None:
 
 
 def test_the_doctor_speaks_of_itself() -> None:
-    assert "launch/doctor.py" in render_help([], is_doctor=True) and render_help([], is_doctor=True).startswith("Looks at everything")
+    assert "launch/doctor.py" in render_help([], is_doctor=True) and render_help([], is_doctor=True).startswith("Checks everything")
 
 
 def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:

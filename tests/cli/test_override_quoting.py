@@ -103,9 +103,9 @@ def test_a_number_is_not_quoted() -> None:
 
 def test_a_word_that_the_shell_has_cut_is_put_together() -> None:
     words = ["run.steps=3", "task.data.train=[a", "\u00e4.jsonl,", "b]", "run.seed=1"]
-    assert malformed_override_line(words[1], words).endswith(""" of the shell: 'task.data.train=["a \u00e4.jsonl",b]'""")
+    assert malformed_override_line(words[1], words).endswith("""into shell quotes: 'task.data.train=["a \u00e4.jsonl",b]'""")
     assert malformed_override_line("folder", ["model.path=my", "folder"]).endswith(
-        ": 'model.path=my folder', if it goes with the word before"
+        ": 'model.path=my folder', if it belongs to the argument before it"
     )
 
 

@@ -86,7 +86,7 @@ def test_a_task_of_a_sweep(start: Start) -> None:
     called = start("sweep.sbatch", "sweep.yaml", "--requeue", SLURM_ARRAY_TASK_ID="7")
     assert called == ["launch/sweep.py", "sweep.yaml", "--requeue", "--task", "7"]
     assert start("sweep.sbatch", "sweep.yaml", code=1) == [
-        "error: --array=: is lacking; python launch/sweep.py SWEEP.YAML --print shows it"
+        "error: --array=: is missing; python launch/sweep.py SWEEP.YAML --print shows its value"
     ]
 
 
@@ -97,7 +97,7 @@ def test_a_job_that_begins_elsewhere_is_refused(start: Start, script: str, tmp_p
     (tmp_path / "launch" / "slurm").mkdir(parents=True)
     (tmp_path / "launch" / "slurm" / script).write_bytes((ROOT / "launch" / "slurm" / script).read_bytes())
     (line,) = start(script, *RUN, code=1, SLURM_ARRAY_TASK_ID="0")
-    assert line.startswith(f"error: --chdir={tmp_path}: has no launch/")
+    assert line.startswith(f"error: --chdir={tmp_path}: does not contain launch/")
     text = (ROOT / "launch" / "slurm" / script).read_text()
     seconds = {"train.sbatch": 300, "judge.sbatch": 60, "sweep.sbatch": 300}[script]
     assert {f"#SBATCH --signal=B:USR1@{seconds}", "#SBATCH --open-mode=append", "#SBATCH --ntasks-per-node=1"} <= {*text.splitlines()}

@@ -35,7 +35,7 @@ def test_an_address_with_a_secret_is_refused(key: str, bad: str) -> None:
     given = OmegaConf.create({"services": {key.split(".")[1]: service}} if key.startswith("services") else {})
     OmegaConf.update(given, key, ["http://well:1/v1", bad] if key.endswith("urls") else bad)
     chosen = OmegaConf.merge(OmegaConf.structured(Settings), given, {"task": {"name": "vqa"}, "run": {"dir": "x"}, "model": {"path": "x"}})
-    with pytest.raises(ValueError, match=rf"^{key}=\.\.\.: holds @, \? or #; give scheme, host, port and path alone") as caught:
+    with pytest.raises(ValueError, match=rf"^{key}=\.\.\.: contains @, \? or #; give only scheme, host, port and path") as caught:
         OmegaConf.to_object(chosen)
     assert SECRET not in "".join(traceback.format_exception(caught.value))
 
@@ -43,7 +43,7 @@ def test_an_address_with_a_secret_is_refused(key: str, bad: str) -> None:
 @pytest.mark.parametrize("word", ["--api-key", f"--api-key={SECRET}", f"--api_key={SECRET}", "--api-ke"])
 @pytest.mark.parametrize("place", ["args", "command"])
 def test_a_key_in_a_command_is_refused(word: str, place: str) -> None:
-    with pytest.raises(ValueError, match=rf"^services.judge.{place}=\.\.\.: holds --api-key.*the run makes a key of its own") as caught:
+    with pytest.raises(ValueError, match=rf"^services.judge.{place}=\.\.\.: contains --api-key.*the run creates a key itself") as caught:
         ServicesSettings(judge=ServiceSettings(kind="vllm", model="7b", **{place: [word, SECRET]}))
     assert SECRET not in str(caught.value)
 

@@ -29,9 +29,9 @@ from megatron_rl.config import (
     [
         (OptimSettings, {"schedule": "steep"}, "optim.schedule=steep: choose one of constant, linear, cosine"),
         (OptimSettings, {"lr": -1.0}, "optim.lr=-1.0: must be a finite number that is not negative"),
-        (OptimSettings, {"lr": 0.1, "min_lr": 0.2}, "optim.min_lr=0.2: must lie between 0 and optim.lr=0.1"),
+        (OptimSettings, {"lr": 0.1, "min_lr": 0.2}, "optim.min_lr=0.2: must be between 0 and optim.lr=0.1"),
         (OptimSettings, {"clip_grad": 0.0}, "optim.clip_grad=0.0: must be positive"),
-        (OptimSettings, {"beta2": 1.0}, r"optim.beta2=1.0: must lie in \[0, 1\)"),
+        (OptimSettings, {"beta2": 1.0}, r"optim.beta2=1.0: must be in \[0, 1\)"),
         (OptimSettings, {"lr_by_module": {"head": 1.0}}, "optim.lr_by_module=head: choose one of"),
         (AlgoSettings, {"kl_coef": -0.1}, "algo.kl_coef=-0.1: "),
         (AlgoSettings, {"entropy_coef": -0.1}, "algo.entropy_coef=-0.1: must be a finite number that is not negative"),
@@ -41,7 +41,7 @@ from megatron_rl.config import (
         (AlgoSettings, {"use_kl_in_reward": True}, "algo.use_kl_in_reward=True: needs algo.kl_coef"),
         (BatchSettings, {"micro_batch_tokens": 0}, "batch.micro_batch_tokens=0: "),
         (BatchSettings, {"loss_agg_mode": "mean"}, "batch.loss_agg_mode=mean: choose one of"),
-        (BatchSettings, {"loss_scale_factor": 9}, "batch.loss_scale_factor=9: goes with batch.loss_agg_mode=fixed_length"),
+        (BatchSettings, {"loss_scale_factor": 9}, "batch.loss_scale_factor=9: must be positive with batch.loss_agg_mode=fixed_length"),
         (BatchSettings, {"prompts_per_step": 5, "minibatches": 2}, "batch.prompts_per_step=5: must be divisible by batch.minibatches=2"),
         (BatchSettings, {"group_size": 0}, "batch.group_size=0: "),
         (FilterSettings, {"drop": ["bad"]}, "filter.drop=bad: choose one of"),
@@ -104,7 +104,7 @@ def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
         ("rl", {"mode": "rollout_only", "max_staleness": 1}, {"save": "all"}, "run.max_staleness=1: "),
         ("rl", {"mode": "replay"}, {}, "run.mode=replay: needs rollouts.replay_from=RUN/rollouts"),
         ("rl", {"mode": "replay", "eval_every": 2}, {"replay_from": "there"}, "run.eval_every=2: a replay has no engine"),
-        ("sft", {"mode": "replay"}, {"replay_from": "there"}, "run.mode=replay: is a mode of stage=rl"),
+        ("sft", {"mode": "replay"}, {"replay_from": "there"}, "run.mode=replay: is only for stage=rl"),
     ],
 )
 def test_a_mode_has_what_it_needs(stage: str, run: dict[str, object], rollouts: dict[str, str], line: str) -> None:

@@ -89,7 +89,7 @@ def test_what_the_build_lacks_is_named(checkout: Path) -> None:
         return line
 
     write_script(checkout / ".venv" / "bin" / "python", 'case "$1" in -c) exit 1 ;; esac')
-    assert refused() == "install_te: error: the packages of requirements/te.txt do not load with megatron-core"
+    assert refused() == "install_te: error: the packages of requirements/te.txt cannot be imported with megatron-core"
     (checkout / "bin" / "g++").unlink()
     assert refused().startswith("install_te: error: needs g++ to build")
     write_script(checkout / "bin" / "nvcc", 'echo "Cuda compilation tools, release 12.8, V12.8.93"')

@@ -71,7 +71,7 @@ def test_tokens_without_a_row_are_refused_before_anything_is_built(random_model:
 
 
 def test_a_frozen_part_beside_adapters(random_model: Path) -> None:
-    remedy = r"^model.frozen=\['vision'\]: with lora.rank the whole base is frozen; choose what is trained by lora.targets$"
+    remedy = r"^model.frozen=\['vision'\]: with lora.rank the whole base model is frozen; choose the trained layers with lora.targets$"
     with pytest.raises(ValueError, match=remedy):
         check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "model.frozen=[vision]", "lora.rank=8"), 1)
 
@@ -82,8 +82,8 @@ def test_more_staleness_than_engines_hold(random_model: Path) -> None:
     check_settings(settings_of(*given, "run.max_staleness=1"), 4)
     check_settings(settings_of(*given, "run.max_staleness=2", "stage=sft"), 4)
     told = (
-        "run.max_staleness=2: 3 times batch.prompts_per_step=24 times batch.group_size=8 episodes are under way, "
-        "and 2 engines hold engine.max_num_seqs=192 each; set that to 288"
+        "run.max_staleness=2: 3 times batch.prompts_per_step=24 times batch.group_size=8 episodes are in flight, "
+        "but 2 engines run engine.max_num_seqs=192 each; set that to 288"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         check_settings(settings_of(*given, "run.max_staleness=2"), 4)
@@ -100,7 +100,7 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
     check_settings(settings_of(*given, "engine.tp=2"), 3)
     check_settings(settings_of(*given, "run.max_staleness=1"), 1)
     for engines in (REMOTE, ("engine.mode=server", "engine.num_local_servers=2", "engine.urls=[]")):
-        with pytest.raises(ValueError, match=r"^run.max_staleness=2: .* and 2 engines hold engine.max_num_seqs=192 each; set that to 288$"):
+        with pytest.raises(ValueError, match=r"^run.max_staleness=2: .* but 2 engines run engine.max_num_seqs=192 each; set that to 288$"):
             check_settings(settings_of(*given, *engines, "run.max_staleness=2"), 8)
 
 
@@ -110,30 +110,30 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
         (("engine.mode=ray",), "engine.mode=ray: choose one of colocated, server"),
         (
             ("engine.mode=server",),
-            "engine.urls=[]: is needed by engine.mode=server; name its servers, or have the run start some: engine.num_local_servers=2",
+            "engine.urls=[]: is required by engine.mode=server; give its servers, or let the run start some: engine.num_local_servers=2",
         ),
         (
             ("engine.num_local_servers=1",),
-            "engine.num_local_servers=1: are asked by engine.mode=server alone; choose it, or leave them out",
+            "engine.num_local_servers=1: is only for engine.mode=server; choose it, or leave this out",
         ),
         (
             ("engine.mode=server", "engine.num_local_servers=-1"),
-            "engine.urls=[]: is needed by engine.mode=server; name its servers, or have",
+            "engine.urls=[]: is required by engine.mode=server; give its servers, or let",
         ),
         ((*REMOTE, "engine.num_local_servers=-1"), "engine.num_local_servers=-1: must not be negative; 0 starts none"),
         (
             (*REMOTE, "engine.num_local_servers=2"),
-            "engine.num_local_servers=2: are started by the run, and engine.urls names others; give one of both",
+            "engine.num_local_servers=2: starts servers, and engine.urls contains others; set one of the two",
         ),
         (
             (*REMOTE[:1], "engine.num_local_servers=2", "engine.startup_timeout_s=nan"),
             "engine.startup_timeout_s=nan: must be a number of seconds",
         ),
-        (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: are asked by engine.mode=server alone; choose it, or leave them out"),
-        (("engine.mode=server", "engine.urls=[a:1]"), "engine.urls=a:1: is no address; give http://HOST:PORT"),
+        (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: is only for engine.mode=server; choose it, or leave this out"),
+        (("engine.mode=server", "engine.urls=[a:1]"), "engine.urls=a:1: is not a URL; give http://HOST:PORT"),
         (
             ("engine.mode=server", "engine.urls=[http://a:1,http://a:1/]"),
-            "engine.urls=['http://a:1', 'http://a:1/']: names an engine twice; name each once",
+            "engine.urls=['http://a:1', 'http://a:1/']: contains a server twice; give each once",
         ),
         ((*REMOTE, "engine.health_timeout_s=0"), "engine.health_timeout_s=0.0: must be a number of seconds"),
         ((*REMOTE, "engine.request_timeout_s=-1"), "engine.request_timeout_s=-1.0: must be a number of seconds"),

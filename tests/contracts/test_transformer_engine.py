@@ -155,7 +155,7 @@ def test_one_beside_which_megatron_does_not_load_ends_a_run_in_one_line(case: st
     given = {"PYTHONPATH": str(ROOT) if without else broken}
     ended = run("-c", f"{without}from megatron_rl.cli import cli; cli()", "model.path=here", "run.dir=there", "task=number_line", **given)
     (line,) = ended.stderr.splitlines()
-    told = "error: transformer_engine: megatron-core does not load beside the one that is installed"
+    told = "error: transformer_engine: megatron-core cannot be imported with the installed version"
     reason = "No module named 'transformer_engine.pytorch.fp8'" if without else "libcudart.so.12: cannot open shared object file"
     assert ended.returncode == 1 and line.startswith(f"{told} ({reason}); bash launch/install_te.sh"), ended.stderr
 

@@ -106,7 +106,7 @@ def test_launchers_that_do_not_meet_say_where() -> None:
         done = fork_server.run_script(ROOT / "launch" / "launch.py", *meet, SUPPORT / "multi_node_world.py", timeout_s=30)
     assert done.returncode == 1
     (line,) = done.stdout.splitlines()
-    assert line.startswith(f"error: --master_addr=127.0.0.1 --master_port={port}: the launchers of 2 nodes did not meet (")
+    assert line.startswith(f"error: --master_addr=127.0.0.1 --master_port={port}: the launchers of 2 nodes could not connect (")
 
 
 def test_threads_are_a_ranks_part_of_the_cores_beside_gpus() -> None:

@@ -152,7 +152,7 @@ def test_a_mistake_in_one_reply_fails_that_rollout(home: Path) -> None:
     given = ("task=vqa", "task.reward=picky", "experiment=mine", "run.dir=out", "run.max_failed_fraction=0.5")
     said = run(home, "picky", *given, "task.data.train=[two.jsonl]", "task.data.eval=[one.jsonl]")
     assert re.search(
-        r"^no further try can mend it: train/1: reward picky on train/1: KeyError: '2' \(.*picky.py:3\)$", said, re.MULTILINE
+        r"^permanent error, not retried: train/1: reward picky on train/1: KeyError: '2' \(.*picky.py:3\)$", said, re.MULTILINE
     ), said
     (step, _) = read_metrics(home / "out" / "metrics.jsonl")
     assert (step["rollout/failed"], step["rollout/completed"] + step["rollout/truncated"]) == (4.0, 4.0)

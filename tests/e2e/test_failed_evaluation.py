@@ -22,7 +22,7 @@ def test_what_was_trained_is_saved(random_model: Path, tmp_path: Path) -> None:
     """
     result = fork_server.run_script(SUPPORT / "failed_evaluation.py", random_model, tmp_path / "run", "down", timeout_s=240)
     told = "evaluation: 1 of 1 episodes failed, run.max_failed_fraction=0.1; first reason: the world is down"
-    assert f"stopped at step 2 of 2; {told}; the same command goes on" in result.stdout, result.stdout
+    assert f"stopped at step 2 of 2; {told}; the same command resumes the run" in result.stdout, result.stdout
     run = tmp_path / "run"
     assert [step["step"] for step in read_metrics(run / "metrics.jsonl")] == [0, 1] and not (run / "eval.json").exists()
     (checkpoint,) = list_checkpoints(run / "checkpoints")

@@ -29,7 +29,7 @@ def test_a_planted_temperature_ends_the_run_before_its_first_update(random_model
     assert result.returncode == 1, result.stdout[-6000:]
     (line,) = set(re.findall(r"^error: (step 0: engine and trainer differ: .*)$", result.stdout, flags=re.MULTILINE))
     assert "above the bound 0.001 (of float32); nothing was updated" in line
-    assert f"`python launch/explain.py {folder} --step 0`" in line and line.endswith("run.max_logprob_abs_diff accepts more")
+    assert f"`python launch/explain.py {folder} --step 0`" in line and line.endswith("run.max_logprob_abs_diff raises the bound")
     assert not (tmp_path / "updated").exists() and not (folder / "final").exists() and not (folder / "checkpoints").exists()
     assert not (folder / "metrics.jsonl").read_text()
     entries = read_recorded(folder / "rollouts" / "step_000000.jsonl")

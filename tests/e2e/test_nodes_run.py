@@ -86,10 +86,10 @@ def test_what_nodes_do_not_share_is_named(key: str, random_model: Path, tmp_path
         file.write("\n")
     given = {"run.dir": ("run.dir=run", f"model.path={random_model}"), "model.path": (f"run.dir={tmp_path}/run", "model.path=model")}
     lacks = {
-        "run.dir": "run.dir=run: node 1 ({0}) does not see there what rank 0 wrote; put",
-        "model.path": "model.path=model: node 1 ({0}) has not the model/config.json of node 0 ({0}); copy it, or put",
+        "run.dir": "run.dir=run: node 1 ({0}) does not see a file that rank 0 wrote there; put",
+        "model.path": "model.path=model: node 1 ({0}) does not have the same model/config.json as node 0 ({0}); copy it, or put",
     }
-    line = f"error: {lacks[key].format(HOST)} it on a folder that all nodes share"
+    line = f"error: {lacks[key].format(HOST)} it in a folder that all nodes share"
     nodes = start_ranks(TRAIN, *given[key], *TINY, folders=folders)
     try:
         said, _ = nodes[0].communicate(timeout=120)

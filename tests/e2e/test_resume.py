@@ -210,7 +210,7 @@ def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
     assert read_state(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
 
     assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}, sampled ")
-    told = f"error: run.dir={run}: holds a run with other settings: run.steps=5 (was 6); run.overwrite=true moves it aside"
+    told = f"error: run.dir={run}: contains a run with other settings: run.steps=5 (was 6); run.overwrite=true moves it aside"
     assert told in end(begin(*third, "run.steps=5"), code=1)
     check_equal(run, unbroken)
 
@@ -228,7 +228,7 @@ def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Pat
     num_lines = len(read_metrics(run / "metrics.jsonl"))
     assert flip_signs(newest) > 3
     said = end(begin(*overrides))
-    moved = f"; moved to {kept}, the run goes on from step_00000001 and does the steps behind it again\n"
+    moved = f"; moved to {kept}, the run resumes from step_00000001 and repeats the later steps\n"
     assert re.search(rf"{newest}: damaged: __0_\d.distcp has the SHA-256 \w{{64}}, not \w{{64}}{moved}", said)
     assert len(read_metrics(run / "superseded" / "step_00000001" / "metrics.jsonl")) == num_lines - 1
     check_equal(run, unbroken)
@@ -247,19 +247,19 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
     output = stop_when_there_is(run / "rollouts" / "step_000001.jsonl", begin(*overrides), signal.SIGTERM)
     (first,) = names(run)
     step = int(first.removeprefix("step_"))
-    assert output.endswith(f"\nstopped at step {step} of 6; the same command goes on\n") and 2 <= step <= 3
+    assert output.endswith(f"\nstopped at step {step} of 6; the same command resumes the run\n") and 2 <= step <= 3
     assert not (run / "final").exists() and read_state(run / "checkpoints" / first).success is not None
 
     (tmp_path / "hold_train").touch()
     hasty = (*overrides, "run.grace_s=0.1")
     output = stop_when_there_is(tmp_path / "hold_train_is_felt", begin(*hasty, script=HELD), signal.SIGUSR1)
-    assert output.endswith(f"\nstopped at step {step} of 6; the same command goes on\n") and names(run) == {first}
+    assert output.endswith(f"\nstopped at step {step} of 6; the same command resumes the run\n") and names(run) == {first}
     assert f"resume: {run}/checkpoints/{first}; changed since: run.grace_s=0.1 (was 60.0)\n" in output
 
     (tmp_path / "hold_train").unlink()
     (tmp_path / "hold_eval").touch()
     output = stop_when_there_is(tmp_path / "hold_eval_is_felt", begin(*hasty, script=HELD), signal.SIGINT)
-    assert output.endswith(f"\nstopped at step {step + 1} of 6; the same command goes on\n")
+    assert output.endswith(f"\nstopped at step {step + 1} of 6; the same command resumes the run\n")
     assert names(run) == {first, f"step_{step + 1:08d}"} and len(read_metrics(run / "metrics.jsonl")) == step
     assert read_state(run / "checkpoints" / f"step_{step + 1:08d}").history.pending_metrics["reward/mean"] is not None
 
@@ -410,7 +410,9 @@ def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_mode
         f"resume: {run}/checkpoints/step_00000036; changed since: checkpoint.allow_repeat=True (was False), run.dir={run} (was {warm}); "
     )
     assert f"{resumed}{run}/final/config.json is missing, the run is not finished\n" in output
-    (step,) = (int(number) for number in re.findall(r"^stopped at step (\d+) of 40; the same command goes on$", output, re.MULTILINE))
+    (step,) = (
+        int(number) for number in re.findall(r"^stopped at step (\d+) of 40; the same command resumes the run$", output, re.MULTILINE)
+    )
     assert "sft step 36/40" not in output and step in (37, 38, 39) and max(names(run)) == f"step_{step:08d}"
     output = end(begin(*overrides))
     assert f"sft step {step + 1}/40" in output and f"sft step {step}/40" not in output

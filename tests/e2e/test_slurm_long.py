@@ -111,7 +111,7 @@ def test_two_nodes_are_one_world(slurm: Cluster, tree: Path, random_model: Path)
     said = (tree / "runs" / "back.out").read_text()
     print(said)
     assert [(jobs[job].code, jobs[job].restarts) for job in submitted.values()] == [("0:0", 0), ("0:0", 1)], read_outputs(tree)
-    assert "stopped at step " in said and "goes back into the queue" in said and "resume: runs/back/checkpoints/step_" in said
+    assert "stopped at step " in said and "requeueing job " in said and "resume: runs/back/checkpoints/step_" in said
     check_equal_runs(tree / "runs" / "back", tree / "runs" / "two")
     start(2, ROOT / "launch" / "train.py", *words, f"run.dir={tree}/runs/one", timeout_s=WAIT_S)
     two, one = ([drop_timings(line) for line in read_metrics(tree / "runs" / name / "metrics.jsonl")] for name in ("two", "one"))

@@ -57,7 +57,7 @@ def test_ranks_stop_together(random_model: Path, tmp_path: Path) -> None:
     # On a busy machine, rank 1 may still be closing after its first signal when the second one
     # arrives; it then treats both as one.
     assert ranks[0].returncode == os.EX_TEMPFAIL and ranks[1].returncode in (-signal.SIGTERM, os.EX_TEMPFAIL), said
-    step = int(re.search(r"\nstopped at step (\d+) of 500; the same command goes on\n$", said[0])[1])
+    step = int(re.search(r"\nstopped at step (\d+) of 500; the same command resumes the run\n$", said[0])[1])
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{step:08d}"] and "Traceback" not in "".join(said)
     assert (run / "metrics.jsonl").read_text().count("\n") == step and not (run / "final").exists()
     assert not list(Path("/dev/shm").glob("*cpushm*"))

@@ -180,7 +180,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
             "engine.mode=server",
             "engine.num_local_servers=1",
             f"run.dir={tmp_path}/no",
-        ): "engine.num_local_servers=1: are for a run; name servers",
+        ): "engine.num_local_servers=1: is only for training; give running servers",
         ("evaluation.split=train", f"run.dir={tmp_path}/no"): "task.data.train=[]: give the files of questions",
     }
     for words, line in refusals.items():

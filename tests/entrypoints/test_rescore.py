@@ -121,9 +121,9 @@ def test_by_a_judge(recorded: Path, random_model: Path, tmp_path: Path) -> None:
 def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> None:
     """Other scores in the same folder, the recorded run's own folder, an example of other data, a folder without steps."""
     rescored(recorded, random_model, tmp_path / "out")
-    line = f"error: run.dir={tmp_path}/out: holds other scores: task.reward=pyvision (was ); choose another folder"
+    line = f"error: run.dir={tmp_path}/out: contains scores of other settings: task.reward=pyvision (was ); choose another folder"
     assert line in rescored(recorded, random_model, tmp_path / "out", "task.reward=pyvision", code=1)
-    assert "the recorded run stays as it is" in rescored(recorded, random_model, recorded.parent, code=1)
+    assert "the recorded run must not change" in rescored(recorded, random_model, recorded.parent, code=1)
     write_lines_atomically(tmp_path / "questions.jsonl", [{"question": "Which?", "answer": "red", "id": "another"}])
     assert "error: task.name: has no example 'train/1'" in rescored(recorded, random_model, tmp_path / "other", code=1)
     (tmp_path / "empty").mkdir()

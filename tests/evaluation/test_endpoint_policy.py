@@ -116,8 +116,8 @@ def test_mistakes_are_told_in_a_line(questions: Path, tmp_path: Path) -> None:
     def line(*words: str) -> str:
         return evaluated(tmp_path / "out", *words, code=1).splitlines()[-1]
 
-    assert line(*asked_of(questions, "http://me:secret@x/v1")).startswith("error: evaluation.urls=...: holds @, ? or #; ")
-    assert "error: evaluation.weights=w: an endpoint serves weights of its own" in line(
+    assert line(*asked_of(questions, "http://me:secret@x/v1")).startswith("error: evaluation.urls=...: contains @, ? or #; ")
+    assert "error: evaluation.weights=w: an endpoint serves its own weights" in line(
         *asked_of(questions, "http://x/v1", "evaluation.weights=w")
     )
     down = line(*asked_of(questions, "http://127.0.0.1:9/v1", "run.outage_timeout_s=0"))

@@ -87,7 +87,7 @@ def test_too_many_failures_are_no_score() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_no_failure_of_the_policy(reward: float) -> None:
-    with pytest.raises(NonFiniteValue, match=rf"^task=t: e#0 was rewarded {reward}; mend its reward function$"):
+    with pytest.raises(NonFiniteValue, match=rf"^task=t: e#0 has the reward {reward}; fix its reward function$"):
         compute_eval_scores(Positive(), EXAMPLES, [rollout(0, 1.0), rollout(1, reward), rollout(1, None)], max_failed=0.5)
 
 

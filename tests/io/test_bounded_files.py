@@ -260,5 +260,6 @@ def test_words_of_files_leave_the_terminal_alone(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr()
     assert not {"\x1b", "\x9b", "\x07"} & {*said.out, *said.err} and said.err.count("?[2Jrun") == 2
     assert (
-        said.err.splitlines()[-1] == "error: model_type ?]0;owned?" and "another temperature: ?]0;owned; the first: ?]0;owned" in said.out
+        said.err.splitlines()[-1] == "error: model_type ?]0;owned?"
+        and "different temperature: ?]0;owned; the first evaluation: ?]0;owned" in said.out
     )

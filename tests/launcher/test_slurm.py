@@ -51,7 +51,7 @@ def test_the_script_says_all_that_was_asked(here: Path, capsys: pytest.CaptureFi
 def test_it_is_submitted(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer(here, f'echo "$@" > {here}/told; echo "1234;cluster"')
     assert submit_main([*SIMPLE]) == 0
-    assert capsys.readouterr().out == "job 1234: run/job.sbatch; its words: run/logs\n"
+    assert capsys.readouterr().out == "job 1234: run/job.sbatch; its output: run/logs\n"
     assert (here / "told").read_text() == "--parsable run/job.sbatch\n"
     assert "#SBATCH --no-requeue" in (here / "run" / "job.sbatch").read_text()
 
@@ -65,17 +65,17 @@ def test_what_cannot_be_submitted_is_a_line(here: Path, capsys: pytest.CaptureFi
 
     assert refused(*SIMPLE, "slurm.nodes=0") == "error: slurm.nodes=0: must be at least 1\n"
     assert refused(*SIMPLE, "slurm.node=4") == "error: slurm.node=4: no such key; did you mean slurm.nodes?\n"
-    assert refused(*SIMPLE, "slurm.sbatch=[mine]").endswith("mine is no option of sbatch; write --KEY=VALUE\n")
+    assert refused(*SIMPLE, "slurm.sbatch=[mine]").endswith("mine is not an option of sbatch; write --KEY=VALUE\n")
     assert refused("run.dir=run").startswith("error: model.path=")
     (here / "launch").rename(here / "moved")
-    assert refused(*SIMPLE) == f"error: {here}: has no launch/slurm/train.sbatch; submit from the folder that holds launch/\n"
+    assert refused(*SIMPLE) == f"error: {here}: does not contain launch/slurm/train.sbatch; submit from the folder that contains launch/\n"
     (here / "moved").rename(here / "launch")
     assert not (here / "run").exists(), "nothing is written for what does not compose"
     leave(here / "run", "steps checkpoint")
     before = sorted(path.name for path in (here / "run").iterdir())
-    assert refused(*SIMPLE).startswith("error: run.dir=run: holds a run with other settings: ")
+    assert refused(*SIMPLE).startswith("error: run.dir=run: contains a run with other settings: ")
     assert sorted(path.name for path in (here / "run").iterdir()) == before
     there = [*SIMPLE[:1], "run.dir=there"]
-    assert refused(*there) == "error: sbatch: is not here; submit there/job.sbatch from a login node of the cluster\n"
+    assert refused(*there) == "error: sbatch: command not found; submit there/job.sbatch from a login node of the cluster\n"
     answer(here, 'echo "sbatch: error: invalid partition specified: x" >&2; exit 1')
     assert refused(*there) == "error: sbatch: invalid partition specified: x (there/job.sbatch)\n"

@@ -109,7 +109,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
     [
         ("ends", 0, "threads 1"),
         ("fails", 7, "error: key=value: remedy"),
-        ("dies", 128 + signal.SIGKILL, "error: rank 1 was ended by SIGKILL; was memory short, or did someone?"),
+        ("dies", 128 + signal.SIGKILL, "error: rank 1 was killed by SIGKILL; possible cause: out of memory"),
     ],
 )
 def test_the_last_line_is_the_workers(case: str, code: int, last: str, launched: dict[str, Launched]) -> None:
@@ -134,7 +134,7 @@ def test_who_had_not_yet_begun_can_be_started_again(launched: dict[str, Launched
 def test_who_does_not_listen_is_killed_in_the_end(launched: dict[str, Launched]) -> None:
     launched["deaf"].tell(signal.SIGTERM)
     code, lines = launched["deaf"].end()
-    assert code == 128 + signal.SIGKILL and re.fullmatch(r"error: rank [01] was ended by SIGKILL; .*", lines[-1])
+    assert code == 128 + signal.SIGKILL and re.fullmatch(r"error: rank [01] was killed by SIGKILL; .*", lines[-1])
 
 
 def test_a_second_sigint_does_not_wait(launched: dict[str, Launched]) -> None:

@@ -43,7 +43,7 @@ if how == "1":
 if how == "2":
     def stop(*_):
         time.sleep(1.0 if "steps" in folder else 0.0)
-        print("stopped at step 1 of 4; the same command goes on", flush=True)
+        print("stopped at step 1 of 4; the same command resumes the run", flush=True)
         sys.exit(75)
     signal.signal(signal.SIGUSR1, stop)
     print("ready", flush=True)
@@ -85,18 +85,18 @@ def test_all_are_composed_before_any_begins(bench: Path, capsys: pytest.CaptureF
         assert said.out == "" and said.err.splitlines() == [
             "error: optim.lr=fast: expects a number (task 1)",
             "error: algo=grop: no such algo; did you mean grpo? --help lists all (task 2)",
-            "error: filter.drop=a,b: holds a comma; write 'filter.drop=[a,b]'; "
-            "an entry that has one itself stands in double quotes (task 4)",
+            "error: filter.drop=a,b: contains a comma; write 'filter.drop=[a,b]'; "
+            "put an entry that contains a comma into double quotes (task 4)",
         ]
     assert not Path("runs").exists()
     write("grid: {run.seed: [3, 3]}")
     assert play(bench, "--local", "2") == 1
-    assert capsys.readouterr().err.startswith("error: sweep.yaml: run.dir=runs/run.seed_3: is the folder of tasks 0, 1; ")
+    assert capsys.readouterr().err.startswith("error: sweep.yaml: run.dir=runs/run.seed_3: is used by tasks 0, 1; ")
     write("grid: {run.seed: [3]}")
     assert play(bench, "--task", "1") == 1
     assert capsys.readouterr().err == "error: --task=1: sweep.yaml has tasks 0 to 0; sbatch --array=0-0\n"
     assert play(bench, "--task", "0", "--requeue") == 1
-    assert capsys.readouterr().err.startswith("error: --requeue: this is no Slurm job; ")
+    assert capsys.readouterr().err.startswith("error: --requeue: this is not a Slurm job; ")
     assert not Path("runs").exists()
 
 
@@ -104,7 +104,9 @@ def test_a_folder_that_cannot_go_on_is_told_before_any_begins(bench: Path, capsy
     write("grid: {run.seed: [0, 3]}")
     leave(Path("runs/run.seed_3"), "steps checkpoint")
     assert play(bench, "--local", "1") == 1
-    assert re.match(r"error: run.dir=runs/run.seed_3: holds a run with other settings: .*optim.lr=0.0002 \(was ", capsys.readouterr().err)
+    assert re.match(
+        r"error: run.dir=runs/run.seed_3: contains a run with other settings: .*optim.lr=0.0002 \(was ", capsys.readouterr().err
+    )
     assert not Path("runs/run.seed_0").exists()
 
 
@@ -125,7 +127,7 @@ def test_so_many_at_once_and_a_line_for_each(bench: Path, capsys: pytest.Capture
     assert play(bench, "--local", "2") == 1
     said = capsys.readouterr().out.splitlines()
     assert sorted(said) == sorted([
-        *(f"{index:>3}  begins: runs/run.seed_{seed}/logs/attempt_1/output.txt" for index, seed in enumerate((5, 6, 1, 7))),
+        *(f"{index:>3}  starting: runs/run.seed_{seed}/logs/attempt_1/output.txt" for index, seed in enumerate((5, 6, 1, 7))),
         *(f"{index:>3}  done: greedy 50.0%  (runs/run.seed_{seed})" for index, seed in ((0, 5), (1, 6), (3, 7))),
         "  2  error: run.seed=1: told so  (runs/run.seed_1)",
     ])  # fmt: skip
@@ -133,7 +135,7 @@ def test_so_many_at_once_and_a_line_for_each(bench: Path, capsys: pytest.Capture
     assert main(["sweep.yaml"]) == 0
     assert "2: run.seed=1: told so  (runs/run.seed_1)" in capsys.readouterr().out
     assert play(bench, "--task", "2") == 1
-    assert capsys.readouterr().out.splitlines()[0] == "  2  begins: runs/run.seed_1/logs/attempt_2/output.txt"
+    assert capsys.readouterr().out.splitlines()[0] == "  2  starting: runs/run.seed_1/logs/attempt_2/output.txt"
 
 
 def test_what_is_finished_is_left_alone(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +169,7 @@ def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
     sweep = begin()
     sweep.send_signal(signal.SIGTERM)
     said, _ = sweep.communicate(timeout=30)
-    assert sweep.returncode == os.EX_TEMPFAIL and said.count("stopped at step 1 of 4; the same command goes on") == 2
+    assert sweep.returncode == os.EX_TEMPFAIL and said.count("stopped at step 1 of 4; the same command resumes the run") == 2
     assert not Path("runs/run.seed_0").exists()
     states = [row.status.state for row in rows(Path("sweep.yaml"))]
     assert states == ["stopped", "stopped", "waiting"]
@@ -219,7 +221,11 @@ def test_a_table_of_a_folder(bench: Path, capsys: pytest.CaptureFixture[str]) ->
         ["one", "0.25", "", "", "2/40", "0.50", "failed"],
         ["two", "0.5", "80.0% (49.0-94.3)", "50.0%", "40/40", "0.75", "finished"],
     ]
-    assert said.splitlines()[-3:] == ["one: ended without a word; was it killed?  (runs/one)", "1 finished, 1 failed", "runs/sweep.png"]
+    assert said.splitlines()[-3:] == [
+        "one: ended without an error message; it may have been killed  (runs/one)",
+        "1 finished, 1 failed",
+        "runs/sweep.png",
+    ]
     assert Path("runs/sweep.png").read_bytes()[:4] == b"\x89PNG"
     for words, line in ((["nowhere"], "nowhere: no such file or folder"), (["runs/empty"], "runs/empty: holds no run")):
         assert main(words) == 1 and capsys.readouterr().err.startswith(f"error: {line}")

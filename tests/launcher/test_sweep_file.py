@@ -70,31 +70,31 @@ def test_a_name_needs_no_quotes() -> None:
 
 
 MISTAKES = [  # the yaml, and what its line says after the path
-    ("grid: {}", ": grid={}: is empty and names no run; give keys with values"),
-    ("list: []", ": list=[]: is empty and names no run; give keys with values"),
-    ("grid: {optim.lr: [], algo: [grpo]}", ": grid.optim.lr=[]: is empty: an empty grid has no run; give values, or leave the key out"),
+    ("grid: {}", ": grid={}: is empty and defines no run; give keys with values"),
+    ("list: []", ": list=[]: is empty and defines no run; give keys with values"),
+    ("grid: {optim.lr: [], algo: [grpo]}", ": grid.optim.lr=[]: is empty: an empty grid defines no run; give values, or leave the key out"),
     ("grid: {optim.lr: 1e-4}", ": grid.optim.lr=1e-4: expects a list of values; write [1e-4]"),
-    ("grid: {optim: [{lr: 1e-4}]}", ": grid.optim={'lr': '1e-4'}: expects a value or a list; name each key by itself, a.b: value"),
+    ("grid: {optim: [{lr: 1e-4}]}", ": grid.optim={'lr': '1e-4'}: expects a value or a list; write a nested key with dots, a.b: value"),
     ("list: {algo: gspo}", ": list={'algo': 'gspo'}: expects a list of {key: value, ...}"),
     ("list: [algo=gspo]", ": list[0]=algo=gspo: expects {key: value, ...}"),
-    ("overrides: [a=1]", "=(neither): name the runs by one of grid, list, random"),
-    ("list: [{}]\ngrid: {a: [1]}", "=grid+list: name the runs by one of grid, list, random"),
-    ("gird: {a: [1]}", ": gird=...: no such key of a sweep; it has overrides, grid, list, random, folder, processes"),
-    ("overrides: a=1\nlist: [{}]", ": overrides=a=1: expects a list of words, [key=value, ...]"),
-    ("processes: two\nlist: [{}]", ": processes=two: expects a whole number; leave it out for what Slurm gives"),
-    ("- a", "=...: expects keys with values; a sweep has overrides, grid, list, random, folder, processes"),
+    ("overrides: [a=1]", "=(neither): define the runs by one of grid, list, random"),
+    ("list: [{}]\ngrid: {a: [1]}", "=grid+list: define the runs by one of grid, list, random"),
+    ("gird: {a: [1]}", ": gird=...: no such key of a sweep; known keys are overrides, grid, list, random, folder, processes"),
+    ("overrides: a=1\nlist: [{}]", ": overrides=a=1: expects a list of overrides, [key=value, ...]"),
+    ("processes: two\nlist: [{}]", ": processes=two: expects a whole number; leave it out to use Slurm's number"),
+    ("- a", "=...: expects keys with values; known keys are overrides, grid, list, random, folder, processes"),
     ("grid: {a: [1}", ": line 1 is not valid YAML: expected ',' or ']', but got '}'"),
     ("random: {draws: 3, a: [1]}", ": random.seed=(none): expects a whole number"),
     ("random: {draws: -3, seed: 0, a: [1]}", ": random.draws=-3: expects a whole number"),
-    ("random: {draws: 0, seed: 0, a: [1]}", ": random={'draws': '0', 'seed': '0', 'a': ['1']}: is empty and names no run; ..."),
-    ("random: {draws: 3, seed: 0}", ": random={'draws': '3', 'seed': '0'}: names no key to draw; ..."),
+    ("random: {draws: 0, seed: 0, a: [1]}", ": random={'draws': '0', 'seed': '0', 'a': ['1']}: is empty and defines no run; ..."),
+    ("random: {draws: 3, seed: 0}", ": random={'draws': '3', 'seed': '0'}: contains no key to draw; ..."),
     ("random: {draws: 3, seed: 0, a: 1}", ": random.a=1: expects {log: [LOW, HIGH]}, {uniform: [LOW, HIGH]}, or a list to choose from"),
     ("random: {draws: 3, seed: 0, a: {log: [1, x]}}", ": random.a.log=['1', 'x']: expects two numbers, [LOW, HIGH]"),
     ("random: {draws: 3, seed: 0, a: {log: [0, 1]}}", ": random.a.log=['0', '1']: a logarithm needs bounds above 0"),
     ("random: {draws: 3, seed: 0, a: {uniform: [1, 1]}}", ": random.a.uniform=['1', '1']: expects two numbers, the lower first"),
     (
         "list: [{a: 1}, {b: 1}, {a: '1'}]",
-        ": run.dir=runs/sweep/a_1: is the folder of tasks 0, 2; name every run once, or let a key like run.seed tell them apart",
+        ": run.dir=runs/sweep/a_1: is used by tasks 0, 2; define every run once, or give them different values of a key such as run.seed",
     ),
 ]
 
@@ -107,15 +107,15 @@ def test_a_mistake_is_a_line(text: str, line: str, tmp_path: Path) -> None:
 
 
 def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere.yaml: no such file; give a sweep's yaml"):
+    with pytest.raises(ValueError, match=r"nowhere.yaml: no such file; give the YAML file of a sweep"):
         read_sweep(tmp_path / "nowhere.yaml")
 
 
 def test_a_run_folder_is_the_sweeps_to_name(tmp_path: Path) -> None:
     for text in ("overrides: [run.dir=mine]\nlist: [{}]", "grid: {run.dir: [mine]}"):
-        with pytest.raises(ValueError, match=r"^task 0: run\.dir=mine: a sweep names its run folders; set folder$"):
+        with pytest.raises(ValueError, match=r"^task 0: run\.dir=mine: a sweep sets run directories itself; set folder$"):
             swept(tmp_path, text)
-    with pytest.raises(ValueError, match="a name of over 200 characters"):
+    with pytest.raises(ValueError, match="a name of more than 200 characters"):
         swept(tmp_path, f"grid: {{a: [{'x' * 200}]}}")
 
 

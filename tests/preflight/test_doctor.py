@@ -106,7 +106,7 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
     ]
     assert [line.partition(": ")[2] for line in report.warnings] == [
         "bad.jsonl row 2: bbox [5, 5, 5, 9] is empty",
-        "data_source mine: no rule of its own; its answers are compared as text, number, choice and mathematics, then by a judge",
+        "data_source mine: has no specific rule; its answers are compared as text, number, choice and mathematics, then by a judge",
     ]
 
 
@@ -171,7 +171,7 @@ def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path,
     assert well.errors == [] and dict(well.findings)["critic.path"].startswith(f"{trunk}: 4 layers of ")
     save_file(dict(islice(load_file(trunk / "model.safetensors").items(), 3, None)), trunk / "model.safetensors")
     (lacks,) = run_checks(settings_of(*sound, *own, f"critic.path={trunk}")).errors
-    assert re.fullmatch(rf"critic.path={trunk}: has no \S+ and 2 more tensors; download it again", lacks)
+    assert re.fullmatch(rf"critic.path={trunk}: lacks \S+ and 2 more tensors; download it again", lacks)
     os.truncate(trunk / "model.safetensors", 1000)
     (damaged,) = run_checks(settings_of(*sound, *own, f"critic.path={trunk}")).errors
     assert damaged.startswith(f"critic.path={trunk}: ") and "corrupt" in damaged
@@ -244,7 +244,7 @@ def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, foun
     settings = settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge")
     report = CheckReport()
     check_judges(settings, report)
-    assert report.findings == [(f"judge {url}", found.replace("answers", "answers, and does not list its models"))]
+    assert report.findings == [(f"judge {url}", found.replace("answers", "responds, but does not list its models"))]
     assert report.errors == refusals(settings) and report.warnings == [] and bool(report.errors) == (found == "not usable")
     assert all(error.startswith(f"task.judge.urls=['{url}']: no judge is available ({url}: ") for error in report.errors)
 
@@ -301,11 +301,11 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
     assert told(agent).errors == ["task.sandbox.isolation=auto: isolation: not available; python -m sandbox doctor shows all"]
     assert told(agent, "task.sandbox.isolation=none").errors == []
     (warning,) = told(agent, "task.sandbox.isolation=none").warnings
-    assert warning == "task.sandbox.isolation=none: the policy's code runs without any wall; use auto"
+    assert warning == "task.sandbox.isolation=none: the policy's code runs without isolation; use auto"
     (error,) = told(agent, f"task.sandbox.url={url}").errors
     assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: not a sandbox server, or too busy: BoxClosed: ")
     monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
-    assert told(agent).findings == [("sandbox", "2 layers in use")]
+    assert told(agent).findings == [("sandbox", "2 isolation layers in use")]
 
 
 def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

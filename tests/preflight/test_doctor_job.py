@@ -38,9 +38,9 @@ def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
     rows = {what: found for what, found in report.findings}
     assert rows[f"node 0 ({HOST}): GPUs"] == "0" and rows[f"node 1 ({HOST}): GPUs"] == "1"
     assert report.errors[:2] == ["a=1: all have it", f"b=2: one has it (node 1 ({HOST}))"]
-    assert re.match(rf"run.dir=run: (could not be written|node 1 \({HOST}\) does not see there)", report.errors[2]), report.errors
+    assert re.match(rf"run.dir=run: (could not be written|node 1 \({HOST}\) does not see a file)", report.errors[2]), report.errors
     (clock,) = report.warnings
-    ahead = re.fullmatch(rf"clock: that of node 1 \({HOST}\) is (.*) s ahead of that of rank 0; set it \(chronyc makestep\)", clock)
+    ahead = re.fullmatch(rf"clock: the clock of node 1 \({HOST}\) is (.*) s ahead of that of rank 0; set it \(chronyc makestep\)", clock)
     assert 4.5 < float(ahead[1]) < 5.5
     assert re.fullmatch(r"2 ranks, 64 MiB: \d+\.\d GB/s", rows["all-reduce"])
     assert not any((folder / "run").exists() for folder in folders), "nothing stays"
@@ -68,5 +68,5 @@ def test_the_time_that_is_left_is_held_against_the_steps(
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(round(time.time() + 3600 * hours)))
     check_time_left(settings, report)
     assert report.findings == [("time", f"70 steps of 10.0 s, {hours:.1f} hours left")]
-    told = "run.steps=100: 70 steps of 10.0 s are left, 36 fit into the job; the same command goes on in the next one"
+    told = "run.steps=100: 70 steps of 10.0 s are left, 36 fit into the job; the same command resumes the run in the next job"
     assert report.warnings == [told] * warned

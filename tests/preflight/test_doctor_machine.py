@@ -40,7 +40,7 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(world.resource, "getrlimit", lambda _, hard=hard: (hard, hard))
         reports.append(CheckReport())
         check_open_files(reports[-1])
-    assert (reports[0].findings, reports[1].findings) == ([("open files", "not usable")], [("open files", "up to 4096 a process")])
+    assert (reports[0].findings, reports[1].findings) == ([("open files", "not usable")], [("open files", "up to 4096 per process")])
     assert reports[0].errors[0].startswith("ulimit -n 96: a run needs at least 256 open files; raise") and reports[1].errors == []
 
 
@@ -72,14 +72,14 @@ def test_what_triton_and_nccl_lack(settings: Settings, tmp_path: Path, monkeypat
     has_shared(1024)
     assert told() == ([], [])
     has_shared(64)
-    lacking = "/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
+    lacking = "/dev/shm: 0.06 GiB are free, but NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
     assert told() == ([lacking], [])
     has_shared(128)
     assert told() == ([], [lacking.replace("0.06", "0.12")])
     (tmp_path / "Python.h").unlink()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     compiler, headers = told()[0]
-    assert compiler.startswith("PATH: has no cc or gcc or clang") and headers.startswith(f"{tmp_path}: has no Python.h")
+    assert compiler.startswith("PATH: contains no cc or gcc or clang") and headers.startswith(f"{tmp_path}: contains no Python.h")
 
 
 def test_a_machine_without_a_gpu_says_so(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
     assert warning.endswith("and 1 more; bash launch/install.sh")
     report = CheckReport()
     check_versions([tmp_path / "absent.txt"], report)
-    assert report.findings == [("versions", "no lock beside this package")] and not report.warnings
+    assert report.findings == [("versions", "no lock file next to this package")] and not report.warnings
 
 
 def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
     report = CheckReport()
     check_memory_plan(settings, report, Plugins())
     (error,) = report.errors
-    assert error.startswith("GPU 1: 10.7 GB of its 85.9 GB are free, and the plan needs ")
+    assert error.startswith("GPU 1: 10.7 GB of its 85.9 GB are free, but the plan needs ")
 
 
 @pytest.mark.usefixtures("gpus")
@@ -171,4 +171,4 @@ def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkey
     report = CheckReport()
     check_memory_plan(settings, report, Plugins())
     (line,) = report.errors
-    assert line.startswith("engine.gpu_memory_utilization=0.5: GPU 1 (NVIDIA L4) has 23.6 GB, and the plan needs 4")
+    assert line.startswith("engine.gpu_memory_utilization=0.5: GPU 1 (NVIDIA L4) has 23.6 GB, but the plan needs 4")

@@ -30,7 +30,7 @@ def test_what_is_started_where_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None
     report = told(mode="server", num_local_servers=3)
     assert dict(report.findings) == {"engines": "3 servers: core 1, core 2, core 3"} and report.warnings == report.errors == []
     report = told(mode="server", num_local_servers=4)
-    assert report.warnings == ["engine.num_local_servers=4: there are fewer cores than the 1 ranks and the servers; they take turns"]
+    assert report.warnings == ["engine.num_local_servers=4: there are fewer cores than the 1 ranks and the servers need; they share cores"]
 
 
 def test_what_is_started_where_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

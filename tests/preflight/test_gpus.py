@@ -44,7 +44,7 @@ def test_a_driver_is_read_as_its_module_says_it(tmp_path: Path) -> None:
 def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
     assert driver_error("580.65.06", "13.0", num_devices=1) == driver_error("535.183.01", "13.0", num_devices=1) == ""
     assert driver_error("535.183.01", "13.0", num_devices=0) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
-    assert "is built for CPUs, and this machine has NVIDIA's driver 580.1" in driver_error("580.1", None, num_devices=0)
+    assert "is built for CPUs, but this machine has NVIDIA's driver 580.1" in driver_error("580.1", None, num_devices=0)
     assert driver_error("580.1", "13.0", num_devices=0).startswith("CUDA_VISIBLE_DEVICES=")
 
 
@@ -52,12 +52,15 @@ def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
     ("gpus", "line"),
     [
         ([H100] * 8, ""),
-        ([H100] * 7 + [L4], "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold the same;"),
+        (
+            [H100] * 7 + [L4],
+            "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, but all ranks need the same type;",
+        ),
         (
             [MIG_SLICE] * 8,
-            "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones; start one",
+            "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, but NCCL needs whole GPUs; start one",
         ),
-        ([L4] * 8, "engine.gpu_memory_utilization=0.45: GPU 0 (NVIDIA L4) has 23.6 GB, and the plan needs 40.0; lower it"),
+        ([L4] * 8, "engine.gpu_memory_utilization=0.45: GPU 0 (NVIDIA L4) has 23.6 GB, but the plan needs 40.0; lower it"),
         ([L40S] * 8 + [L4], ""),
     ],
 )
@@ -80,13 +83,13 @@ def refusal(settings: Settings, world: World, *, needed: int = 0) -> str:
 @pytest.mark.parametrize(
     ("gpus", "shared", "line"),
     [
-        ([H100] * 7 + [L4], 8 << 30, "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, and all ranks hold"),
+        ([H100] * 7 + [L4], 8 << 30, "CUDA_VISIBLE_DEVICES=: this node has 7 NVIDIA H100 80GB HBM3 and 1 NVIDIA L4, but all ranks need"),
         (
             [MIG_SLICE] * 8,
             8 << 30,
-            "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, and NCCL needs whole ones;",
+            "CUDA_VISIBLE_DEVICES=: NVIDIA H100 80GB HBM3 MIG 1g.10gb is a slice of a GPU, but NCCL needs whole GPUs;",
         ),
-        ([L4] * 8, 64 << 20, "/dev/shm: 0.06 GiB are free, NCCL may need 2.0;"),
+        ([L4] * 8, 64 << 20, "/dev/shm: 0.06 GiB are free, but NCCL may need 2.0;"),
         ([L4] * 8, 8 << 30, "engine.gpu_memory_utilization=0.9: no room"),
     ],
 )
@@ -109,7 +112,7 @@ def test_rollouts_to_replay_need_the_mode_that_replays_them(settings: Settings) 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patch_gpus(monkeypatch, tmp_path, [MIG_SLICE])
     assert refusal(settings, ALONE, needed=10**10) == ""
-    told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({MIG_SLICE.name}) has 10.5 GB, and the plan needs 11.0;"
+    told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({MIG_SLICE.name}) has 10.5 GB, but the plan needs 11.0;"
     assert refusal(settings, ALONE, needed=11 * 10**9).startswith(told)
 
 
@@ -119,14 +122,16 @@ def test_layers_are_not_cut_across_nodes(settings: Settings) -> None:
     assert find_mismatches(with_tp(settings, 2), two, num_ranks=4) == find_mismatches(with_tp(settings, 4), [H100] * 4, num_ranks=4) == []
     for gpus, num_ranks, fitting in ((two, 4, "1, 2"), (six, 12, "1, 2")):
         (line,) = find_mismatches(with_tp(settings, 4), gpus, num_ranks=num_ranks)
-        assert line == f"parallel.tp=4: would cut layers across nodes of {len(gpus)} GPUs; use one of {fitting}, or parallel.pp"
+        assert line == f"parallel.tp=4: would split layers across nodes of {len(gpus)} GPUs; use one of {fitting}, or parallel.pp"
 
 
 def test_shared_memory_of_a_container(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Docker's own 64 MB are too few for two ranks, the 1 GB that NVIDIA asks for is enough for eight; one rank needs none."""
     pair = replace(NODE, size=2, local_size=2)
     patch_gpus(monkeypatch, tmp_path, [H100] * 8, shared_bytes=64 << 20)
-    assert refusal(settings, pair) == "/dev/shm: 0.06 GiB are free, NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
+    assert (
+        refusal(settings, pair) == "/dev/shm: 0.06 GiB are free, but NCCL may need 0.5; start the container with --shm-size, or --ipc=host"
+    )
     assert refusal(settings, ALONE) == ""
     patch_gpus(monkeypatch, tmp_path, [H100] * 8, shared_bytes=1 << 30)
     assert refusal(settings, NODE) == ""
@@ -145,7 +150,7 @@ def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_
         assert refusal(settings, on_cpu) == ""
     patch_gpus(monkeypatch, tmp_path, [])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9")
-    assert refusal(settings, on_cpu).startswith("CUDA_VISIBLE_DEVICES=9: torch sees no GPU, and driver 580.65.06 is there;")
+    assert refusal(settings, on_cpu).startswith("CUDA_VISIBLE_DEVICES=9: torch finds no GPU, but driver 580.65.06 is installed;")
     assert refusal(replace(settings, engine=replace(settings.engine, device="cpu")), on_cpu) == ""
     monkeypatch.setattr(torch.version, "cuda", None)
     assert refusal(settings, on_cpu) == ""
@@ -232,6 +237,6 @@ def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: P
     }  # fmt: skip
     for name, value in planted.items():
         monkeypatch.setattr(train, name, value)
-    with pytest.raises(ValueError, match=r"^engine.gpu_memory_utilization=0.97: GPU 0 \(NVIDIA L4\) has 23.6 GB, and the plan"):
+    with pytest.raises(ValueError, match=r"^engine.gpu_memory_utilization=0.97: GPU 0 \(NVIDIA L4\) has 23.6 GB, but the plan"):
         train.run(settings)
     assert not (tmp_path / "run").exists() and not torch.distributed.is_initialized()

@@ -28,24 +28,24 @@ def other(key: str, **files: object) -> NodeReport:
     ("second", "line"),
     [
         (
-            replace(SECOND, run_dir_error="does not see there what rank 0 wrote"),
-            "run.dir=runs/x: node 1 (b) does not see there what rank 0 wrote; put it on a folder that all nodes share",
+            replace(SECOND, run_dir_error="does not see a file that rank 0 wrote there"),
+            "run.dir=runs/x: node 1 (b) does not see a file that rank 0 wrote there; put it in a folder that all nodes share",
         ),
         (
             replace(SECOND, num_processes=6),
-            "engine.tp=4: an engine cannot span nodes, and node 1 (b) has 6 processes; use one of 1, 2",
+            "engine.tp=4: an engine cannot span nodes, but node 1 (b) has 6 processes; use one of 1, 2",
         ),
         (
             other("model.path", **{"m/config.json": "d2", "m/model.safetensors": 100}),
-            "model.path=m: node 1 (b) has not the m/config.json of node 0 (a); copy it, or put it on a folder that all nodes share",
+            "model.path=m: node 1 (b) does not have the same m/config.json as node 0 (a); copy it, or put it in a folder",
         ),
         (
             other("model.path", **{"m/config.json": "d1", "m/model.safetensors": 99}),
-            "model.path=m: node 1 (b) has not the m/model.safetensors of node 0 (a)",
+            "model.path=m: node 1 (b) does not have the same m/model.safetensors as node 0 (a)",
         ),
-        (other("model.path", **FILES["model.path"], more=1), "model.path=m: node 1 (b) has not the more of node 0 (a)"),
-        (other("task.data.train"), "task.data.train=a.jsonl: node 1 (b) has not the a.jsonl of node 0 (a)"),
-        (replace(SECOND, sees_judge_cache=True), "task.judge.cache=c.sqlite: is shared by node 0 (a) and node 1 (b), and SQLite"),
+        (other("model.path", **FILES["model.path"], more=1), "model.path=m: node 1 (b) does not have the same more as node 0 (a)"),
+        (other("task.data.train"), "task.data.train=a.jsonl: node 1 (b) does not have the same a.jsonl as node 0 (a)"),
+        (replace(SECOND, sees_judge_cache=True), "task.judge.cache=c.sqlite: is shared by node 0 (a) and node 1 (b), but SQLite"),
     ],
 )  # fmt: skip
 def test_what_differs_is_named(second: NodeReport, line: str) -> None:

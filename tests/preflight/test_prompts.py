@@ -83,8 +83,8 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
     questions = {"train": VqaTask(settings_of(write_rows(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
     lines: list[str] = []
     report_blanked_tokens(questions, rollout_manager=make_rollout_manager(renderer), log=lines.append)
-    told = "2 questions name special tokens, written with a blank, as '< |box_start|>'"
-    assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps those of grounding"]
+    told = "2 questions contain special tokens, shown to the policy as '< |box_start|>'"
+    assert lines == [f"warning: task.data.train: {told}; task.data.allow_grounding_tokens=true keeps grounding tokens"]
 
 
 def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> None:

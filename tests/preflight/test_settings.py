@@ -46,16 +46,16 @@ def test_a_reward_is_chosen_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("name", "reward", "remedy"),
     [
-        ("vqa", "deepeyes", "task vqa takes accuracy, short, kind; at most one that ships, with your own joined by +"),
-        ("visual_python", "accuracy+tapo", "task visual_python takes accuracy, pyvision, deepeyes, codev, tapo, short, kind; "),
-        ("vqa", "accuracy+shrot", "task vqa takes accuracy, short, kind; "),
-        ("number_line", "accuracy", "task number_line takes short, kind"),
+        ("vqa", "deepeyes", "task vqa accepts accuracy, short, kind; at most one built-in reward, joined with your own by +"),
+        ("visual_python", "accuracy+tapo", "task visual_python accepts accuracy, pyvision, deepeyes, codev, tapo, short, kind; "),
+        ("vqa", "accuracy+shrot", "task vqa accepts accuracy, short, kind; "),
+        ("number_line", "accuracy", "task number_line accepts short, kind"),
     ],
 )
 def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(f'task.reward={reward}: {remedy}')}"):
         parts_of(name, reward)
-    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line takes none but its own$"):
+    with pytest.raises(ValueError, match=r"^task.reward=short: task number_line accepts only its own reward$"):
         build_task(TaskSettings(name="number_line", reward="short"))
 
 
@@ -78,12 +78,14 @@ def test_half_a_task() -> None:
 
 def test_options_that_cannot_be_kept() -> None:
     """Those of a run are in its config.yaml, and compared when it goes on."""
-    with pytest.raises(ValueError, match=r"^task.options=.*PosixPath.*: is kept as yaml; use numbers, text, lists and mappings of them$"):
+    with pytest.raises(
+        ValueError, match=r"^task.options=.*PosixPath.*: is stored as YAML; use numbers, strings, lists and mappings of them$"
+    ):
         build_task(TaskSettings(name="own", options=OwnTask.Options(size=Path("/"))), OWN)
 
 
 def test_a_judge_that_nobody_asks() -> None:
-    with pytest.raises(ValueError, match=r"^task.judge.model=judge: task number_line asks no judge; leave it out$"):
+    with pytest.raises(ValueError, match=r"^task.judge.model=judge: task number_line uses no judge; leave it out$"):
         build_task(TaskSettings(name="number_line", judge=JudgeSettings(model="judge", urls=["http://a"])))
 
 
@@ -102,18 +104,18 @@ VISION, FAMILY = MODEL.vision, MODEL.family
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (replace(MODEL, vision=replace(VISION, patch_size=16)), "patch_size=16, the policy 14"),
-        (replace(MODEL, vision=replace(VISION, temporal_patch_size=1)), "temporal_patch_size=1, the policy 2"),
-        (replace(MODEL, vision=replace(VISION, spatial_merge_size=3)), "spatial_merge_size=3, the policy 2"),
-        (replace(MODEL, vision=replace(VISION, in_channels=4)), "in_channels=4, the policy 3"),
-        (replace(MODEL, image_token_id=7), "image_token_id=7, the policy 151655"),
-        (replace(MODEL, vision_end_id=7), "vision_end_token_id=7, the policy 151653"),
-        (replace(MODEL, family=replace(FAMILY, has_interleaved_mrope=True)), "mrope_interleaved=True, the policy False"),
-        (qwen3_4b_spec(), "patch_size=16, the policy 14"),
+        (replace(MODEL, vision=replace(VISION, patch_size=16)), "patch_size=16, the policy has 14"),
+        (replace(MODEL, vision=replace(VISION, temporal_patch_size=1)), "temporal_patch_size=1, the policy has 2"),
+        (replace(MODEL, vision=replace(VISION, spatial_merge_size=3)), "spatial_merge_size=3, the policy has 2"),
+        (replace(MODEL, vision=replace(VISION, in_channels=4)), "in_channels=4, the policy has 3"),
+        (replace(MODEL, image_token_id=7), "image_token_id=7, the policy has 151655"),
+        (replace(MODEL, vision_end_id=7), "vision_end_token_id=7, the policy has 151653"),
+        (replace(MODEL, family=replace(FAMILY, has_interleaved_mrope=True)), "mrope_interleaved=True, the policy has False"),
+        (qwen3_4b_spec(), "patch_size=16, the policy has 14"),
     ],
 )
 def test_a_critic_that_reads_something_else(other: ModelSpec, said: str) -> None:
-    with pytest.raises(ValueError, match=rf"^critic.path=there: has {said}; take a model of the policy's family: "):
+    with pytest.raises(ValueError, match=rf"^critic.path=there: has {said}; use a model of the policy's family: "):
         check_critic_vision(other, MODEL, path="there")
 
 

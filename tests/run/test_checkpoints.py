@@ -237,12 +237,12 @@ def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Sett
     for target in (kept, kept.with_name("step_00000002.1")):
         checkpoint, state = find_checkpoint(settings)
         assert (checkpoint, state.step, names(settings)) == (first, 1, ["step_00000001"])
-        moved = f"moved to {target}, the run goes on from step_00000001 and does the steps behind it again"
+        moved = f"moved to {target}, the run resumes from step_00000001 and repeats the later steps"
         assert re.fullmatch(f"{damaged}; {moved}\n", capfd.readouterr().out)
         assert target.is_dir()
         shutil.copytree(target, second, symlinks=True, copy_function=_copy_anything)
     spoil(first)
-    remedy = "no older checkpoint is intact; restore this one from a copy, or move it away to begin again"
+    remedy = "no older checkpoint is intact; restore this one from a copy, or move it away to start from the beginning"
     with pytest.raises(ValueError, match=rf"^{damaged}; {remedy}$"):
         find_checkpoint(settings)
     assert names(settings) == ["step_00000001", "step_00000002"]

@@ -180,10 +180,10 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         (checkpoint / "run").mkdir()
         write_state(checkpoint / "run" / "state.json", asdict(CheckpointState(step=step)))
         assert read_resume_state(folder, settings_of(folder)).refusal == (
-            f"{checkpoint} is the checkpoint of step {step}, as its run/state.json says; call it step_{step:08d} again"
+            f"{checkpoint} is the checkpoint of step {step} according to its run/state.json; rename it to step_{step:08d}"
         )
         short = checkpoint.rename(checkpoint.with_name(f"step_{step}"))
-        assert read_resume_state(folder, settings_of(folder)).refusal.startswith(f"{short} is the checkpoint of step {step}, ")
+        assert read_resume_state(folder, settings_of(folder)).refusal.startswith(f"{short} is the checkpoint of step {step} according ")
         short.rename(checkpoint.with_name(f"step_{step:08d}"))
         assert outcome(folder, settings_of(folder)) == RESUMES
 
@@ -206,7 +206,7 @@ def test_without_all_of_its_weights_a_run_is_not_finished(gone: str, tmp_path: P
     assert found.describe_start(tmp_path, newest) == f"resume: {newest}; {final / missing} is missing, the run is not finished"
     newest.rename(newest.with_name("step_00000020"))
     refusal = read_resume_state(tmp_path, settings_of(tmp_path)).refusal
-    assert refusal.startswith(f"{final / missing} is missing, the newest checkpoint is of step 20, and the run has done 40 steps: ")
+    assert refusal.startswith(f"{final / missing} is missing, the newest checkpoint is of step 20, but the run has completed 40 steps: ")
     seen = read_status(tmp_path)
     assert (seen.state, seen.error) == (RunState.FAILED, f"{final / missing} is missing; the same command writes it again")
 
@@ -254,7 +254,7 @@ def dotted(settings: dict, prefix: str = "") -> list[str]:
 def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     leave(tmp_path, "steps checkpoint")
     told = (
-        f"run.dir={tmp_path}: holds a run with other settings: optim.lr=0.25 (was 1e-06), run.steps=30 (was 40); "
+        f"run.dir={tmp_path}: contains a run with other settings: optim.lr=0.25 (was 1e-06), run.steps=30 (was 40); "
         "run.overwrite=true moves it aside, or choose another folder"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), locked(settings_of(tmp_path, **LR, **SHORTER)):
@@ -276,8 +276,8 @@ def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_pat
         leave(folder, state)
         repeats = 20 if "checkpoint" in state else 40
         told = (
-            f"run.dir={folder}: {has}, and the run has done 40 steps: going on would do {repeats} steps again "
-            f"(checkpoint.allow_repeat=true does, and keeps their records in {folder}/superseded); "
+            f"run.dir={folder}: {has}, but the run has completed 40 steps: resuming would repeat {repeats} steps "
+            f"(checkpoint.allow_repeat=true allows it, and keeps their records in {folder}/superseded); "
             "run.overwrite=true moves it aside, or choose another folder"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), locked(settings_of(folder, **changes)):
@@ -323,7 +323,7 @@ def test_overwriting_moves_aside_and_loses_nothing(tmp_path: Path, capsys: pytes
         aside = tmp_path / f"run.{number}"
         after = {path.relative_to(aside): path.read_bytes() for path in aside.rglob("*") if path.is_file() and path.name != LOCK}
         assert before == after
-        assert capsys.readouterr().out == f"run.overwrite=true: what was in {folder} is now in {aside}; a new run begins\n"
+        assert capsys.readouterr().out == f"run.overwrite=true: the contents of {folder} are now in {aside}; starting a new run\n"
     leave(folder, "steps checkpoint")
     with locked(settings_of(folder, run={"overwrite": True})):
         assert (folder / "checkpoints").exists()
@@ -356,7 +356,7 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
         while not (folder / "is mine").exists():
             assert holder.is_alive()
             time.sleep(0.02)
-        told = rf"^run.dir={folder}: a run is under way in it \(host \S+, pid {holder.pid}, since [-0-9]+ [:0-9]+\); choose another folder$"
+        told = rf"^run.dir={folder}: a run is active in it \(host \S+, pid {holder.pid}, since [-0-9]+ [:0-9]+\); choose another folder$"
         for overwrite in (False, True):
             with pytest.raises(ValueError, match=told), locked(settings_of(folder, run={"overwrite": overwrite})):
                 pass

@@ -101,5 +101,5 @@ def test_the_mean_is_over_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatc
 
 def test_a_bound_below_zero_is_refused() -> None:
     for wrong in (-1.0, math.nan):
-        with pytest.raises(ValueError, match=r"^run.max_logprob_abs_diff=\S+: must not be negative; 0 takes the bound of the precision$"):
+        with pytest.raises(ValueError, match=r"^run.max_logprob_abs_diff=\S+: must not be negative; 0 uses the default of the dtype$"):
             settings_of(max_logprob_abs_diff=wrong)

@@ -59,7 +59,7 @@ def test_an_outage_is_told_from_what_no_waiting_mends() -> None:
         with pytest.raises(RunFailed) as error:
             check_failures([good] * 7 + failed, limit=0.1)
         assert isinstance(error.value, InfraOutage) == is_outage, failed
-        assert str(error.value).endswith(f"; first reason: {'sandbox down; the same command goes on' if is_outage else 'no room'}")
+        assert str(error.value).endswith(f"; first reason: {'sandbox down; the same command resumes the run' if is_outage else 'no room'}")
 
 
 def test_a_failed_rollout_is_in_no_mean() -> None:
@@ -262,8 +262,8 @@ def test_what_was_not_learned_and_what_cannot_be_played_is_said(tmp_path: Path) 
         return shown.getvalue().splitlines()
 
     lines = played("some", alike, unlike, alike)
-    assert lines[0] == f"no further try can mend it: train/7: {lost.reason}", "once, with its file and row"
-    assert ["all groups alike: nothing learned" in line for line in lines[1:]] == [True, False, True]
+    assert lines[0] == f"permanent error, not retried: train/7: {lost.reason}", "once, with its file and row"
+    assert ["rewards equal in every group: nothing learned" in line for line in lines[1:]] == [True, False, True]
     *_, last = played("never", alike, alike)
     assert last.startswith("nothing was learned in any of 2 steps: ") and "task" not in last
     assert not any(line.startswith("nothing") for line in lines)
@@ -292,11 +292,11 @@ def test_a_step_whose_evaluation_is_owed_is_recorded_once(tmp_path: Path) -> Non
     [
         ([0, 1, 2, 3, 4], ""),
         ([0, 1, 2, 3, 4, 5, 6], ""),
-        ([0, 1, 3, 4], "has no line of 1 steps that are done (2); curves and reports lack them"),
-        ([4], "has no line of 4 steps that are done (0, 1, 2, 3); curves"),
-        ([], "has no line of 5 steps that are done (0, 1, 2, 3, ...); curves"),
-        ([0, 1, 1, 2, 3, 4], "has lines that are not in the order of steps, or twice"),
-        ([0, 2, 1, 3, 4], "has lines that are not in the order of steps, or twice"),
+        ([0, 1, 3, 4], "has no line for 1 completed steps (2); they are missing in plots and reports"),
+        ([4], "has no line for 4 completed steps (0, 1, 2, 3); they"),
+        ([], "has no line for 5 completed steps (0, 1, 2, 3, ...); they"),
+        ([0, 1, 1, 2, 3, 4], "has lines that are out of order or duplicated"),
+        ([0, 2, 1, 3, 4], "has lines that are out of order or duplicated"),
     ],
 )
 def test_lines_that_are_gone_are_named_when_a_run_goes_on(

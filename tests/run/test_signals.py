@@ -72,14 +72,14 @@ def test_who_waits_for_ranks_to_meet_is_ended(begun: dict[str, list[fork_server.
     code, lines, seconds = end("store", begun)
     assert code == os.EX_TEMPFAIL and seconds < 15
     assert len(lines) == 1 and re.fullmatch(
-        r"stopped before the first step, by SIGTERM at world.py:\d+ in connect; the same command goes on", lines[0]
+        r"stopped before the first step, by SIGTERM at world.py:\d+ in connect; the same command resumes the run", lines[0]
     ), lines
 
 
 def test_who_waits_in_a_collective_is_ended_after_the_grace(begun: dict[str, list[fork_server.Process]]) -> None:
     code, lines, seconds = end("collective", begun)
     assert code == os.EX_TEMPFAIL and 1.0 < seconds < 15
-    assert len(lines) == 1 and re.fullmatch(r"error: SIGTERM: still at .* after \d s; the same command goes on .*", lines[0]), lines
+    assert len(lines) == 1 and re.fullmatch(r"error: SIGTERM: still at .* after \d s; the same command resumes .*", lines[0]), lines
 
 
 @pytest.mark.parametrize("case", ["interrupted twice", "asked again"])

@@ -49,7 +49,7 @@ def test_what_lies_there_says_how_it_stands(tmp_path: Path) -> None:
     leave(tmp_path / "submitted", "config")
     assert seen("submitted") == (RunState.WAITING, "")
     leave(tmp_path / "killed", "steps")
-    assert seen("killed") == (RunState.FAILED, "ended without a word; was it killed?")
+    assert seen("killed") == (RunState.FAILED, "ended without an error message; it may have been killed")
     leave(tmp_path / "killed early", "checkpoint")
     assert seen("killed early")[0] is RunState.FAILED
     for state, line in (("stopped", ""), ("failed", "optim.lr=9: too much")):
@@ -68,7 +68,7 @@ def test_the_newest_word_counts(tmp_path: Path) -> None:
     """
     say(tmp_path, "resume: x", "error: model.path=x: no such folder", "2 nodes")
     assert (read_status(tmp_path).state, read_status(tmp_path).error) == (RunState.FAILED, "model.path=x: no such folder")
-    say(tmp_path, "error: old", "stopped at step 2 of 5; the same command goes on", age_s=100)
+    say(tmp_path, "error: old", "stopped at step 2 of 5; the same command resumes the run", age_s=100)
     assert read_status(tmp_path).state is RunState.STOPPED
     end(tmp_path, "failed", "newer")
     assert read_status(tmp_path).error == "newer"

@@ -105,7 +105,7 @@ def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None
     seeds = settings_of(tree, "", LISTENER_URL="http://a:1/batch_score,http://b:1/score")
     assert seeds["task.listener.urls"] == "[http://a:1,http://b:1]", "as the game's own has it"
     none = called(tree)
-    assert none.returncode == 1 and none.stderr.startswith("error: LISTENER_HOST=: there is no listener; give its host")
+    assert none.returncode == 1 and none.stderr.startswith("error: LISTENER_HOST=: no listener is configured; give its host")
 
 
 @pytest.mark.parametrize(
@@ -248,11 +248,11 @@ SPEAKS, HEARS = "lewis_cpu", "lewis_listener_cpu"
 @pytest.mark.parametrize(
     ("how", "code", "told"),
     [
-        ({"ENDS": HEARS, "CODE": "137"}, 1, "the listener's run has ended with code 137"),
-        ({"ENDS": SPEAKS, "CODE": "1"}, 1, "the speaker's run has ended with code 1"),
-        ({"ENDS": SPEAKS, "CODE": "75"}, 75, "the speaker's run has ended with code 75"),
-        ({"DIES": "listener_app"}, 1, "the listener has ended with code 3"),
-        ({"ENDS": SPEAKS, "CODE": "1", "STAYS": HEARS}, 1, "the speaker's run has ended with code 1"),
+        ({"ENDS": HEARS, "CODE": "137"}, 1, "the listener's run exited with code 137"),
+        ({"ENDS": SPEAKS, "CODE": "1"}, 1, "the speaker's run exited with code 1"),
+        ({"ENDS": SPEAKS, "CODE": "75"}, 75, "the speaker's run exited with code 75"),
+        ({"DIES": "listener_app"}, 1, "the listener exited with code 3"),
+        ({"ENDS": SPEAKS, "CODE": "1", "STAYS": HEARS}, 1, "the speaker's run exited with code 1"),
     ],
 )
 def test_a_half_that_ends_ends_the_pair(how: dict[str, str], code: int, told: str, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_a_half_that_ends_ends_the_pair(how: dict[str, str], code: int, told: st
     )  # fmt: skip
     assert ended.returncode == code, ended.stderr
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: OUT={tree}/out: {told}; ") and line.endswith("the same command goes on")
+    assert line.startswith(f"error: OUT={tree}/out: {told}; ") and line.endswith("the same command resumes the runs")
     assert "asked to end" in ended.stdout + (tree / "out" / "listener_run.log").read_text() or "STAYS" in how
     assert len(pids.read_text().split()) == 4 and not [pid for pid in pids.read_text().split() if psutil.pid_exists(int(pid))]
 

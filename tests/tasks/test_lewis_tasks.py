@@ -257,9 +257,9 @@ def test_a_row_that_is_no_round_is_named(built: tuple[Path, Path], tmp_path: Pat
 def test_settings_that_do_not_fit_are_refused(built: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match=r"^task.listener.urls=\[\]: this reward requires a listener"):
         task_of("lewis_speaker", built)
-    with pytest.raises(ValueError, match=r"^task.options.parts=.*the game's README has no overlap"):
+    with pytest.raises(ValueError, match=r"^task.options.parts=.*variant=readme has no overlap reward"):
         LewisSpeakerOptions(parts=["accuracy", "overlap"], variant="readme")
-    with pytest.raises(ValueError, match=r"^task.options.accuracy=soft_gated: the game's README pays binary"):
+    with pytest.raises(ValueError, match=r"^task.options.accuracy=soft_gated: variant=readme is only binary"):
         LewisSpeakerOptions(accuracy="soft_gated", variant="readme")
     for wrong in ({"parts": []}, {"parts": ["accuracy", "accuracy"]}, {"parts": ["beauty"]}, {"accuracy": "soft"}, {"variant": "paper"}):
         with pytest.raises(ValueError, match=r"^task.options"):
