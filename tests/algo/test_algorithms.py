@@ -1,4 +1,4 @@
-"""The table of algorithms: what may stand together, and what the trainer has to read for it."""
+"""Compatibility of algorithm settings, and the model outputs that each algorithm requires."""
 
 import dataclasses
 import math
@@ -12,11 +12,12 @@ from megatron_rl.algo.rollout_correction import CORRECTIONS
 from megatron_rl.config import AlgoSettings
 
 EPISODES = {"rloo", "opo", "reinforce_pp", "gspo", "gmpo", "ppo", "ppo_turn"}
-"""Algorithms whose credit, or whose ratio, is one number an episode; and those whose critic credits turns by itself."""
+"""Algorithms with one advantage or one ratio per episode, or with a critic that values turns."""
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_row_goes_with_every_estimator_and_correction(name: str) -> None:
+    """Every algorithm is accepted with every KL estimator and every rollout correction."""
     for estimator in ESTIMATORS:
         for correction in CORRECTIONS:
             algo = AlgoSettings(name=name, kl_estimator=estimator, rollout_correction=correction)
@@ -27,6 +28,8 @@ def test_every_row_goes_with_every_estimator_and_correction(name: str) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 def test_turns_are_refused_where_episodes_are_credited(name: str, scheme: str) -> None:
+    """Algorithms with one advantage per episode reject every turn_credit except broadcast, and the
+    error lists the algorithms that support it."""
     assert ALGORITHMS.keys() - EPISODES == {"grpo", "cispo", "sapo", "dppo"}
     algo = AlgoSettings(name=name, turn_credit=scheme)
     if scheme == "broadcast" or name not in EPISODES:
@@ -46,6 +49,7 @@ def test_turns_are_refused_where_episodes_are_credited(name: str, scheme: str) -
     ],
 )
 def test_a_name_that_is_in_no_table_is_refused_with_the_names_that_are(field: str, value: str, choices: str) -> None:
+    """An unknown name is rejected with an error that lists the known names."""
     with pytest.raises(ValueError, match=f"algo.{field}={value}.*{choices}"):
         check_algorithm(dataclasses.replace(AlgoSettings(), **{field: value}))
 
@@ -96,6 +100,7 @@ RATIOS = ("bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask")
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(given: dict, line: str) -> None:
+    """Contradictory or out-of-range correction settings are rejected with a one-line error."""
     with pytest.raises(ValueError, match=f"^{line}") as told:
         check_algorithm(AlgoSettings(**given))
     assert "\n" not in str(told.value)
@@ -104,7 +109,8 @@ def test_what_cannot_be_meant_is_refused_in_one_line(given: dict, line: str) -> 
 @pytest.mark.parametrize("one", CORRECTIONS)
 @pytest.mark.parametrize("other", CORRECTIONS)
 def test_which_rows_go_together(one: str, other: str) -> None:
-    """The importance ratio counts once; masks go with everything but themselves."""
+    """Two corrections combine unless they are equal, one is `none`, or both use the importance
+    ratio."""
     algo = AlgoSettings(rollout_correction=f"{one}+{other}")
     if one == other or "none" in (one, other) or {one, other} <= set(RATIOS):
         with pytest.raises(ValueError, match=r"^algo.rollout_correction="):
@@ -114,7 +120,9 @@ def test_which_rows_go_together(one: str, other: str) -> None:
 
 
 def test_what_networks_are_asked() -> None:
-    """On-policy with one update nothing is read; several updates need the old logprobs, a KL the reference, a KL in the reward both."""
+    """The required forward passes and columns depend on the number of updates and on the KL
+    settings. On-policy training with one update needs no old logprobs; several updates do. A KL in
+    the loss needs the reference model; a KL in the reward needs old and reference logprobs."""
     plain, kl, in_reward = AlgoSettings(), AlgoSettings(kl_coef=0.1), AlgoSettings(kl_coef=0.1, use_kl_in_reward=True)
     found = [tuple(needs_old_logprob_forward(algo, num_updates=num) for num in (1, 2)) for algo in (plain, kl, in_reward)]
     assert found == [(False, True), (False, True), (True, True)]

@@ -1,7 +1,8 @@
-"""What credit makes of a decision on average: expected policy gradients, by exact enumeration of all groups, against those of the reward.
+"""Expected policy gradients of each advantage scheme, by exact enumeration of all groups.
 
-An episode is one of a few kinds. The order of a group's members changes nothing: each mixture of kinds is looked at once and counted as
-often as it can be dealt to the members.
+The oracle is the gradient of the expected reward. An episode is one of a few kinds. The order of a
+group's members has no effect, so each multiset of kinds is evaluated once and weighted by its
+number of orderings.
 """
 
 import asyncio
@@ -22,17 +23,20 @@ from tests.support.rollout_factory import collect_turn_advantages, make_reward_i
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Kind:
-    """A way for an episode to go."""
+    """A possible course of an episode, with its probability."""
 
     probability: float
     slopes: tuple[float, ...]
-    """For each turn, dlogprob / dtheta of what was chosen there."""
+    """dlogprob / dtheta of the choice made in each turn."""
     numbers: dict[str, float | list]
-    """Outcome, scores, gains."""
+    """Keyword arguments of `make_rollout`: outcome reward, step scores, reward deltas."""
 
 
 def expected_gradient(kinds: Sequence[Kind], size: int, algo: AlgoSettings) -> float:
-    """Mean over all groups of `size` of the sum of credit * dlogprob / dtheta over all turns. Another group stands beside each."""
+    """Return the mean over all groups of `size` of the summed advantage * dlogprob / dtheta.
+
+    Each group is evaluated together with another group.
+    """
     total = 0.0
     for group in itertools.combinations_with_replacement(range(len(kinds)), size):
         rollouts = [make_rollout(0, **kinds[kind].numbers) for kind in group]
@@ -50,7 +54,8 @@ def expected_gradient(kinds: Sequence[Kind], size: int, algo: AlgoSettings) -> f
 
 
 def by_rubric(*steps: float | None, right: bool) -> dict[str, float | list]:
-    """What a rubric with a mean turn part of weight 0.5 makes of an episode with these steps."""
+    """Return `make_rollout` arguments of an episode with these steps, scored by a rubric whose turn
+    term is a mean with weight 0.5."""
 
     async def accuracy(_: RewardInput) -> float:
         return float(right)
@@ -65,7 +70,9 @@ def by_rubric(*steps: float | None, right: bool) -> dict[str, float | list]:
 
 
 def choices(call: float, right: float) -> list[Kind]:
-    """After a good first call an episode calls once more with probability `call`, to no avail, or answers; right is what luck decides."""
+    """Return the kinds of an episode that, after a good first call, makes a useless second call
+    with probability `call` or answers. The answer is right with probability `right`, independently
+    of that choice."""
     kinds = []
     for probability, answer in ((right, True), (1 - right, False)):
         once, twice = by_rubric(1.0, None, right=answer), by_rubric(1.0, 1.0, None, right=answer)
@@ -78,7 +85,8 @@ def choices(call: float, right: float) -> list[Kind]:
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
 @pytest.mark.parametrize("call", [0.5, 0.2])
 def test_a_choice_that_does_not_change_the_reward_is_not_taught(scheme: str, norm_adv_by_std: bool, call: float) -> None:
-    """All 2^8 groups of episodes that are worth 1.5 whether they call once more or not."""
+    """The expected gradient is 0 over all 2^8 groups of episodes that earn 1.5 with or without a
+    second call."""
     algo = AlgoSettings(turn_credit=scheme, norm_adv_by_std=norm_adv_by_std)
     kinds = choices(call, right=1.0)
     assert len(kinds) == 2 and abs(expected_gradient(kinds, 8, algo)) <= 1e-12
@@ -87,7 +95,8 @@ def test_a_choice_that_does_not_change_the_reward_is_not_taught(scheme: str, nor
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 @pytest.mark.parametrize("call", [0.5, 0.2])
 def test_a_choice_is_not_taught_by_the_luck_of_those_who_made_it(scheme: str, call: float) -> None:
-    """All 4^8 groups, right by luck in 7 of 10."""
+    """The expected gradient is 0 over all 4^8 groups if answers are right at random, with
+    probability 0.7."""
     kinds = choices(call, right=0.7)
     assert len(kinds) == 4 and abs(expected_gradient(kinds, 8, AlgoSettings(turn_credit=scheme, norm_adv_by_std=False))) <= 1e-12
 
@@ -98,22 +107,25 @@ LEAVES = {
     "go, stop": Kind(probability=P * (1 - Q), slopes=(1 - P, -Q), numbers={"outcome_reward": 2.0, "reward_deltas": [-1.0, 0.5]}),
     "go, go": Kind(probability=P * Q, slopes=(1 - P, 1 - Q, 0.0), numbers={"outcome_reward": -1.0, "reward_deltas": [-1.0, 2.0, 0.25]}),
 }
-"""Two decisions: to go on after the first turn (probability P), and after the second (Q)."""
+"""Two decisions: to continue after the first turn (probability P) and after the second (Q)."""
 R_STOP, R_GO_STOP, R_GO_GO = (kind.numbers["outcome_reward"] + sum(kind.numbers["reward_deltas"]) for kind in LEAVES.values())
 SLOPES = {
     "first": P * (1 - P) * ((1 - Q) * R_GO_STOP + Q * R_GO_GO - R_STOP),
     "second": P * Q * (1 - Q) * (R_GO_GO - R_GO_STOP),
 }
-"""Derivatives of the expected reward (1 - P) R_STOP + P ((1 - Q) R_GO_STOP + Q R_GO_GO) in the logits of P and of Q."""
+"""Derivatives of the expected reward (1 - P) R_STOP + P ((1 - Q) R_GO_STOP + Q R_GO_GO)
+with respect to the logits of P and of Q."""
 
 
 @pytest.mark.parametrize(("name", "scheme"), [("grpo", "broadcast"), ("grpo", "return_to_go"), ("rloo", "broadcast")])
 @pytest.mark.parametrize("size", [2, 3, 5])
 @pytest.mark.parametrize("decision", SLOPES)
 def test_the_expected_gradient_is_that_of_the_reward(name: str, scheme: str, size: int, decision: str) -> None:
-    """Sum over the group of A dlogprob: G times the derivative for RLOO; (G - 1) times where the mean contains oneself.
+    """The expected sum over the group of A dlogprob is G times the derivative of the expected
+    reward for RLOO. It is (G - 1) times the derivative if the group mean includes the member
+    itself.
 
-    Episodes differ in length, and with probability a member is alone in its last turns.
+    Episodes differ in length, so in some groups one member is alone in its last turns.
     """
     turn = list(SLOPES).index(decision)
     slopes = {leaf: tuple(slope * (place == turn) for place, slope in enumerate(kind.slopes)) for leaf, kind in LEAVES.items()}

@@ -1,5 +1,8 @@
-"""GiGPO's credit, algo.turn_credit=gigpo: numbers by hand, plain loops over random groups, and what is left where no state is
-shared."""
+"""GiGPO's advantages (algo.turn_credit=gigpo) against values computed by hand and plain loops over
+random groups.
+
+If no two turns share a state, the advantages must equal GRPO's.
+"""
 
 import math
 import random
@@ -22,11 +25,17 @@ def close(expected: list[list[float] | None]) -> list[object]:
 
 
 def step() -> list[Rollout]:
-    """Group 3, at a discount of 1/2. The first walks a b a and earns -1 0 1, returns -0.75 0.5 1. The second walks a c and earns 0 2,
-    returns 1 2. The third starts in a, earns 3 and an outcome of 1, return 4; the fourth failed.
+    """Return a training step with group 3 (three scored rollouts, one failed) and group 8 (two
+    scored rollouts).
 
-    Rewards 0 2 4: episodes -2 0 2, deviation 2. State a: -0.75 1 1 4, mean 1.3125. b and c were seen once.
-    Group 8 has names of states in common with group 3 and nothing else: rewards 10 and 0.
+    Group 3, at discount 1/2: rollout 1 visits states a b a with rewards -1 0 1, so its returns are
+    -0.75 0.5 1. Rollout 2 visits a c with rewards 0 2, so its returns are 1 2. Rollout 3 visits a
+    with reward 3 and outcome 1, so its return is 4. Rollout 4 failed.
+
+    Episode rewards are 0 2 4: advantages -2 0 2, standard deviation 2. Returns in state a are -0.75
+    1 1 4, mean 1.3125. States b and c occur once each.
+
+    Group 8 shares only state names with group 3. Its rewards are 10 and 0.
     """
     return [
         make_rollout(3, outcome_reward=0.0, reward_deltas=(-1.0, 0.0, 1.0), states=("a", "b", "a")),
@@ -42,6 +51,8 @@ A = (-0.75 - 1.3125, 1 - 1.3125, 1 - 1.3125, 4 - 1.3125)
 
 
 def test_a_turn_is_compared_with_all_that_began_where_it_did() -> None:
+    """A turn's advantage is that of its episode plus that of its return among all turns of the
+    group in the same state. gigpo_step_weight scales the second summand."""
     expected = [[-2 + A[0], -2, -2 + A[1]], [5], [A[2], 0], [2 + A[3]], None, [-5, -5]]
     assert compute_turn_advantages(step(), **PLAIN) == close(expected)
     halved = [[-2 + A[0] / 2, -2, -2 + A[1] / 2], [5], [A[2] / 2, 0], [2 + A[3] / 2], None, [-5, -5]]
@@ -49,7 +60,9 @@ def test_a_turn_is_compared_with_all_that_began_where_it_did() -> None:
 
 
 def test_each_part_has_its_own_deviation() -> None:
-    """The paper's F_norm = std: of the three episodes 2, of the four turns in state a sqrt(sum of squares / 3), each with std_eps."""
+    """Episode and state advantages are each divided by their own standard deviation plus std_eps
+    (the paper's F_norm = std). The deviation is 2 over the three episodes and sqrt(sum of squares /
+    3) over the four turns in state a."""
     scale = math.sqrt(sum(value * value for value in A) / 3) + 0.25
     a = [value / scale for value in A]
     episodes = [-2 / 2.25, 0.0, 2 / 2.25]
@@ -60,7 +73,9 @@ def test_each_part_has_its_own_deviation() -> None:
 
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
 def test_where_no_state_is_shared_it_is_grpo_bit_for_bit(norm_adv_by_std: bool) -> None:
-    """The paper's rule for a state that one turn alone began in: it is its own mean. A turn without a state is compared with no other."""
+    """If no two turns share a state, or the step weight is 0, the advantages equal GRPO's bit for
+    bit. By the paper's rule, a state with one turn is its own mean. A turn without a state is
+    compared with no other turn."""
     alone = step()
     for number, rollout in enumerate(alone):
         for place, turn in enumerate(rollout.turns):
@@ -71,7 +86,9 @@ def test_where_no_state_is_shared_it_is_grpo_bit_for_bit(norm_adv_by_std: bool) 
 
 
 def test_episodes_that_earn_the_same_still_teach_by_their_turns() -> None:
-    """Both earn 1 in all; from state b on the first earned 2 of it and the second 1. A selection of groups must not call that idle."""
+    """A group of two episodes with equal rewards has a nonzero `group_std` if turns in a shared
+    state differ. Both episodes earn 1 in total; from state b on, the first earns 2 and the second
+    1."""
     rollouts = [
         make_rollout(0, outcome_reward=0.0, reward_deltas=(-1.0, 2.0), states=("a", "b")),
         make_rollout(0, outcome_reward=0.0, reward_deltas=(0.0, 1.0), states=("c", "b")),
@@ -82,7 +99,11 @@ def test_episodes_that_earn_the_same_still_teach_by_their_turns() -> None:
 
 
 def test_a_kl_in_the_reward_is_of_the_outcome() -> None:
-    """Outcomes 1 less 0.5 * (2 + 4) and 1 less 0.5 * 2, -2 and 0: returns of the first turns at discount 1/2 -1 and 0."""
+    """A KL penalty in the reward is subtracted from the outcome.
+
+    The outcomes are 1 - 0.5 * (2 + 4) = -2 and 1 - 0.5 * 2 = 0. At discount 1/2 the returns of the
+    first turns are -1 and 0.
+    """
     rollouts = [
         set_kl_logprobs(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0, 0.0), states=("a", "b")), 2.0, 4.0),
         set_kl_logprobs(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0,), states=("a",)), 2.0),
@@ -95,7 +116,7 @@ STEP = st.lists(st.tuples(st.integers(0, 2), st.none() | st.floats(-2, 2), st.li
 
 
 def by_plain_loops(rollouts: list[Rollout], index: int, number: int, *, omega: float, discount: float, by_std: bool) -> float:
-    """One turn's credit: every step of the group is looked at for it, twice."""
+    """Compute one turn's advantage with plain loops over all turns of its group."""
 
     def return_of(rollout: Rollout, start: int) -> float:
         rewards = [turn.reward_delta for turn in rollout.turns]
@@ -123,6 +144,7 @@ def by_plain_loops(rollouts: list[Rollout], index: int, number: int, *, omega: f
 def test_it_is_the_plain_loop_and_depends_on_no_order(
     given_step: list, discount: float, omega: float, by_std: bool, shuffler: random.Random
 ) -> None:
+    """Advantages equal plain loops on random steps, and permuting the rollouts changes no bit."""
     rollouts = [
         make_rollout(group, outcome_reward=outcome, reward_deltas=[gain for gain, _ in turns], states=[state for _, state in turns])
         for group, outcome, turns in given_step

@@ -1,6 +1,9 @@
-"""Credit of turns against hand numbers and textbook loops. Every step has a second group, whose numbers are other ones.
+"""Turn advantages against values computed by hand and textbook loops.
 
-Expected policy gradients have their own file, test_credit_gradients.py, and so have states, test_credit_states.py.
+Every step has a second group with different rewards.
+
+Expected policy gradients are tested in test_credit_gradients.py, and GiGPO in
+test_credit_states.py.
 """
 
 import math
@@ -18,7 +21,8 @@ from tests.support.rollout_factory import compute_turn_advantages, make_rollout,
 
 
 def step() -> list[Rollout]:
-    """Group 5: rewards 1.5, 0.5, 1 and one that failed. Group 2: rewards 6 and 3."""
+    """Return a step in which group 5 has the rewards 1.5, 0.5, 1 and a failed rollout, and group 2
+    the rewards 6 and 3."""
     return [
         make_rollout(5, outcome_reward=1.0, step_scores=(0.5, 0.0, 0.0)),
         make_rollout(2, outcome_reward=2.0, step_scores=(3.0, 1.0)),
@@ -34,30 +38,42 @@ def check(given: Sequence[list[float] | None], expected: Sequence[list[float] | 
 
 
 def test_broadcast_gives_every_turn_the_episodes_advantage() -> None:
+    """broadcast gives every turn the advantage of its episode."""
     check(compute_turn_advantages(step(), "broadcast"), [[0.5] * 3, [1.5] * 2, [-0.5], [0.0] * 2, None, [-1.5] * 2])
 
 
 def test_outcome_and_turn_adds_the_turns_own_advantage_to_the_outcomes() -> None:
-    """Group 5: outcomes 1 0 1, mean 2/3. First turns 0.5 0.5 -0.1, mean 0.3. Second turns 0 and 0.1 of three members: 2/3 of their
-    difference from the other. A third turn has nobody to compare with. Group 2: outcomes -+1, first turns +-1, second turns -+0.5.
+    """outcome_and_turn adds the advantage of the turn's score to the advantage of the outcome.
+
+    Group 5 has outcomes 1 0 1, mean 2/3. The first turns score 0.5 0.5 -0.1, mean 0.3. Two of three
+    members have a second turn, with scores 0 and 0.1: the advantage is 2/3 of their difference. The
+    only third turn is compared with none. Group 2: outcomes -+1, first turns +-1, second turns
+    -+0.5.
     """
     expected = [[1 / 3 + 0.2, 1 / 3 - 0.2 / 3, 1 / 3], [2.0, 0.5], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3 + 0.2 / 3], None, [-2.0, -0.5]]
     check(compute_turn_advantages(step(), "outcome_and_turn"), expected)
 
 
 def test_a_turn_that_is_no_step_has_the_outcomes_advantage_and_is_nobodys_baseline() -> None:
-    """As above with None for the 0s: what was compared with a 0 is alone. A score of 0 is a step."""
+    """A turn without a step score has only the outcome's advantage and is left out of baselines.
+
+    The step is that of the previous test with None in place of 0, so that turns compared with a 0
+    have no peer. A score of 0 counts as a step.
+    """
     rollouts = step()
     for turn in (rollouts[0].turns[1], rollouts[0].turns[2], rollouts[1].turns[1]):
         turn.step_score = None
-    rollouts[5].turns[0].step_score = 0.0  # 3 and 0: 1.5 off their mean
+    rollouts[5].turns[0].step_score = 0.0  # scores 3 and 0 are 1.5 from their mean
     expected = [[1 / 3 + 0.2, 1 / 3, 1 / 3], [2.5, 1.0], [-2 / 3 + 0.2], [1 / 3 - 0.4, 1 / 3], None, [-2.5, -1.0]]
     check(compute_turn_advantages(rollouts, "outcome_and_turn"), expected)
 
 
 def test_return_to_go_compares_what_is_still_earned() -> None:
-    """Returns of group 5 at discount 1/2: 1 + (0.5, 0, 0) = 1.5 1 1 | 0.5 | 1 + (-0.1 + 0.05, 0.1) = 0.95 1.1. The third turn is the
-    first's alone: its whole episode, 1.5 - 1. Group 2: 5.5 3 | 2 2.
+    """return_to_go compares the discounted returns from each turn on.
+
+    Returns of group 5 at discount 1/2 are 1 + (0.5, 0, 0) = 1.5 1 1 | 0.5 | 1 + (-0.1 + 0.05, 0.1)
+    = 0.95 1.1. Only the first episode has a third turn, which has the advantage of the episode, 1.5
+    - 1. Group 2: 5.5 3 | 2 2.
     """
     mean = (1.5 + 0.5 + 0.95) / 3
     expected = [[1.5 - mean, -0.2 / 3, 0.5], [1.75, 0.5], [0.5 - mean], [0.95 - mean, 0.2 / 3], None, [-1.75, -0.5]]
@@ -66,7 +82,11 @@ def test_return_to_go_compares_what_is_still_earned() -> None:
 
 
 def test_the_longest_episode_learns_from_turns_that_nobody_else_reached() -> None:
-    """Rewards -4 -2 1 0, mean -1.25. Second turns: returns -3 and -1, of four members: 3/4 of the difference."""
+    """A turn that no other member reached has the advantage of its whole episode.
+
+    Rewards are -4 -2 1 0, mean -1.25. Second turns have the returns -3 and -1 in a group of four:
+    the advantage is 3/4 of their difference.
+    """
     group = [make_rollout(0, outcome_reward=0.0, reward_deltas=gains) for gains in ([-1.0] * 4, [-1.0] * 2, [1.0], [0.0])]
     others = [make_rollout(1, outcome_reward=8.0, reward_deltas=[1.0] * 4), make_rollout(1, outcome_reward=4.0, reward_deltas=[1.0] * 3)]
     expected = [[-2.75, -1.5, -2.75, -2.75], [-0.75, 1.5], [2.25], [1.25], [2.5, 2.5, 2.5, 2.5], [-2.5, -2.5, -2.5]]
@@ -75,7 +95,11 @@ def test_the_longest_episode_learns_from_turns_that_nobody_else_reached() -> Non
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 def test_the_kl_in_the_reward_is_taken_off_every_return(scheme: str) -> None:
-    """Outcomes 1 less 0.5 * (2 + 4) and 1 less 0.5 * 2: -2 and 0. One turn step each of 1 and 1."""
+    """The KL penalty in the reward is subtracted from every return.
+
+    The outcomes are 1 - 0.5 * (2 + 4) = -2 and 1 - 0.5 * 2 = 0. Each rollout has one step, with
+    score 1.
+    """
     rollouts = [
         set_kl_logprobs(make_rollout(0, outcome_reward=1.0, step_scores=(1.0, None)), 2.0, 4.0),
         set_kl_logprobs(make_rollout(0, outcome_reward=1.0, step_scores=(1.0,)), 2.0),
@@ -89,7 +113,11 @@ def test_the_kl_in_the_reward_is_taken_off_every_return(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 def test_what_is_left_out_still_counts_in_its_groups_means(scheme: str) -> None:
-    """Two right, two wrong that ran out of turns and are dropped: by hand (1 - 1/2) for the right ones, as if nothing were dropped."""
+    """Dropped rollouts still count in the means of their group.
+
+    Two rollouts are right, and two wrong ones ran out of turns and are dropped; the right ones keep
+    1 - 1/2, as if nothing were dropped.
+    """
     rollouts = [make_rollout(group, outcome_reward=outcome, step_scores=(0.0,)) for group in (0, 1) for outcome in (1.0, group, 0.0, 1.0)]
     for rollout in rollouts:
         rollout.filter_reason = "" if rollout.outcome_reward else "stop_reason"
@@ -99,6 +127,8 @@ def test_what_is_left_out_still_counts_in_its_groups_means(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", TURN_SCHEMES)
 @pytest.mark.parametrize("norm_adv_by_std", [True, False])
 def test_one_alone_in_its_group_and_equal_turns_have_exact_zeros(scheme: str, norm_adv_by_std: bool) -> None:
+    """A rollout without peers, and turns that are equal in all rollouts of a group, have advantages
+    of exactly 0. A group with different rewards does not."""
     alone = [make_rollout(0, outcome_reward=3.0, step_scores=(1.0, 2.0)), make_rollout(0, step_scores=(1.0,))]
     equal = [make_rollout(1, outcome_reward=0.1, step_scores=(0.7, None, 0.3)) for _ in range(3)]
     moving = [make_rollout(2, outcome_reward=outcome, step_scores=(0.0,)) for outcome in (0.0, 1.0)]
@@ -109,8 +139,13 @@ def test_one_alone_in_its_group_and_equal_turns_have_exact_zeros(scheme: str, no
 
 
 def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
-    """Outcomes 1 and 0, first turns 0 and w, answers that are no step: 0.5 - w/2, 0.5 | -0.5 + w/2, -0.5 over the root of a third of
-    their squares, which for w = 1 is sqrt(1/6): 0 and sqrt(1.5). The other group's scale is another: 4, 4 | -4, -4.
+    """The weight of a turn term changes normalized advantages.
+
+    Outcomes are 1 and 0, first turns score 0 and w, and second turns are no steps: 0.5 - w/2, 0.5 |
+    -0.5 + w/2, -0.5, divided by the root of a third of the sum of their squares. For w = 1 the
+    scale is sqrt(1/6), which gives 0 and sqrt(1.5).
+
+    The other group has its own scale: 4, 4 | -4, -4.
     """
     first = {}
     for weight in (1.0, 0.5, 0.01):
@@ -132,6 +167,8 @@ def test_the_weight_of_a_turn_part_counts_when_credit_is_normalized() -> None:
 
 @pytest.mark.parametrize("scheme", ["outcome_and_turn", "return_to_go"])
 def test_turns_are_divided_by_one_number_a_group(scheme: str) -> None:
+    """norm_adv_by_std divides all turn advantages of a group by one standard deviation plus
+    std_eps."""
     plain, normalized = compute_turn_advantages(step(), scheme), compute_turn_advantages(step(), scheme, norm_adv_by_std=True, std_eps=0.25)
     for members in ([0, 2, 3], [1, 5]):
         values = [value for index in members for value in plain[index]]
@@ -148,7 +185,7 @@ def others_mean(own: float, others: list[float], size: int) -> float:
 
 
 def textbook(members: list[Rollout], index: int, number: int, scheme: str, discount: float) -> float:
-    """Credit of one turn, in plain loops over the other members."""
+    """Compute the advantage of one turn with plain loops over the other members."""
     own, others, size = members[index], members[:index] + members[index + 1 :], len(members)
     if scheme in ("broadcast", "gigpo"):  # no turn here has a state
         return others_mean(own.reward, [each.reward for each in others], size)
@@ -170,7 +207,9 @@ def textbook(members: list[Rollout], index: int, number: int, scheme: str, disco
 def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
     scheme: str, given_step: list, discount: float, norm_adv_by_std: bool, shuffler: random.Random
 ) -> None:
-    """Groups, outcomes (None: failed), and the scores of the turns, of which those that are steps are gains too."""
+    """Turn advantages equal a textbook loop on random steps, and permuting the rollouts changes no
+    bit. A step lists group, outcome (None if failed) and turn scores; turns that are steps also
+    have rewards."""
     rollouts = [
         make_rollout(group, outcome_reward=outcome, step_scores=None if outcome is None else scores)
         for group, outcome, scores in given_step
@@ -195,7 +234,10 @@ def test_turn_credit_is_the_textbook_loop_and_depends_on_no_order(
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 2), st.floats(-3, 3), st.floats(-2, 2)), max_size=12), st.booleans())
 def test_with_one_turn_an_episode_all_schemes_are_grpo(scheme: str, given_step: list, norm_adv_by_std: bool) -> None:
-    """Groups, outcomes, and the score of the one turn, which is a step."""
+    """With one turn per episode, outcome_and_turn and return_to_go equal broadcast.
+
+    A step lists group, outcome, and the score of the only turn.
+    """
     rollouts = [make_rollout(group, outcome_reward=outcome, step_scores=(score,)) for group, outcome, score in given_step]
     options = {"norm_adv_by_std": norm_adv_by_std, "std_eps": 1e-2, "gamma": 0.5}
     check(compute_turn_advantages(rollouts, scheme, **options), compute_turn_advantages(rollouts, "broadcast", **options), slack=1e-11)

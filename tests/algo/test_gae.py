@@ -1,4 +1,4 @@
-"""Generalized advantages against a plain double loop, hand numbers, and the return itself."""
+"""GAE against a plain double loop, values computed by hand, and the return minus the value."""
 
 import math
 import random
@@ -14,14 +14,16 @@ from tests.support.rollout_factory import collect_token_advantages, make_rollout
 
 
 def double_loop(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
-    """A_t = sum over k of (gamma * lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)), V = 0 behind the last."""
+    """Compute A_t = sum over k of (gamma * lambda)^k * (r_(t+k) + gamma * V_(t+k+1) - V_(t+k)),
+    where V = 0 after the last action."""
     later = [*values, 0.0][1:]
     deltas = [reward + gamma * after - value for reward, value, after in zip(rewards, values, later, strict=True)]
     return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
 
 
 def valued(rollout: Rollout, seed: int) -> Rollout:
-    """Random values, and numbers that nobody may read where nothing was sampled."""
+    """Set random values on sampled tokens, and NaN on tokens that were not sampled and must not be
+    read."""
     draw = random.Random(seed)
     for context in rollout.sequences:
         context.set_column("values", [draw.gauss(0, 1) if sampled else math.nan for sampled in context.loss_mask])
@@ -35,6 +37,7 @@ def sampled_values(rollout: Rollout) -> list[float]:
 
 
 def credited(rollouts: list[Rollout], **given: object) -> AlgoSettings:
+    """Compute GAE advantages in place and return the settings."""
     algo = AlgoSettings(**{"name": "ppo", "whiten_advantages": False, **given})
     ALGORITHMS["ppo"].advantage_fn(rollouts, algo)
     return algo
@@ -42,6 +45,7 @@ def credited(rollouts: list[Rollout], **given: object) -> AlgoSettings:
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.95), (1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
 def test_the_recursion_is_the_double_sum(gamma: float, lam: float) -> None:
+    """The GAE recursion equals the double sum for 0 to 7 actions."""
     draw = random.Random(3)
     for length in (0, 1, 2, 7):
         rewards, values = ([draw.gauss(0, 1) for _ in range(length)] for _ in range(2))
@@ -49,13 +53,18 @@ def test_the_recursion_is_the_double_sum(gamma: float, lam: float) -> None:
 
 
 def test_by_hand() -> None:
-    # rewards 0, 2; values 1, 0.5; gamma 0.5, lambda 0.5: d = (0 + 0.25 - 1, 2 - 0.5) = (-0.75, 1.5); A = (-0.75 + 0.25 * 1.5, 1.5)
+    # Rewards 0, 2; values 1, 0.5; gamma 0.5; lambda 0.5.
+    # d = (0 + 0.25 - 1, 2 - 0.5) = (-0.75, 1.5); A = (-0.75 + 0.25 * 1.5, 1.5).
     assert gae([0.0, 2.0], [1.0, 0.5], 0.5, 0.5) == [-0.375, 1.5]
 
 
 @pytest.mark.parametrize("contexts", [[0, 0, 0], [0, 1, 2], [0, 0, 1]], ids=["one context", "one each", "two"])
 def test_tokens_skip_what_was_observed(contexts: list[int]) -> None:
-    """Turns of 2, 1 and 3 tokens: gains on their last tokens, the outcome on the episode's last, wherever the observations lie."""
+    """Token-level GAE skips observed tokens and equals the double loop over sampled tokens only.
+
+    Turns have 2, 1 and 3 tokens; a turn's reward is on its last token and the outcome is on the
+    episode's last token.
+    """
     rollout = valued(
         make_rollout(0, outcome_reward=5.0, reward_deltas=[1.0, -2.0, 0.5], lengths=[2, 1, 3], turn_sequences=contexts), seed=1
     )
@@ -66,6 +75,7 @@ def test_tokens_skip_what_was_observed(contexts: list[int]) -> None:
 
 
 def returns(rollout: Rollout) -> list[float]:
+    """Return the returns of sampled tokens, after checking that all other tokens have 0."""
     pairs = [pair for context in rollout.sequences for pair in zip(context.returns, context.loss_mask, strict=True)]
     assert all(value == 0.0 for value, sampled in pairs if not sampled)
     return [value for value, sampled in pairs if sampled]
@@ -73,7 +83,10 @@ def returns(rollout: Rollout) -> list[float]:
 
 @pytest.mark.parametrize("contexts", [[0, 0, 0], [0, 1, 2]], ids=["one context", "one each"])
 def test_turns_are_valued_at_their_prompts(contexts: list[int]) -> None:
-    """A turn's value is that before its first token; all its tokens have its advantage, its first token its return."""
+    """A turn's value is the value before its first token.
+
+    All tokens of the turn have its advantage; its first token has its return.
+    """
     rollout = valued(
         make_rollout(0, outcome_reward=5.0, reward_deltas=[1.0, -2.0, 0.5], lengths=[2, 1, 3], turn_sequences=contexts), seed=2
     )
@@ -87,7 +100,8 @@ def test_turns_are_valued_at_their_prompts(contexts: list[int]) -> None:
 
 @pytest.mark.parametrize("over", ["tokens", "turns"])
 def test_lambda_one_is_the_return_less_the_value(over: str) -> None:
-    """With gamma 1, too: what is still to be earned, whatever the critic says of later steps."""
+    """With gamma = lambda = 1, the advantage is the remaining return minus the value, whatever
+    values later steps have."""
     rollout = valued(make_rollout(0, outcome_reward=2.0, reward_deltas=[1.0, 4.0], lengths=[2, 2]), seed=5)
     credited([rollout], gae_level=over)
     values = sampled_values(rollout)
@@ -99,7 +113,8 @@ def test_lambda_one_is_the_return_less_the_value(over: str) -> None:
 
 @pytest.mark.parametrize("over", ["tokens", "turns"])
 def test_a_penalty_in_the_reward_is_each_tokens_own(over: str) -> None:
-    """old - reference is 0.5, 1, 2 and the coefficient 0.1: by token each pays its own, by turn they add up."""
+    """A KL penalty in the reward is subtracted per token, or summed over a turn at turn level. old
+    - reference is 0.5, 1 and 2, and the coefficient is 0.1."""
     rollout = set_kl_logprobs(valued(make_rollout(0, outcome_reward=3.0, lengths=[2, 1]), seed=4), 0.5, 1.0, 2.0)
     credited([rollout], gae_level=over, gamma=0.9, lam=0.8, kl_coef=0.1, use_kl_in_reward=True)
     values = sampled_values(rollout)
@@ -113,7 +128,8 @@ def test_a_penalty_in_the_reward_is_each_tokens_own(over: str) -> None:
 
 @pytest.mark.parametrize("over", ["tokens", "turns"])
 def test_whitening_is_over_the_actions_that_are_trained_on(over: str) -> None:
-    """Mean 0 and deviation 1 over tokens, or over turns however long they are; returns are from before it."""
+    """Whitening gives mean 0 and standard deviation 1 over the tokens, or over the turns regardless
+    of their length, of rollouts to train on. Returns are computed before whitening."""
     rollouts = [valued(make_rollout(group, reward=float(group), lengths=[1 + group, 2]), seed=group) for group in range(3)]
     dropped = valued(make_rollout(3, reward=1e6, lengths=[2]), seed=9)
     dropped.filter_reason = "stop_reason"
@@ -137,6 +153,7 @@ def test_whitening_is_over_the_actions_that_are_trained_on(over: str) -> None:
 
 
 def test_a_step_without_anything_to_train_on_is_no_error() -> None:
+    """A step whose rollouts are all dropped or failed has no values and no returns."""
     dropped = make_rollout(0, reward=1.0, lengths=[2])
     dropped.filter_reason = "stop_reason"
     algo = credited([dropped, make_rollout(1)], whiten_advantages=True)
@@ -144,7 +161,8 @@ def test_a_step_without_anything_to_train_on_is_no_error() -> None:
 
 
 def test_two_contexts_of_one_token_each_are_one_trajectory() -> None:
-    """The second context's value is what follows the first's: a mistake of order would show."""
+    """GAE continues across sequences: the next value after the first sequence is that of the
+    second. The wrong order of sequences would give other advantages."""
     rollout = make_rollout(0, outcome_reward=0.0, reward_deltas=[0.0, 1.0], turn_sequences=[0, 1])
     first, second = rollout.sequences
     assert isinstance(first, TokenSequence)

@@ -1,6 +1,7 @@
-"""The loss of a micro-batch and its metrics: hand numbers, a textbook loop over tokens in plain floats, and what every setting moves.
+"""The policy objective and its metrics, against values computed by hand and a token-by-token
+textbook loop in plain floats.
 
-Over 300 lines: one table says of every setting what it moves.
+Over 300 lines: a table lists which algorithms each setting affects.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ ALGO = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0, k
 
 
 def loss_and_gradient(rows: LossInputs, algo: AlgoSettings) -> tuple[float, torch.Tensor, torch.Tensor, LossMetrics]:
-    """Loss, its gradients in logprob and entropy, metrics."""
+    """Return the loss, its gradients in logprob and entropy, and the metrics."""
     loss, metrics = make_policy_objective(algo)(rows)
     gradients = torch.autograd.grad(loss, (rows.logprob_R, rows.entropy_R), allow_unused=True)
     return loss.item(), *(torch.zeros_like(rows.old_logprob_R) if each is None else each for each in gradients), metrics
@@ -39,15 +40,20 @@ def numbers(metrics: LossMetrics) -> dict[str, float]:
 
 
 def test_a_loss_by_hand() -> None:
-    """Two tokens, r = 1 and A = 2 | r = 1.5 (clipped at 1.3) and A = 2, weights 1 and 0.5; the engine is 0.25 and 0.5 off."""
+    """Loss, gradients and metrics of two tokens equal values computed by hand.
+
+    The tokens have r = 1 and r = 1.5 (clipped at 1.3), A = 2, and weights 1 and 0.5; the engine's
+    logprobs differ by 0.25 and 0.5.
+    """
     rows = make_loss_inputs(
         [0.0, math.log(1.5)], [2.0, 2.0], weight=[1.0, 0.5], entropy=[0.7, 0.4], rollout_logprob=[-1.25, -1.5],
         ref_logprob=[-1.0 - math.log(2), math.log(1.5) - 2.0],
     )  # fmt: skip
     loss, gradient_R, entropy_gradient_R, metrics = loss_and_gradient(rows, ALGO)
-    # policy 1 * -2 + 0.5 * -2.6 = -3.3; k3 of the first token log 2 - 0.5, of the second 0; entropy 1 * 0.7 + 0.5 * 0.4 = 0.9
+    # Policy loss: 1 * -2 + 0.5 * -2.6 = -3.3. k3 of the tokens: log 2 - 0.5 and 0.
+    # Entropy: 1 * 0.7 + 0.5 * 0.4 = 0.9.
     assert loss == pytest.approx(-3.3 + 0.1 * (math.log(2) - 0.5) - 0.01 * 0.9, abs=1e-14)
-    assert gradient_R.tolist() == pytest.approx([-2.0 + 0.1 * 0.5, 0.0], abs=1e-14)  # of k3: 1 - exp(-log 2)
+    assert gradient_R.tolist() == pytest.approx([-2.0 + 0.1 * 0.5, 0.0], abs=1e-14)  # gradient of k3: 1 - exp(-log 2)
     assert entropy_gradient_R.tolist() == pytest.approx([-0.01, -0.005], abs=1e-16)
     assert numbers(metrics) == pytest.approx(
         {
@@ -67,8 +73,12 @@ def test_a_loss_by_hand() -> None:
 
 
 def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
-    """Old logprobs are -1, -2, -3, -4; the engine's are off by 0.1, 3, 0.2 and 0.5, the second's and the last's rightly so. The mean is
-    over all tokens until the step's updates are merged; the quantile and the maximum are of the two."""
+    """Logprob differences count only tokens sampled with the step's own weights.
+
+    Old logprobs are -1, -2, -3, -4; the engine's differ by 0.1, 3, 0.2 and 0.5, where the second
+    and the last are stale tokens. The mean is over all tokens until the step's updates are merged;
+    quantile and maximum are over the two on-policy tokens.
+    """
     rows = make_loss_inputs([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.1, -5.0, -3.2, -4.5])
     metrics = make_policy_objective(AlgoSettings())(dataclasses.replace(rows, on_policy_R=torch.tensor([True, False, True, False])))[1]
     told = {**metrics.sums, **metrics.maxima}
@@ -90,7 +100,11 @@ def test_the_gap_is_of_tokens_that_the_steps_own_weights_sampled() -> None:
 
 @pytest.mark.parametrize("correction", ["none", "token_tis"])
 def test_how_much_stale_tokens_are_worth_is_told_without_a_correction(correction: str) -> None:
-    """r is 1, 1, 1 and 3, of four tokens: 36 / (4 * 12). token_tis holds the last at 2: 25 / (4 * 7). Of fresh tokens nothing is told."""
+    """The effective sample size is reported for stale tokens even without a correction.
+
+    With r = 1, 1, 1 and 3 it is 36 / (4 * 12); token_tis caps the last weight at 2, which gives 25
+    / (4 * 7). If all tokens are on-policy it is not reported.
+    """
     rows = make_loss_inputs([0.0] * 4, [1.0] * 4, rollout_logprob=[-1.0, -2.0, -3.0, -4.0 - math.log(3)])
     stale, algo = (
         dataclasses.replace(rows, on_policy_R=torch.tensor([True, True, True, False])),
@@ -117,7 +131,10 @@ CORRECTED = (
 
 
 def textbook(rows: LossInputs, algo: AlgoSettings) -> tuple[float, list[float], dict[str, float]]:
-    """PPO with everything that can be added, token by token in plain floats: loss, dloss / dlogprob, metrics."""
+    """Compute PPO with all optional terms in plain floats, token by token.
+
+    Returns the loss, dloss / dlogprob and the metrics.
+    """
     columns = to_floats(rows)
     low, high, dual = 1 - algo.clip_ratio_low, 1 + algo.clip_ratio_high, algo.clip_ratio_c
     loss, gradient = 0.0, []
@@ -166,6 +183,7 @@ def textbook(rows: LossInputs, algo: AlgoSettings) -> tuple[float, list[float], 
 def test_the_loss_is_the_textbook_loop(
     estimator: str, correction: str, seed: int, lengths: list[int], dual_clip: float, in_reward: bool, spread: float
 ) -> None:
+    """Loss, gradients and metrics equal the textbook loop on random tokens."""
     algo = dataclasses.replace(
         ALGO, kl_estimator=estimator, clip_ratio_c=dual_clip, rollout_correction=correction, is_weight_cap=1.3, use_kl_in_reward=in_reward
     )
@@ -184,7 +202,8 @@ def test_the_loss_is_the_textbook_loop(
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("cut", [0, 1, 3, 4])
 def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) -> None:
-    """Cut between any two contexts."""
+    """The losses and metric sums of two parts, cut between any two sequences, add up to those of
+    the whole batch."""
     lengths = [5, 1, 8, 3]
     algo = dataclasses.replace(ALGO, name=name, rollout_correction=correction, geo_mask_high=1.2, k3_mask_high=0.1)
 
@@ -209,6 +228,7 @@ def test_two_halves_add_up_to_the_whole(name: str, cut: int, correction: str) ->
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_rows_are_a_loss_of_zero_with_the_usual_metrics(name: str) -> None:
+    """Without sampled tokens the loss is 0, and all usual metrics are present with value 0."""
     algo = dataclasses.replace(ALGO, name=name, rollout_correction="token_tis")
     loss, gradient_R, _, metrics = loss_and_gradient(make_random_loss_inputs(1, []), algo)
     assert (loss, gradient_R.tolist()) == (0.0, [])
@@ -218,7 +238,8 @@ def test_no_rows_are_a_loss_of_zero_with_the_usual_metrics(name: str) -> None:
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, garbage: float) -> None:
-    """A packed batch whose unsampled entries are made garbage: loss, gradient and metrics stay the same, bit for bit."""
+    """Filling unsampled entries of a packed batch with NaN, inf or 1e30 changes no bit of loss,
+    gradient and metrics."""
     contexts = [
         context for rollout in (make_rollout(0, 1.0, lengths=(2, 3)), make_rollout(0, 0.0, lengths=(1,))) for context in rollout.sequences
     ]
@@ -244,7 +265,9 @@ def test_what_stands_at_tokens_that_were_not_sampled_reaches_nothing(name: str, 
 
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_what_is_no_term_of_the_loss_is_only_measured(in_reward: bool) -> None:
-    """Without coefficients, or with the KL in the reward, the policy term is left; without a reference its metric is missing."""
+    """Without coefficients, or with the KL in the reward, the loss is the policy loss alone and
+    entropy and KL are only metrics. Without reference logprobs the policy/kl_ref metric is absent.
+    """
     rows = make_random_loss_inputs(3, [9, 7])
     algo = dataclasses.replace(ALGO, kl_coef=0.1 * in_reward, use_kl_in_reward=in_reward, entropy_coef=0.0)
     expected = (rows.weight_R * ALGORITHMS["grpo"].policy_loss(rows, algo)).sum().item()
@@ -255,14 +278,16 @@ def test_what_is_no_term_of_the_loss_is_only_measured(in_reward: bool) -> None:
 
 
 def test_a_token_far_from_the_reference_adds_its_bound_and_no_gradient() -> None:
-    """log(reference / policy) = 8: k3 is 3e3, of which 10 counts; the policy's gradient, -A, is all there is."""
+    """A token with log(reference / policy) = 8 has k3 = 3e3, which is bounded at 10 and adds no
+    gradient. Only the policy's gradient, -A, remains."""
     rows = make_loss_inputs([0.0], [2.0], ref_logprob=[7.0], weight=[0.5])
     loss, gradient_R, *_ = loss_and_gradient(rows, dataclasses.replace(ALGO, entropy_coef=0.0))
     assert (loss, gradient_R.tolist()) == (0.5 * (-2.0 + 0.1 * 10.0), [-1.0])
 
 
 def test_the_warm_starts_loss_by_hand() -> None:
-    # 1 * 0.5 + 2 * 0.25 = 1; the gradient is minus the weight
+    """The SFT loss is the weighted negative logprob, and its gradient is minus the weight."""
+    # The loss is 1 * 0.5 + 2 * 0.25 = 1; the gradient is minus the weight.
     rows = make_loss_inputs([0.5, 1.75], [0.0, 0.0], weight=[1.0, 2.0], entropy=[0.5, 0.25])
     loss, metrics = sft_loss(rows)
     loss.backward()
@@ -270,10 +295,10 @@ def test_the_warm_starts_loss_by_hand() -> None:
     assert numbers(metrics) == {"policy/entropy": 0.75}
 
 
-# Wiring -----------------------------------------------------------------------------------------------------------------------------------
+# Effect of each setting ---------------------------------------------------------------------------
 
 GROUP = {"grpo", "gspo", "cispo", "sapo", "gmpo", "dppo"}
-"""Rows that credit as GRPO does."""
+"""Algorithms with GRPO's advantages."""
 BY_TURN, CLIPPED = GROUP - {"gspo", "gmpo"}, {"grpo", "rloo", "opo", "reinforce_pp", "gspo", "ppo", "ppo_turn"}
 EVERY, CRITIC = set(ALGORITHMS), {"ppo", "ppo_turn"}
 KL, TO_GO, TIS = {"kl_coef": 0.1}, {"turn_credit": "return_to_go"}, {"rollout_correction": "token_tis"}
@@ -303,11 +328,13 @@ WIRING: dict[str, tuple[object, dict, set[str]]] = {
     "is_weight_cap": (1.1, TIS, EVERY),
     **{name: (value, {"rollout_correction": name.rpartition("_")[0]}, EVERY) for name, value in BOUNDS.items()},
 }
-"""For each setting a value that is not its default, what else must be set for it to matter, and the rows that it then moves."""
+"""For each setting: a value that is not its default, the other settings that it requires to have an
+effect, and the algorithms that it affects."""
 
 
 def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
-    """Credit, loss and gradient of two groups of three episodes of one to three turns, off-policy."""
+    """Return advantages, loss and gradient of two groups of three off-policy episodes with one to
+    three turns."""
     lengths = ((2, 1, 3), (4,), (1, 2)) * 2
     rollouts = [
         make_rollout(
@@ -345,12 +372,14 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
 
 @pytest.mark.parametrize("field", WIRING)
 def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> None:
+    """Changing a setting changes advantages, loss or gradient of exactly the algorithms that the
+    table lists."""
     value, base, rows = WIRING[field]
     assert value != getattr(AlgoSettings(), field), "a default moves nothing"
     moved = set()
     dual_clipped = [name for name, row in ALGORITHMS.items() if row.supports_dual_clip]
     takers = {"turn_credit": BY_TURN, "gamma": BY_TURN, "gigpo_step_weight": BY_TURN, "clip_ratio_c": dual_clipped}
-    for name in takers.get(field, ALGORITHMS):  # others refuse them
+    for name in takers.get(field, ALGORITHMS):  # the other algorithms reject these settings
         before = AlgoSettings(name=name, **base)
         after = dataclasses.replace(before, **{field: value})
         check_algorithm(after)
@@ -360,6 +389,10 @@ def test_a_setting_moves_the_rows_that_it_should_and_no_other(field: str) -> Non
 
 
 def test_every_setting_is_wired() -> None:
-    """The temperature is the policy's, the name the table's, and what moves kl_coef the loop's (tests/test_training_loop_scripted.py)."""
+    """The table covers all settings of algo except four.
+
+    The policy uses the temperature, the table of algorithms uses the name, and the training loop
+    adapts kl_coef (tests/test_training_loop_scripted.py).
+    """
     elsewhere = {"name", "temperature", "kl_target", "kl_horizon"}
     assert WIRING.keys() == {field.name for field in dataclasses.fields(AlgoSettings)} - elsewhere

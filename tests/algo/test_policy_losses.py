@@ -1,4 +1,5 @@
-"""Surrogates against hand numbers, textbook loops over tokens in plain floats, and analytic gradients."""
+"""Policy losses against values computed by hand, token-by-token textbook loops in plain floats, and
+analytic gradients."""
 
 import math
 from collections import defaultdict
@@ -22,7 +23,7 @@ LOG_15, LOG_05 = math.log(1.5), math.log(0.5)
 
 
 def losses_and_gradient(surrogate: policy_losses.PolicyLossFn, rows: LossInputs, algo: AlgoSettings) -> tuple[list[float], list[float]]:
-    """The loss of each token, and the gradient of their sum."""
+    """Return the loss of each token and the gradient of the summed loss in the logprobs."""
     loss_R = surrogate(rows, algo)
     (gradient_R,) = torch.autograd.grad(loss_R.sum(), rows.logprob_R)
     return loss_R.tolist(), gradient_R.tolist()
@@ -32,30 +33,35 @@ def near(*values: float) -> Callable:
     return pytest.approx(list(values), abs=1e-12)
 
 
-# By hand ----------------------------------------------------------------------------------------------------------------------------------
+# Values computed by hand --------------------------------------------------------------------------
 
 CASES = [  # ratio, advantage, loss = -max(min(r A, clip(r, 0.8, 1.3) A), 3 A if A < 0), dloss / dlogprob = -r A, or 0 where bounded
     (1.0, 2.0, -2.0, -2.0),  # on-policy: -A, gradient -A
     (1.2, 2.0, -2.4, -2.4),  # inside: -1.2 * 2
-    (1.5, 2.0, -2.6, 0.0),  # above the upper bound: -1.3 * 2
-    (0.5, 2.0, -1.0, -1.0),  # a positive advantage has no lower bound: -0.5 * 2
+    (1.5, 2.0, -2.6, 0.0),  # above the upper bound: loss -1.3 * 2
+    (0.5, 2.0, -1.0, -1.0),  # a positive advantage has no lower bound: loss -0.5 * 2
     (1.0, -2.0, 2.0, 2.0),
-    (0.5, -2.0, 1.6, 0.0),  # below the lower bound: 0.8 * 2
-    (2.0, -2.0, 4.0, 4.0),  # a negative advantage has no upper bound: 2 * 2 ...
-    (5.0, -2.0, 6.0, 0.0),  # ... but the dual clip: 3 * 2
+    (0.5, -2.0, 1.6, 0.0),  # below the lower bound: loss 0.8 * 2
+    (2.0, -2.0, 4.0, 4.0),  # a negative advantage has no upper bound: loss 2 * 2
+    (5.0, -2.0, 6.0, 0.0),  # the dual clip bounds the loss of a negative advantage: 3 * 2
     (5.0, 0.0, 0.0, 0.0),
 ]
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
 def test_clipped_by_hand(ratio: float, advantage: float, loss: float, gradient: float) -> None:
+    """PPO's clipped loss and its gradient equal values computed by hand."""
     rows = make_loss_inputs([math.log(ratio)], [advantage])
     assert losses_and_gradient(policy_losses.ppo_clip, rows, CLIPS) == (near(loss), near(gradient))
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "gradient"), CASES)
 def test_gspo_is_the_same_with_one_ratio_for_a_context(ratio: float, advantage: float, loss: float, gradient: float) -> None:
-    """Three tokens whose ratios have this geometric mean, and two of another context on-policy."""
+    """GSPO has the loss and gradient of PPO's clip at the sequence's ratio.
+
+    Three tokens have ratios whose geometric mean is `ratio`; two tokens of another sequence are
+    on-policy.
+    """
     d = math.log(ratio)
     rows = make_loss_inputs([3 * d, -d, d, 0.0, 0.0], [advantage] * 3 + [1.0] * 2, segments=[2, 2, 2, 5, 5])
     expected = (near(*[loss] * 3, -1.0, -1.0), near(*[gradient] * 3, -1.0, -1.0))
@@ -63,7 +69,10 @@ def test_gspo_is_the_same_with_one_ratio_for_a_context(ratio: float, advantage: 
 
 
 def test_gspo_by_hand() -> None:
-    """Ratios 1.5 and 0.5: sqrt(0.75) = 0.8660. Value and gradient over n tokens are those of one ratio exp(mean log r) times n."""
+    """Ratios of 1.5 and 0.5 have the geometric mean sqrt(0.75) = 0.8660.
+
+    Over n tokens, loss and gradient equal n times those of the single ratio exp(mean log r).
+    """
     rows = make_loss_inputs([LOG_15, LOG_05], [1.0, 1.0])
     ratio = math.sqrt(0.75)
     assert losses_and_gradient(policy_losses.gspo, rows, CLIPS) == (near(-ratio, -ratio), near(-ratio, -ratio))
@@ -77,9 +86,12 @@ def test_gspo_by_hand() -> None:
 
 
 def test_gmpo_by_hand() -> None:
-    """Ratios 1.5 and 0.5, bounds exp(-0.2) and exp(0.28), A = 1: exp((0.28 - 0.6931) / 2) = 0.8134, and the first has no gradient.
+    """GMPO equals values computed by hand, for ratios 1.5 and 0.5 and bounds exp(-0.2) and
+    exp(0.28). Every token has the loss of its sequence.
 
-    A = -1: the lower bound holds for the second: exp((0.4055 - 0.2) / 2). Each token has the value of its context.
+    For A = 1 the upper bound clips the first token: exp((0.28 - 0.6931) / 2) = 0.8134, and that
+    token has no gradient. For A = -1 the lower bound clips the second token: exp((0.4055 - 0.2) /
+    2).
     """
     algo = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.28)
     value = math.exp((0.28 + LOG_05) / 2)
@@ -95,7 +107,11 @@ def test_gmpo_by_hand() -> None:
 
 
 def test_sapo_by_hand() -> None:
-    """Steepness 1: gates 2.4898 and 1.5102 at ratios 1.5 and 0.5. The slope of 4 / tau sigmoid(tau (r - 1)) is 4 r s (1 - s)."""
+    """SAPO equals values computed by hand.
+
+    At steepness 1 the gates are 2.4898 at ratio 1.5 and 1.5102 at ratio 0.5. The slope of 4 / tau
+    sigmoid(tau (r - 1)) is 4 r s (1 - s).
+    """
     algo = AlgoSettings(sapo_tau_positive=1.0, sapo_tau_negative=2.0)
 
     def sigmoid(x: float) -> float:
@@ -113,7 +129,8 @@ def test_sapo_by_hand() -> None:
 
 
 def test_cispo_by_hand() -> None:
-    """Weights are clipped whatever the sign of the advantage; every token keeps the gradient -weight * A. Logprobs are log r - 1."""
+    """CISPO clips the weight regardless of the advantage's sign, and every token keeps the gradient
+    -weight * A. Logprobs in this test are log r - 1."""
     rows = make_loss_inputs([LOG_15, LOG_05, 0.1, LOG_15], [2.0, 2.0, 2.0, -2.0], old=[-1.0] * 4)
     weights = (1.3, 0.8, math.exp(0.1), 1.3)
     logprobs, advantages = (LOG_15 - 1, LOG_05 - 1, -0.9, LOG_15 - 1), (2.0, 2.0, 2.0, -2.0)
@@ -126,13 +143,16 @@ def test_cispo_by_hand() -> None:
 
 @pytest.mark.parametrize(
     ("old", "now", "advantage", "kept"),
-    [  # probabilities at the start of the step and now; bounds -0.2 and 0.3
+    [  # probability at the start of the step, current probability; the bounds are -0.2 and 0.3
         (0.5, 0.79, 1.0, True), (0.5, 0.81, 1.0, False), (0.5, 0.81, -1.0, True), (0.9, 0.1, 1.0, True),
         (0.5, 0.31, -1.0, True), (0.5, 0.29, -1.0, False), (0.5, 0.29, 1.0, True), (0.01, 0.29, 1.0, True),
     ],
 )  # fmt: skip
 def test_dppo_by_hand(old: float, now: float, advantage: float, kept: bool) -> None:
-    """-sg(min(r, 20)) A logprob: the ratio of the last case is 29, a change of 0.28."""
+    """DPPO's loss is -sg(min(r, 20)) A logprob, or 0 if the probability change exceeds a bound.
+
+    The last case has a ratio of 29 and a probability change of 0.28.
+    """
     rows = make_loss_inputs([math.log(now / old)], [advantage], old=[math.log(old)])
     slope = -min(now / old, 20.0) * advantage * kept
     assert MAX_DPPO_RATIO == 20.0
@@ -140,7 +160,8 @@ def test_dppo_by_hand(old: float, now: float, advantage: float, kept: bool) -> N
 
 
 def test_dual_clip_zero_is_off() -> None:
-    # r = 5, A = -2: 5 * 2 = 10 instead of 6
+    """clip_ratio_c = 0 disables the dual clip."""
+    # At r = 5 and A = -2 the loss is 5 * 2 = 10; a dual clip of 3 would make it 6.
     rows, off = make_loss_inputs([math.log(5.0)], [-2.0]), AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=0.0)
     assert losses_and_gradient(policy_losses.ppo_clip, rows, off) == (near(10.0), near(10.0))
     assert losses_and_gradient(policy_losses.gspo, rows, off) == (near(10.0), near(10.0))
@@ -148,18 +169,23 @@ def test_dual_clip_zero_is_off() -> None:
 
 @pytest.mark.parametrize("surrogate", [policy_losses.ppo_clip, policy_losses.gspo])
 def test_the_dual_clip_bounds_negative_advantages_alone(surrogate: policy_losses.PolicyLossFn) -> None:
-    """A dual clip of 1.1, below 1 + clip_high: at r = 1.25 it holds for A = -2 (1.1 * 2), and not for A = 2 (1.25 * 2)."""
+    """The dual clip of 1.1, which is below 1 + clip_high, bounds negative advantages only.
+
+    At r = 1.25 the loss is 1.1 * 2 for A = -2 and -1.25 * 2 for A = 2.
+    """
     algo = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.1)
     rows = make_loss_inputs([math.log(1.25)] * 2, [2.0, -2.0], segments=[0, 1])
     assert losses_and_gradient(surrogate, rows, algo) == (near(-2.5, 2.2), near(-2.5, 0.0))
 
 
-# What holds for all -----------------------------------------------------------------------------------------------------------------------
+# Properties of all policy losses ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("clip", [0.0, 0.2, 1.0])
 def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name: str, clip: float) -> None:
+    """At ratio 1 every policy loss has the gradient -A, for every clip range including an empty
+    one."""
     advantages = [1.5, 1.5, 1.5, -0.5, -0.5, 0.0]
     rows = make_loss_inputs([0.0] * 6, advantages, segments=[0, 0, 0, 1, 1, 3], turns=range(6))
     algo = AlgoSettings(name=name, clip_ratio_low=clip, clip_ratio_high=clip, clip_ratio_c=3.0)
@@ -170,6 +196,7 @@ def test_on_policy_the_gradient_is_reinforce_even_with_an_empty_clip_range(name:
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0, 89.0, 21.0])
 def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float, advantage: float) -> None:
+    """Loss and gradient of every policy loss stay finite in float32 at extreme log ratios."""
     rows = make_loss_inputs([log_ratio], [advantage], old=[-1.0], dtype=torch.float32)
     (loss,), (gradient,) = losses_and_gradient(ALGORITHMS[name].policy_loss, rows, AlgoSettings(name=name, clip_ratio_low=1.0))
     assert math.isfinite(loss) and math.isfinite(gradient)
@@ -179,24 +206,28 @@ def test_extreme_ratios_stay_finite_in_float32(name: str, log_ratio: float, adva
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("log_ratio", [1000.0, -1000.0, -math.inf])
 def test_extreme_ratios_by_hand_in_float32(log_ratio: float, advantage: float) -> None:
+    """At extreme log ratios, PPO's loss equals the clipped loss of the capped ratio, and its
+    gradient is 0."""
     rows = make_loss_inputs([log_ratio], [advantage], old=[0.0], dtype=torch.float32)
     (loss,), (gradient,) = losses_and_gradient(policy_losses.ppo_clip, rows, AlgoSettings())
     ratio = math.exp(min(log_ratio, MAX_LOG_RATIO))
     assert loss == pytest.approx(-min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage), rel=1e-6)
-    assert gradient == 0.0  # bounded, ended by the cap, or multiplied by a ratio of 0
+    assert gradient == 0.0  # clipped, stopped by the cap on log r, or multiplied by a ratio of 0
 
 
 def test_mean_by_id_by_hand() -> None:
-    """Segments of 3, 1 and 2 tokens, numbered as a batch with shared prompts numbers them; none at all."""
+    """Means per id equal values computed by hand, for segments of 3, 1 and 2 tokens and for empty
+    input. The ids have gaps, as in a batch with shared prompts."""
     assert mean_by_id(make_tensor(1, 2, 6, 5, 0, 1), torch.tensor([1, 1, 1, 4, 6, 6])).tolist() == [3, 3, 3, 5, 0.5, 0.5]
     assert mean_by_id(make_tensor(), torch.tensor([], dtype=torch.long)).tolist() == []
 
 
-# Textbook loops ---------------------------------------------------------------------------------------------------------------------------
+# Textbook loops -----------------------------------------------------------------------------------
 
 
 def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[float], list[float], list[bool], list[bool]]:
-    """Loss and gradient of each token, and whether it is past the lower and the upper bound, in plain floats, context by context."""
+    """Compute each token's loss, gradient, and lower and upper bound violations in plain floats,
+    one sequence at a time."""
     columns = to_floats(rows)
     lo, hi, contexts = algo.clip_ratio_low, algo.clip_ratio_high, defaultdict(list)
     out: tuple[list, list, list, list] = tuple([0.0] * len(columns["old_logprob"]) for _ in range(4))
@@ -205,11 +236,11 @@ def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[floa
     for tokens in contexts.values():
         d = [columns["logprob"][t] - columns["old_logprob"][t] for t in tokens]
         mean, count, a = sum(d) / len(d), len(d), columns["advantage"][tokens[0]]
-        bounded = [max(-lo, min(hi, x)) if (x > hi) == (a > 0) else x for x in d]  # gmpo's, where the sign makes a bound hold
+        bounded = [max(-lo, min(hi, x)) if (x > hi) == (a > 0) else x for x in d]  # gmpo: the advantage's sign selects the bound
         whole = math.exp(sum(bounded) / count)
         for t, x, k in zip(tokens, d, bounded, strict=True):
             now, old = math.exp(columns["logprob"][t]), math.exp(columns["old_logprob"][t])
-            r = math.exp({"gspo": mean, "ppo_turn": sum(d)}.get(name, x))  # each context of make_random_loss_inputs is one turn
+            r = math.exp({"gspo": mean, "ppo_turn": sum(d)}.get(name, x))  # each sequence of make_random_loss_inputs is one turn
             low, high = {"gmpo": (x < -lo, x > hi), "dppo": (now - old < -lo, now - old > hi), "sapo": (False, False)}.get(
                 name, (r < 1 - lo, r > 1 + hi)
             )
@@ -233,6 +264,8 @@ def textbook(name: str, rows: LossInputs, algo: AlgoSettings) -> tuple[list[floa
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), max_size=5), st.sampled_from([0.1, 1.0]))
 def test_surrogates_and_bounds_are_the_textbook_loop(name: str, seed: int, lengths: list[int], spread: float) -> None:
+    """Losses, gradients and clip bounds of every algorithm equal the textbook loop on random
+    tokens."""
     algo = AlgoSettings(name=name, clip_ratio_low=0.1, clip_ratio_high=0.2, clip_ratio_c=1.5, sapo_tau_positive=0.7, sapo_tau_negative=1.3)
     rows, algorithm = make_random_loss_inputs(seed, lengths, log_ratio_std=spread), ALGORITHMS[name]
     losses, gradient, below, above = textbook(name, rows, algo)

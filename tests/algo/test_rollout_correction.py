@@ -1,4 +1,5 @@
-"""Corrections for an engine that gives tokens other probabilities, against hand numbers and a loop in plain floats."""
+"""Rollout corrections for mismatched engine logprobs, against values computed by hand and a loop in
+plain floats."""
 
 import dataclasses
 import math
@@ -23,11 +24,11 @@ JOINED = ("token_tis+geo_mask", "bypass+geo_mask+opsm", "k3_mask+sequence_mask",
 EVERY = (*CORRECTIONS, *JOINED)
 LOG3 = math.log(3)
 WIDE = {"token_mask_low": 0.6, "token_mask_high": 2.5, "geo_mask_low": 0.8, "geo_mask_high": 1.3, "k3_mask_high": 0.1, "opsm_delta": 0.1}
-"""Bounds that the random rows of these tests lie on both sides of."""
+"""Bounds that some of the random rows exceed and others do not."""
 
 
 def rows_of(*gaps: float, segments: list[int] | None = None, dtype: torch.dtype = torch.float64, **given: list) -> LossInputs:
-    """On-policy rows whose old logprob, -1, is this much above the engine's."""
+    """Build on-policy rows whose old logprob, -1, exceeds the engine's by each of `gaps`."""
     size, advantage = len(gaps), given.pop("advantage", [1.0] * len(gaps))
     return make_loss_inputs(
         [0.0] * size, advantage, old=[-1.0] * size, rollout_logprob=[-1.0 - gap for gap in gaps], segments=segments, dtype=dtype, **given
@@ -36,7 +37,8 @@ def rows_of(*gaps: float, segments: list[int] | None = None, dtype: torch.dtype 
 
 CONTEXTS = [0, 0, 0, 3, 3]
 GAPS = (LOG3, math.log(1.5), -LOG3, math.log(2), math.log(0.1))
-"""Of two contexts: r = 3, 1.5, 1/3 with product 1.5 and geometric mean 1.5 ** (1 / 3); 2, 0.1 with 0.2 and 0.2 ** (1 / 2)."""
+"""log r of two sequences: r = 3, 1.5, 1/3, with product 1.5 and geometric mean 1.5 ** (1 / 3);
+and r = 2, 0.1, with product 0.2 and geometric mean 0.2 ** (1 / 2)."""
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,7 @@ GAPS = (LOG3, math.log(1.5), -LOG3, math.log(2), math.log(0.1))
     ],
 )
 def test_weights_by_hand(correction: str, given: dict, weights: list[float]) -> None:
+    """Correction weights of two sequences equal values computed by hand."""
     algo = AlgoSettings(rollout_correction=correction, **given)
     check_algorithm(algo)
     assert compute_is_weights(rows_of(*GAPS, segments=CONTEXTS), algo).tolist() == pytest.approx(weights, abs=1e-12)
@@ -71,7 +74,10 @@ def test_weights_by_hand(correction: str, given: dict, weights: list[float]) -> 
     ("correction", "weights"), [("sequence_tis", [2.0, 0.0]), ("sequence_mask", [0.0, 0.0]), ("sequence_mask+k3_mask", [0.0, 0.0])]
 )
 def test_long_sequences_have_weights_in_float32(correction: str, weights: list[float]) -> None:
-    """300 tokens at r = 2 and 300 at r = 1/2: products of 2^300 and of 2^-300 are beyond float32, and inf * 0 is no weight."""
+    """Sequence weights stay finite in float32 for 300 tokens at r = 2 and 300 at r = 1/2.
+
+    The products 2^300 and 2^-300 are beyond float32, and inf * 0 would be NaN.
+    """
     gaps = [math.log(2)] * 300 + [-math.log(2)] * 300
     found = compute_is_weights(
         rows_of(*gaps, segments=[0] * 300 + [1] * 300, dtype=torch.float32), AlgoSettings(rollout_correction=correction)
@@ -80,7 +86,9 @@ def test_long_sequences_have_weights_in_float32(correction: str, weights: list[f
 
 
 def test_opsm_by_hand() -> None:
-    """Means of engine - logprob of 0.6, 0.4 and 0.6; only a negative advantage is masked, token by token; the old logprob has no part."""
+    """OPSM equals masks computed by hand, for sequence means of (engine logprob - logprob) of 0.6,
+    0.4 and 0.6. Only tokens with a negative advantage are masked, and the old logprob has no
+    effect."""
     engine = [0.1, 1.1, 0.4, 0.2, 1.0]
     rows = make_loss_inputs([0.0] * 5, [-1.0, 1.0, -1.0, -2.0, -1.0], old=[0.0] * 5, rollout_logprob=engine, segments=[0, 0, 1, 2, 2])
     for each in (rows, dataclasses.replace(rows, old_logprob_R=rows.rollout_logprob_R)):
@@ -90,7 +98,11 @@ def test_opsm_by_hand() -> None:
 
 
 def test_a_sequence_may_be_a_turn() -> None:
-    """One context of two turns, r = 4, 1/2 | 1/4: products 2 and 1/4 in place of 1/2."""
+    """With rollout_correction_level=turns, products are computed per turn.
+
+    A sequence of two turns with r = 4, 1/2 | 1/4 has products 2 and 1/4 per turn, and 1/2 over the
+    sequence.
+    """
     rows = rows_of(math.log(4), -math.log(2), -math.log(4), turns=[0, 0, 1])
     by_turn = AlgoSettings(rollout_correction="sequence_mask", rollout_correction_level="turns")
     assert compute_is_weights(rows, AlgoSettings(rollout_correction="sequence_mask")).tolist() == pytest.approx([0.5] * 3, abs=1e-14)
@@ -102,6 +114,8 @@ def test_a_sequence_may_be_a_turn() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.integers(0, 2**31), st.lists(st.integers(1, 9), max_size=5), st.sampled_from(EVERY), st.booleans())
 def test_weights_are_the_textbooks(seed: int, lengths: list[int], correction: str, by_turn: bool) -> None:
+    """Correction weights equal the loop in plain floats on random tokens, per sequence and per
+    turn."""
     by_turn = by_turn and any(CORRECTIONS[name].by_sequence for name in correction.split("+"))
     algo = AlgoSettings(rollout_correction=correction, rollout_correction_level="turns" if by_turn else "sequences", **WIDE)
     rows = make_random_loss_inputs(seed, lengths)
@@ -120,7 +134,7 @@ def test_weights_are_the_textbooks(seed: int, lengths: list[int], correction: st
 @pytest.mark.parametrize("gap", [1000.0, 89.0, 20.0, -20.0, -1000.0, math.inf, -math.inf])
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_stay_finite_in_float32(correction: str, gap: float) -> None:
-    """A log r counts as 20 at most and -20 at least."""
+    """Weights stay finite in float32 because log r is clamped to [-20, 20]."""
     algo = AlgoSettings(rollout_correction=correction, sequence_mask_high=math.inf, token_mask_low=0.0, token_mask_high=math.inf)
     (weight,) = compute_is_weights(rows_of(gap, dtype=torch.float32), algo).tolist()
     held = math.exp(math.copysign(20, gap))
@@ -134,7 +148,9 @@ def test_weights_stay_finite_in_float32(correction: str, gap: float) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("correction", EVERY)
 def test_where_engine_and_trainer_agree_nothing_is_corrected(name: str, correction: str) -> None:
-    """Bit for bit, loss and gradient: off-policy for what compares the engine with the old logprobs, on-policy for what looks at now."""
+    """If engine and trainer logprobs are equal, loss and gradient equal those without a correction,
+    bit for bit. Rows are on-policy for bypass and opsm, which use the current logprobs, and
+    off-policy for the others."""
     looks_at_now = {"bypass", "opsm"} & set(correction.split("+"))
     results = []
     for each in ("none", correction):
@@ -156,7 +172,11 @@ def test_where_engine_and_trainer_agree_nothing_is_corrected(name: str, correcti
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_multiply_the_surrogate_alone_and_are_constants(name: str, correction: str) -> None:
-    """Loss and gradient term by term, with weights from the loop in plain floats."""
+    """Correction weights multiply only the policy loss and carry no gradient.
+
+    Loss and gradient are compared with a term-by-term sum that takes its weights from the loop in
+    plain floats.
+    """
     rows = make_random_loss_inputs(4, [3, 4, 2, 6])
     algo = AlgoSettings(name=name, rollout_correction=correction, kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01, **WIDE)
     loss, _ = make_policy_objective(algo)(rows)
@@ -180,8 +200,10 @@ def test_weights_multiply_the_surrogate_alone_and_are_constants(name: str, corre
 
 @pytest.mark.parametrize(("correction", "gradient"), [("token_tis", [-1.5, 2.0, 0.1]), ("bypass", [-1.5, 3.0, 0.0]), ("opsm", [-1, 1, 0])])
 def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(correction: str, gradient: list[float]) -> None:
-    """Where a step makes one update the old logprob is the current one, detached: gradient -min(r, 2) A; with bypass PPO's, -r A where r is
-    within its bounds (0.1 is not); with opsm -A, or nothing where A < 0 and the engine's logprob is 0.5 above."""
+    """With one update per step, the old logprob is the detached current logprob and the weight has
+    no gradient. token_tis has the gradient -min(r, 2) A. bypass has PPO's gradient -r A if r is
+    within the bounds, which 0.1 is not. opsm has -A, or 0 if A < 0 and the engine's logprob is more
+    than 0.5 above."""
     leaf = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64).requires_grad_()
     engine = [-1.0 - math.log(1.5), -1.0 - LOG3, -1.0 + math.log(10)]
     rows = make_loss_inputs([0.0] * 3, [1.0, -1.0, -1.0], old=[-1.0] * 3, rollout_logprob=engine, segments=[0, 1, 2])
@@ -193,6 +215,7 @@ def test_on_policy_the_weight_is_that_of_the_current_policy_and_has_no_gradient(
 
 @pytest.mark.parametrize("correction", EVERY)
 def test_weights_have_no_gradient_whatever_they_are_made_of(correction: str) -> None:
+    """Correction weights carry no gradient, even if the old logprobs do."""
     rows = make_random_loss_inputs(4, [3, 4])
     assert not compute_is_weights(
         dataclasses.replace(rows, old_logprob_R=rows.logprob_R), AlgoSettings(rollout_correction=correction)
@@ -200,7 +223,11 @@ def test_weights_have_no_gradient_whatever_they_are_made_of(correction: str) -> 
 
 
 def test_decoupled_and_bypass_by_hand() -> None:
-    """p / p0 = 1.5, p0 / m = 3, A = 2: decoupled, PPO's clip is about p0 and the weight about m; with bypass the clip is about m."""
+    """Losses equal values computed by hand for p / p0 = 1.5, p0 / m = 3 and A = 2.
+
+    With token_tis (decoupled), PPO's clip applies to p / p0 and the weight is p0 / m. With bypass,
+    the clip applies to p / m.
+    """
     rows = make_loss_inputs([math.log(1.5)], [2.0], old=[-1.0], rollout_logprob=[-1.0 - LOG3])
     losses = {
         each: make_policy_objective(AlgoSettings(rollout_correction=each))(rows)[0].item() for each in ("none", "token_tis", "bypass")
@@ -216,17 +243,18 @@ def test_decoupled_and_bypass_by_hand() -> None:
 @pytest.mark.parametrize(
     ("correction", "given", "told"),
     [
-        ("token_tis", {}, (5.6 + 1 / 3, 4 + 2.25 + 1 / 9 + 4 + 0.01, 2, 0)),  # 2, 1.5, 1/3, 2, 0.1
+        ("token_tis", {}, (5.6 + 1 / 3, 4 + 2.25 + 1 / 9 + 4 + 0.01, 2, 0)),  # weights 2, 1.5, 1/3, 2, 0.1
         ("sequence_tis", {"is_weight_cap": 1.5}, (4.9, 3 * 2.25 + 2 * 0.04, 3, 0)),
-        ("token_mask", {}, (6.5, 9 + 2.25 + 4, 0, 2)),  # above the cap, which is not its own
+        ("token_mask", {}, (6.5, 9 + 2.25 + 4, 0, 2)),  # 3 is kept: is_weight_cap does not apply to token_mask
         ("geo_mask", {"geo_mask_high": 1.15}, (3, 3, 0, 2)),
         ("token_tis+geo_mask", {"geo_mask_high": 1.15}, (3.5 + 1 / 3, 4 + 2.25 + 1 / 9, 1, 2)),
-        ("bypass", {}, (6.6 + 1 / 3, 9 + 2.25 + 1 / 9 + 4 + 0.01, 0, 0)),  # r itself
+        ("bypass", {}, (6.6 + 1 / 3, 9 + 2.25 + 1 / 9 + 4 + 0.01, 0, 0)),  # weights are r itself
         ("bypass+geo_mask", {"geo_mask_high": 1.15}, (4.5 + 1 / 3, 9 + 2.25 + 1 / 9, 0, 2)),
     ],
 )
 def test_metrics_by_hand(correction: str, given: dict, told: tuple[float, ...]) -> None:
-    """Sums over the five tokens: weights, squares, truncated, masked. The gap is trainer to engine, whatever the surrogate compares."""
+    """Metrics of five tokens equal sums by hand: weights, squared weights, and numbers of truncated
+    and masked tokens. The logprob difference is between trainer and engine for every correction."""
     _, metrics = make_policy_objective(AlgoSettings(rollout_correction=correction, **given))(rows_of(*GAPS, segments=CONTEXTS))
     names = ("is_weight", "is_weight_squared", "is_truncated_fraction", "masked_fraction")
     assert [metrics.sums[f"rollout_mismatch/{name}"].item() for name in names] == pytest.approx(told, abs=1e-12)
@@ -237,6 +265,7 @@ def test_metrics_by_hand(correction: str, given: dict, told: tuple[float, ...]) 
 
 
 def test_a_cap_that_float32_cannot_hold_is_reached_all_the_same() -> None:
+    """A weight at a cap that float32 cannot represent exactly, 1.3, counts as truncated."""
     _, metrics = make_policy_objective(AlgoSettings(rollout_correction="token_tis", is_weight_cap=1.3))(
         rows_of(LOG3, 0.1, dtype=torch.float32)
     )
@@ -253,8 +282,10 @@ def context(*parts: tuple[list[int], list[float] | None]) -> TokenSequence:
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("over", ["sequences", "turns"])
 def test_the_sums_over_a_context_are_its_own_however_contexts_are_packed(share: bool, over: str) -> None:
-    """Contexts that begin alike: one begins with what another sampled, which counts there alone; one parts in the middle of a reply; one
-    has two turns, and one is the same as another but for its logprobs. Weights are those of each context alone."""
+    """Weights of packed sequences equal the weights of each sequence alone, with and without shared
+    prompts. Some sequences share prefixes: one starts with tokens that another sampled, which count
+    in the other only; one diverges in the middle of a response; one has two turns; two differ only
+    in their logprobs."""
     made = [
         context(([5, 6, 7], None), ([11, 12, 13, 14], [-0.9, -1.3, -0.7, -1.1])),
         context(([5, 6, 7, 11, 12], None), ([13, 15], [-1.2, -0.6])),

@@ -1,4 +1,5 @@
-"""The critic's loss, one ratio a turn, and thoughts that count less: hand numbers, and the textbook loop on random rows."""
+"""The critic's loss, one ratio per turn, and scaled thought logprobs, against values computed by
+hand and textbook loops."""
 
 import math
 import random
@@ -26,7 +27,11 @@ def value_rows(value: list[float], old: list[float], target: list[float], *, wei
 
 
 def test_the_squared_error_and_its_clipped_form() -> None:
-    """V 1, target 3: 2. V 1 from 0 within 0.25: (0.25 - 3)^2 / 2, the larger. V 1 from 0, target 0: unclipped is the larger, 0.5."""
+    """The clipped value loss is the larger of the clipped and the unclipped squared error.
+
+    With old value 0 and bound 0.25: V = 1 and target 3 give 2 unclipped and (0.25 - 3)^2 / 2
+    clipped, which is larger; V = 1 and target 0 give 0.5 unclipped, which is larger.
+    """
     rows = value_rows([1.0, 1.0], [0.0, 0.0], [3.0, 0.0], weight=[1.0, 1.0], turns=[0, 0])
     assert clipped_squared_error(rows, 0.0).tolist() == [2.0, 0.5]
     assert clipped_squared_error(rows, 0.25).tolist() == [2.75**2 / 2, 0.5]
@@ -35,7 +40,11 @@ def test_the_squared_error_and_its_clipped_form() -> None:
 
 
 def test_a_token_counts_its_weight_and_a_turn_that_of_its_tokens() -> None:
-    """Turns of 2 and 1 tokens: errors 0.5, 2, 4.5; weights 1, 2, 3. By turn the second token is no action: 3 * 0.5 + 3 * 4.5."""
+    """The value loss weights each token, or each turn by the total weight of its tokens.
+
+    Turns have 2 and 1 tokens, errors 0.5, 2, 4.5 and weights 1, 2, 3. At turn level the second
+    token is no action: 3 * 0.5 + 3 * 4.5.
+    """
     rows = value_rows([1.0, 2.0, 3.0], [0.0] * 3, [0.0] * 3, weight=[1.0, 2.0, 3.0], turns=[0, 0, 1])
     for over, expected in (("tokens", 0.5 + 4.0 + 13.5), ("turns", 1.5 + 13.5)):
         loss, metrics = make_value_objective(CriticSettings(), level=over)(rows)
@@ -47,7 +56,8 @@ def test_a_token_counts_its_weight_and_a_turn_that_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
 def test_the_value_loss_is_the_textbooks_loop(clip: float) -> None:
-    """verl's and TRL's: 0.5 * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), a mean over tokens."""
+    """The value loss equals the loop of verl and TRL: 0.5 * max((V - R)^2, (clip(V, V_old - c,
+    V_old + c) - R)^2), averaged over tokens."""
     draw = random.Random(0)
     values, old, targets = ([draw.gauss(0, 1) for _ in range(50)] for _ in range(3))
     expected = 0.0
@@ -65,6 +75,10 @@ def shared_rows() -> LossInputs:
 
 
 def test_one_sum_of_both_losses() -> None:
+    """A shared backbone adds the value loss, times its coefficient, to the policy loss.
+
+    During warm-up only the value loss has a gradient. Metrics of both are kept.
+    """
     rows, algo = shared_rows(), AlgoSettings(name="ppo")
     policy, value = make_policy_objective(algo), make_value_objective(CriticSettings(), level="tokens")
     alone, of_values = policy(rows)[0].item(), value(rows.values)[0].item()
@@ -78,7 +92,7 @@ def test_one_sum_of_both_losses() -> None:
 
 
 def test_ppo_is_the_textbooks_loop() -> None:
-    """The mean over tokens of -min(r A, clip(r, 0.8, 1.3) A), as verl and TRL write it."""
+    """PPO's loss is the mean over tokens of -min(r A, clip(r, 0.8, 1.3) A), as in verl and TRL."""
     draw = random.Random(1)
     moved, advantages = [draw.gauss(0, 0.5) for _ in range(40)], [draw.gauss(0, 1) for _ in range(40)]
     expected = sum(
@@ -91,18 +105,26 @@ def test_ppo_is_the_textbooks_loop() -> None:
 
 
 def test_one_ratio_for_a_turn() -> None:
-    """Turn 0: log ratios 0.1 and -0.3, so exp(-0.2); turn 1: 0.5, clipped at 1.2. Every token of a turn has the turn's value."""
+    """All tokens of a turn share one ratio and one loss.
+
+    Turn 0 has the log ratios 0.1 and -0.3, so its ratio is exp(-0.2); turn 1 has 0.5, clipped at
+    1.2.
+    """
     rows = make_loss_inputs([0.1, -0.3, 0.5], [2.0, 2.0, 1.0], turns=[0, 0, 1])
     loss_R = ppo_turn_clip(rows, AlgoSettings(name="ppo_turn"))
     assert loss_R.tolist() == pytest.approx([-2 * math.exp(-0.2)] * 2 + [-1.2])
-    # with turn_mean's weights, 1 / 2 a token, the gradient of each token of turn 0 is that of one ratio: -A s
+    # With turn_mean's weights (1/2 per token), each token of turn 0 has the gradient of one ratio:
+    # -A s.
     (gradient,) = torch.autograd.grad((make_tensor(0.5, 0.5, 1.0) * loss_R).sum(), rows.logprob_R)
     assert gradient.tolist() == pytest.approx([-2 * math.exp(-0.2)] * 2 + [0.0])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_coefficients_scale_what_every_surrogate_compares(name: str) -> None:
-    """Value and gradient are those of rows whose logprobs are scaled themselves; at ratio 1 the gradient is -A * coefficient."""
+    """Loss and gradient equal those of rows whose logprobs are already scaled by the coefficients.
+
+    At ratio 1 the gradient is -A * coefficient.
+    """
     algo = AlgoSettings(name=name)
     coefficients = [0.5, 0.5, 1.0, 0.0]
 
@@ -112,9 +134,9 @@ def test_coefficients_scale_what_every_surrogate_compares(name: str) -> None:
         return loss_R.sum().item(), torch.autograd.grad(loss_R.sum(), rows.logprob_R)[0].tolist()
 
     _, gradient = loss_and_gradient([0.0] * 4)
-    times = 4 if name == "ppo_turn" else 1  # each of the turn's four tokens has the turn's value
+    times = 4 if name == "ppo_turn" else 1  # each of the turn's four tokens has the turn's loss
     assert gradient == pytest.approx([-times * coefficient for coefficient in coefficients])
-    if name in ("cispo", "dppo"):  # they compare probabilities, and scale the logprob alone
+    if name in ("cispo", "dppo"):  # cispo and dppo scale the logprob only, not the compared probabilities
         return
     moved = [0.05, -0.02, 0.03, 0.4]
     whole = make_loss_inputs([c * m for c, m in zip(coefficients, moved, strict=True)], [1.0] * 4, segments=[0] * 4)
@@ -122,7 +144,11 @@ def test_coefficients_scale_what_every_surrogate_compares(name: str) -> None:
 
 
 def test_thoughts_are_what_lies_before_the_action() -> None:
-    """Turns of 3, 2 and 2 tokens, each behind an observed one: an action from its second token on, none, one from its first."""
+    """Sampled tokens before the action are thoughts and are scaled.
+
+    The turns have 3, 2 and 2 tokens, each after an observed token: an action from the second token
+    on, no action, and an action from the first token on.
+    """
     rollout = make_rollout(0, reward=1.0, lengths=[3, 2, 2], turn_sequences=[0, 0, 1])
     first, second, third = rollout.turns
     first.action_start, third.action_start = first.token_span[0] + 1, third.token_span[0]

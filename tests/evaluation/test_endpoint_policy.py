@@ -1,4 +1,5 @@
-"""An endpoint as the policy: a real server of vLLM says what our engine says; and a scripted one, whose replies are counted by hand."""
+"""An endpoint as the policy: a real vLLM server against our engine, and a scripted server whose
+responses are counted by hand."""
 
 import asyncio
 import base64
@@ -35,7 +36,7 @@ LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=6, max_seq
 
 @pytest.fixture(scope="module")
 def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with the model's own weights, and with what a run's engine is told of pixels."""
+    """Start a server with the model's own weights and the pixel limits of a run's engine."""
     with serve_openai(random_model, tmp_path_factory.mktemp("endpoint") / "server.log", pixels=(3136, 4000)) as served:
         yield served
 
@@ -47,7 +48,8 @@ def evaluated(out: Path, *words: str, code: int = 0) -> str:
 
 
 def test_a_real_server_says_what_our_engine_says(url: str, random_model: Path, tmp_path: Path) -> None:
-    """Every word of every turn of the 30 games, and so every figure. Bytes at the end that make no character are left out by the server."""
+    """A vLLM server gives the same text in every turn of the 30 games as our engine, and hence the
+    same scores. The server drops trailing bytes that form no complete character."""
     evaluated(tmp_path / "own", *GAME, *ENGINE, f"model.path={random_model}")
     evaluated(tmp_path / "far", *GAME, f"model.path={random_model}", f"evaluation.urls=[{url}]", "evaluation.chunk=11")
     own, far = (read_lines(tmp_path / name / "examples.jsonl") for name in ("own", "far"))
@@ -78,7 +80,10 @@ def asked_of(questions: Path, url: str, *words: str) -> tuple[str, ...]:
 
 
 def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path) -> None:
-    """Right, wrong, empty, cut off: scored. A page of HTML: failed, counted, and played again by the same command."""
+    """Right, wrong, empty and truncated responses are scored.
+
+    An HTML page fails its episode, which is counted and repeated when the same command runs again.
+    """
     is_well = False
 
     def behave(body: dict) -> JudgeReply:
@@ -113,6 +118,8 @@ def test_replies_are_counted_and_faults_are_not(questions: Path, tmp_path: Path)
 
 
 def test_mistakes_are_told_in_a_line(questions: Path, tmp_path: Path) -> None:
+    """Invalid endpoint settings and an unreachable endpoint end with a one-line error."""
+
     def line(*words: str) -> str:
         return evaluated(tmp_path / "out", *words, code=1).splitlines()[-1]
 
@@ -125,8 +132,9 @@ def test_mistakes_are_told_in_a_line(questions: Path, tmp_path: Path) -> None:
 
 
 def test_a_conversation_in_messages() -> None:
-    """What is sent, by hand: pictures as PNG of their final size, a tool's words as a user's, replies cut behind a stop word, a new prompt
-    that forgets the old one, and a limit of pictures."""
+    """The sent messages equal those written by hand: images are PNGs of their final size, tool
+    messages have the user role, responses end after a stop text, a new prompt drops the old one,
+    and the image limit is enforced."""
     replies = iter(["one </stop> two", "three", "four"])
     picture = pil.new("RGB", (60, 90), "red")
 
@@ -170,6 +178,7 @@ def test_a_conversation_in_messages() -> None:
 
 @pytest.mark.parametrize("size", [(60, 90), (28, 28), (500, 20), (1000, 1000)])
 def test_pictures_are_as_large_as_the_trainer_would_have_them(size: tuple[int, int], random_model: Path) -> None:
+    """An image for an endpoint has the same size, pixels and key as one for the trainer."""
     model = ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800)
     own, ours = Renderer(model).image(pil.new("RGB", size, "blue")), prepare_image(pil.new("RGB", size, "blue"), model)
     assert (ours.grid, ours.key, ours.merge) == (own.grid, own.key, own.merge) and ours.pil.tobytes() == own.pil.tobytes()
@@ -186,11 +195,13 @@ def test_pictures_are_as_large_as_the_trainer_would_have_them(size: tuple[int, i
     ],
 )
 def test_a_reply_ends_at_the_first_of_these(text: str, stop: Sequence[str], expected: str) -> None:
+    """A response is truncated after the first stop text."""
     assert truncate_at_stop(text, stop) == expected
 
 
 def test_trouble_is_ours() -> None:
-    """A server that refuses, hangs, or says what is no completion: InfraError each time."""
+    """A server that rejects a request, hangs, or returns an invalid completion raises
+    InfraError."""
     for reply in (
         JudgeReply("no", status=400),
         JudgeReply("{}"),
@@ -213,8 +224,12 @@ def test_trouble_is_ours() -> None:
 
 
 def test_a_published_benchmark_has_its_figures(tmp_path: Path) -> None:
-    """Two questions in two orders, shuffled besides; the policy finds the right words of the first at any letter, and always says A of the
-    second. By hand: the first is right in both cycles; the second where the right words came to stand at A."""
+    """Benchmark scores equal values computed by hand.
+
+    There are two questions in two option orders, and the options are also shuffled. The policy
+    always finds the right option of the first question and always answers A to the second. The
+    first is right in both cycles; the second is right where the right option is at A.
+    """
     picture = base64.b64encode(make_png()).decode()
     words = {"single": ("red", "blue", "green"), "cross": ("1", "2", "3")}
     rows = [

@@ -1,6 +1,8 @@
-"""An endpoint that calls tools: code runs in a real box, and words and pictures of a tool go back to it as text and PNG.
+"""An endpoint policy that calls tools: code runs in a real sandbox, and tool outputs return to the
+endpoint as text and PNG images.
 
-The endpoint is a strict HTTP server with replies by script. Oracle: the same replies played by tokens through the renderer, as in training.
+The endpoint is a strict HTTP server with scripted responses. The oracle is the same responses as
+tokens through the renderer, as in training.
 """
 
 import asyncio
@@ -34,7 +36,7 @@ LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=4000, max_
 SPEECH = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 PICTURE = re.compile(r"<\|vision_start\|>(<\|image_pad\|>)+<\|vision_end\|>")
 Heard = tuple[str, str, list[bytes]]
-"""A message: by whom, in which words, with which pictures' pixels."""
+"""A message: its role, its text, and the pixels of its images."""
 
 
 def visual_search(_: Path) -> tuple[Task, list[str]]:
@@ -45,7 +47,7 @@ def visual_search(_: Path) -> tuple[Task, list[str]]:
 
 
 def visual_python(folder: Path) -> tuple[Task, list[str]]:
-    """Pictures that only code sees."""
+    """Build the task with images that only code can access."""
     rows = []
     for name, color in COLORS.items():
         pil.new("RGB", (100, 80), color).save(folder / f"{name}.png")
@@ -58,7 +60,8 @@ def visual_python(folder: Path) -> tuple[Task, list[str]]:
 
 
 def replies_of(task: Task, number: int, example: Example) -> list[str]:
-    """Looks and answers; mends an error; shows a figure and answers wrongly; is no call, then shows two and looks until turns are out."""
+    """Return one of four scripts: look and answer; fix an error; show a figure and answer wrongly;
+    or make no call, show two figures, and look until the turn limit."""
     code, figure = task.protocol.write_code, "Image.new('RGB', (70, 90), (0, {}, 9)).show()"
     look, answer = task.gold_replies(example)
     return [
@@ -70,7 +73,10 @@ def replies_of(task: Task, number: int, example: Example) -> list[str]:
 
 
 def played(task: Task, examples: list[Example], scripts: list[list[str]], renderer: Renderer) -> tuple[list[Rollout], list[list[Heard]]]:
-    """By our own engine's interface, and all that it was shown in each episode."""
+    """Run the episodes with our engine's interface.
+
+    Return the rollouts and all messages of each episode.
+    """
     heard: list[list[Heard]] = [[] for _ in examples]
 
     def policy(number: int) -> Callable:
@@ -126,6 +132,8 @@ def told(rollout: Rollout) -> tuple:
 def test_tools_of_an_endpoint_are_those_of_our_engine(
     made: Callable[[Path], tuple[Task, list[str]]], random_model: Path, tmp_path: Path
 ) -> None:
+    """Rollouts and messages of the endpoint equal those of our engine, with the pixels of every
+    image. Sandboxed code raises, prints and shows figures."""
     room_or_skip()
     task, words = made(tmp_path)
     examples = list(task.examples("eval"))
@@ -158,7 +166,8 @@ def test_tools_of_an_endpoint_are_those_of_our_engine(
 
 
 def pictures_by_hand(task: Task, example: Example) -> pil.Image:
-    """What the first look shows: the middle of the cell, cut out here; or the picture itself."""
+    """Return the image of the first look, cropped from the cell by hand, or the original image for
+    visual_python."""
     (stored,) = example.payload["images"]
     if isinstance(task, VisualPythonTask):
         return stored.open()

@@ -1,4 +1,5 @@
-"""An evaluation's numbers from rollouts made by hand; failures of ours are in none of them. And which episodes it plays."""
+"""Scores of an evaluation from rollouts made by hand, without infrastructure failures; and the
+episodes that an evaluation runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ class Positive:
         return rollout.reward > 0
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Whose episodes they are, beside what the test says."""
+        """Return the test's own metrics, and a number that identifies the episodes passed in."""
         return {**self.own, "scored": sum(len(examples[rollout.group].id) for rollout in rollouts)}
 
 
@@ -35,21 +36,25 @@ def rollout(group: int, reward: float | None) -> Rollout:
 
 
 def test_weights_are_those_of_the_scored() -> None:
+    """Examples with a probability are weighted by it, over the scored rollouts."""
     rollouts = [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)]
-    # 2 of weight 1/4, then -1 and 1 of weight 3/4: total 7/4
+    # Reward 2 with weight 1/4, then -1 and 1 with weight 3/4: total weight 7/4.
     scores = compute_eval_scores(Positive(), EXAMPLES, rollouts, max_failed=0.25)
     expected = {"success": 1.0 / 1.75, "return": 0.5 / 1.75, "tool_use": 0.0, "failed_fraction": 0.25, "scored": 3}
     assert scores == pytest.approx(expected), "examples that are weighted as dealt are no sample"
 
 
 def test_a_sample_is_counted_by_its_scored_episodes() -> None:
+    """Examples without a probability count equally, and the number of scored episodes is
+    reported."""
     plain = [replace(example, probability=None) for example in EXAMPLES]
     scores = compute_eval_scores(Positive(), plain, [rollout(0, 2.0), rollout(0, None), rollout(1, -1.0), rollout(1, 1.0)], max_failed=0.25)
     assert scores["success"] == pytest.approx(2 / 3) and scores["episodes"] == 3
 
 
 def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
-    """But not in how much of it was scored, and failed."""
+    """Metrics of the task override the computed means, except the number of episodes and the failed
+    fraction."""
     task = Positive()
     task.own = {"success": 0.43, "draws": 0.09, "failed_fraction": 0.0}
     plain = [replace(example, probability=None) for example in EXAMPLES]
@@ -62,7 +67,8 @@ def test_a_task_that_knows_better_than_the_mean_is_believed() -> None:
 
 
 def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
-    """Here one of weight 1/4 with 1, and one of weight 3/4 with 0.5; a part never hides what every evaluation tells."""
+    """The mean of a reward term is over the rollouts that have it: here 1 with weight 1/4 and 0.5
+    with weight 3/4. A term never overrides a standard metric such as return."""
     rollouts = [rollout(0, 2.0), rollout(0, 2.0), rollout(1, -1.0)]
     rollouts[0].reward_terms, rollouts[2].reward_terms = {"won": 1.0, "return": 9.0}, {"won": 0.5}
     scores = compute_eval_scores(Positive(), EXAMPLES, rollouts, max_failed=0)
@@ -70,7 +76,11 @@ def test_a_part_is_a_mean_over_those_that_it_judged() -> None:
 
 
 def test_success_is_told_by_data_source() -> None:
-    """Here two of weight 1/4, one of them won, and one of weight 3/4 of a source of its own; beside a lost one of no source."""
+    """Success is also reported per data source.
+
+    Source `cups` has one rollout with weight 1/4 that succeeds and one with weight 3/4 that fails;
+    `far away` has one that succeeds; one failed rollout has no source.
+    """
     rollouts = [rollout(0, 2.0), rollout(1, -1.0), rollout(1, 2.0), rollout(0, -1.0)]
     for made, source in zip(rollouts, ["cups", "cups", "far away", ""], strict=True):
         made.source = source
@@ -79,6 +89,7 @@ def test_success_is_told_by_data_source() -> None:
 
 
 def test_too_many_failures_are_no_score() -> None:
+    """An evaluation with too many failed episodes raises, with the first reason."""
     with pytest.raises(RunFailed, match="1 of 2 episodes failed, run.max_failed_fraction=0.1; first reason: judge: 429"):
         compute_eval_scores(Positive(), EXAMPLES, [rollout(0, None), rollout(1, 1.0)], max_failed=0.1)
     with pytest.raises(RunFailed, match="2 of 2"):
@@ -87,12 +98,16 @@ def test_too_many_failures_are_no_score() -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_reward_that_is_no_number_is_no_failure_of_the_policy(reward: float) -> None:
+    """A non-finite reward raises an error that names the task and the example."""
     with pytest.raises(NonFiniteValue, match=rf"^task=t: e#0 has the reward {reward}; fix its reward function$"):
         compute_eval_scores(Positive(), EXAMPLES, [rollout(0, 1.0), rollout(1, reward), rollout(1, None)], max_failed=0.5)
 
 
 def test_an_evaluation_is_the_same_whenever_it_takes_place(random_model: Path) -> None:
-    """Greedy, then sampled; two turns in training and one here; no seed is one of training's."""
+    """An evaluation sends the same requests whenever it runs, first greedily, then sampled.
+
+    It uses eval_max_turns, and none of its seeds occurs in training.
+    """
     task = TaskSettings(name="talk", max_turns=2, eval_max_turns=1, eval_samples=3)
     settings = Settings(model=ModelSettings(path=str(random_model)), task=task, algo=AlgoSettings(temperature=0.6))
     engine = ScriptedEngine()

@@ -1,5 +1,8 @@
-"""launch/evaluate.py plays Megatron's checkpoints and PEFT's adapters. Oracle: the Hugging Face folder of the same weights, the merged one
-made by PEFT itself; every reply, every reward and every figure is equal, and what the engine says of each token is to 1e-5."""
+"""launch/evaluate.py evaluates Megatron checkpoints and PEFT adapters.
+
+The oracle is the Hugging Face folder with the same weights; for adapters, the folder merged by
+PEFT. All responses, rewards and metrics are equal, and logprobs are equal within 1e-5.
+"""
 
 import json
 from dataclasses import replace
@@ -30,20 +33,24 @@ def base(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def played(out: Path, *words: str) -> str:
-    """What was said and earned, and the figures."""
+    """Run an evaluation and return its responses and rewards followed by its scores."""
     result = fork_server.run_script(EVALUATE, *GAME, *words, f"run.dir={out}", timeout_s=240)
     assert result.returncode == 0, result.stdout
     return (out / "examples.jsonl").read_text() + json.dumps(json.loads((out / "evaluation.json").read_text())["scores"])
 
 
 def logprobs(out: Path) -> torch.Tensor:
-    """Of every sampled token: one that is as likely as before is no proof of the same weights, its probability is."""
+    """Return the logprobs of all sampled tokens.
+
+    Equal tokens alone would not prove equal weights; equal logprobs do.
+    """
     entries = read_recorded(out / "rollouts" / "step_000000.jsonl", with_images=False)
     return torch.tensor([logprob for entry in entries for context in entry.rollout.sequences for logprob in context.rollout_logprobs])
 
 
 def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path) -> None:
-    """As the converter writes one for two ranks and two stages."""
+    """A Megatron checkpoint, written by the converter for tp 2 and pp 2, is evaluated like the
+    Hugging Face folder it was converted from."""
     make_checkpoint(tmp_path / "hf", preset="nano", init="random", seed=7)
     assert convert(["--hf", str(tmp_path / "hf"), "--out", str(tmp_path / "mcore"), "--tp", "2", "--pp", "2"]) == 0
     expected = played(tmp_path / "expected", f"model.path={tmp_path}/hf")
@@ -53,7 +60,8 @@ def test_a_checkpoint_of_megatrons(base: str, random_model: Path, tmp_path: Path
 
 
 def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path: Path) -> None:
-    """It is given the weights that are evaluated, over those that it was started with."""
+    """A remote server receives the weights to evaluate, which replace those that it was started
+    with."""
     make_checkpoint(tmp_path / "other", preset="nano", init="random", seed=7)
     settings = replace(ENGINE_SETTINGS, kv_cache_mib=16, max_model_len=512)
     with serve_engines(random_model, tmp_path, num_servers=1, settings=settings, pixel_limits={"min_pixels": 3136, "max_pixels": 4000}) as (
@@ -68,6 +76,7 @@ def test_on_a_server_that_runs_elsewhere(base: str, random_model: Path, tmp_path
 
 
 def test_an_adapter_of_pefts(base: str, random_model: Path, tmp_path: Path) -> None:
+    """A PEFT adapter is evaluated like the model that PEFT merged it into."""
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_pretrained(random_model, dtype=torch.float32)
     targets = ["q_proj", "o_proj", "gate_proj", "down_proj"]

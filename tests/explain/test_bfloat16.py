@@ -1,5 +1,9 @@
-"""Numbers of a run in bfloat16, which are rounded ones: Hugging Face's model in bfloat16 says them, in the engine's place and in the
-trainer's. What they tell is named as in float32; what they cannot tell is not found, and nothing else is named for it."""
+"""Explanation of runs in bfloat16, whose logprobs are rounded: Hugging Face's bfloat16 model stands
+in for engine and trainer.
+
+Mistakes larger than the rounding are named as in float32. Smaller mistakes are not found, and
+nothing else is reported in their place.
+"""
 
 import re
 from dataclasses import replace
@@ -38,10 +42,11 @@ NAMED = {
     "resized again": r"resized again, to (56x28|28x70) and back",
     STALE_TENSOR: f"{re.escape(STALE_TENSOR)} is stale: it equals the older weights",
 }
-"""By how the mistake's name in float32 begins."""
+"""Start of the mistake's name in float32 -> pattern of the explanation in bfloat16."""
 WITHIN = "rope sections"
 NEAR = "model.layers.1.self_attn.k_proj.bias"
-"""In a nano of seed 2: stale it moves logprobs by 0.06 in the mean, of which a fitted temperature leaves 0.05 and the right tensor 0.02."""
+"""Tensor of the nano model with seed 2. If it is stale, logprobs change by 0.06 in the mean. A
+fitted temperature reduces the difference to 0.05, and the right tensor to 0.02."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +55,7 @@ def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
 
 
 def trainer_said_so(rollouts: list[Rollout]) -> None:
-    """The trainer made the mistake, too."""
+    """Record the engine's logprobs as the trainer's, so that both have the mistake."""
     for rollout in rollouts:
         rollout.sequences[0].set_column("old_logprobs", list(rollout.sequences[0].rollout_logprobs))
 
@@ -63,7 +68,7 @@ def explained(said: str, who: str) -> list[str]:
 def test_what_rounded_numbers_tell_is_named(
     name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """In every context that differs, of the engine and of the trainer."""
+    """The mistake is named for every sequence that differs, for the engine and the trainer."""
     how = next(how for expected, how in mistakes.items() if expected.startswith(name))
     run = write_run(tmp_path / "run", random_model, dtype="bfloat16", corrupt_rollouts=trainer_said_so, **how)
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
@@ -77,7 +82,8 @@ def test_what_rounded_numbers_tell_is_named(
 def test_what_is_within_the_rounding_is_not_found(
     name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Exchanged rope sections of a nano move logprobs by less than rounding does."""
+    """Swapped rope sections of the nano model change logprobs by less than rounding and are not
+    reported."""
     how = next((how for expected, how in mistakes.items() if expected.startswith(name)), {})
     run = write_run(tmp_path / "run", random_model, dtype="bfloat16", **how)
     assert main([str(run), "--step", "0", "--older", str(older)]) == 0
@@ -88,7 +94,11 @@ def test_what_is_within_the_rounding_is_not_found(
 
 @pytest.mark.parametrize("planted", ["", NEAR])
 def test_of_those_that_hold_the_best_is_named(planted: str, older: Path, tmp_path: Path) -> None:
-    """A temperature holds in both cases and comes first; so does that nothing is wrong."""
+    """If several hypotheses are within tolerance, the best one is named.
+
+    A fitted temperature is within tolerance in both cases and is tried first, and so is the
+    hypothesis that nothing is wrong.
+    """
     make_checkpoint(tmp_path / "model", preset="nano", init="random", seed=2)
     spec, renderer = read_spec(str(tmp_path / "model")), Renderer(ModelSettings(path=str(tmp_path / "model")))
     source, others = (open_source(path, spec, key="model") for path in (tmp_path / "model", older))

@@ -1,4 +1,5 @@
-"""A recorded step explained: nothing is found where nothing is wrong, and each planted mistake is named, with its place."""
+"""Explanation of a recorded step: a correct run has no findings, and each planted mistake is named
+with its location."""
 
 import json
 import shutil
@@ -33,7 +34,7 @@ def older_tensor(older: Path) -> torch.Tensor:
 
 
 def line_of(said: str, start: str) -> str:
-    """The one line that begins so."""
+    """Return the only line that starts with `start`."""
     found = [line.strip() for line in said.splitlines() if line.strip().startswith(start)]
     assert len(found) == 1, said
     return found[0]
@@ -45,6 +46,7 @@ def differing(said: str) -> set[str]:
 
 @pytest.mark.parametrize("as_lines", [False, True])
 def test_nothing_is_found_where_nothing_is_wrong(as_lines: bool, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A correct run has no findings, for both file formats of its rollouts."""
     run = write_run(tmp_path / "run", random_model, as_lines=as_lines)
     assert main([str(run), "--step", "0"]) == 0
     said = capsys.readouterr().out
@@ -54,7 +56,8 @@ def test_nothing_is_found_where_nothing_is_wrong(as_lines: bool, random_model: P
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_another_family(family: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every layer of it is looked at: a tensor of the last one is found in the last one."""
+    """A correct run of another family has no findings, and a changed tensor of the last layer is
+    located in the last layer."""
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1)
     run = write_run(tmp_path / "run", tmp_path / "model")
     assert main([str(run), "--step", "0"]) == 0
@@ -80,6 +83,7 @@ def mistakes(random_model: Path, older: Path) -> dict[str, dict]:
 def test_what_the_engine_did_is_named(
     name: str, mistakes: dict[str, dict], random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """Each planted mistake of the engine is named, and nothing else differs."""
     expected, how = next(each for each in mistakes.items() if each[0].startswith(name))
     run = write_run(tmp_path / "run", random_model, **how)
     assert main([str(run), "--step", "0", "--older", str(older)]) == 1
@@ -90,7 +94,10 @@ def test_what_the_engine_did_is_named(
 
 
 def test_of_two_pictures_the_second_is_found(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Tokens behind the first agree: it is none of the suspects, and the first token that differs is the second reply's."""
+    """A mistake in the second image is named.
+
+    Tokens before that image agree, so the first differing token is in the second response.
+    """
     renderer = Renderer(ModelSettings(path=str(random_model)))
 
     def second(images: list[Image]) -> list[Image]:
@@ -104,6 +111,8 @@ def test_of_two_pictures_the_second_is_found(random_model: Path, tmp_path: Path,
 
 
 def test_a_mistake_that_is_nobodys_is_not_explained(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A random difference is reported without an explanation."""
+
     def noise(rollouts: list[Rollout]) -> None:
         context = rollouts[0].sequences[0]
         place = max(place for place, sampled in enumerate(context.loss_mask) if sampled)
@@ -115,7 +124,10 @@ def test_a_mistake_that_is_nobodys_is_not_explained(random_model: Path, tmp_path
 
 
 def test_what_the_trainer_said_then(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Of one context; of the other it was not asked."""
+    """Wrong recorded logprobs of the trainer are reported for the sequence that has them.
+
+    The other sequence has none recorded.
+    """
 
     def old(rollouts: list[Rollout]) -> None:
         context = rollouts[1].sequences[0]
@@ -130,7 +142,10 @@ def test_what_the_trainer_said_then(random_model: Path, tmp_path: Path, capsys: 
 
 
 def test_a_tensor_that_alone_did_not_move(random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The weights themselves hold it: everybody who plays them agrees."""
+    """A tensor that is the only one equal to the older weights is named.
+
+    Since the weights themselves contain it, engine and trainer agree.
+    """
     shutil.copytree(random_model, tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     stored = load_file(path)
@@ -144,7 +159,7 @@ def test_a_tensor_that_alone_did_not_move(random_model: Path, older: Path, tmp_p
 
 
 def spoiled(kind: str, tensor: torch.Tensor, picture: Callable[[Image], torch.Tensor]) -> type[TrainerForward]:
-    """A trainer with a mistake."""
+    """Return a trainer class with the given mistake."""
 
     class Spoiled(TrainerForward):
         def __init__(self, *given: object, **named: object) -> None:
@@ -176,6 +191,10 @@ def test_what_the_trainer_does_is_named(
     kind: str, random_model: Path, older: Path, older_tensor: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    """Each planted mistake of the trainer is named, with the first layer or image that differs.
+
+    The engine has no findings.
+    """
     run = write_run(tmp_path / "run", random_model)
     renderer = Renderer(ModelSettings(path=str(random_model)))
     seen: dict[str, Image] = {}
@@ -199,6 +218,8 @@ def test_what_the_trainer_does_is_named(
 
 
 def test_pictures_whose_files_were_swapped_or_resized(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Swapped image files and a resized image file are named, and a sequence with such an image is
+    not replayed."""
     run = write_run(tmp_path / "run", random_model)
     wide = sorted(path for path in (run / ROLLOUTS_FOLDER / "images").iterdir() if pil.open(path).size == (112, 56))
     contents = [path.read_bytes() for path in wide]
@@ -226,6 +247,7 @@ SPOILS: dict[str, tuple[str, Callable]] = {
 
 @pytest.mark.parametrize("name", SPOILS)
 def test_what_needs_no_model(name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Inconsistent records are reported without a model, with rollout, sequence and reason."""
     said_of_it, spoil = SPOILS[name]
     never = Renderer(ModelSettings(path=str(random_model))).banned_ids[0]
 
@@ -241,7 +263,8 @@ def test_what_needs_no_model(name: str, random_model: Path, tmp_path: Path, caps
 
 
 def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """What was sampled by nobody's weights is told of its masks; the page is there."""
+    """Sampled tokens without a weight version are reported under the masks, and the rest of the
+    report is still printed."""
 
     def forgotten(rollouts: list[Rollout]) -> None:
         context = rollouts[1].sequences[0]
@@ -256,6 +279,8 @@ def test_a_context_without_versions(random_model: Path, tmp_path: Path, capsys: 
 
 
 def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A weight version that decreases within a sequence is reported."""
+
     def stale(rollouts: list[Rollout]) -> None:
         context = rollouts[0].sequences[0]
         place = context.loss_mask.index(1)
@@ -267,6 +292,8 @@ def test_versions_never_go_back(random_model: Path, tmp_path: Path, capsys: pyte
 
 
 def test_what_cannot_be_read_is_skipped_and_said(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Unreadable lines, old records and broken images are skipped with a message, and the rest is
+    examined."""
     run = write_run(tmp_path / "run", random_model, as_lines=True)
     path = run / ROLLOUTS_FOLDER / "step_000000.jsonl"
     good, other = path.read_text().splitlines()
@@ -287,6 +314,8 @@ def test_what_cannot_be_read_is_skipped_and_said(random_model: Path, tmp_path: P
 def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """A rollout whose image file is missing is examined without images and left out of the
+    replay."""
     run = write_run(tmp_path / "run", random_model)
     (tall,) = (path for path in (run / ROLLOUTS_FOLDER / "images").iterdir() if pil.open(path).size == (56, 140))
     tall.unlink()
@@ -309,6 +338,7 @@ def test_of_a_whole_step_the_rollout_without_its_picture_is_left_out(
 def test_nothing_to_look_at_is_one_line(
     spoil: Callable[[Path], None], line: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """A run without readable settings or rollouts ends with a one-line error."""
     run = write_run(tmp_path / "run", random_model)
     spoil(run)
     capsys.readouterr()
@@ -318,13 +348,19 @@ def test_nothing_to_look_at_is_one_line(
 
 
 def test_bounds_of_either_precision() -> None:
-    """By hand: of 200 gaps the 99th of a hundred is the 198th of 199 steps, between the third and the second largest."""
+    """Tolerances accept and reject differences computed by hand.
+
+    Of 200 values, the 99th percentile lies at position 198 of 199 steps, between the third and the
+    second largest.
+    """
     fine, coarse = TOLERANCES["float32"], TOLERANCES["bfloat16"]
     assert fine.is_within([]) and fine.is_within([1e-4, 0.0]) and not fine.is_within([1.1e-4, 0.0]) and not fine.is_within([float("nan")])
     assert coarse.is_within([0.02] * 199 + [3.0]) and not coarse.is_within([0.02] * 196 + [0.6] * 4) and not coarse.is_within([0.06] * 200)
 
 
 def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """If the checkpoint of the step was deleted, the error names it. --weights takes its place."""
+
     def later(rollouts: list[Rollout]) -> None:
         for rollout in rollouts:
             rollout.sequences[0].weight_versions = [2 if version == 0 else version for version in rollout.sequences[0].weight_versions]
@@ -339,7 +375,7 @@ def test_weights_that_were_not_kept(random_model: Path, tmp_path: Path, capsys: 
 
 
 def golden_run(run: Path, model: Path, *, temperature: float) -> Path:
-    """What vLLM played once, as a run's folder."""
+    """Write a run directory from rollouts that vLLM once sampled."""
     shutil.copytree(GOLDEN / "images", run / ROLLOUTS_FOLDER / "images")
     shutil.copy(GOLDEN / "rollouts.jsonl", run / ROLLOUTS_FOLDER / "step_000000.jsonl")
     settings = asdict(CASES["grpo"].settings(model))
@@ -349,6 +385,8 @@ def golden_run(run: Path, model: Path, *, temperature: float) -> Path:
 
 
 def test_what_a_real_engine_sampled(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Rollouts of a real vLLM engine have no findings, and a wrong temperature in the settings is
+    named."""
     assert main([str(golden_run(tmp_path / "right", random_model, temperature=1.0)), "--step", "0", "--rollouts", "12"]) == 0
     said = capsys.readouterr().out
     assert not differing(said) and "12 rollouts" in said, said
@@ -357,7 +395,8 @@ def test_what_a_real_engine_sampled(random_model: Path, tmp_path: Path, capsys: 
 
 
 def test_an_engine_that_is_asked_again(random_model: Path, older: Path, tmp_path: Path) -> None:
-    """It has the weights that are given: Hugging Face and it agree, and what was recorded is of others."""
+    """The engine is loaded with the given weights and agrees with Hugging Face; the recorded
+    logprobs are reported as those of other weights."""
     run = golden_run(tmp_path / "run", random_model, temperature=1.0)
     given = (run, "--step", "0", "--rollouts", "2", "--engine", "--weights", older, "--older", random_model)
     result = fork_server.run_script(ROOT / "launch" / "explain.py", *given, timeout_s=240)
@@ -367,7 +406,11 @@ def test_an_engine_that_is_asked_again(random_model: Path, older: Path, tmp_path
 
 
 def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Greedily, which tells logprobs at temperature 1; the run beside it has another temperature and newer weights by then."""
+    """An evaluation is checked against one set of weights.
+
+    It samples greedily, with logprobs at temperature 1. The run in the same directory has another
+    temperature and newer weights.
+    """
     run = write_run(tmp_path / "run", random_model, behavior=EngineBehavior(temperature=1.0))
     recorded = run / ROLLOUTS_FOLDER / "step_000000.parquet"
     recorded.rename(recorded.with_name("step_000002.parquet"))
@@ -381,6 +424,8 @@ def test_an_evaluation_is_played_by_one_set_of_weights(random_model: Path, tmp_p
 
 @pytest.mark.parametrize("layout", [("--tp", "2"), ("--pp", "2")])
 def test_at_a_layout(layout: tuple[str, str], random_model: Path, tmp_path: Path) -> None:
+    """With tp 2 or pp 2, a correct run has no findings, and a fault on one rank is located by layer
+    and tensor."""
     run = write_run(tmp_path / "run", random_model)
     name = "trainer, tp 2 x pp 1" if layout[0] == "--tp" else "trainer, tp 1 x pp 2"
     result = fork_server.run_world(2, ROOT / "launch" / "explain.py", run, "--step", "0", *layout, timeout_s=120)

@@ -1,5 +1,8 @@
-"""Hugging Face's model a module at a time: bit for bit the model that is whole, in the memory of its largest module; and a page made so by
-two ranks is the page of one process."""
+"""Hugging Face's model run one module at a time gives the same bits as the whole model, with memory
+for its largest module only.
+
+A report made this way by two ranks equals the report of one process.
+"""
 
 import weakref
 from pathlib import Path
@@ -27,7 +30,7 @@ MODELS = {"qwen2_5_vl": {}, "tied": {"tied": True}, "qwen2_vl": {"family": "qwen
 
 
 class Counted:
-    """A source that knows how much of what it gave is still there."""
+    """A tensor source that counts the bytes of its returned tensors that are still alive."""
 
     def __init__(self, folder: Path) -> None:
         self.source = open_source(folder, read_spec(str(folder)), key="model")
@@ -46,7 +49,8 @@ class Counted:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_it_is_the_whole_model(name: str, tmp_path: Path) -> None:
-    """With none, half and all of it held."""
+    """Logits equal those of the whole model bit for bit, with none, half and all of the weights
+    cached. Memory never exceeds the cache plus the largest module."""
     make_checkpoint(tmp_path / "model", init="random", seed=1, **MODELS[name])
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     context = make_rollouts(renderer)[0].sequences[0]
@@ -78,7 +82,8 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_two_ranks_say_what_one_process_says(random_model: Path, older: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stale tensor in what was recorded is named by ranks that hold nothing whole, whose engine spans both, as the run's did."""
+    """Two ranks that hold no whole model print the same findings as one process, and name the stale
+    tensor in the recorded logprobs. Their engine spans both ranks, as the run's did."""
     tensor = dict(AutoModelForImageTextToText.from_pretrained(older, dtype=torch.float32).named_parameters())[
         nested_name(STALE_TENSOR)
     ].detach()

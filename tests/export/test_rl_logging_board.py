@@ -1,4 +1,4 @@
-"""What RL Logging Board reads, of rollouts whose numbers are worked out by hand."""
+"""Export for RL Logging Board, from rollouts whose values are computed by hand."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,10 @@ def renderer(random_model: Path) -> Renderer:
 
 
 def two_turns(renderer: Renderer) -> Rollout:
-    """In two contexts; the first turn gained 0.5, the second -0.25, the outcome is worth 2."""
+    """Return a rollout with two turns in two sequences.
+
+    The turns' reward deltas are 0.5 and -0.25, and the outcome reward is 2.
+    """
     ids = [renderer.tokenizer(text)["input_ids"] for text in ("Which?", "one two", "So?", "three")]
     contexts = [TokenSequence(), TokenSequence()]
     for context, asked, said, base in ((contexts[0], ids[0], ids[1], 1.0), (contexts[1], ids[2], ids[3], 5.0)):
@@ -35,6 +38,8 @@ def two_turns(renderer: Renderer) -> Rollout:
 
 
 def test_a_rollout_token_by_token(renderer: Renderer, tmp_path: Path) -> None:
+    """The exported line of a rollout has token rewards, tokens, logprobs and values as computed by
+    hand. A failed rollout is left out."""
     rollout = two_turns(renderer)
     failed = Rollout(task="t", example_id="e", group=0, sample_index=1)
     write_step(step_path(tmp_path, 3), [rollout, failed], step=3, num_gen_batches=1)
@@ -54,7 +59,10 @@ def test_a_rollout_token_by_token(renderer: Renderer, tmp_path: Path) -> None:
 
 
 def test_files_are_bounded(renderer: Renderer, tmp_path: Path) -> None:
-    """Whole lines, in their order, none lost."""
+    """Files stay below the size limit.
+
+    They contain complete lines, in order, and no line is lost.
+    """
     for step in range(6):
         write_step(step_path(tmp_path, step), [two_turns(renderer)] * 2, step=step, num_gen_batches=1)
     assert write_board(tmp_path, tmp_path / "board", renderer, file_mib=700 / (1 << 20), first_step=1) == 10

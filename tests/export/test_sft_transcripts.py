@@ -1,4 +1,5 @@
-"""Transcripts of recorded rollouts: thousands of random conversations come back as their world said them; which are taken, by hand."""
+"""SFT transcripts of recorded rollouts: thousands of random conversations are restored from their
+tokens, and the selection of rollouts is checked by hand."""
 
 import json
 import math
@@ -52,7 +53,8 @@ def told(context: TokenSequence, renderer: Renderer) -> list[Message] | NotConve
 
 
 def spoken(message: Message, renderer: Renderer) -> tuple[str, str]:
-    """Role and words of a message, by hand: names of special tokens defused, Unicode's form C, a picture by the key of what it becomes."""
+    """Return role and text of a message by hand: special tokens escaped, Unicode normalized to NFC,
+    and images replaced by the key of their final version."""
     if isinstance(message["content"], str):
         return message["role"], message["content"]
     names = [name for name in renderer.tokenizer.get_added_vocab() if name.startswith("<|")]
@@ -70,7 +72,8 @@ def spoken(message: Message, renderer: Renderer) -> tuple[str, str]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
 def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -> None:
-    """What the world said and what the policy answered, message by message, pictures included; or why it cannot be told."""
+    """Messages of environment and policy are restored with their images, or the error states the
+    true reason why they cannot be."""
     untold, num_told, num_pictures = Counter(), 0, 0
     for seed in range(250):
         rollout, world, engine = played(seed, renderer, protocol)
@@ -104,7 +107,10 @@ def test_a_conversation_comes_back(renderer: Renderer, protocol: ToolProtocol) -
 
 
 def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
-    """As long as is allowed, and not ended by the policy; a token less is a reply that ended at a word of the task's."""
+    """A response of max_new_tokens without an end token is rejected as truncated.
+
+    One token less is a response that ended at a stop text.
+    """
     messages = [{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one two three"}]
     context = renderer.transcript(messages)
     cut = replace(context, token_ids=context.token_ids[:-1], loss_mask=context.loss_mask[:-1])
@@ -116,6 +122,8 @@ def test_a_reply_that_was_cut_off_is_none(renderer: Renderer) -> None:
 
 
 def test_pictures_that_would_change_are_refused(renderer: Renderer, random_model: Path) -> None:
+    """A sequence is rejected if its images would be resized by other pixel limits, or if an image
+    is missing."""
     other = Renderer(ModelSettings(path=str(random_model), min_pixels=784, max_pixels=1600))
     rollouts = (played(seed, renderer, PROTOCOLS[0])[0] for seed in range(50))
     rollout = next(each for each in rollouts if each.images and not isinstance(told(each.sequences[0], renderer), NotConvertible))
@@ -128,7 +136,10 @@ def test_pictures_that_would_change_are_refused(renderer: Renderer, random_model
 
 @pytest.fixture(scope="module")
 def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps. Two examples, six rollouts each; one says again what another said, with another reward."""
+    """Write a run of two steps with two examples and several rollouts each.
+
+    Two rollouts have the same text with different rewards.
+    """
     run = tmp_path_factory.mktemp("recorded")
     prompt = [{"role": "user", "content": "Name it."}]
     first = [("a", "one", 1.0), ("a", "two", 2.0), ("a", "two", 0.5), ("b", "x", None), ("b", "y", -1.0)]
@@ -172,7 +183,11 @@ def recorded(renderer: Renderer, random_model: Path, tmp_path_factory: pytest.Te
     ],
 )
 def test_of_equal_rollouts_the_later_are_taken(best: int, min_reward: float, places: list[tuple[int, int]], tmp_path: Path) -> None:
-    """By (step, place): two that say p and q, then p, r and s. All but s have a reward of 1; the least reward is enough."""
+    """Among rollouts with equal rewards, later ones are preferred, and duplicates are dropped.
+
+    By (step, place), the texts are p and q, then p, r and s. All but s have reward 1, and a reward
+    equal to min_reward is enough.
+    """
     for step, rows in enumerate(([("p", 1.0), ("q", 1.0)], [("p", 1.0), ("r", 1.0), ("s", 0.5)])):
         write_step(
             step_path(tmp_path, step),
@@ -198,7 +213,10 @@ def test_of_equal_rollouts_the_later_are_taken(best: int, min_reward: float, pla
     ],
 )
 def test_which_are_taken(how: dict[str, float], expected: list[tuple], recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
-    """The best of each example, what was said twice once, what failed never."""
+    """The best rollouts of each example are exported.
+
+    Duplicate texts are exported once, and failed rollouts never.
+    """
     export_transcripts(recorded / "rollouts", tmp_path, renderer, max_new_tokens=CUT_AT, **how)
     lines = [json.loads(line) for line in (tmp_path / "transcripts.jsonl").read_text().splitlines()]
     assert [(line["id"], line["messages"][-1]["content"], line["step"], line["reward"]) for line in lines] == expected
@@ -208,7 +226,10 @@ def test_which_are_taken(how: dict[str, float], expected: list[tuple], recorded:
 
 
 def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None:
-    """What it leaves is what a warm start reads, and renders to the recorded tokens; nothing to take is an error."""
+    """The command writes transcripts that SFT loads and that render to the recorded tokens.
+
+    If nothing is selected it ends with an error.
+    """
     launched = fork_server.run_script(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "out", "--min-reward", "2", timeout_s=60)
     assert launched.returncode == 0 and launched.stdout.startswith(
         "1 of 6 rollouts (one per example: --best 1), mean reward 3.000: 1 transcripts\n"
@@ -224,7 +245,7 @@ def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None
 
 
 def test_pictures_go_along(renderer: Renderer, tmp_path: Path) -> None:
-    """With its pictures a transcript renders to the recorded context, token for token."""
+    """A transcript with its images renders to the recorded sequence, token for token."""
     rollouts = [played(seed, renderer, PROTOCOLS[0])[0] for seed in range(80)]
     rollouts = [replace(each, reward=1.0, example_id=str(seed)) for seed, each in enumerate(rollouts) if each.status is not Status.FAILED]
     folder = tmp_path / "rollouts"

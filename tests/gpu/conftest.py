@@ -1,4 +1,4 @@
-"""What needs a GPU says so where there is none."""
+"""Skips the GPU tests, with a reason, on machines without a GPU."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""Kernels of others beside ours, on the same weights and tokens: Transformer Engine's layers, and the fused accumulation of gradients."""
+"""Third-party kernels against our layers on the same weights and tokens: Transformer Engine's
+layers and fused gradient accumulation."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,8 @@ FUSED = pytest.mark.skipif(not layers._grad_accum_fusion_available, reason="no a
 
 @pytest.fixture
 def measured(random_model: Path) -> Iterator[Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Logits, and gradients by Hugging Face's names, of a policy that was `prepared`."""
+    """Return a function that computes logits, and gradients by Hugging Face's names, of a policy
+    after `prepare`."""
 
     def measure(prepare: Callable[[torch.nn.Module], None] = lambda chunks: None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         made, renderer = make_policy_and_renderer(random_model, OptimSettings(), dtype="bfloat16")
@@ -43,7 +45,8 @@ def assert_near(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], 
 
 @WITH_TE
 def test_transformer_engines_layers_are_ours(measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To bfloat16's rounding, through four layers."""
+    """Logits and gradients of four Transformer Engine layers equal those of our layers, up to
+    bfloat16 rounding."""
     logits, theirs = measured()
     for module in (load_model, policy, transformer):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
@@ -54,7 +57,11 @@ def test_transformer_engines_layers_are_ours(measured: Callable, monkeypatch: py
 
 @FUSED
 def test_gradients_that_are_added_in_the_product_are_the_plain_ones(measured: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """apex's kernel adds a weight's gradient to its fp32 buffer inside the matrix product; ours rounds it to bfloat16 before."""
+    """Gradients accumulated by apex's fused kernel equal the plain ones within 1%.
+
+    The kernel adds a weight's gradient to its fp32 buffer inside the matrix product; our layers
+    round it to bfloat16 before.
+    """
     for module in (load_model, policy, transformer):
         monkeypatch.setattr(module, "uses_transformer_engine", lambda lora: False)
     _, plain = measured()

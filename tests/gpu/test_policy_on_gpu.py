@@ -1,4 +1,5 @@
-"""The policy on a GPU: the variable-length kernel, fp32 as on the CPU; in bfloat16 our layers, Transformer Engine's and HF's together."""
+"""The policy on a GPU: the variable-length attention kernel, fp32 against HF on a CPU, and bfloat16
+layers (ours and Transformer Engine's) against HF."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,8 @@ def logits(policy: Policy, folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize(("causal", "prefix_S"), [(True, None), (False, None), (True, [-1, 0, 0])])
 def test_the_kernel_is_attention(causal: bool, prefix_S: list[int] | None) -> None:
-    """Against float64 on the CPU, from equal bfloat16 inputs; output and gradients to bfloat16's rounding. And of shared prompts."""
+    """Output and gradients of the kernel equal float64 attention on a CPU from the same bfloat16
+    inputs, up to bfloat16 rounding. One case has shared prompts."""
     offsets = [0, 70, 71, 200]
     inputs = [torch.randn(200, heads, 64).bfloat16() for heads in (8, 2, 2)]
     weight = torch.randn(200, 8, 64)
@@ -62,6 +64,7 @@ def test_the_kernel_is_attention(causal: bool, prefix_S: list[int] | None) -> No
 
 
 def test_fp32_is_that_of_hf(make_policy: Callable[..., Policy], random_model: Path) -> None:
+    """fp32 logits on the GPU equal HF's on a CPU within 1e-4."""
     truth = compute_hf_logits(random_model, torch.float32)
     assert (logits(make_policy("float32"), random_model) - truth).abs().max() <= 1e-4
 
@@ -71,16 +74,19 @@ WITH_TE = pytest.mark.skipif(not uses_transformer_engine(LoraSettings()), reason
 
 @pytest.mark.parametrize("layers", ["ours", pytest.param("te", marks=WITH_TE)])
 def test_bfloat16_is_as_near_to_the_truth_as_hf_is(layers: str, make_policy: Callable[..., Policy], random_model: Path) -> None:
-    """With adapters the layers are always ours; fresh ones change nothing."""
+    """The error of bfloat16 logits against HF's fp32 logits is at most 1.2 times that of HF's
+    bfloat16 logits. With adapters the layers are always ours, and new adapters change nothing."""
     truth, theirs = (compute_hf_logits(random_model, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = logits(make_policy("bfloat16", lora=LoraSettings(rank=4) if layers == "ours" else None), random_model)
     assert (ours - truth).norm() <= 1.2 * (theirs - truth).norm()
 
 
 def test_an_update_with_everything_offloaded(make_policy: Callable[..., Policy], random_model: Path) -> None:
-    """The same step with optimizer and parameters on the host between updates as with all of it on the device.
+    """An update with optimizer and parameters offloaded to the host gives the same step as without
+    offloading.
 
-    Near 1, where the weights of norms start, bfloat16 has a spacing of 0.004 to 0.008; a smaller learning rate would change none of them.
+    Near 1, where the weights of norms start, bfloat16 has a spacing of 0.004 to 0.008; a smaller
+    learning rate would change none of them.
     """
     renderer = Renderer(ModelSettings(path=str(random_model)))
     stays, leaves = make_policy("bfloat16", lr=1e-2), make_policy("bfloat16", lr=1e-2, offload_optimizer=True, offload_params=True)

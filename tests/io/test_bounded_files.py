@@ -1,4 +1,5 @@
-"""Files of strangers: what is no regular file is not waited for, what is large is not read, and YAML stands for itself alone."""
+"""Reading of untrusted files: special files do not block, oversized files are not read, and YAML
+tags and aliases have no effect."""
 
 import os
 import signal
@@ -60,20 +61,22 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "model on nodes": ("config.json", describe_path),
     "token": ("token", lambda folder: read_token(folder / "token")),
 }
-"""A name -> the file that is something else, and who reads it."""
+"""Reader name -> path that the tests replace by a special file, and the function that reads it."""
 QUIET: dict[str, tuple[str, Callable[[Path], object], object]] = {
     "keys of a step": ("x.parquet", lambda folder: image_keys_of_step(folder / "x.parquet"), frozenset()),
     "model card": ("README.md", _metadata_of, {}),
     "records": ("run/state.json", recorded_files, None),
     "service": ("services/judge.json", lambda folder: find_address(folder, "judge", "vllm"), ""),
 }
-"""The same of readers for whom such a file is not there."""
+"""Readers that treat a special file as missing: path, function, and the value that it returns."""
 
 
 @pytest.fixture
 def in_time() -> Iterator[None]:
+    """Fail the test if it runs longer than 10 s."""
+
     def end(number: int, frame: object) -> None:
-        pytest.fail("it waits")  # no Exception: readers make lines of those
+        pytest.fail("it waits")  # not an Exception: readers turn those into error lines
 
     before = signal.signal(signal.SIGALRM, end)
     signal.alarm(10)
@@ -90,6 +93,7 @@ def fifo(path: Path) -> None:
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("reader", READERS)
 def test_nobody_waits_for_who_writes_a_fifo(reader: str, tmp_path: Path) -> None:
+    """Every reader rejects a FIFO in one line instead of waiting for a writer."""
     name, reads = READERS[reader]
     fifo(tmp_path / name)
     with pytest.raises(ValueError, match=r".") as refused:
@@ -100,13 +104,15 @@ def test_nobody_waits_for_who_writes_a_fifo(reader: str, tmp_path: Path) -> None
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("reader", QUIET)
 def test_a_fifo_is_no_file(reader: str, tmp_path: Path) -> None:
+    """Readers of optional files treat a FIFO as a missing file."""
     name, reads, expected = QUIET[reader]
     fifo(tmp_path / name)
     assert reads(tmp_path) == expected
 
 
 def test_regular_files_alone(tmp_path: Path) -> None:
-    """A device, a folder, a link where links are not followed; and a name that no file can have."""
+    """Devices, folders, links (if links are not followed) and impossible file names are
+    rejected."""
     (tmp_path / "file").write_text("content")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for path in (Path("/dev/zero"), tmp_path):
@@ -120,6 +126,8 @@ def test_regular_files_alone(tmp_path: Path) -> None:
 
 
 def test_no_more_than_the_limit(tmp_path: Path) -> None:
+    """A file above the size limit is rejected with its size and the limit, also if its reported
+    size is 0."""
     path = tmp_path / "x"
     bombs.write_sparse_file(path, 10 << 30)
     with pytest.raises(ValueError, match=f"^has {10 << 30} bytes, more than 100$"):
@@ -129,10 +137,11 @@ def test_no_more_than_the_limit(tmp_path: Path) -> None:
         read_bytes(path, at_most=100)
     assert read_bytes(path, at_most=101) == b"x" * 101
     with pytest.raises(ValueError, match=r"^has \d+ bytes, more than 1000$"):
-        read_bytes(Path("/proc/self/maps"), at_most=1000)  # its size is 0 until it is read
+        read_bytes(Path("/proc/self/maps"), at_most=1000)  # its reported size is 0
 
 
 def test_the_end_of_a_log(tmp_path: Path) -> None:
+    """`read_tail` returns the last 64 KiB of a huge log, or the part after `start`."""
     path = tmp_path / "log"
     bombs.write_sparse_file(path, 10 << 30)
     with path.open("ab") as file:
@@ -143,6 +152,7 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
 
 
 def test_lines_have_limits(tmp_path: Path) -> None:
+    """A line above the limit, or a file above its limit, raises an error with the line number."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"1\n22\n333\n4")
     assert list(iterate_lines(path, max_line_bytes=4)) == [(1, b"1\n"), (2, b"22\n"), (3, b"333\n")]
@@ -154,6 +164,7 @@ def test_lines_have_limits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [2**63, -(2**63) - 1, 10**400])
 def test_a_number_that_no_column_holds(number: int, tmp_path: Path) -> None:
+    """An integer beyond 64 bits in metrics.jsonl is rejected."""
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
     with pytest.raises(ValueError, match="is not a number"):
         read_metrics(tmp_path / "metrics.jsonl")
@@ -168,13 +179,17 @@ ODD_YAML = (
 
 @pytest.mark.parametrize("text", ODD_YAML, ids=range(len(ODD_YAML)))
 def test_what_is_no_yaml_is_one_line(text: str) -> None:
-    """Of several, the parser by itself raises other errors than its own."""
+    """Invalid YAML raises a one-line ValueError.
+
+    For some of the texts the YAML parser alone raises other exceptions than YAMLError.
+    """
     with pytest.raises(ValueError, match="is not valid YAML: ") as refused:
         parse_yaml(text)
     assert not isinstance(refused.value, yaml.YAMLError) and "\n" not in str(refused.value) and len(str(refused.value)) < 400
 
 
 def test_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
+    """Valid YAML is read as PyYAML reads it, and aliases are rejected with their line."""
     text = "a: [1, 2.5, true, null, 2001-01-01]\nb: {c: 'x: y'}\nd: |\n  e\n"
     (tmp_path / "x.yaml").write_text(text)
     assert read_yaml(tmp_path / "x.yaml") == yaml.safe_load(text)
@@ -184,7 +199,10 @@ def test_yaml_is_read_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_links_of_strangers_are_not_exported(tmp_path: Path) -> None:
-    """A hard link to what a link leads to would put any file of the user's into a folder that is to be published."""
+    """A symbolic link in an image folder is not exported.
+
+    A hard link to its target would put any file of the user into a folder to be published.
+    """
     (tmp_path / "run" / "images").mkdir(parents=True)
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "run" / "images" / "a.png").symlink_to(tmp_path / "secret")
@@ -194,7 +212,10 @@ def test_links_of_strangers_are_not_exported(tmp_path: Path) -> None:
 
 
 def test_a_bank_knows_keys_that_name_files(tmp_path: Path) -> None:
-    """A run that goes on looks for the pictures of all of them."""
+    """The rollout store returns only image keys that are valid file names.
+
+    A resumed run looks up the images of all returned keys.
+    """
     images = (picture(0), replace(picture(1), key="x" * 300))
     rollout = Rollout(sequences=[context_of(*images)], task="t", example_id="e", group=0, sample_index=0)
     write_step(tmp_path / "step_000001.parquet", [rollout], step=1, num_gen_batches=1)
@@ -210,7 +231,8 @@ def context_of(*images: Image) -> TokenSequence:
 
 
 def test_the_largest_settings_take_seconds(tmp_path: Path) -> None:
-    """Some 6 s of a core; a tenth of them here. What is larger is not parsed."""
+    """Settings of up to 512 KiB are parsed in seconds: about 6 s of CPU time at most, a tenth of
+    that in this test. Larger files are rejected unparsed."""
     path = tmp_path / "config.yaml"
     path.write_text("a: [" + "a," * 25_000 + "]\n")
     began = time.process_time()
@@ -224,7 +246,11 @@ def test_the_largest_settings_take_seconds(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("number", ["1" + ":59" * 160_000, "0x" + "f" * 400_000, "1" + ":59" * 160_000 + ".5", "!!int " + "7" * 101])
 def test_a_number_of_yaml_has_no_more_digits_than_any_needs(number: str) -> None:
-    """To the base of 60 it takes minutes; a hexadecimal one is read at once, and raises when it is printed."""
+    """A YAML number of more than 100 characters is rejected.
+
+    A base-60 number would take minutes to parse; a hexadecimal one is parsed at once and raises
+    when it is printed.
+    """
     with pytest.raises(ValueError, match=r"^line 2 is not valid YAML: a number of \d+ characters, more than 100$"):
         parse_yaml(f"a: 1\nb: {number}\n")
     assert parse_yaml("a: 1:30\nb: " + "7" * 100) == {"a": 90, "b": int("7" * 100)}
@@ -234,7 +260,11 @@ def test_a_number_of_yaml_has_no_more_digits_than_any_needs(number: str) -> None
 @pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("kind", ["FIFO", "device"])
 def test_pictures_and_videos_of_questions_are_regular_files(kind: str, tmp_path: Path) -> None:
-    """They were when the rows were read; whoever may write there has put something else in their place since."""
+    """An image or video that has become a special file is rejected when it is opened.
+
+    It was a regular file when the rows were read; anyone with write access may have replaced it
+    since.
+    """
     paths = [tmp_path / "a.png", tmp_path / "a.mp4"]
     for path in paths:
         os.mkfifo(path) if kind == "FIFO" else path.symlink_to("/dev/zero")
@@ -248,7 +278,8 @@ def test_pictures_and_videos_of_questions_are_regular_files(kind: str, tmp_path:
 
 
 def test_words_of_files_leave_the_terminal_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The names of folders, what an evaluation states of itself, and the last line of a program."""
+    """Control characters of untrusted text are replaced before printing: folder names, the settings
+    of an evaluation, and the last line of a program."""
     assert to_printable("a\n  b \x1b]0;owned\x07\u202e\u00e9") == "a b ?]0;owned??\u00e9"
     run = tmp_path / "\x1b[2Jrun"
     run.mkdir()

@@ -1,4 +1,5 @@
-"""A quantile of counts in bins against sorted numbers, and that of an update against those of its micro-batches and ranks."""
+"""Quantiles of binned counts against sorted numbers, and quantiles of an update against those of
+all its tokens."""
 
 import math
 from itertools import pairwise
@@ -16,20 +17,27 @@ NAME = "rollout_mismatch/logprob_abs_diff"
 
 
 def by_bin(size_R: torch.Tensor) -> dict[int, int]:
+    """Return the nonzero bin counts keyed by bin."""
     return {place: count for place, count in enumerate(count_in_bins(size_R).tolist()) if count}
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num", [1, 7, 99, 100, 101, 5000])
 def test_a_quantile_is_that_of_the_sorted_numbers(num: int, seed: int) -> None:
-    """The smallest number that 99% do not exceed, or up to 9% more. Gaps as bfloat16 makes them: most are small, a few are not."""
+    """The quantile is the smallest number that 99% do not exceed, or up to 9% more.
+
+    The numbers resemble bfloat16 logprob differences: most are small, a few are large.
+    """
     size_R = (torch.randn(num, generator=torch.Generator().manual_seed(seed)) * 2 - 5).exp()
     truth = numpy.quantile(size_R.numpy(), 0.99, method="inverted_cdf")
     assert truth * (1 - 1e-6) <= quantile(by_bin(size_R), 99) <= truth * 2 ** (1 / BINS_PER_OCTAVE) * (1 + 1e-6)
 
 
 def test_bins_by_hand() -> None:
-    """An edge belongs to the bin below it. Nothing is lost: zeros, what is beyond the last edge, what is no number."""
+    """Bin edges equal values computed by hand; an edge belongs to the bin below it.
+
+    Zeros, values above the last edge, and NaN are counted too.
+    """
     edges = [2.0 ** (MIN_EXPONENT + place / BINS_PER_OCTAVE) for place in range(NUM_BINS - 1)]
     assert edges[-1] == 2.0**MAX_EXPONENT and all(upper / lower == pytest.approx(1.0905077) for lower, upper in pairwise(edges))
     assert by_bin(torch.tensor([0.0, 1e-30, 0.5, 0.51, 1e9, math.inf, math.nan])) == {0: 2, 208: 1, 209: 1, NUM_BINS - 1: 3}
@@ -40,7 +48,8 @@ def test_bins_by_hand() -> None:
 
 @pytest.mark.parametrize("cuts", [[1000], [1, 999], [300, 0, 700], [250] * 4])
 def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """However they lie on micro-batches, and on two ranks with the same of them; the micro-batches' own would be other numbers."""
+    """The quantile is that of all tokens of an update, however they are split into micro-batches on
+    two ranks. Quantiles of single micro-batches would differ."""
     size_R = torch.cat([torch.full((985,), 0.01), torch.linspace(0.1, 1.5, 15)])[torch.randperm(1000)]
 
     def told(part_R: torch.Tensor) -> LossMetrics:
@@ -62,6 +71,7 @@ def test_an_update_has_the_quantile_of_all_its_tokens(cuts: list[int], monkeypat
 
 
 def test_a_quantile_is_never_above_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reported quantile never exceeds the reported maximum."""
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(dist, "all_gather_object", lambda into, mine: into.__setitem__(0, mine))
     for value in (0.0, 0.3, 1e9):

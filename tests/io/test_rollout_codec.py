@@ -1,4 +1,5 @@
-"""The codec of a rollout: what goes in comes out bit for bit, no field is forgotten, and a stranger's record is a ValueError at worst."""
+"""The rollout codec: rollouts are restored bit for bit, every field is covered, and an untrusted
+record raises at worst ValueError."""
 
 import copy
 import json
@@ -28,15 +29,18 @@ FIELDS = {
     JudgeResult: "judge prompt value turn wall_s reasoning",
     Image: "pil patch_PC grid key merge",
 }
-"""Of version 7."""
+"""Fields of the records in version 7."""
 PICTURE = pil.new("RGB", (28, 28), (1, 2, 3))
 NUMBERS = st.floats()
 TEXT = st.text(st.characters())
-"""Lone surrogates among them: a policy's bytes decode to what they like."""
+"""Text with lone surrogates, which a policy's bytes may decode to."""
 
 
 def bits(value: object) -> Any:
-    """Equal where two values are of the same kind and have the same bits; every NaN is one."""
+    """Return a value that is equal for two objects of the same type and the same bits.
+
+    All NaNs are equal.
+    """
     if is_dataclass(value):
         kept = [field.name for field in fields(value) if field.name != "patch_PC"]
         return type(value).__name__, {name: bits(getattr(value, name)) for name in kept}
@@ -50,7 +54,7 @@ def bits(value: object) -> Any:
 
 
 def travelled(rollout: Rollout) -> Rollout:
-    """Through a line of JSON and back."""
+    """Encode the rollout as one line of JSON and decode it."""
     pictures = {}
 
     def store(image: Image) -> str:
@@ -114,12 +118,13 @@ def rollouts(draw: st.DrawFn) -> Rollout:
 @settings(deadline=None)
 @given(rollouts())
 def test_a_rollout_comes_back_bit_for_bit(rollout: Rollout) -> None:
-    """NaN, infinities and negative zeros among the numbers, columns that are empty, scores that are None, any text."""
+    """Random rollouts are restored bit for bit, with NaN, infinities, negative zeros, empty
+    columns, scores that are None, and any text."""
     assert bits(travelled(rollout)) == bits(rollout)
 
 
 def full() -> Rollout:
-    """No field of it has its default."""
+    """Return a rollout in which no field has its default value."""
     image = Image(PICTURE, torch.zeros(4, 1176), (1, 2, 2), "ab12", merge=2)
     context = TokenSequence(
         token_ids=[5, 6, 7], loss_mask=[0, 0, 1], rollout_logprobs=[0.0, 0.0, -0.1], weight_versions=[-1, -1, 4], images=[image],
@@ -142,7 +147,7 @@ def full() -> Rollout:
 
 
 def test_every_field_is_carried() -> None:
-    """A new one must be given a value in `full`, which must then come back."""
+    """Every field of every record is restored. A new field needs a value in `full`."""
     rollout = full()
     back = travelled(rollout)
     for kind, (sent, came) in {
@@ -163,17 +168,19 @@ def test_every_field_is_carried() -> None:
 
 
 def test_other_fields_are_another_version() -> None:
+    """The fields of all records equal those pinned for VERSION. A change requires a new VERSION."""
     now = {kind: " ".join(field.name for field in fields(kind)) for kind in FIELDS}
     assert (VERSION, now) == (7, FIELDS), "records of before can no longer be read: raise rollout_codec.VERSION, and pin the fields here"
 
 
 def test_a_reader_may_do_without_pictures() -> None:
+    """Records are decoded without loading images; grid, key and token count are kept."""
     (image,) = from_record(to_record(full(), lambda image: image.key), lambda name: None).sequences[0].images
     assert (image.pil, image.grid, image.key, image.num_tokens) == (None, (1, 2, 2), "ab12", 1)
 
 
 def test_numbers_of_others_become_ours() -> None:
-    """What a user's environment hands in as numpy's: JSON takes it, and gives Python's back."""
+    """numpy numbers from a user's environment become Python numbers after encoding and decoding."""
     rollout = full()
     rollout.reward, rollout.group, rollout.turns[0].reward_delta, rollout.reward_terms = np.float32(0.1), np.int64(7), True, {"a": 3}
     back = travelled(rollout)
@@ -217,6 +224,7 @@ DAMAGED: dict[str, tuple[tuple, object]] = {
 
 @pytest.mark.parametrize("said", DAMAGED)
 def test_a_damaged_record_is_told_in_a_line(said: str) -> None:
+    """A damaged record is rejected in one line that names the field and the value."""
     *path, last = DAMAGED[said][0]
     record = place = to_record(full(), lambda image: image.key)
     for name in path:
@@ -228,6 +236,7 @@ def test_a_damaged_record_is_told_in_a_line(said: str) -> None:
 
 
 def test_a_field_that_lacks_is_named() -> None:
+    """A record with a missing field is rejected by the name of the field."""
     record = to_record(full(), lambda image: image.key)
     del record["turns"][0]["reward_delta"]
     with pytest.raises(ValueError, match=r"^rollout record: rollout.turns\[0\]: \['reward_delta'\]: lacking$"):
@@ -242,7 +251,10 @@ JSON = st.recursive(
 
 
 def refused_or_read(record: object) -> None:
-    """And what was read is what is written: a second journey changes nothing of it."""
+    """Assert that a record is rejected in one line or read.
+
+    A record that was read is unchanged by another round trip.
+    """
     try:
         rollout = from_record(record, lambda name: PICTURE)
     except ValueError as refused:
@@ -258,12 +270,15 @@ def refused_or_read(record: object) -> None:
 @settings(deadline=None)
 @given(JSON | st.fixed_dictionaries({"version": st.just(VERSION), "images": JSON}))
 def test_anything_is_read_or_refused(record: object) -> None:
+    """Any JSON value is read or rejected in one line."""
     refused_or_read(record)
 
 
 @settings(deadline=None)
 @given(st.data())
 def test_a_record_with_any_part_changed_is_read_or_refused(data: st.DataObject) -> None:
+    """A record with any part replaced, removed, added or duplicated is read or rejected in one
+    line."""
     record = json.loads(to_json_line(to_record(full(), lambda image: image.key)))
     place, steps = record, data.draw(st.integers(1, 5))
     while True:

@@ -1,4 +1,5 @@
-"""The formula of activations against what autograd keeps of our own layers, and against the most that ever exists at once."""
+"""Planned activation memory against the tensors that autograd saves in our layers, and against the
+measured peak."""
 
 import json
 import weakref
@@ -51,12 +52,12 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is one for GPUs."""
+    """Replace the kernels by those of a GPU, for which the plan is made."""
     gpu_kernel_stubs.patch_kernels(monkeypatch)
 
 
 def small(num_layers: int) -> ModelSpec:
-    """Proportions of the released models, sizes of a test."""
+    """Return a model with the proportions of the released models at test size."""
     stored = json.loads(json.dumps(make_released_config("3B")))
     stored |= {"hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "bos_token_id": 1}
     stored |= {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}
@@ -67,7 +68,7 @@ def small(num_layers: int) -> ModelSpec:
 
 
 def other(family: str, num_layers: int) -> ModelSpec:
-    """The same of another family; of Qwen3-VL two pictures are added behind layers."""
+    """Return the same model for another family. Qwen3-VL's has two DeepStack layers."""
     text = {
         "hidden_size": HIDDEN, "intermediate_size": 1280, "num_hidden_layers": num_layers, "vocab_size": 512, "num_attention_heads": 4,
         "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
@@ -87,7 +88,7 @@ MADE = {"qwen2_5_vl": small, "qwen2_vl": partial(other, "qwen2_vl"), "qwen3_vl":
 
 
 def build(model: ModelSpec, dtype: torch.dtype, *, recompute: str = "none", lora: int = 0, frozen: list[str] | None = None) -> nn.Module:
-    """The model inside its gradient buffers."""
+    """Build the model inside its gradient buffers."""
     layout, adapters = build_layout(ParallelSettings(recompute=recompute), seed=0), LoraSettings(rank=lora)
     with megatron_on_cpu():
         chunks = build_chunks(model, layout, dtype, lora=adapters)
@@ -112,14 +113,16 @@ def batch_of(num_tokens: int, *, num_patches: int) -> MicroBatch:
 
 
 def sharing(batch: MicroBatch) -> MicroBatch:
-    """Its 512 tokens as a prompt of 448 that eight segments of 8 tokens continue: as many keys as a micro-batch may have."""
+    """Return the batch's 512 tokens as a prompt of 448 and eight segments of 8 tokens that continue
+    it. This is the maximum number of keys of a micro-batch."""
     offsets = [0, *range(448, 513, 8)]
     assert 448 + 8 * 456 == MAX_KV_RATIO * batch.num_tokens == MAX_KV_RATIO * offsets[-1]
     return replace(batch, cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32), offset_S1=offsets, prefix_S=[-1] + [0] * 8)
 
 
 def kept_by_autograd(model: nn.Module, forward) -> int:  # noqa: ANN001
-    """Bytes of the distinct storages that a forward pass leaves for the backward pass, parameters apart."""
+    """Return the bytes of distinct storages that a forward pass saves for the backward pass,
+    without parameters."""
     own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -134,7 +137,10 @@ def kept_by_autograd(model: nn.Module, forward) -> int:  # noqa: ANN001
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all storages made inside, now and at most; those of `known` tensors do not count."""
+    """Tracks the current and the peak bytes of storages created inside the context.
+
+    Storages of `known` tensors do not count.
+    """
 
     def __init__(self, known: list[torch.Tensor]) -> None:
         super().__init__()
@@ -160,9 +166,12 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize(("family", "head_dim"), [("qwen2_5_vl", HIDDEN // 4), ("qwen2_5_vl", 96), ("qwen3_vl", HIDDEN // 4)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.dtype, family: str, head_dim: int) -> None:
-    """On a CPU K numbers less (attention reads a copy of the values, not the fused projection), and five indices of 8 bytes more.
+    """A decoder layer saves the planned bytes per token.
 
-    Heads of 96 are half as wide again as the hidden size divided by their number.
+    On a CPU it saves K values less, because attention reads a copy of the values instead of the
+    fused projection, and up to 40 bytes more for five indices of 8 bytes.
+
+    Heads of size 96 are together 1.5 times as wide as the hidden size.
     """
     model, num_tokens, width = replace(MADE[family](2), head_dim=head_dim, rope_sections=(8, 12, head_dim // 2 - 20)), 256, dtype.itemsize
     chunk = build(model, dtype).module
@@ -180,8 +189,9 @@ def test_a_decoder_layer_keeps_what_the_formula_says(world: None, dtype: torch.d
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_a_layer_keeps_gathered_keys_as_the_formula_says(world: None, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys and values as often as segments attend to them, 8 * 2 K a token; in return nothing is kept of the fused projection, A + 2 K, and
-    of rotated keys, K. The rows that they are gathered by are every layer's."""
+    """With shared prompts, a layer saves keys and values once per segment that attends to them: 8 *
+    2 K per token. In return it saves neither the fused projection, A + 2 K, nor the rotated keys,
+    K. The gather indices are shared by all layers and not counted."""
     gpu_kernel_stubs.patch_varlen(monkeypatch)
     model, num_tokens = MADE[family](2), 512
     chunk = build(model, torch.bfloat16).module
@@ -201,7 +211,10 @@ def test_a_layer_keeps_gathered_keys_as_the_formula_says(world: None, family: st
 @pytest.mark.parametrize("family", MADE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dtype, family: str) -> None:
-    """On a CPU one hidden row less for the same reason; the whole tower has three blocks, its pixels, and the merger."""
+    """The vision tower saves the planned bytes: three blocks, its pixels and the merger.
+
+    On a CPU it saves one hidden row less, because attention reads a copy of the values.
+    """
     model, width = MADE[family](2), dtype.itemsize
     tower = build(model, dtype).module.vision
     pixels = torch.randn(PATCHES, 1176, dtype=dtype)
@@ -212,13 +225,13 @@ def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dt
 
 
 RECOMPUTED = ["none", "selective", "vision", "full"]
-FILLED = [  # type, patches, rank of adapters, what is frozen
+FILLED = [  # dtype, patches, rank of adapters, frozen parts
     (torch.bfloat16, 64, 0, FROZEN), (torch.float32, 64, 0, FROZEN), (torch.bfloat16, 4 * 512, 0, []),
     (torch.bfloat16, 4 * 512, 0, FROZEN), (torch.bfloat16, 64, 8, []),
 ]  # fmt: skip
 OF_OTHERS = {*((recompute, 2) for recompute in RECOMPUTED), ("full", 3), ("none", 4)}
-"""What a family adds to the first one's cases: its tower under every recomputation, what it adds behind layers without a gradient, and its
-layers with adapters. All others are long."""
+"""Cases that other families run by default: the vision tower with every kind of recomputation,
+DeepStack without gradients, and layers with adapters. The remaining cases are marked long."""
 PASSES = [
     pytest.param(family, recompute, *case, marks=[] if family == "qwen2_5_vl" or (recompute, number) in OF_OTHERS else pytest.mark.long)
     for family in MADE for recompute in RECOMPUTED for number, case in enumerate(FILLED)
@@ -230,8 +243,9 @@ def test_a_pass_stays_below_the_plan_and_near_it(
     world: None, family: str, recompute: str, dtype: torch.dtype, num_patches: int, lora: int, frozen: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Forward and backward of a whole model, with as many keys as may be gathered: never above what is planned, and where the batch is as
-    full of images as the plan assumes, within a third of it."""
+    """The peak memory of a forward and backward pass, with the maximum number of gathered keys,
+    never exceeds the plan. If the batch has as many image tokens as the plan assumes, the peak is
+    at least two thirds of it."""
     gpu_kernel_stubs.patch_varlen(monkeypatch)
     model, num_tokens, parallel = MADE[family](4), 512, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
     chunk = build(model, dtype, recompute=recompute, lora=lora, frozen=frozen)
@@ -253,7 +267,8 @@ def test_a_pass_stays_below_the_plan_and_near_it(
 @pytest.mark.parametrize(("rows", "block"), [(64, 64), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_cost_what_the_plan_says(world: None, dtype: torch.dtype, rows: int, block: int) -> None:
-    """24 bytes an entry of one block, however many blocks there are."""
+    """The peak memory of logits is 24 bytes per entry of one block, however many blocks there
+    are."""
     build_layout(ParallelSettings(), seed=0)
     head = nn.Linear(32, 8192, bias=False, dtype=dtype).requires_grad_(False)
     distribution = TokenDistribution(torch.zeros(8192, dtype=torch.bool), 1.0, 0, dist.group.WORLD, block)
@@ -267,8 +282,13 @@ def test_logits_cost_what_the_plan_says(world: None, dtype: torch.dtype, rows: i
 
 @pytest.mark.parametrize(("pp", "vpp", "expected"), [(1, 1, [1]), (4, 1, [4, 3, 2, 1]), (2, 2, [2.5, 1.5])])
 def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> None:
-    """1F1B: a stage has begun one micro-batch more than the stage behind it. Interleaved, two stages of two chunks: the first warms up with
-    four chunks and holds a fifth in its steady state, the second two and a third (Narayanan et al. 2021, arXiv 2104.04473, figure 4)."""
+    """The number of micro-batches in flight equals that of the schedule.
+
+    With 1F1B, a stage has started one micro-batch more than the next stage. Interleaved, with two
+    stages of two chunks, the first stage warms up with four chunks and holds a fifth in its steady
+    state. The second stage warms up with two and holds a third (Narayanan et al. 2021, arXiv
+    2104.04473, figure 4).
+    """
     planned = [
         compute_activation_memory(
             small(4),
@@ -286,7 +306,8 @@ def test_micro_batches_in_flight(pp: int, vpp: int, expected: list[float]) -> No
 
 
 def test_a_layer_is_cut_by_tensor_parallelism() -> None:
-    """With sequence parallelism nothing of a layer is whole on a rank but the sines and cosines."""
+    """With sequence parallelism, all saved tensors of a layer are split over the ranks except the
+    rotary sines and cosines."""
     model = small(4)
     whole = decoder_layer_bytes(model, ParallelSettings(), itemsize=2, lora=LoraSettings())
     cut = decoder_layer_bytes(model, ParallelSettings(tp=2, sequence_parallel=True), itemsize=2, lora=LoraSettings())
@@ -295,7 +316,8 @@ def test_a_layer_is_cut_by_tensor_parallelism() -> None:
 
 
 def test_a_vision_token_is_as_many_patches_as_the_tower_merges() -> None:
-    """Where nine patches and not four make a token, a batch full of images has the tower keep nine quarters."""
+    """If nine patches instead of four are merged into a token, the vision tower saves 9/4 as many
+    bytes for a batch full of images."""
     model, parallel = small(4), ParallelSettings()
     wider = replace(model, vision=replace(model.vision, spatial_merge_size=3))
 

@@ -1,4 +1,5 @@
-"""The engine's plan against vLLM itself: its configuration of every recipe, the pictures it profiles, and what it holds at once."""
+"""The engine's memory plan against vLLM itself: its configuration for every recipe, the images that
+it profiles, and its peak memory."""
 
 import json
 import math
@@ -34,12 +35,12 @@ from tests.support import fork_server
 from tests.support.qwen3 import qwen3_4b_spec
 
 FIRST = "codev_7b_l40s8"
-"""Whose configuration is also made without our limits of pictures."""
+"""Recipe whose vLLM configuration is also built without this project's image limits."""
 
 
 @pytest.fixture(scope="module")
 def described(random_model: Path) -> list[dict]:
-    """What vLLM made of each recipe; of FIRST twice."""
+    """Return vLLM's configuration of each recipe, and two configurations of FIRST."""
     others = [recipe for recipe in RECIPES if recipe != FIRST]
     ended = fork_server.run_script(SUPPORT / "cuda_config.py", random_model, FIRST, *others, timeout_s=400)
     assert ended.returncode == 0, ended.stdout[-6000:]
@@ -47,7 +48,11 @@ def described(random_model: Path) -> list[dict]:
 
 
 def test_vllm_batches_profiles_and_sleeps_as_the_plan_says(described: list[dict]) -> None:
-    """For every recipe: tokens and sequences of a step, the pictures of its profile, who gives memory back in sleep, what stays."""
+    """For every recipe, the plan equals vLLM's configuration.
+
+    Compared are the tokens and sequences of a step, the profiled images, and which memory is
+    released in sleep mode and which stays.
+    """
     ours = {made["recipe"]: made for made in described if made["is_ours"]}
     assert ours.keys() == set(RECIPES)
     for recipe, made in ours.items():
@@ -67,7 +72,11 @@ def test_vllm_batches_profiles_and_sleeps_as_the_plan_says(described: list[dict]
 
 
 def test_vllm_profiles_our_pictures_and_not_its_own(described: list[dict]) -> None:
-    """Told nothing it would encode one picture of 12.8 megapixels, and keep room for its 16,384 tokens; we have 0.7 megapixels at most."""
+    """vLLM profiles images of the project's maximum size, 0.7 megapixels.
+
+    Without these limits it would encode one image of 12.8 megapixels and reserve memory for its
+    16,384 tokens.
+    """
     ours, its_own = [made for made in described if made["recipe"] == FIRST]
     assert (its_own["picture"], its_own["pictures"], its_own["patches"][0]) == ({"image": 16384}, {"image": 1}, 65536)
     assert (ours["picture"], ours["pictures"], ours["patches"][0]) == ({"image": 892}, {"image": 9}, 3568)
@@ -82,8 +91,9 @@ def test_vllm_profiles_our_pictures_and_not_its_own(described: list[dict]) -> No
     ],
 )  # fmt: skip
 def test_pictures_of_a_profile_by_hand(pixels: int, images: int, length: int, sequences: int, expected: int) -> None:
-    """On an H200, whose step has 16,384 tokens: 2 megapixels are 2,551 squares of 28 pixels, a prime; 2,550 = 50 * 51 are a rectangle.
-    Eight sequences of 1,000 tokens batch 8,000."""
+    """The profiled image tokens equal values computed by hand for an H200, whose step has 16,384
+    tokens. 2 megapixels are 2,551 squares of 28 pixels, which is a prime; 2,550 = 50 * 51 form a
+    rectangle. Eight sequences of 1,000 tokens are a batch of 8,000."""
     settings = Settings(
         model=ModelSettings(max_pixels=pixels, min_pixels=784), run=RunSettings(dir="there"),
         engine=EngineSettings(max_images=images, max_model_len=length, max_num_seqs=sequences),
@@ -92,9 +102,15 @@ def test_pictures_of_a_profile_by_hand(pixels: int, images: int, length: int, se
 
 
 def test_the_engine_of_7b_by_hand() -> None:
-    """16.58 GB of weights; a token of keys and values is 2 * 28 layers * 4 heads * 128 * 2 bytes = 57,344. Its largest step: 13 * 1,280
-    numbers for each of 4 * 15,300 patches and their 1,176 pixels, more than the language model's 16,384 tokens; the pictures' embeddings;
-    256 rows of logits; 1.5 GB of graphs."""
+    """The plan of the 7B engine equals values computed by hand.
+
+    Weights take 16.58 GB; keys and values of a token take 2 * 28 layers * 4 heads * 128 * 2 bytes =
+    57,344.
+
+    Its largest step has 13 * 1,280 values for each of 4 * 15,300 patches plus their 1,176 pixels,
+    which exceeds the language model's 16,384 tokens. Added are the image embeddings, 256 rows of
+    logits, and 1.5 GB of CUDA graphs.
+    """
     model, of_a_run = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), RunSettings(dir="there")
     given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "max_model_len": 32768}
     pictures = ModelSettings(max_pixels=2_000_000)
@@ -109,8 +125,13 @@ def test_the_engine_of_7b_by_hand() -> None:
 
 
 def test_the_engine_of_another_family_by_hand() -> None:
-    """8B of Qwen3-VL, whose squares are 32 pixels wide: 2 megapixels are 1,953 of them, 8 pictures 15,624. Its tower has a row of learned
-    positions more in hand, and of each token three rows of 4,096 that are added behind layers, for which there are buffers, too."""
+    """The plan of Qwen3-VL-8B equals values computed by hand.
+
+    Its merged patches are 32 pixels wide: 2 megapixels are 1,953 of them, and 8 images are 15,624.
+
+    The vision tower also holds one row of learned positions. For each token it holds three more
+    rows of 4,096, which are added after layers and have their own buffers.
+    """
     model = load_known_spec("Qwen/Qwen3-VL-8B-Instruct")
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=32768)
     engine = plan_engine(model, Settings(model=ModelSettings(max_pixels=2_000_000), engine=given, run=RunSettings(dir="there")))
@@ -121,8 +142,12 @@ def test_the_engine_of_another_family_by_hand() -> None:
 
 
 def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
-    """Three layers add rows to 16,384 tokens, and so a picture's token is four rows of 2,560 numbers. 2 megapixels are 1,953 squares of 32
-    pixels, a rectangle of 31 by 63, of which a step has eight. vLLM's own rows: tests/parity/test_engine_families.py."""
+    """The plan includes the DeepStack buffers: three layers add rows to 16,384 tokens, so an image
+    token has four rows of 2,560 values.
+
+    2 megapixels are 1,953 squares of 32 pixels, a rectangle of 31 by 63, and a step has eight such
+    images. vLLM's own rows are tested in tests/parity/test_engine_families.py.
+    """
     model, pictures, of_a_run = qwen3_4b_spec(), ModelSettings(max_pixels=2_000_000), RunSettings(dir="there")
     given = {"dtype": "bfloat16", "gpu_memory_utilization": 0.5, "max_model_len": 32768}
     whole, halved = (plan_engine(model, Settings(model=pictures, engine=EngineSettings(**given, tp=tp), run=of_a_run)) for tp in (1, 2))
@@ -151,7 +176,7 @@ def runner(engine: ColocatedEngine) -> GPUModelRunner:
 
 
 def peak(runner: GPUModelRunner, act, *given: torch.Tensor) -> int:  # noqa: ANN001
-    """Bytes of what exists at most at once, apart from weights and what is given."""
+    """Return the peak bytes of all tensors except the weights and the `given` tensors."""
     served = runner.get_model()
     live = Live([*served.parameters(), *served.buffers(), *given])
     with torch.inference_mode(), live:
@@ -161,21 +186,29 @@ def peak(runner: GPUModelRunner, act, *given: torch.Tensor) -> int:  # noqa: ANN
 
 @pytest.mark.parametrize("side", [20, 40])
 def test_the_tower_holds_at_once_what_the_plan_says(runner: GPUModelRunner, model: ModelSpec, side: int) -> None:
-    """vLLM's own, in fp32; its attention on a CPU is torch's."""
+    """The peak memory of vLLM's vision tower equals the plan within 1%, in fp32 with torch's
+    attention on a CPU."""
     patch_PC, grid = torch.randn(side * side, 1176), torch.tensor([[1, side, side]])
     held = peak(runner, lambda: runner.get_model().embed_multimodal(pixel_values=patch_PC, image_grid_thw=grid), patch_PC)
     assert held == pytest.approx(side * side * peak_values_per_patch(model, tp=1) * 4, rel=0.01)
 
 
 def test_a_layer_holds_at_once_what_the_plan_says(runner: GPUModelRunner, model: ModelSpec) -> None:
-    """Of a token more. On a CPU the activation before the product is another F of the MLP, which CUDA's kernel does not keep."""
+    """The peak memory per additional token equals the plan within 1%.
+
+    A CPU also keeps the MLP activation before the product (F values), which CUDA's kernel does not
+    keep.
+    """
     few, many = (peak(runner, lambda tokens=tokens: runner._dummy_run(tokens, is_profile=True)) for tokens in (1024, 2048))
     assert (many - few) / 1024 / 4 >= peak_values_per_token(model, tp=1)
     assert (many - few) / 1024 / 4 == pytest.approx(peak_values_per_token(model, tp=1) + model.ffn_size, rel=0.01)
 
 
 def test_drawing_a_token_holds_at_once_what_the_plan_says(runner: GPUModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    """EngineNoise, which draws on CUDA, behind vLLM's own sampler: from logits in bfloat16."""
+    """The peak memory of sampling from bfloat16 logits equals the plan within 2%.
+
+    EngineNoise, which samples on CUDA, runs inside vLLM's own sampler.
+    """
     monkeypatch.setattr(runner.sampler.topk_topp_sampler, "forward", None)
     EngineNoise(runner)
     rows, nothing = 64, torch.empty(0)

@@ -1,4 +1,5 @@
-"""The plan's numbers against a real policy's storages, a hand-computed engine, and what is refused."""
+"""The GPU and host memory plans against a real policy's storages and values computed by hand, and
+rejection of runs that do not fit."""
 
 import math
 import re
@@ -67,7 +68,8 @@ def world() -> Iterator[None]:
 
 
 def measured(settings: Settings) -> MemoryFootprint:
-    """Build policy and critic, train them for one step, and add up the distinct storages of each kind."""
+    """Build policy and critic, train them for one step, and return the size of all distinct
+    storages by kind."""
     layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.backbone == "own"
     policy = close_with_world(Policy(
         settings.model, layout, parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora, banned_ids=[],
@@ -89,6 +91,7 @@ def measured(settings: Settings) -> MemoryFootprint:
 
 
 def check_held(folder: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    """Assert that the planned footprint equals the measured one."""
     settings = settings_for(folder, **KINDS[kind])
     (share,) = compute_model_shares(read_spec(folder), settings, world_size=1, has_values=has_critic(settings))
     request.getfixturevalue("world")
@@ -98,6 +101,8 @@ def check_held(folder: Path, kind: str, request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_held_is_what_a_real_policy_holds(kind: str, random_model: Path, request: pytest.FixtureRequest) -> None:
+    """The planned footprint equals the measured storages of a real policy and critic, for each kind
+    of settings."""
     check_held(random_model, kind, request)
 
 
@@ -112,11 +117,12 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 @pytest.mark.parametrize("kind", ["bfloat16", "frozen", "lora", "own critic"])
 def test_so_does_one_of_another_family(family: str, kind: str, others: Path, request: pytest.FixtureRequest) -> None:
+    """The planned footprint of another family equals the measured storages."""
     check_held(others / family, kind, request)
 
 
 def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
-    """Each of four replicas has a fourth of the padded buffer."""
+    """The optimizer state is sharded: each of four replicas has a quarter of the padded buffer."""
     settings, model = settings_for(random_model, dtype="bfloat16"), read_spec(random_model)
     (alone,), (one,) = (compute_model_shares(model, settings, world_size=size) for size in (1, 4))
     assert (one.num_params, one.total_footprint.param_bytes) == (alone.num_params, one.total_footprint.grad_bytes // 2)
@@ -130,8 +136,9 @@ def test_the_optimizer_is_divided_by_the_replicas(random_model: Path) -> None:
 
 @pytest.mark.parametrize("merge", [2, 4])
 def test_pictures_by_hand(merge: int) -> None:
-    """Of 7B, whose patches are 14 pixels wide: the engine's largest step is that of its tower, with as many of the largest pictures (1,280
-    tokens, or 320 of 16 patches each) as 8,000 tokens hold, or eight contexts."""
+    """The engine's largest step equals a value computed by hand for the 7B model, whose patches are
+    14 pixels wide. It is the vision tower's step with as many maximum-size images (1,280 tokens, or
+    320 tokens of 16 patches each) as fit into 8,000 tokens, or into eight sequences."""
     model = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
     model = replace(model, vision=replace(model.vision, spatial_merge_size=merge))
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5, max_model_len=1000, max_num_seqs=8, max_images=1000)
@@ -148,7 +155,11 @@ def test_pictures_by_hand(merge: int) -> None:
 
 @pytest.mark.parametrize(("share", "length"), [(0.3, 4096), (0.45, 128000)])
 def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
-    """Neither the weights of 7B in a third of 48 GB, nor one context of 128,000 tokens, 7.3 GB, in what they leave of 21.6 GB."""
+    """An engine is rejected if its share of the GPU is too small.
+
+    The 7B weights do not fit into 30% of 48 GB; with 45% (21.6 GB) one sequence of 128,000 tokens,
+    7.3 GB, does not fit beside the weights.
+    """
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
     settings = Settings(engine=engine, run=RunSettings(dir="there"), plan=PlanSettings(gpu="l40s"))
     with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s are too small .* \(16.6 GB\)"):
@@ -156,6 +167,8 @@ def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
 
 
 def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
+    """Bytes that offloading removes from the GPU plan appear in the host plan, where pinned copies
+    of the optimizer are rounded up to powers of two."""
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(**parallel: object) -> tuple[RankMemoryPlan, HostMemoryPlan]:
@@ -176,20 +189,25 @@ def test_what_leaves_the_gpu_is_found_on_the_host() -> None:
 
 
 def rounded(num: int) -> int:
-    """Bytes of as many fp32 numbers in torch's pool of page-locked memory."""
+    """Return the bytes of `num` fp32 values in torch's pinned-memory pool, which rounds up to a
+    power of two."""
     return next(1 << power for power in range(64) if 1 << power >= 4 * num)
 
 
 def tensors_of_3b() -> list[int]:
-    """Numbers of each tensor that Megatron steps: 36 layers by hand (q, k and v are one, and gate and up), embeddings that the output has
-    too, the last norm; the tower as Hugging Face has it."""
+    """Return the size of each tensor in Megatron's optimizer for the 3B model.
+
+    By hand: 36 layers (q, k and v are fused, and gate and up), the tied embeddings, and the final
+    norm. The vision tower's tensors are Hugging Face's.
+    """
     layer = [2048 * (2048 + 2 * 256), 2048 + 2 * 256, 2048 * 2048, 2 * 11008 * 2048, 11008 * 2048, 2048, 2048]
     shapes = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct").shapes()
     return 36 * layer + [151936 * 2048, 2048] + [math.prod(shape) for name, shape in shapes.items() if name.startswith("visual.")]
 
 
 def test_an_engine_elsewhere_takes_nothing_here() -> None:
-    """Neither its share of the GPU nor its weights; the trainer stays where it is, whatever it could leave."""
+    """With a remote engine, the plan contains neither the engine's share of the GPU nor its
+    weights. The trainer stays on the GPU even if offload_params is set."""
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(**engine: object) -> tuple[RankMemoryPlan, EnginePlan]:
@@ -207,7 +225,10 @@ def test_an_engine_elsewhere_takes_nothing_here() -> None:
 
 
 def test_a_sync_holds_two_buckets() -> None:
-    """One is filled while the engine reads the other; the largest tensor comes in a bucket of its own."""
+    """A weight sync holds two buckets: one is filled while the engine reads the other.
+
+    A tensor larger than a bucket has its own bucket.
+    """
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
 
     def planned(bucket_mib: float) -> int:
@@ -221,8 +242,9 @@ def test_a_sync_holds_two_buckets() -> None:
 
 
 def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -> None:
-    """With a KL term the host holds the reference or, while it is swapped in, the current weights; AdamW's step holds the roots of all
-    second moments at once: more, here, than the activations of micro-batches of one short context."""
+    """With a KL term, the host holds the reference weights, or the current weights while the
+    reference is swapped in. AdamW's step holds the square roots of all second moments at once,
+    which here exceeds the activations of micro-batches with one short sequence."""
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3, max_model_len=1024)
 
@@ -245,7 +267,8 @@ def test_copies_of_the_weights_on_the_host_and_the_optimizers_own_on_the_gpu() -
 
 
 def test_a_checkpoint_is_each_ranks_share() -> None:
-    """By hand: 2 bytes of weights, 4 of main weights and 8 of moments for each of 3,754,622,976 parameters, over all ranks."""
+    """A checkpoint takes 2 bytes of weights, 4 of main weights and 8 of moments per parameter
+    (3,754,622,976 parameters), divided by the number of ranks."""
     model = load_known_spec("Qwen/Qwen2.5-VL-3B-Instruct")
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.3)
     for world_size in (1, 8):
@@ -255,6 +278,7 @@ def test_a_checkpoint_is_each_ranks_share() -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that does not fit the GPU is rejected after the plan has been printed."""
     with pytest.raises(ValueError, match=r"^plan.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
         run(plan_only(gpu="l40s", host_gb=9999.0))
     out = capsys.readouterr().out
@@ -262,8 +286,11 @@ def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its memory is stated the plan is refused. Where it is not, the plan may be for another machine than this one, which is not
-    judged, and the one verdict says so. What is needed is the sum that the line of the host itself shows."""
+    """A run is rejected if it needs more host memory than plan.host_gb states.
+
+    Without plan.host_gb, the plan may be for another machine, so host memory is not judged and the
+    report states this. The limit is the sum in the report's host line.
+    """
     with pytest.raises(ValueError, match=r"^plan.host_gb=5.0: its 5.0 GB are less than the \d+\.\d GB that 1 process may need at most"):
         run(plan_only(gpu="h200", host_gb=5.0))
     capsys.readouterr()
@@ -277,8 +304,11 @@ def test_a_host_that_does_not_hold_the_run(capsys: pytest.CaptureFixture[str], m
 
 
 def test_boxes_and_checkpoints_by_hand() -> None:
-    """Eight boxes of a GiB, of which an engine over two ranks has one pool; a checkpoint is copied from the GPU, and where it is written
-    beside training from the host, too."""
+    """Sandbox and checkpoint memory on the host equal values computed by hand.
+
+    Eight sandboxes of 1 GiB form one pool per engine, also for an engine on two ranks. A checkpoint
+    is copied from the GPU, and also from the host if it is written in the background.
+    """
     held = MemoryFootprint(param_bytes=100, grad_bytes=200, main_weight_bytes=400, moment_bytes=600)
     share = ModelShare(tp_rank=0, pp_rank=0, num_params=50, num_trained_params=50, policy_footprint=held, pinned_bytes=900)
 
@@ -330,6 +360,7 @@ def plan_only(**plan: object) -> Settings:
 
 @pytest.mark.parametrize(("tp", "pp", "engine_tp", "groups"), [(1, 1, 1, 3), (2, 1, 1, 4), (1, 1, 2, 4), (2, 2, 2, 6)])
 def test_unplanned_bytes_grow_with_the_groups_in_use(tp: int, pp: int, engine_tp: int, groups: int) -> None:
-    """One GB for CUDA and the libraries, and half a GB for each group that communicates."""
+    """Unplanned memory is 1 GB for CUDA and the libraries plus 0.5 GB per process group that
+    communicates."""
     settings = Settings(parallel=ParallelSettings(tp=tp, pp=pp), engine=EngineSettings(tp=engine_tp))
     assert unplanned_bytes(settings) == 1_000_000_000 + groups * 500_000_000

@@ -1,4 +1,5 @@
-"""The plan of a step's pictures against hand-made sums, and its constants against what they are of."""
+"""The plan of a step's image memory against sums by hand, and its constants against the modules
+that define them."""
 
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from tests.support.qwen3 import qwen3_4b_spec
 
 MODEL = load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct")
 PIXEL = 3 * 2 * 4
-"""Bytes in patches: three colors, two frames, fp32."""
+"""Bytes of a pixel in patches: three colors, two frames, fp32."""
 ENGINE_BYTES = (1 << 20) * 4 * 3 * 2 * 14 * 14
 MAKING_ALL = RENDER_BYTES_PER_PIXEL * NUM_RENDER_THREADS * 500_000
 
@@ -34,7 +35,8 @@ def settings_of(*, steps: int = 40, **given: object) -> Settings:
 
 
 def test_one_process() -> None:
-    """128 episodes of 4 x 500,000 pixels, as they are stored and as they are shown. The first step finds nothing that is remembered."""
+    """Memory of one process: 128 episodes of 4 x 500,000 pixels, as stored images and as rendered
+    images. In the first step the caches are empty."""
     step = 8 * 16 * 2_000_000
     assert plan_image_bytes(MODEL, settings_of(steps=1), world_size=1) == (2 * PIL_BYTES_PER_PIXEL + PIXEL) * step + MAKING_ALL
     assert (
@@ -43,7 +45,8 @@ def test_one_process() -> None:
 
 
 def test_what_goes_on_over_an_update() -> None:
-    """Two further rounds, each an engine's even share of 128 episodes, are there with pictures and patches whoever has the device."""
+    """With max_staleness 2, two further batches of 128 episodes are in memory with images and
+    patches. Each engine has an even share of them."""
     plain, ahead = (replace(settings_of(), run=RunSettings(dir="there", max_staleness=staleness)) for staleness in (0, 2))
     for world_size in (1, 4):
         more = 2 * (PIL_BYTES_PER_PIXEL + PIXEL) * 128 // world_size * 2_000_000
@@ -51,7 +54,8 @@ def test_what_goes_on_over_an_update() -> None:
 
 
 def test_an_engine_may_have_one_group_more_than_others() -> None:
-    """Nine groups on eight engines: one plays two of them, and has two of each further round that is under way."""
+    """With nine groups on eight engines, one engine runs two groups, and two groups of each further
+    batch in flight."""
     nine = settings_of(batch={"prompts_per_step": 9})
     plain, ahead = (replace(nine, run=RunSettings(dir="there", max_staleness=staleness)) for staleness in (0, 2))
     more = plan_image_bytes(MODEL, ahead, world_size=8) - plan_image_bytes(MODEL, plain, world_size=8)
@@ -59,7 +63,11 @@ def test_an_engine_may_have_one_group_more_than_others() -> None:
 
 
 def test_eight_processes() -> None:
-    """An engine plays one group; others may encode all of it, and this rank as much of others'. A token has 784 pixels."""
+    """Memory of one of eight processes: an engine runs one group.
+
+    Other ranks may encode all of it, and this rank encodes as much of theirs. A token has 784
+    pixels.
+    """
     settings = settings_of(batch={"micro_batch_tokens": 40_000})
     group, micro_batch = 16 * 2_000_000, 40_000 * 784
     training = RENDERER_CACHE_BYTES + 3 * 2 * group + NUM_PREFETCHED_MICRO_BATCHES * PIXEL * micro_batch + RENDER_BYTES_PER_PIXEL * 500_000
@@ -67,7 +75,8 @@ def test_eight_processes() -> None:
 
 
 def test_a_small_run_is_remembered_whole() -> None:
-    """Two steps of one episode, trained in one micro-batch."""
+    """A small run fits the renderer's cache completely: two steps of two episodes, trained in one
+    micro-batch."""
     settings = settings_of(steps=2, batch={"prompts_per_step": 1, "group_size": 2})
     step = 2 * 2_000_000
     training = (
@@ -78,7 +87,8 @@ def test_a_small_run_is_remembered_whole() -> None:
 
 
 def test_an_episode_has_as_many_pixels_as_it_may() -> None:
-    """task.max_pixels, or engine.max_images of model.max_pixels, whichever is less."""
+    """An episode has at most task.max_pixels, or engine.max_images times model.max_pixels,
+    whichever is less."""
     narrow = replace(settings_of(), model=ModelSettings(max_pixels=150_000))
     difference = RENDER_BYTES_PER_PIXEL * NUM_RENDER_THREADS * (500_000 - 150_000)
     assert (
@@ -88,6 +98,7 @@ def test_an_episode_has_as_many_pixels_as_it_may() -> None:
 
 
 def test_a_context_bounds_its_pixels() -> None:
+    """A sequence of 1,000 tokens holds at most 784,000 pixels, whatever engine.max_images is."""
     narrow = replace(settings_of(), engine=EngineSettings(max_model_len=1000, max_images=1000))
     assert (
         plan_image_bytes(MODEL, narrow, world_size=1)
@@ -96,8 +107,9 @@ def test_a_context_bounds_its_pixels() -> None:
 
 
 def test_rounds_and_what_of_them_is_trained_on() -> None:
-    """Pictures of all rounds are kept, patches fly a round at a time, beside those of earlier ones that are remembered; with rank_by_std
-    one round's worth is trained on."""
+    """With several generation batches, images of all batches are kept, and patches exist for one
+    batch at a time, plus the cached patches of earlier batches. With prefer_high_std, one batch's
+    worth of rollouts is trained on."""
     step, group = 8 * 16 * 2_000_000, 16 * 2_000_000
     flying = PIL_BYTES_PER_PIXEL * (3 + 1) * step + PIXEL * step + ENGINE_BYTES + RENDERER_CACHE_BYTES + MAKING_ALL
     assert PIXEL * 2 * step > ENGINE_BYTES
@@ -120,7 +132,10 @@ def test_rounds_and_what_of_them_is_trained_on() -> None:
 
 
 def test_an_engine_over_two_ranks_plays_for_both() -> None:
-    """Two groups, of which this rank trains on half, in one micro-batch; others see all of it."""
+    """An engine on two ranks runs two groups.
+
+    This rank trains on half of them, in one micro-batch; other ranks encode all of them.
+    """
     group = 16 * 2_000_000
     training = (
         RENDERER_CACHE_BYTES + 3 * (2 * group + group) + NUM_PREFETCHED_MICRO_BATCHES * PIXEL * group + RENDER_BYTES_PER_PIXEL * 500_000
@@ -132,12 +147,16 @@ def test_an_engine_over_two_ranks_plays_for_both() -> None:
 
 
 def test_what_is_remembered_is_what_renderer_and_engine_say() -> None:
+    """The plan's constants for caches and threads equal those of the renderer and the engine."""
     assert renderer._CACHED_BYTES == RENDERER_CACHE_BYTES and renderer._THREADS == NUM_RENDER_THREADS
     assert engine_core.CACHED_PATCHES == ENGINE_CACHE_PATCHES
 
 
 def test_patches_of_qwen3_are_larger() -> None:
-    """1,536 numbers each, of which the engine remembers as many as of others."""
+    """Patches of Qwen3-VL have 1,536 values each.
+
+    The engine caches the same number of patches as for other families.
+    """
     step, model = 8 * 16 * 2_000_000, qwen3_4b_spec()
     remembered = (1 << 20) * 4 * 1536
     assert PIXEL * 2 * step > remembered > ENGINE_BYTES

@@ -1,4 +1,4 @@
-"""What the plan says of engines."""
+"""Lines of the plan report about engines."""
 
 from types import SimpleNamespace
 
@@ -19,6 +19,8 @@ from megatron_rl.memory_plan.plan_report import _engine_line
     ],
 )
 def test_where_engines_compute(engine: dict, line: str) -> None:
+    """The engine line states the memory of colocated engines, and the number of GPUs of local
+    servers."""
     planned = SimpleNamespace(
         engine=SimpleNamespace(budget_bytes=40e9, weight_bytes=10e9, step_bytes=6e9, cache_bytes=24e9, cache_tokens=4096)
     )

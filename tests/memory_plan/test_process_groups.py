@@ -1,4 +1,7 @@
-"""Process groups that communicate in an update; on a GPU, each of them makes an NCCL communicator."""
+"""Process groups that communicate in an update.
+
+On a GPU each of them creates an NCCL communicator.
+"""
 
 import sys
 from pathlib import Path
@@ -14,7 +17,10 @@ from tests.support.single_process_policy import make_policy_and_renderer, single
 
 
 def test_an_update_uses_three_groups_of_one_rank(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as memory_plan/gpu_memory.py counts. The world's group is used for host tensors only."""
+    """An update of one rank uses three process groups, as counted in memory_plan/gpu_memory.py.
+
+    The world's group is used for host tensors only.
+    """
     used: set[str] = set()
 
     def record(name: str) -> None:

@@ -1,4 +1,5 @@
-"""The model of time: by hand on a tiny shape, laws that must hold, one figure that was reckoned independently, and every recipe."""
+"""The step time model: values computed by hand on a tiny model, scaling laws, one independent
+estimate, and every constant's source."""
 
 import ast
 import inspect
@@ -56,12 +57,13 @@ ROUND = StepTimeConstants(
     host_memory=100.0, decode_floor_s=0.0, launch_s=0.0, tensor_s=0.0, wake_s=0.0, disk=10.0, tool_s=0.0, turns_share=1.0, reply_share=1.0,
     picture_share=1.0, prompt_tokens=6.0, spread=0.0,
 )  # fmt: skip
-"""Shares of a half, nothing but what is looked at, and episodes that are all alike."""
+"""Shares of one half, no overheads except the one under test, and episodes of equal length."""
 
 
 @pytest.fixture(autouse=True)
 def one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Beside the real ones, under the name of one: a GPU of 100 operations, 20 bytes of memory, 8 of a link and 4 of PCIe a second."""
+    """Replace the l4 by a GPU with 100 FLOP/s, 20 bytes/s of memory, 8 bytes/s of link and 4
+    bytes/s of PCIe bandwidth in tests that use `tiny`."""
     if "tiny" in request.fixturenames:
         monkeypatch.setitem(
             GPU_SPECS, "l4", GpuSpec(memory_bytes=1000, flops_per_s=100.0, hbm_bytes_per_s=20.0, link_bytes_per_s=8.0, pcie_bytes_per_s=4.0)
@@ -70,8 +72,12 @@ def one_kind_of_gpu(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequ
 
 @pytest.fixture
 def tiny() -> StepTimeInputs:
-    """Four GPUs with two replicas of two tensor-parallel ranks; 2 groups of 4 episodes, each of 6 tokens of text, a picture of 1, and two
-    replies of 3: 13 tokens. A model of 2 layers with 1,000 parameters that learn, as the test says."""
+    """Return inputs for four GPUs with two replicas of two tensor-parallel ranks.
+
+    There are 2 groups of 4 episodes, each with 6 text tokens, an image of 1 token, and two
+    responses of 3 tokens: 13 tokens. The model has 2 layers and, as stated by the test, 1,000
+    trained parameters.
+    """
     settings = Settings(
         model=ModelSettings(min_pixels=784, max_pixels=784, dtype="bfloat16"), parallel=ParallelSettings(tp=2),
         engine=EngineSettings(max_model_len=100, max_num_seqs=2, max_images=1, dtype="bfloat16"),
@@ -90,13 +96,19 @@ def tiny() -> StepTimeInputs:
 
 
 def with_settings(case: StepTimeInputs, **groups: dict) -> StepTimeInputs:
-    """With fields of a group of settings replaced. Example: with_settings(case, parallel={"tp": 1})"""
+    """Return `case` with fields of settings groups replaced.
+
+    Example: with_settings(case, parallel={"tp": 1})
+    """
     changed = {group: replace(getattr(case.settings, group), **values) for group, values in groups.items()}
     return replace(case, settings=replace(case.settings, **changed))
 
 
 def parts(case: StepTimeInputs) -> tuple[int, int]:
-    """Parameters that multiply a token, and those that multiply a patch: all but the embeddings, which are looked up, by their names."""
+    """Return the number of parameters that multiply a token, and of those that multiply a patch.
+
+    Embeddings are looked up and do not count, unless they are tied.
+    """
     shapes = {name: math.prod(shape) for name, shape in case.model.shapes().items()}
     vision = sum(size for name, size in shapes.items() if "visual" in name)
     return sum(
@@ -109,16 +121,25 @@ def parameters(model: ModelSpec) -> int:
 
 
 def test_the_mean_episode_by_hand(tiny: StepTimeInputs) -> None:
-    """A picture of 28 * 28 pixels is a token. Where the context is half as long all of it shrinks but the number of turns."""
+    """The mean episode equals values computed by hand; an image of 28 * 28 pixels is one token.
+
+    If the maximum length is halved, everything shrinks except the number of turns.
+    """
     assert (tiny.episode.num_turns, tiny.episode.sampled_tokens, tiny.episode.prompt_tokens, tiny.episode.total_tokens) == (2, 6, 7, 13)
     cut = with_settings(tiny, engine={"max_model_len": 6.5}).episode
     assert (cut.num_turns, cut.sampled_tokens, cut.total_tokens) == (2, 3, 6.5)
 
 
 def test_a_rollout_by_hand(tiny: StepTimeInputs) -> None:
-    """An engine of one GPU has two of the eight episodes and two slots: six steps. A step reads the weights (2 bytes of each parameter that
-    multiplies) and, of both sequences, 10 tokens of 2 * 2 layers * 2 heads * 64 numbers of 2 bytes, at half of 20 bytes a second. The
-    prompts: two of 7 tokens on four GPUs, with their four patches a picture, 2 operations a parameter at half of 100 a second."""
+    """Decode and prefill times equal values computed by hand.
+
+    An engine of one GPU has two of the eight episodes and two slots: six steps. A step reads the
+    weights (2 bytes per multiplying parameter) and, for both sequences, 10 tokens of 2 * 2 layers *
+    2 heads * 64 values of 2 bytes, at half of 20 bytes/s.
+
+    The prompts are two of 7 tokens on four GPUs, with four patches per image, and take 2 FLOP per
+    parameter at half of 100 FLOP/s.
+    """
     language, vision = parts(tiny)
     step = (2 * language + 2 * 10 * 1024) / 10
     assert 2 * language * 2 / 50 < step
@@ -136,7 +157,10 @@ def test_a_rollout_by_hand(tiny: StepTimeInputs) -> None:
 
 
 def test_the_longest_of_many() -> None:
-    """A log-normal one, against its quantile by hand: of 128 at standard deviation 0.6 it lies 2.42 deviations out."""
+    """The longest of many log-normal lengths equals its quantile by hand.
+
+    With standard deviation 0.6, the longest of 128 lies 2.42 deviations above the mean.
+    """
     assert (
         longest_to_mean_ratio(1, replace(DEFAULT_CONSTANTS, spread=0.0))
         == longest_to_mean_ratio(1000, replace(DEFAULT_CONSTANTS, spread=0.0))
@@ -147,23 +171,30 @@ def test_the_longest_of_many() -> None:
 
 
 def test_an_update_by_hand(tiny: StepTimeInputs) -> None:
-    """A group is 7 + 4 * 6 = 31 tokens and one picture of four patches. Six operations a parameter and token, and attention's
-    2 * 2 layers * 4 heads * 64 * 13 / 2; twice as many again in a backward pass."""
+    """Update times equal values computed by hand.
+
+    A group is 7 + 4 * 6 = 31 tokens and one image of four patches. There are six FLOP per parameter
+    and token, plus attention's 2 * 2 layers * 4 heads * 64 * 13 / 2; a backward pass takes twice as
+    many again.
+    """
     language, vision = parts(tiny)
     attention = 2 * 2 * 4 * 64 * 13 / 2
     assert num_trained_tokens(tiny) == 62
     assert update_flops(tiny, 62) == pytest.approx(62 * 6 * (language + attention) + 8 * 6 * vision)
     found = update_seconds(tiny)
     assert found["arithmetic"] == pytest.approx(update_flops(tiny, 62) / (4 * 50))
-    sent = 4 * 2 * 3 * (62 / 2) * 256 * 2 / 2  # collectives, layers, passes, tokens of a replica, a row in bfloat16, half of it the other's
+    sent = 4 * 2 * 3 * (62 / 2) * 256 * 2 / 2  # collectives * layers * passes * tokens of a replica * row in bfloat16; half is remote
     assert tensor_parallel_bytes(tiny, 62) == sent and found["tensors"] == pytest.approx(sent / 4)
     assert gradient_bytes(tiny) == 6 * 500 / 2 and found["gradients"] == pytest.approx(1500 / 4)
     assert found["optimizer"] == pytest.approx(30 * 250 / 10) and found["stages"] == 0
 
 
 def test_sync_and_checkpoint_by_hand(tiny: StepTimeInputs) -> None:
-    """A rank lacks half of the weights; both go to the host and back at 2 bytes a second; one node writes weights and 12 bytes a trained
-    parameter at 10 a second."""
+    """Weight sync, offload and checkpoint times equal values computed by hand.
+
+    A rank lacks half of the weights. Offloading moves everything to the host and back at 2 bytes/s.
+    One node writes the weights and 12 bytes per trained parameter at 10 bytes/s.
+    """
     total = parameters(tiny.model)
     assert sync_bytes(tiny) == total and weight_sync_seconds(tiny)["weights"] == pytest.approx(total / 4)
     away = with_settings(tiny, parallel={"offload_params": True})
@@ -174,8 +205,12 @@ def test_sync_and_checkpoint_by_hand(tiny: StepTimeInputs) -> None:
 
 
 def test_what_must_scale(tiny: StepTimeInputs) -> None:
-    """Twice the prompts are twice the update and, where slots are full, twice the rollout; two tensor-parallel ranks have half of the
-    arithmetic of a token each; recomputation is a third more, adapters a third less; twice the GPUs half of the arithmetic."""
+    """Times scale as expected.
+
+    Twice the prompts double the update and, with full slots, the rollout. Two tensor-parallel ranks
+    halve the arithmetic per token. Recomputation adds a third, and adapters save a third. Twice the
+    GPUs halve the arithmetic.
+    """
     twice = with_settings(tiny, batch={"prompts_per_step": 4})
     assert update_seconds(twice)["arithmetic"] == pytest.approx(2 * update_seconds(tiny)["arithmetic"])
     assert update_seconds(twice)["tensors"] == pytest.approx(2 * update_seconds(tiny)["tensors"])
@@ -193,7 +228,10 @@ def test_what_must_scale(tiny: StepTimeInputs) -> None:
 
 
 def test_stages_and_hosts(tiny: StepTimeInputs) -> None:
-    """Of two stages each waits for a micro-batch of the other. The optimizer of a node's ranks shares the memory of its host."""
+    """Each of two pipeline stages waits for one micro-batch of the other.
+
+    The offloaded optimizers of a node's ranks share the bandwidth of the host's memory.
+    """
     staged = with_settings(tiny, parallel={"tp": 1, "pp": 2})
     assert update_seconds(staged)["stages"] == pytest.approx(update_seconds(staged)["arithmetic"]), "one micro-batch and one that passes"
     halved = with_settings(staged, batch={"micro_batch_tokens": 31 / 4})
@@ -205,13 +243,15 @@ def test_stages_and_hosts(tiny: StepTimeInputs) -> None:
 
 
 def test_between_nodes_the_network_counts(tiny: StepTimeInputs) -> None:
+    """Gradients between nodes are limited by the network bandwidth."""
     near, far = replace(tiny, world_size=8), replace(tiny, world_size=16, speeds=replace(ROUND, network=2.0))
     assert gradient_link_bytes_per_s(near) == 4.0 and gradient_link_bytes_per_s(far) == 1.0
 
 
 def test_a_micro_batch_of_7b_on_four_l40s() -> None:
-    """As it was reckoned apart from this model: 28,672 tokens over four ranks on PCIe at 18 GB/s with full recomputation send for 3.8 s
-    beside 2.9 s of arithmetic, the tower and attention not counted."""
+    """A micro-batch of 28,672 tokens on four ranks with PCIe at 18 GB/s and full recomputation
+    equals an estimate made independently of this model. Communication takes 3.8 s and arithmetic
+    2.9 s, without the vision tower and attention."""
     settings = Settings(
         model=ModelSettings(path=SEVEN, dtype="bfloat16", frozen=["vision", "merger"]), run=RunSettings(dir="there"),
         plan=PlanSettings(gpu="l40s"),
@@ -232,7 +272,10 @@ def test_a_micro_batch_of_7b_on_four_l40s() -> None:
 
 
 def test_every_constant_says_where_it_comes_from() -> None:
-    """Measured, estimated or assumed; the words are those of the field's line, and none is called measured without its name in MEASURED."""
+    """Every constant's docstring contains Measured, Estimate or Assumption.
+
+    It contains Measured exactly if the constant is in MEASURED_CONSTANTS.
+    """
     (made,) = [
         node
         for node in ast.parse(inspect.getsource(step_time_constants)).body
@@ -246,26 +289,28 @@ def test_every_constant_says_where_it_comes_from() -> None:
 
 
 def pairs(made: ast.ClassDef) -> list[tuple[ast.AnnAssign, ast.Expr]]:
-    body = made.body[1:]  # behind the class's own docstring
+    body = made.body[1:]  # skip the class's own docstring
     return list(zip(body[::2], body[1::2], strict=True))
 
 
 def test_half_and_twice_of_every_constant() -> None:
-    """A share is never above one."""
+    """Sensitivity ranges are half and twice the constant; a share is at most 1."""
     for name, (half, twice) in sensitivity_ranges().items():
         value = getattr(DEFAULT_CONSTANTS, name)
         assert half == value / 2 and value < twice <= 2 * value and (twice <= 1 or not name.endswith("_share"))
 
 
 def test_a_step_is_the_sum_of_its_phases() -> None:
+    """A step takes the sum of rollout, update and sync; a checkpoint is not included."""
     made = StepSeconds(rollout={"decode": 1.0, "tools": 2.0}, update={"arithmetic": 4.0}, sync={"wake": 8.0}, checkpoint=100.0)
     assert made.step_total == 15.0
     assert estimate_mean_episode(load_known_spec(SEVEN), settings_of("experiment=deepeyes_7b_h200x32")).sampled_tokens == 2048.0
 
 
 def test_the_passes_before_an_update_are_paid(tiny: StepTimeInputs) -> None:
-    """By hand: the old policy's logprobs where there are several updates, the reference's where it has a weight. Each is a pass forwards, 2
-    operations a parameter and token beside the 6 of an update, and one pass of tensor-parallel bytes beside 3."""
+    """Forward passes before an update are counted: one for the old logprobs if there are several
+    updates, one for the reference if the KL has a coefficient. Each takes 2 FLOP per parameter and
+    token beside the update's 6, and one pass of tensor-parallel bytes beside 3."""
     several, reference = {"batch": {"minibatches": 2}}, {"algo": {"kl_coef": 0.1}}
     for passes, groups in ((0, {}), (1, several), (1, reference), (2, {**several, **reference})):
         case = with_settings(tiny, **groups)

@@ -1,6 +1,8 @@
-"""Fields of config.json that change the computation are refused; what transformers itself wrote over the years is read.
+"""Unsupported config.json fields are rejected; fields written by past transformers versions are
+accepted.
 
-The oracle of the closed lists is transformers: every field of its config classes is listed, and a list that it outgrows fails here.
+The oracle of the lists of known fields is transformers: every field of its config classes must be
+listed, so a newer transformers with new fields fails here.
 """
 
 import json
@@ -22,7 +24,8 @@ STATED_TWICE = {
     "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True, "use_sliding_window": False, "vision_token_id": 151654,
     "vocab_size": 152064,
 }  # fmt: skip
-"""The language model of Qwen2.5-VL-7B as transformers 4.54 writes it: at the top and once more in text_config."""
+"""Text settings of Qwen2.5-VL-7B, which transformers 4.54 writes at the top level and again in
+text_config."""
 
 
 def released(family: str) -> dict:
@@ -30,11 +33,12 @@ def released(family: str) -> dict:
 
 
 def nested(family: str) -> dict:
-    """As transformers 5.19 writes it."""
+    """Return the released config as transformers 5.19 writes it."""
     return FAMILIES[family].config_class.from_dict(released(family)).to_dict()
 
 
 def put(stored: dict, path: str, value: object) -> dict:
+    """Set the value at a dotted path and return the config."""
     *groups, name = path.split(".")
     place = stored
     for group in groups:
@@ -45,7 +49,10 @@ def put(stored: dict, path: str, value: object) -> dict:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_transformers_classes_is_listed(family: str) -> None:
-    """A field that a later transformers adds is in no list: somebody has to find out what it does."""
+    """Every field of transformers' config classes is in the lists of known fields.
+
+    If a newer transformers adds a field, its effect must be examined and the list extended.
+    """
     classes = FAMILIES[family].config_class.sub_configs
     text = {*FAMILIES[family].text_fields, *config_fields._COMMON, "layer_types"}
     lists = {"text_config": text, "vision_config": {*FAMILIES[family].vision_fields}}
@@ -56,6 +63,8 @@ def test_every_field_of_transformers_classes_is_listed(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
+    """Configs that transformers saves, and extra fields of its past versions, are parsed to the
+    same spec."""
     config = FAMILIES[family].config_class.from_dict(released(family))
     config.save_pretrained(tmp_path)
     want = parse_spec(released(family), folder="released", key="model.path")
@@ -68,6 +77,8 @@ def test_what_transformers_writes_is_read(family: str, tmp_path: Path) -> None:
 
 
 def test_a_config_that_states_the_language_model_twice_is_read() -> None:
+    """A config with the text settings at the top level and in text_config is parsed to the same
+    spec."""
     stored = {**released("qwen2_5_vl"), **STATED_TWICE}
     stored["text_config"] = {
         **STATED_TWICE, "architectures": ["Qwen2_5_VLForConditionalGeneration"], "image_token_id": None, "model_type": "qwen2_5_vl_text",
@@ -89,6 +100,8 @@ ROPES = {
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
 def test_a_scaled_rope_is_refused_by_name(family: str, spelling: str, kind: str, place: str) -> None:
+    """Every kind of scaled RoPE is rejected in one line that names the field, in each of its
+    spellings."""
     stored = nested(family)
     text = stored["text_config"]
     text[place] = {**text.pop("rope_parameters"), spelling: kind, **ROPES[kind]}
@@ -99,6 +112,7 @@ def test_a_scaled_rope_is_refused_by_name(family: str, spelling: str, kind: str,
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_scaled_rope_of_a_flat_config_is_refused(family: str) -> None:
+    """A scaled RoPE in a flat config is rejected with all its unsupported fields."""
     stored = put(released(family), "rope_scaling", {"type": "yarn", "mrope_section": [16, 24, 24], "factor": 4.0})
     with pytest.raises(ValueError, match=r"rope_scaling.type is yarn, supported: default or mrope; rope_scaling.factor is 4.0,"):
         parse_spec(stored, folder="m", key="model.path")
@@ -121,7 +135,11 @@ EVERYWHERE = [
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("path", "value"), EVERYWHERE, ids=[path for path, _ in EVERYWHERE])
 def test_what_is_not_computed_is_refused_with_path_and_value(family: str, path: str, value: object) -> None:
-    """Flat duplicates of text_config too: transformers reads them in none of the three families."""
+    """Settings that the trainer does not compute are rejected with path and value.
+
+    This includes flat duplicates of text_config, which transformers ignores in all three
+    families.
+    """
     shown = str(value["rope_theta"] if "rope_theta" in str(value) else "")
     with pytest.raises(ValueError, match="unsupported settings") as told:
         parse_spec(put(nested(family), path, value), folder="m", key="--hf")
@@ -143,11 +161,13 @@ def test_what_is_not_computed_is_refused_with_path_and_value(family: str, path: 
     ],
 )
 def test_what_one_family_does_not_compute(family: str, path: str, value: object) -> None:
+    """Settings that one family does not compute are rejected, although another family has them."""
     with pytest.raises(ValueError, match=f"{path} is {str(value)[:4]}".replace("[", r"\[")):
         parse_spec(put(nested(family), path, value), folder="m", key="model.path")
 
 
 def test_every_mistake_is_named_up_to_four() -> None:
+    """An error names at most four unsupported fields."""
     stored = nested("qwen2_5_vl") | {f"unknown_{number}": 1 for number in range(6)}
     with pytest.raises(ValueError, match="unsupported settings") as told:
         parse_spec(json.loads(json.dumps(stored, default=str)), folder="m", key="model.path")

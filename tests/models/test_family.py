@@ -1,4 +1,7 @@
-"""A family added by a user, here Qwen3-VL by another name: a row of the table is all it takes. And what holds of every row."""
+"""A model family that a user adds (Qwen3-VL under another name) needs only an entry in FAMILIES.
+
+The last test checks properties of every built-in family.
+"""
 
 import re
 from collections.abc import Iterator
@@ -27,7 +30,7 @@ STORED = {
     },
     "vision_config": {"depth": 2, "hidden_size": 64, "num_heads": 4, "out_hidden_size": 96, "deepstack_visual_indexes": [0]},
 }  # fmt: skip
-"""Its five heads of 32 are 160 numbers, of a hidden size of 96, which five does not divide."""
+"""Config with five heads of size 32, 160 in total; 5 does not divide the hidden size, 96."""
 
 
 @pytest.fixture
@@ -37,7 +40,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelSpec]:
 
 
 def test_the_sizes_are_those_of_transformers_model(made: ModelSpec) -> None:
-    """Its own q_proj has a row for each number of the heads."""
+    """Tensor shapes use the stated head size: q_proj has 5 * 32 output rows.
+
+    The vision tower is transformers' Qwen3VLVisionModel.
+    """
     shapes = made.shapes()
     assert (made.head_dim, made.vision.patch_size, made.vision.window_size) == (32, 16, 0)
     assert shapes["model.layers.0.self_attn.q_proj.weight"] == (5 * 32, 96) and shapes["model.layers.0.self_attn.o_proj.weight"] == (
@@ -48,6 +54,7 @@ def test_the_sizes_are_those_of_transformers_model(made: ModelSpec) -> None:
 
 
 def test_the_rows_split_heads_of_that_size(made: ModelSpec) -> None:
+    """The QKV mapping with the stated head size restores the original tensors."""
     shapes = made.shapes()
     (row,) = (row for row in made.param_mappings() if row.mcore_name == "language.decoder.layers.2.self_attention.linear_qkv.weight")
     tensors = tuple(torch.randn(shapes[name]) for name in row.hf_names)
@@ -57,25 +64,29 @@ def test_the_rows_split_heads_of_that_size(made: ModelSpec) -> None:
 
 
 def test_the_plan_counts_heads_of_that_size(made: ModelSpec) -> None:
-    """A token of keys and values is 2 * 3 layers * 1 head * 32 * 2 bytes."""
+    """The planned KV cache uses the stated head size: 2 * 3 layers * 1 head * 32 * 2 bytes per
+    token."""
     given = EngineSettings(dtype="bfloat16", gpu_memory_utilization=0.5)
     engine = plan_engine(made, Settings(engine=given, run=RunSettings(dir="there"), plan=PlanSettings(gpu="l4")))
     assert engine.cache_tokens == (12 * 10**9 - engine.weight_bytes - engine.step_bytes) // (2 * 3 * 32 * 2)
 
 
 def test_an_unknown_model_type_is_told_what_is_known(made: ModelSpec) -> None:
+    """An unknown model_type is rejected with the known ones, including the added family."""
     with pytest.raises(ValueError, match=r"^--hf=there: .* model_type llama; known: qwen2_5_vl, qwen2_vl, qwen3_vl, made$"):
         parse_spec({"model_type": "llama"}, folder="there", key="--hf")
 
 
 def test_a_row_says_what_must_be_a_positive_integer(made: ModelSpec) -> None:
+    """A field that the family requires to be a positive integer is rejected if it is 0."""
     stored = {**STORED, "vision_config": {**STORED["vision_config"], "patch_size": 0}}
     with pytest.raises(ValueError, match=r"vision_config.patch_size is 0, not a positive integer"):
         parse_spec(stored, folder="there", key="--hf")
 
 
 def test_a_config_that_rotates_otherwise_than_its_family_is_refused(made: ModelSpec) -> None:
-    """transformers would not look at it, and vLLM would."""
+    """A config without the family's mrope_interleaved is rejected. transformers ignores that field,
+    and vLLM uses it."""
     rope = {"mrope_section": [6, 5, 5], "rope_type": "default"}
     stored = {**STORED, "text_config": {**STORED["text_config"], "rope_scaling": rope}}
     with pytest.raises(ValueError, match=r"mrope_interleaved is not true, which this model family requires"):
@@ -83,6 +94,8 @@ def test_a_config_that_rotates_otherwise_than_its_family_is_refused(made: ModelS
 
 
 def test_a_first_chunk_with_too_few_layers_for_its_pictures_is_refused(made: ModelSpec) -> None:
+    """A pipeline layout is rejected if its first chunk has fewer layers than DeepStack adds
+    features to."""
     model = replace(made, num_layers=4, vision=replace(made.vision, num_deepstack_layers=3), num_kv_heads=5)
     check_layout(ParallelSettings(), model, 1)
     with pytest.raises(ValueError, match=r"^parallel.pp\*parallel.vpp=2: leaves 2 layers to the first chunk, .* to 3 layers; use fewer"):
@@ -91,7 +104,9 @@ def test_a_first_chunk_with_too_few_layers_for_its_pictures_is_refused(made: Mod
 
 @pytest.mark.parametrize("model_type", family.FAMILIES)
 def test_every_parameter_is_of_one_part_and_every_tower_linear_of_one_target(model_type: str, tmp_path: Path) -> None:
-    """The tower's matrices but for the patches' own, which is a convolution, and a table of positions."""
+    """Every parameter belongs to one part, and every linear layer of the vision tower to one LoRA
+    target. The patch embedding, which is a convolution, and the position table are no linear
+    layers."""
     row = family.FAMILIES[model_type]
     assert tuple(row.part_patterns) == PARTS and tuple(row.vision_lora_patterns) == ("vision", "projector")
     make_checkpoint(tmp_path / "model", family=model_type, vision_depth=3)

@@ -1,4 +1,7 @@
-"""config.json in both styles, and the tensors that follow from it, against the published sizes."""
+"""Parsing of config.json in the flat and the nested style.
+
+The resulting tensor shapes are compared with the published sizes.
+"""
 
 import json
 import math
@@ -14,18 +17,20 @@ from megatron_rl.models.model_spec import VisionSpec
 from megatron_rl.models.name_mapping import canonical_name
 
 PARAMETERS = {"3B": 3.75e9, "7B": 8.29e9, "32B": 33.5e9, "72B": 73.4e9}
-"""As published."""
+"""Number of parameters as published."""
 OTHERS = {
     "Qwen2-VL-2B": 2_208_985_600, "Qwen2-VL-7B": 8_291_375_616, "Qwen2-VL-72B": 73_405_560_320,
     "Qwen3-VL-2B": 2_127_532_032, "Qwen3-VL-4B": 4_437_815_808, "Qwen3-VL-8B": 8_767_123_696, "Qwen3-VL-32B": 33_357_390_064,
 }  # fmt: skip
-"""As the hub counts them in the released files."""
+"""Number of parameters in the released files, as reported by the Hugging Face Hub."""
 NAMES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
 @pytest.mark.parametrize("size", RELEASED_SIZES["qwen2_5_vl"])
 @pytest.mark.parametrize("style", ["flat", "nested"])
 def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> None:
+    """Every released size of Qwen2.5-VL is parsed with its published values and parameter count, in
+    both styles."""
     stored = make_released_config(size)
     if style == "nested":
         stored = Qwen2_5_VLConfig.from_dict(stored).to_dict()
@@ -50,12 +55,14 @@ def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> N
 
 
 def test_every_released_model_has_a_name() -> None:
+    """The Hub ids are exactly those of the models tested here."""
     assert {f"Qwen/{name}-Instruct" for name in [*OTHERS, *(f"Qwen2.5-VL-{size}" for size in PARAMETERS)]} == set(HUB_IDS)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_released_size_of_other_families_is_read(name: str, tmp_path: Path) -> None:
-    """Each tensor of transformers' model once in the table, and as many numbers as were released."""
+    """The mapping contains each tensor of transformers' model once, and the parameter count equals
+    that of the released files."""
     spec = load_known_spec(f"Qwen/{name}-Instruct")
     shapes = spec.shapes()
     assert sum(math.prod(shape) for shape in shapes.values()) == OTHERS[name]
@@ -83,7 +90,8 @@ def test_every_released_size_of_other_families_is_read(name: str, tmp_path: Path
 
 
 def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
-    """transformers before 5 saved nested configs so."""
+    """tie_word_embeddings is read from text_config too, where transformers before version 5 saved
+    it."""
     stored = Qwen2_5_VLConfig.from_dict(make_released_config("3B")).to_dict()
     del stored["tie_word_embeddings"]
     stored["text_config"]["tie_word_embeddings"] = True
@@ -104,6 +112,7 @@ def test_embeddings_tied_by_the_text_config_alone(tmp_path: Path) -> None:
     ],
 )
 def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> None:
+    """A missing, damaged or foreign config.json is rejected with a precise error."""
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"^--hf={tmp_path}: .*{said}"):
@@ -150,6 +159,7 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
     ],
 )
 def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: Path) -> None:
+    """Invalid values in config.json are rejected with an error that names field and value."""
     part, _, name = key.rpartition(".")
     stored = make_released_config("7B")
     if part == "text_config":
@@ -161,5 +171,6 @@ def test_values_that_no_model_has(key: str, value: object, said: str, tmp_path: 
 
 
 def test_the_expected_tensors_are_those_that_transformers_saves(random_model: Path) -> None:
+    """Names and shapes of the expected tensors equal those in a file saved by transformers."""
     saved = load_file(random_model / "model.safetensors")
     assert read_spec(random_model).shapes() == {canonical_name(name): tensor.shape for name, tensor in saved.items()}

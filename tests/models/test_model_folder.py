@@ -1,4 +1,7 @@
-"""What an error says of a model that is not where it was looked for; commands are those of recipes and scripts as they ship."""
+"""Error messages for a model folder that does not exist or is no model.
+
+The suggested commands come from the shipped recipes and scripts.
+"""
 
 from pathlib import Path
 
@@ -18,6 +21,7 @@ def error_of(folder: str) -> str:
 
 
 def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kind of wrong folder has its own error, with the path that was searched and a fix."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run" / "final").mkdir(parents=True)
     (tmp_path / "run" / "final" / "config.json").touch()
@@ -41,6 +45,8 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_first_command_of_the_readme_names_the_step_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the model of the README's first recipe is missing, the error names the command that
+    creates it."""
     monkeypatch.chdir(tmp_path)
     folder = EXPERIMENTS["numberline_grpo_cpu"]["model"]["path"]
     said = "create the folder with bash launch/quickstart.sh, or with python launch/train.py stage=sft experiment=numberline_sft_cpu"
@@ -49,6 +55,8 @@ def test_the_first_command_of_the_readme_names_the_step_before_it(tmp_path: Path
 
 
 def test_every_recipe_that_begins_with_anothers_result_says_whose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a recipe's model is the result of another recipe, the error for the missing folder names
+    that recipe."""
     monkeypatch.chdir(tmp_path)
     results = {f"{recipe['run']['dir']}/final": name for name, recipe in EXPERIMENTS.items() if "dir" in recipe.get("run", {})}
     begun = [recipe["model"]["path"] for recipe in EXPERIMENTS.values() if recipe.get("model", {}).get("path") in results]

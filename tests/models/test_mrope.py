@@ -1,4 +1,4 @@
-"""Rotary positions against Hugging Face, of every family."""
+"""M-RoPE positions of every model family against those of Hugging Face."""
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ def image(rows: int, columns: int, *, merge: int = 2) -> Image:
 
 
 def test_placeholders_must_match_the_images() -> None:
+    """Image placeholders that do not match the images are rejected."""
     with pytest.raises(ValueError, match="placeholders"):
         mrope_positions([1, PAD, 2], [image(1, 2)], PAD)
     with pytest.raises(ValueError, match="placeholders"):
@@ -29,7 +30,7 @@ def test_placeholders_must_match_the_images() -> None:
 
 
 def model_of(merge: int) -> type:
-    """What every family's get_rope_index needs of its model."""
+    """Build the minimal class that get_rope_index of every family needs as its model."""
     text = {
         "vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1,
         "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
@@ -53,7 +54,10 @@ MODELS = {merge: model_of(merge) for merge in (1, 2, 3)}
     st.sampled_from([Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel]),
 )
 def test_positions_are_those_of_hf(parts: list[int | tuple[int, int]], merge: int, family: type) -> None:
-    """Any interleaving of text runs and images (rows x columns of merged patches, a separator token after each)."""
+    """Positions equal those of HF's get_rope_index for any interleaving of text runs and images.
+
+    Images have rows x columns of merged patches, each followed by a separator token.
+    """
     tokens, images = [], []
     for part in parts:
         if isinstance(part, int):
@@ -70,7 +74,9 @@ def test_positions_are_those_of_hf(parts: list[int | tuple[int, int]], merge: in
 
 @pytest.mark.parametrize("sections", [(24, 20, 20), (6, 5, 5), (3, 1, 2), (4, 2, 1)])
 def test_axes_in_turn_are_those_of_hf(sections: tuple[int, int, int]) -> None:
-    """transformers' own embedding of three axes that are told apart by their numbers; Megatron's split of ours."""
+    """The interleaved axis order equals that of transformers' rotary embedding on axes numbered 0,
+    1 and 2. The number of sections is a multiple of 3, because Megatron restarts the axes in the
+    second half of a head."""
     pairs = sum(sections)
     text = {"hidden_size": 2 * pairs, "num_attention_heads": 1, "head_dim": 2 * pairs}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}

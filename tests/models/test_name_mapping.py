@@ -1,4 +1,4 @@
-"""The weight table against hand-made layouts."""
+"""The mapping between Hugging Face and Megatron weights, against layouts built by hand."""
 
 import pytest
 import torch
@@ -22,7 +22,10 @@ def rows_of_a_layer() -> dict[str, object]:
 
 
 def test_qkv_holds_one_block_a_key_value_group() -> None:
-    """Two query heads a group: the fused rows read q0 q1 k0 v0 q2 q3 k1 v1 ..., two rows each."""
+    """The fused QKV weight has one block per key/value group.
+
+    With two query heads per group its rows are q0 q1 k0 v0 q2 q3 k1 v1 ..., two rows per head.
+    """
     q, k, v = (torch.arange(rows, dtype=torch.float)[:, None] + base for rows, base in ((16, 0), (8, 100), (8, 200)))
     fused = fuse_qkv((q, k, v), HEADS)
     assert fused[:8, 0].tolist() == [0, 1, 2, 3, 100, 101, 200, 201]
@@ -34,6 +37,8 @@ def test_qkv_holds_one_block_a_key_value_group() -> None:
 @pytest.mark.parametrize("name", ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias", "self_attention.linear_proj.weight",
                                   "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"])  # fmt: skip
 def test_every_row_comes_back_from_its_shards(name: str, tp: int) -> None:
+    """Splitting each kind of weight over tensor-parallel ranks and converting it back restores the
+    tensors."""
     row = rows_of_a_layer()[f"language.decoder.layers.0.{name}"]
     generator = torch.Generator().manual_seed(0)
     shapes = {"q": 16, "k": 8, "v": 8, "o": 16, "gate": 12, "up": 12, "down": 16}
@@ -53,6 +58,8 @@ def test_every_row_comes_back_from_its_shards(name: str, tp: int) -> None:
 )
 @pytest.mark.parametrize("name", ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "linear_fc1.weight"])
 def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHeads) -> None:
+    """The row slices of a fused weight concatenate to the fused tensor and share memory with the
+    originals."""
     (row,) = (row for row in qwen2_layer_mappings(0, heads) if row.mcore_name.endswith(name))
     sizes = {
         "q": heads.num_query_heads * heads.head_dim,
@@ -70,18 +77,24 @@ def test_runs_are_the_fused_tensor_without_a_copy(name: str, heads: AttentionHea
 
 
 def test_a_fusion_that_loses_rows_has_no_runs() -> None:
+    """Listing the row slices of a fusion that does not contain every row exactly once raises."""
     row = ParamMapping("name", ("a", "b"), "first", fuse=lambda tensors: torch.cat((tensors[0], tensors[0])))
     with pytest.raises(AssertionError, match="name does not contain every row exactly once"):
         row.list_row_slices((torch.zeros(2), torch.zeros(2)))
 
 
 def test_gate_and_up_of_a_rank_stand_together() -> None:
+    """The shard of linear_fc1 has the rank's gate rows followed by its up rows."""
     row = rows_of_a_layer()["language.decoder.layers.0.mlp.linear_fc1.weight"]
     gate, up = torch.arange(4.0)[:, None], torch.arange(4.0)[:, None] + 10
     assert row.to_mcore((gate, up), 1, 2)[:, 0].tolist() == [2, 3, 12, 13]
 
 
 def test_the_table_names_everything_once() -> None:
+    """Every Hugging Face name and every Megatron name occurs once in the table.
+
+    With tied embeddings lm_head is not exported.
+    """
     rows = name_table(
         num_layers=3, heads=HEADS, tie_word_embeddings=False, vocab_size=10, layer_mappings=qwen2_layer_mappings, vision_names=["a", "b"]
     )
@@ -95,6 +108,7 @@ def test_the_table_names_everything_once() -> None:
 
 
 def test_both_spellings_of_names_are_one() -> None:
+    """Old and new Hugging Face names map to the same canonical name."""
     assert canonical_name("model.language_model.layers.0.input_layernorm.weight") == "model.layers.0.input_layernorm.weight"
     assert canonical_name("model.visual.merger.ln_q.weight") == "visual.merger.ln_q.weight"
     assert canonical_name("lm_head.weight") == "lm_head.weight"

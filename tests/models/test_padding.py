@@ -1,4 +1,5 @@
-"""A vocabulary that tensor parallelism does not divide: its rows by hand, there and back."""
+"""Padding of a vocabulary that tensor parallelism does not divide, against rows computed by
+hand."""
 
 from dataclasses import replace
 
@@ -15,11 +16,15 @@ from megatron_rl.policy.parallel import check_layout
 
 @pytest.mark.parametrize(("size", "tp", "expected"), [(11, 1, 11), (11, 2, 12), (11, 4, 12), (12, 4, 12), (9, 4, 12), (151936, 8, 151936)])
 def test_the_padded_size(size: int, tp: int, expected: int) -> None:
+    """The vocabulary is padded to the next multiple of the tensor-parallel size."""
     assert padded_vocab(size, tp) == expected
 
 
 def test_rows_there_and_back() -> None:
-    """Nine rows over four ranks: three each, the last rank zeros alone."""
+    """Nine rows over four ranks become three rows per rank, with zeros only on the last rank.
+
+    Converting the shards back gives the original rows.
+    """
     row, rows = ParamMapping(PADDED_KEYS[0], ("embed",), "first", shard_dim=0, vocab_rows=9), torch.arange(1.0, 19.0).view(9, 2)
     shards = [row.to_mcore((rows,), rank, 4) for rank in range(4)]
     assert [shard[:, 0].tolist() for shard in shards] == [[1, 3, 5], [7, 9, 11], [13, 15, 17], [0, 0, 0]]
@@ -28,12 +33,16 @@ def test_rows_there_and_back() -> None:
 
 
 def test_a_matrix_that_is_no_vocabulary_is_never_padded() -> None:
+    """A weight that is not indexed by token id is never padded; sharding it unevenly raises."""
     with pytest.raises(AssertionError, match="does not divide"):
         ParamMapping("fc2", ("down",), "layer:0", shard_dim=0).to_mcore((torch.zeros(9, 2),), 0, 4)
 
 
 def test_a_checkpoint_has_none_of_it() -> None:
-    """Eleven rows over two ranks are six and five on disk, and six and six in memory."""
+    """A checkpoint contains no padding.
+
+    Eleven rows over two ranks are six and five on disk, and six and six in memory.
+    """
     for rank, held in ((0, 6), (1, 5)):
         data = torch.arange(12.0).view(6, 2) + 100 * rank
         part = ShardedTensor.from_rank_offsets(PADDED_KEYS[0], data, (0, rank, 2), allow_shape_mismatch=True)
@@ -46,7 +55,10 @@ def test_a_checkpoint_has_none_of_it() -> None:
 
 
 def test_no_layout_is_refused_for_its_vocabulary() -> None:
-    """Heads still are: 7B has 28, four of keys and values."""
+    """No layout is rejected because of the vocabulary size; the head count still restricts it.
+
+    The 7B model has 28 heads and four key/value heads.
+    """
 
     model = replace(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), vocab_size=152067)
     check_layout(ParallelSettings(tp=4), model, 4)

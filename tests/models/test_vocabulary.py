@@ -1,4 +1,5 @@
-"""Token ids, embedding rows and vocab_size: worked out by hand, and the largest id against the tokenizer that transformers loads."""
+"""Consistency of token ids, embedding rows and vocab_size, against cases by hand and the tokenizer
+that transformers loads."""
 
 import json
 import shutil
@@ -13,6 +14,8 @@ TABLES = {"model.embed_tokens.weight": 1060, "lm_head.weight": 1060}
 
 
 def test_the_largest_id_is_that_of_the_loaded_tokenizer(random_model: Path, tmp_path: Path) -> None:
+    """The number of token ids equals the largest id of transformers' tokenizer plus one, with added
+    tokens too."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(random_model / name, tmp_path)
     assert count_token_ids(tmp_path) == max(AutoTokenizer.from_pretrained(tmp_path).get_vocab().values()) + 1
@@ -35,12 +38,15 @@ def test_the_largest_id_is_that_of_the_loaded_tokenizer(random_model: Path, tmp_
     ],
 )
 def test_ids_are_counted_in_every_file_that_numbers_tokens(files: dict, count: int, tmp_path: Path) -> None:
+    """Token ids are counted from every tokenizer file; tokenizer.json takes precedence over
+    vocab.json."""
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     assert count_token_ids(tmp_path) == count
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    """A damaged tokenizer file is rejected with its path."""
     (tmp_path / "tokenizer.json").write_text('{"model": 5}')
     with pytest.raises(ValueError, match=rf"^{tmp_path}/tokenizer.json: is damaged .*; copy it again$"):
         count_token_ids(tmp_path)
@@ -61,6 +67,11 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_every_token_has_a_row_that_is_kept(rows: dict[str, int], vocab_size: int, num_token_ids: int, remedy: str) -> None:
+    """A vocab_size below the number of token ids, or above the rows of a table, is rejected.
+
+    The suggested fix is another vocab_size if the tables have enough rows, and otherwise resizing
+    the embeddings.
+    """
     numbers = {"num_rows_by_name": rows, "vocab_size": vocab_size, "num_token_ids": num_token_ids, "where": "model.path=m"}
     if not remedy:
         check_vocabulary(**numbers)

@@ -1,4 +1,5 @@
-"""One real engine a test module, beside the HF model it is compared with."""
+"""Fixtures: one real engine per test module, and the Hugging Face model that it is compared
+with."""
 
 from collections.abc import Iterator
 from pathlib import Path

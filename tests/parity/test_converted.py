@@ -1,4 +1,5 @@
-"""A converted checkpoint in Megatron: bitwise the policy's own load at other layouts, and no planted mistake passes --verify."""
+"""A converted checkpoint in Megatron is bitwise equal to the policy's own load with other layouts,
+and --verify detects every planted conversion bug."""
 
 import json
 from pathlib import Path
@@ -12,7 +13,10 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, dict]:  # noqa: ANN001
-    """As many key/value heads as query heads: q and k have equal shapes."""
+    """Run the planted conversion bugs.
+
+    The model has as many key/value heads as query heads, so q and k have equal shapes.
+    """
     folder = tmp_path_factory.mktemp("planted")
     make_checkpoint(folder / "model", init="random", seed=5, layers=2, kv_heads=4, vocab=300)
     (folder / "out").mkdir()
@@ -21,12 +25,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, torchrun) -> dict[str, di
 
 
 def test_what_is_right_is_verified(verdicts: dict[str, dict]) -> None:
+    """--verify accepts a conversion without a planted bug."""
     verdict = verdicts["nothing"]
     assert verdict["code"] == 0 and "verified: logits match Hugging Face's" in verdict["said"], verdict["said"]
 
 
 @pytest.mark.parametrize("mistake", ["gate and up", "q and k", "two heads", "two images"])
 def test_a_mistake_that_survives_a_round_trip_is_found(mistake: str, verdicts: dict[str, dict]) -> None:
+    """--verify rejects each planted bug, although the bug survives a round trip, and writes no
+    folder. The logits differ by at least 1e-3."""
     verdict = verdicts[mistake]
     assert verdict["survives"]
     assert verdict["code"] == 1 and "the logits differ from those of" in verdict["said"], verdict["said"]
@@ -36,7 +43,8 @@ def test_a_mistake_that_survives_a_round_trip_is_found(mistake: str, verdicts: d
 
 
 def test_megatron_loads_what_the_policy_loads(tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Written for tp 2; tied embeddings have a copy on the last stage."""
+    """Megatron loads a checkpoint written for tp 2 and pp 2 with three layouts, equal to the
+    policy's load. Tied embeddings have a copy on the last stage."""
     for name in ("untied", "tied"):
         (tmp_path / name).mkdir()
         make_checkpoint(tmp_path / name / "model", init="random", seed=6, tied=name == "tied")

@@ -1,4 +1,7 @@
-"""Critics against Hugging Face's hidden states and autograd, and every layout against one process: fp32, 1e-5."""
+"""Critics against Hugging Face's hidden states and autograd, and every layout against one process.
+
+The tolerance is 1e-5 in fp32.
+"""
 
 import statistics
 from pathlib import Path
@@ -38,7 +41,7 @@ def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def walked(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> Path:  # noqa: ANN001
-    """The folder of what the worlds wrote."""
+    """Run all layouts and return the folder of their results."""
     out = tmp_path_factory.mktemp("critics")
     torchrun(1, SUPPORT / "critic_layouts.py", model, adapter, out, ONE)
     torchrun(4, SUPPORT / "critic_layouts.py", model, adapter, out, *FOUR_PROCESSES)
@@ -56,10 +59,14 @@ def adapted(walked: Path) -> dict[str, dict]:
 
 
 class Truth:
-    """The same head on HF's last hidden states, and one loss of both through torch's own autograd."""
+    """Reference: the same value head on HF's last hidden states, with both losses through torch's
+    autograd."""
 
     def __init__(self, folder: Path, adapter: Path | None = None) -> None:
-        """With the adapter of a PEFT folder it and the head alone are trained."""
+        """Compute values, losses and gradient norms.
+
+        With the `adapter` of a PEFT folder, only the adapter and the head are trained.
+        """
         renderer = Renderer(ModelSettings(path=str(folder)))
         model = Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         language_model = model.model.language_model
@@ -105,6 +112,7 @@ def truth(model: Path) -> Truth:
 
 
 def test_values_and_losses_are_those_of_hf(results: dict, truth: Truth) -> None:
+    """Values, losses and gradient norms equal HF's, for the shared and the own backbone."""
     one = results[ONE]
     for name in ("values", "own_values"):
         assert relative_error(one[name][one["mask"]], truth.values) <= 1e-5, name
@@ -117,6 +125,7 @@ def test_values_and_losses_are_those_of_hf(results: dict, truth: Truth) -> None:
 
 
 def test_a_warm_up_moves_the_head_and_not_one_bit_of_the_trunk(results: dict) -> None:
+    """The value head's warm-up changes the values and not one bit of the backbone."""
     for text, result in results.items():
         assert result["moved_alone"] == 0.0, text
         assert relative_error(result["values_alone"], result["values"]) > 1e-3, text
@@ -125,6 +134,8 @@ def test_a_warm_up_moves_the_head_and_not_one_bit_of_the_trunk(results: dict) ->
 
 @pytest.mark.parametrize("layout", FOUR_PROCESSES)
 def test_every_layout_learns_what_one_process_does(layout: str, results: dict) -> None:
+    """Values, losses, gradient norms and weight changes of every layout equal those of one
+    process."""
     one, other = results[ONE], results[layout]
     assert other["mask"].sum() == one["mask"].sum()
     for name in ("values", "own_values", "values_alone", "values_joint", "own_values_after"):
@@ -138,11 +149,13 @@ def test_every_layout_learns_what_one_process_does(layout: str, results: dict) -
 
 
 def test_the_head_is_no_part_of_the_exported_policy(results: dict, model: Path) -> None:
+    """The exported policy has the tensors of the model folder, without the value head."""
     assert results[ONE]["change"].keys() == HfTensors(model, key="model").specs.keys()
 
 
 def test_logprobs_and_values_of_one_trunk_are_one_pass(results: dict) -> None:
-    """Bit for bit what two passes say, at half the passes."""
+    """Computing logprobs and values together gives the same bits as two separate calls, in as many
+    forward passes as one of the calls."""
     for text, result in results.items():
         (logprobs, one), (values, other), (both, together) = (result[f"read_{name}"] for name in ("logprobs", "values", "both"))
         assert torch.equal(both, torch.stack([logprobs, values])) and not torch.equal(logprobs, values), text
@@ -150,6 +163,8 @@ def test_logprobs_and_values_of_one_trunk_are_one_pass(results: dict) -> None:
 
 
 def test_a_critic_with_adapters_learns_as_pefts_does(adapted: dict, model: Path, adapter: Path) -> None:
+    """Values, value loss and gradient norm of a critic with adapters equal those of PEFT's
+    model."""
     truth = Truth(model, adapter)
     for text, result in adapted.items():
         assert relative_error(result["own_values"][result["mask"]], truth.values) <= 1e-5, text
@@ -159,6 +174,7 @@ def test_a_critic_with_adapters_learns_as_pefts_does(adapted: dict, model: Path,
 
 
 def test_adapters_and_the_head_alone_are_trained(adapted: dict) -> None:
+    """Exactly the adapters and the value head have gradients and move; the base weights do not."""
     for text, result in adapted.items():
         seen: dict[str, set[str]] = {"policy": set(), "critic": set()}
         for rank in result["parameters"]:
@@ -171,6 +187,8 @@ def test_adapters_and_the_head_alone_are_trained(adapted: dict) -> None:
 
 
 def test_adapters_learn_the_same_at_another_layout(adapted: dict) -> None:
+    """Losses, gradient norms, logprobs and values of adapters are equal in both layouts within
+    1e-3."""
     one, other = adapted.values()
     for ours, theirs in zip(one["steps"], other["steps"], strict=True):
         for name in ("loss", "grad_norm", "value/loss", "value/grad_norm"):
@@ -181,7 +199,8 @@ def test_adapters_learn_the_same_at_another_layout(adapted: dict) -> None:
 
 
 def test_adapters_go_on_from_a_checkpoint(adapted: dict) -> None:
-    """Both networks, bit for bit; the fourth step is none that changes nothing."""
+    """After resuming from a checkpoint, logprobs and values of policy and critic equal those of an
+    uninterrupted run, bit for bit. The compared fourth step changes the weights."""
     for text, result in adapted.items():
         straight, resumed = result["straight"], result["resumed"]
         assert straight["metrics"] == resumed["metrics"] and straight["metrics"]["grad_norm"] > 0, text
@@ -192,6 +211,8 @@ def test_adapters_go_on_from_a_checkpoint(adapted: dict) -> None:
 def test_the_merger_adds_the_policys_adapter_and_leaves_the_critic_out(
     adapted: dict, walked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Merging a checkpoint adds the policy's adapter to the base weights, and leaves the critic out
+    with a message."""
     for number, (text, result) in enumerate(adapted.items()):
         checkpoint, out = walked / f"run {text}" / "checkpoints" / "step_00000003", tmp_path / f"{number}"
         assert merger.main(["--checkpoint", str(checkpoint), "--out", str(out)]) == 0

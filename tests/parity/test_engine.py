@@ -1,4 +1,5 @@
-"""The engine against Hugging Face: what it samples, with what probability, in what company; and what it refuses."""
+"""The engine against Hugging Face: samples, logprobs, independence of concurrent requests, and
+rejected requests."""
 
 import asyncio
 from collections import Counter
@@ -19,7 +20,8 @@ from tests.support.packed_example import make_picture, make_prompts, user_messag
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_logprobs_are_those_of_the_policy(engine: ColocatedEngine, hf: HF, renderer: Renderer, temperature: float) -> None:
-    """Text only, one image, two images of different sizes; then a second turn with another image in the grown context."""
+    """Logprobs equal HF's for text only, one image, and two images of different sizes, and for a
+    second turn with another image."""
     contexts = make_prompts(renderer)
     for turn in range(2):
         samplings = [SamplingSettings(max_tokens=12, temperature=temperature, seed=10 * turn + i) for i in range(len(contexts))]
@@ -34,6 +36,7 @@ def test_logprobs_are_those_of_the_policy(engine: ColocatedEngine, hf: HF, rende
 
 
 def test_greedy_is_hf_argmax(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
+    """Greedy samples are the argmax of HF's logits."""
     for context in make_prompts(renderer):
         (completion,) = generate_all(engine, [context], [SamplingSettings(max_tokens=8, temperature=0.0, seed=0)])
         token_ids = list(context.token_ids)
@@ -44,7 +47,9 @@ def test_greedy_is_hf_argmax(engine: ColocatedEngine, hf: HF, renderer: Renderer
 
 
 def test_frequencies_follow_the_probabilities(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
-    """3000 seeds at temperature 2: chi-squared of the first tokens, and of the second ones after the 20 most frequent first ones."""
+    """Sampled frequencies follow HF's probabilities by a chi-squared test, over 3000 seeds at
+    temperature 2. First tokens are tested, and second tokens after the 20 most frequent first
+    tokens."""
     context, num = make_prompts(renderer)[1], 3000
 
     def probability(token_ids: list[int]) -> torch.Tensor:
@@ -60,7 +65,10 @@ def test_frequencies_follow_the_probabilities(engine: ColocatedEngine, hf: HF, r
 
 
 def test_the_prompt_of_a_group_is_computed_once(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks first: the others find its whole blocks in the cache. What is sampled is what each would have been given alone."""
+    """The prompt of a group is computed once; later requests find its complete blocks in the cache.
+
+    Samples equal those of each request alone.
+    """
     contexts = [make_prompts(renderer)[1]] * 5 + [make_prompts(renderer)[2]] + [make_prompts(renderer)[1]]
     samplings = [SamplingSettings(max_tokens=12, temperature=1.0, seed=i) for i in range(len(contexts))]
     alone = [generate_all(engine, [context], [sampling])[0].token_ids for context, sampling in zip(contexts, samplings, strict=True)]
@@ -79,7 +87,11 @@ def test_the_prompt_of_a_group_is_computed_once(engine: ColocatedEngine, rendere
 
 
 def test_a_seed_decides_whatever_the_company(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """Alone, and behind 70 prompts with images (more than one step holds: prompts are computed in parts); other seeds, other tokens."""
+    """Samples depend on the seed only.
+
+    They are the same alone and after 70 prompts with images, which exceed one step, so that prompts
+    are computed in parts. Other seeds give other tokens.
+    """
     contexts = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=16, temperature=1.0, seed=2**62 + i) for i in range(len(contexts))]
     alone = [generate_all(engine, [s], [sampling])[0].token_ids for s, sampling in zip(contexts, samplings, strict=True)]
@@ -94,7 +106,10 @@ def test_a_seed_decides_whatever_the_company(engine: ColocatedEngine, renderer: 
 
 
 def test_exactly_the_stop_ids_end_a_turn(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """The stop id is part of the turn; the tokenizer's other end tokens are tokens like any other; the rest ran to max_tokens."""
+    """Only the stop ids end a turn, and the stop id is part of the turn.
+
+    The tokenizer's other end tokens do not end it; all other turns run to max_tokens.
+    """
     (stop,) = renderer.stop_ids
     other_end = renderer.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     num = 400
@@ -109,7 +124,8 @@ def test_exactly_the_stop_ids_end_a_turn(engine: ColocatedEngine, renderer: Rend
 
 
 def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """What is sampled is a function of seed and position: with stop texts a turn is the free one up to the token that completes one."""
+    """With stop texts, a turn equals the turn without them up to the token that completes a stop
+    text. Samples depend on seed and position only."""
     stop, num = ("z", "the"), 100
     free = [SamplingSettings(max_tokens=24, temperature=2.0, seed=i) for i in range(num)]
     whole = generate_all(engine, make_prompts(renderer)[:1] * num, free)
@@ -125,6 +141,8 @@ def test_a_stop_text_ends_a_turn_and_stays_in_it(engine: ColocatedEngine, render
 
 
 def test_a_full_context_is_unfinished(engine: ColocatedEngine, renderer: Renderer) -> None:
+    """A response that reaches max_model_len is not stopped, and a full sequence gets an empty
+    response."""
     long = TokenSequence(token_ids=[65] * 1020)
     full = TokenSequence(token_ids=[65] * 1024)
     room, none = generate_all(engine, [long, full], [SamplingSettings(max_tokens=64, temperature=1.0, seed=1)] * 2)
@@ -133,7 +151,8 @@ def test_a_full_context_is_unfinished(engine: ColocatedEngine, renderer: Rendere
 
 
 def test_the_engine_sees_what_vllms_own_processor_would_make(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """vLLM's processor on the pictures and one placeholder each, against the expanded ids, patches and positions that we hand over."""
+    """The expanded ids, patches and positions passed to vLLM equal those of vLLM's processor, which
+    gets the images and one placeholder per image."""
     from vllm.renderers.inputs.preprocess import parse_model_prompt
 
     context = make_prompts(renderer)[2]
@@ -154,7 +173,9 @@ def test_the_engine_sees_what_vllms_own_processor_would_make(engine: ColocatedEn
 
 
 def test_wrong_placeholders_are_refused(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """One too few, an image too many, one too few: both lengths and the first difference are named."""
+    """Placeholders that do not match the images are rejected, with both lengths and the first
+    differing position. Cases: one placeholder token missing, images in the wrong order, one image
+    missing, and an image without placeholders."""
     context = make_prompts(renderer)[2]
     length, own = len(context.token_ids), renderer.image_token_id
     start = context.token_ids.index(own)
@@ -173,6 +194,8 @@ def test_wrong_placeholders_are_refused(engine: ColocatedEngine, renderer: Rende
 
 
 def test_a_refused_request_leaves_the_others_alone(engine: ColocatedEngine, renderer: Renderer) -> None:
+    """A request with an invalid temperature raises ValueError, and a concurrent request
+    completes."""
     (context, *_) = make_prompts(renderer)
 
     async def main() -> list:
@@ -185,7 +208,7 @@ def test_a_refused_request_leaves_the_others_alone(engine: ColocatedEngine, rend
 
 
 def test_an_exception_comes_out_of_run(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """And the requests that were under way are gone."""
+    """An exception in the coroutine propagates out of `run`, and pending requests are aborted."""
     (context, *_) = make_prompts(renderer)
 
     async def main() -> None:
@@ -200,7 +223,8 @@ def test_an_exception_comes_out_of_run(engine: ColocatedEngine, renderer: Render
 
 
 def test_a_failing_step_fails_all_who_wait(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in flight and those who come later, each with a InfraError; no one waits for ever."""
+    """If an engine step fails, all requests in flight and all later requests raise InfraError
+    instead of blocking."""
     monkeypatch.setattr(engine, "_error", None)
     contexts, steps, step = make_prompts(renderer), 0, engine._core.step
 
@@ -227,7 +251,7 @@ def test_a_failing_step_fails_all_who_wait(engine: ColocatedEngine, renderer: Re
 
 
 def test_cancelling_aborts_the_request(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """The others end as they would have without it."""
+    """Cancelling a request aborts it and does not change the samples of the others."""
     contexts = make_prompts(renderer)[1:3]
     sampling = SamplingSettings(max_tokens=20, temperature=1.0, seed=5)
     alone = [c.token_ids for c in generate_all(engine, contexts, [sampling] * 2)]
@@ -247,7 +271,10 @@ def test_cancelling_aborts_the_request(engine: ColocatedEngine, renderer: Render
 
 
 def test_a_slow_tool_delays_only_its_own(engine: ColocatedEngine, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And while nothing is in flight the pump sleeps."""
+    """A slow tool call delays only its own episode.
+
+    The engine loop sleeps while no request is in flight.
+    """
     (context, *_) = make_prompts(renderer)
     turns, turn, order = 0, engine._run_step, []
 
@@ -272,6 +299,7 @@ def test_a_slow_tool_delays_only_its_own(engine: ColocatedEngine, renderer: Rend
 
 
 def test_sleep_and_wake_change_nothing(engine: ColocatedEngine, renderer: Renderer) -> None:
+    """Samples are the same before sleep and after wake."""
     contexts = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=i) for i in range(len(contexts))]
     before = generate_all(engine, contexts, samplings)
@@ -282,7 +310,8 @@ def test_sleep_and_wake_change_nothing(engine: ColocatedEngine, renderer: Render
 
 
 def test_training_beside_the_engine_works(engine: ColocatedEngine, renderer: Renderer, hf: HF) -> None:
-    """Autograd, default dtype and the number of threads are the trainer's, also while rollouts go on."""
+    """After a rollout, autograd, default dtype and number of threads are the trainer's, and the
+    engine holds HF's weights."""
     generate_all(engine, make_prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(make_prompts(renderer)))
     weight = torch.full((3,), 2.0, requires_grad=True)
     (weight**3).sum().backward()
@@ -298,6 +327,7 @@ def test_training_beside_the_engine_works(engine: ColocatedEngine, renderer: Ren
 
 
 def test_busy_seconds_only_grow(engine: ColocatedEngine, renderer: Renderer) -> None:
+    """`busy_s` grows with every generation."""
     before = engine.busy_s
     generate_all(engine, make_prompts(renderer), [SamplingSettings(max_tokens=2, temperature=1.0, seed=0)] * len(make_prompts(renderer)))
     assert before < engine.busy_s

@@ -1,4 +1,4 @@
-"""Logprobs of tokens that were asked for, beside those that are sampled: Hugging Face's, whatever else is sampled at the same time."""
+"""Logprobs of requested token ids, in addition to the sampled tokens, against Hugging Face's."""
 
 import pytest
 import torch
@@ -12,7 +12,11 @@ from tests.support.packed_example import make_prompts
 
 
 def test_the_asked_logprobs_are_hugging_faces(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
-    """Lists of different lengths, and requests that ask for nothing, in one step; two tokens each. One list has a banned token in it."""
+    """Requested logprobs equal HF's, and requesting them does not change the samples.
+
+    One step has token id lists of different lengths and requests without a list; each request
+    samples two tokens. One list contains a banned token.
+    """
     contexts = make_prompts(renderer)
     lists = [(5, 300, 7), (300,), (), (renderer.banned_ids[0], 9)]
     pairs = [(context, asked) for context in contexts for asked in lists]

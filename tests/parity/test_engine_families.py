@@ -1,4 +1,7 @@
-"""Engines of the other families: they get their weights as the policy sends them, and serve those."""
+"""Engines of Qwen2-VL and Qwen3-VL receive weights as the policy sends them.
+
+Their logprobs are compared with Hugging Face's.
+"""
 
 from pathlib import Path
 
@@ -20,7 +23,10 @@ SQUARE = torch.tensor([[1, 4, 4]])
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text, pictures of two sizes, and a second turn with another one; a bit that flips on the way is named."""
+    """Logprobs equal HF's for text, images of two sizes, and a second turn with another image.
+
+    If a bit flips during the transfer, the error names the tensor.
+    """
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=4)
     renderer = Renderer(ModelSettings(path=str(tmp_path / "model")))
     hf = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -39,7 +45,7 @@ def test_the_engine_serves_what_it_was_sent(family: str, tmp_path: Path, monkeyp
         runner, spec = engine._core._engine.model_executor.driver_worker.worker.model_runner, read_spec(tmp_path / "model")
         added = (
             runner.get_model().deepstack_input_embeds if spec.vision.num_deepstack_layers else []
-        )  # as memory_plan/engine_memory.py counts them
+        )  # as counted in memory_plan/engine_memory.py
         assert [rows.shape for rows in added] == [(runner.max_num_tokens, spec.hidden_size)] * spec.vision.num_deepstack_layers
         (seen,) = runner.get_model().embed_multimodal(pixel_values=torch.zeros(16, spec.vision.patch_dim), image_grid_thw=SQUARE)
         assert seen.shape == (4, (1 + spec.vision.num_deepstack_layers) * spec.vision.out_hidden_size)

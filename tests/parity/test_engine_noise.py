@@ -1,4 +1,5 @@
-"""How an engine samples on CUDA, on an engine of the CPU: one generator for all its requests. And an engine that has read no weights."""
+"""CUDA-style sampling, with one random generator for all requests, tested on a CPU engine; and an
+engine that has loaded no weights."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ def bare(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
 
 @pytest.fixture(scope="module")
 def own(bare: ColocatedEngine, hf: HF, renderer: Renderer) -> ColocatedEngine:
-    """With HF's weights, and with the noise of an engine on CUDA."""
+    """Return an engine with HF's weights and the noise of a CUDA engine."""
     with pytest.raises(AssertionError, match="load_weights must be called before generate"):
         generate_all(bare, make_prompts(renderer)[:1], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)])
     bare.load_weights(((name, tensor) for name, tensor in hf.state_dict().items()), version=3)
@@ -35,6 +36,7 @@ def own(bare: ColocatedEngine, hf: HF, renderer: Renderer) -> ColocatedEngine:
 
 
 def test_frequencies_follow_the_probabilities(own: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
+    """Frequencies of 3000 first tokens follow HF's probabilities by a chi-squared test."""
     context, num = make_prompts(renderer)[1], 3000
     probability = policy_logits(hf, context.token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)
     completions = generate_all(own, [context] * num, [SamplingSettings(max_tokens=1, temperature=2.0, seed=seed) for seed in range(num)])
@@ -45,6 +47,7 @@ def test_frequencies_follow_the_probabilities(own: ColocatedEngine, hf: HF, rend
 
 
 def test_logprobs_are_those_of_the_weights_that_came(own: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
+    """Logprobs equal HF's for the loaded weights."""
     contexts = make_prompts(renderer)
     completions = generate_all(own, contexts, [SamplingSettings(max_tokens=12, temperature=0.7, seed=i) for i in range(len(contexts))])
     for context, completion in zip(contexts, completions, strict=True):
@@ -52,7 +55,11 @@ def test_logprobs_are_those_of_the_weights_that_came(own: ColocatedEngine, hf: H
 
 
 def test_the_first_seed_of_a_round_is_that_of_all(own: ColocatedEngine, renderer: Renderer) -> None:
-    """The same round again is the same, whatever was played in between; another first seed is another round, of requests that differ."""
+    """The first seed of a batch determines all its samples.
+
+    The same seeds give the same tokens, whatever ran in between; another first seed gives other
+    tokens. Requests of one batch differ.
+    """
     contexts = make_prompts(renderer)[:1] * 4
 
     def played(*seeds: int) -> list[list[int]]:
@@ -65,7 +72,10 @@ def test_the_first_seed_of_a_round_is_that_of_all(own: ColocatedEngine, renderer
 
 
 def test_tokens_without_probability_are_never_drawn() -> None:
-    """In bfloat16 too, whose logprobs are given in float32."""
+    """Tokens with probability 0 are never sampled, in bfloat16 too.
+
+    Logprobs are returned in float32.
+    """
 
     class Runner:
         device = torch.device("cpu")
@@ -82,6 +92,7 @@ def test_tokens_without_probability_are_never_drawn() -> None:
 
 
 def test_cuda_without_cuda_is_refused(random_model: Path) -> None:
+    """engine.device=cuda is rejected on a machine without CUDA."""
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ValueError, match="engine.device=cuda: .*use auto or cpu"):

@@ -1,4 +1,5 @@
-"""An engine whose output layer is its embedding, as that of Qwen2.5-VL-3B: one tensor is sent, and both serve it."""
+"""An engine with tied embeddings, as in Qwen2.5-VL-3B: one tensor is sent and used as embedding and
+output layer."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,10 @@ def tied(tied_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
 
 
 def test_a_tied_model_is_served(tied: ColocatedEngine, tied_model: Path, renderer: Renderer) -> None:
-    """Twice: the checkpoint's weights, and others. A head that is sent beside the embedding has no place."""
+    """Logprobs equal HF's with the checkpoint's weights and with other weights.
+
+    Sending an LM head in addition to the embedding is rejected.
+    """
     hf = HF.from_pretrained(tied_model, dtype=torch.float32).eval()
     sequences = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=number) for number in range(len(sequences))]

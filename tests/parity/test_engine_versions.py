@@ -1,7 +1,8 @@
-"""Episodes that go on over two updates: every token's logprob is that of the trainer with the weights of the token's own version.
+"""Episodes that span two weight updates: every token's logprob equals that of the trainer with the
+weights of the token's version.
 
-A real engine and, for each version, a trainer with its weights; fp32. Pictures are in the prompts and in the observations, and replies are
-cut in the middle by an update.
+Uses a real engine and, for each version, a trainer with its weights, in fp32. Images are in the
+prompts and the observations, and updates interrupt responses.
 """
 
 import asyncio
@@ -33,12 +34,15 @@ from tests.support.packed_example import make_picture, user_message
 LIMITS = SequenceLimits(max_sequence_tokens=1000, max_images=9)
 VERSIONS, TURNS, EPISODES = 3, 3, 6
 STOP = ("\x00never said",)
-"""With a text to stop at vLLM spells out what it samples."""
+"""Stop text that never occurs. With a stop text, vLLM detokenizes its samples."""
 
 
 @pytest.fixture(scope="module")
 def policies(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Policy]]:
-    """Trainers of one architecture, each of whose tensors differs from one to the next, those of the vision tower too."""
+    """Yield one trainer per version.
+
+    Every tensor differs between versions, those of the vision tower too.
+    """
     with ExitStack() as closing:
         connect(read_world(), timeout_s=60)
         closing.callback(disconnect)
@@ -77,7 +81,10 @@ def engine(policies: list[Policy], random_model: Path, renderer: Renderer) -> It
 
 
 async def episode(conversation: TokenConversation, index: int) -> None:
-    """Replies of different lengths with pictures between them; two of the episodes see the same ones."""
+    """Run an episode with responses of different lengths and images between them.
+
+    Two episodes share each set of images.
+    """
     scene = index // 2
     await conversation.start([user_message("What is this?", make_picture(scene, 112, 56))])
     for turn in range(TURNS):
@@ -88,7 +95,7 @@ async def episode(conversation: TokenConversation, index: int) -> None:
 
 
 def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> list[Rollout]:
-    """Each version but the last serves 20 engine steps."""
+    """Run the episodes across all versions. Each version except the last serves 20 engine steps."""
     conversations = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
     episodes: list[asyncio.Task[None]] = []
     steps, step = 0, engine._core.step
@@ -123,7 +130,8 @@ def played(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) 
 
 
 def gaps(rollouts: list[Rollout], policies: list[Policy]) -> dict[tuple[int, int], float]:
-    """By the version of tokens, and that of a trainer, the largest difference between the engine's logprobs and the trainer's."""
+    """Return the largest logprob difference between engine and trainer, keyed by (version of the
+    token, version of the trainer)."""
     contexts = [each for index, rollout in enumerate(rollouts) for each in make_pack_items(rollout, BatchSettings(), index=index)]
     largest: dict[tuple[int, int], float] = {}
     for trainer, policy in enumerate(policies):
@@ -138,6 +146,9 @@ def gaps(rollouts: list[Rollout], policies: list[Policy]) -> dict[tuple[int, int
 
 
 def test_every_token_is_of_its_version(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
+    """Every token's logprob equals that of the trainer of its version, and differs from the other
+    trainers' by more than 100 times the bound. Some responses contain two versions, in order, and
+    keep their length limits."""
     rollouts = played(engine, renderer, policies)
     spans = [rollout.sequences[0].weight_versions[slice(*turn.token_span)] for rollout in rollouts for turn in rollout.turns]
     assert sum(len(set(span)) == 2 for span in spans) >= 8, "replies that an update has cut"
@@ -157,7 +168,8 @@ def test_every_token_is_of_its_version(engine: ColocatedEngine, renderer: Render
 
 
 def test_what_an_update_does_not_touch_is_sampled_as_ever(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
-    """The same weights thrice: the tokens are those of episodes that nothing cut, as their seeds and places say."""
+    """Updates with unchanged weights do not change the samples: tokens equal those of uninterrupted
+    episodes. A token depends only on the seed and its position."""
     cut = played(engine, renderer, [policies[0]] * VERSIONS)
     whole = [TokenConversation(engine, renderer, LIMITS) for _ in range(EPISODES)]
 
@@ -190,6 +202,8 @@ def keep_the_version(engine: ColocatedEngine) -> tuple[str, Callable]:
 def test_what_old_weights_computed_is_noticed(
     mistake: Callable, engine: ColocatedEngine, renderer: Renderer, policies: list[Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Keeping old prefix caches, old encoder caches or a wrong version is detected as a logprob
+    difference."""
     with monkeypatch.context() as patch:
         patch.setattr(engine._core._engine, *mistake(engine))
         rollouts = played(engine, renderer, policies)
@@ -200,7 +214,7 @@ def test_what_old_weights_computed_is_noticed(
 
 
 def test_what_was_given_up_is_gone(engine: ColocatedEngine, renderer: Renderer, policies: list[Policy]) -> None:
-    """Cancelled in a later run: nothing of it is left in vLLM."""
+    """A request that is cancelled in a later run is removed from vLLM."""
     conversation, begun = TokenConversation(engine, renderer, LIMITS), []
     engine.load_weights(policies[0].hf_weights(), version=0)
     engine.wake()

@@ -1,4 +1,5 @@
-"""Weights into the engine: what it serves afterwards, and that nothing on the way goes unnoticed."""
+"""Weight updates of the colocated engine: logprobs after an update equal those of the new weights,
+and every corruption in transit raises an error."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ Tensors = list[tuple[str, torch.Tensor]]
 
 
 def perturbed(hf: HF, seed: int) -> HF:
-    """The same architecture, every tensor moved."""
+    """Return a model of the same architecture with noise added to every tensor."""
     generator = torch.Generator().manual_seed(seed)
     moved = {name: tensor + 0.02 * torch.randn(tensor.shape, generator=generator) for name, tensor in hf.state_dict().items()}
     other = HF(hf.config).eval()
@@ -34,14 +35,15 @@ def perturbed(hf: HF, seed: int) -> HF:
 
 @pytest.fixture
 def own_weights(engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The engine serves the checkpoint again after the test."""
+    """Reload the checkpoint's weights into the engine after the test."""
     yield
     monkeypatch.undo()
     engine.load_weights(iter(hf.state_dict().items()), version=0)
 
 
 def test_weights_are_replaced(engine: ColocatedEngine, hf: HF, renderer: Renderer, own_weights: None) -> None:
-    """Twice, on prompts the caches know, in one bucket and in many: the logprobs are the new weights' and not the old ones'."""
+    """After each of two updates, logprobs equal HF's with the new weights and differ from those of
+    the old weights. The prompts are in the caches; weights are sent in one bucket and in many."""
     sequences = make_prompts(renderer)
     samplings = [SamplingSettings(max_tokens=8, temperature=1.0, seed=i) for i in range(len(sequences))]
     previous, bucket = hf, engine._core.weights._bucket_bytes
@@ -59,7 +61,8 @@ def test_weights_are_replaced(engine: ColocatedEngine, hf: HF, renderer: Rendere
 
 
 def test_buckets_bound_what_is_held(engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The iterator is drawn one bucket ahead of the loader, never further."""
+    """The loader holds one bucket at a time: the iterator is never drawn further than one bucket
+    ahead."""
     weights, drawn, largest = engine._core.weights, 0, 0
     deliver = weights.load_bucket
 
@@ -85,7 +88,11 @@ def test_buckets_bound_what_is_held(engine: ColocatedEngine, hf: HF, monkeypatch
 def test_one_flipped_bit_of_any_tensor_is_noticed(
     engine: ColocatedEngine, hf: HF, monkeypatch: pytest.MonkeyPatch, own_weights: None
 ) -> None:
-    """Between sender and loader, in each tensor in turn, at a bit that moves from the first element's lowest to the last one's highest."""
+    """A flipped bit between sender and loader raises an error that names the tensor.
+
+    It is tested for each tensor in turn, at positions from the first element's lowest bit to the
+    last element's highest.
+    """
     tensors = hf.state_dict()
     deliver, names = engine._core.weights.load_bucket, list(tensors)
     assert len(names) > 70
@@ -120,7 +127,10 @@ def swap(one: str, other: str) -> Callable[[Tensors], Tensors]:
 def test_swapped_tensors_are_noticed(
     engine: ColocatedEngine, hf: HF, one: str, other: str, monkeypatch: pytest.MonkeyPatch, own_weights: None
 ) -> None:
-    """Same shapes, other places: the loader does not mind, the check does, and names both."""
+    """Swapping two tensors raises an error that names both.
+
+    Their shapes are equal, so the loader alone accepts them.
+    """
     deliver, stem = engine._core.weights.load_bucket, "model.language_model.layers.1."
     swapped = swap(stem + one, stem + other)
     monkeypatch.setattr(engine._core.weights, "load_bucket", lambda bucket: deliver(swapped(bucket)))
@@ -131,6 +141,7 @@ def test_swapped_tensors_are_noticed(
 
 
 def test_q_and_k_swapped_by_the_sender_are_refused(engine: ColocatedEngine, hf: HF, own_weights: None) -> None:
+    """Swapped q and k weights have wrong shapes and are rejected."""
     stem = "model.language_model.layers.0.self_attn."
     swapped = swap(stem + "q_proj.weight", stem + "k_proj.weight")(list(hf.state_dict().items()))
     with pytest.raises(RuntimeError, match=r"_proj.weight was sent with shape \(\d+, 128\), but the engine has shape"):
@@ -138,6 +149,7 @@ def test_q_and_k_swapped_by_the_sender_are_refused(engine: ColocatedEngine, hf: 
 
 
 def test_every_tensor_is_sent_exactly_once(engine: ColocatedEngine, hf: HF, own_weights: None) -> None:
+    """A missing, unknown or duplicate tensor raises an error that names it."""
     tensors = hf.state_dict()
     names = list(tensors)
     for missing in ("lm_head.weight", "model.language_model.layers.2.self_attn.k_proj.bias", "model.visual.merger.ln_q.weight"):
@@ -152,7 +164,8 @@ def test_every_tensor_is_sent_exactly_once(engine: ColocatedEngine, hf: HF, own_
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1,), (3,), (7, 5), (129, 257)])
 def test_checksum_sees_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Every bit of small tensors, a sample of large ones; and the order of elements."""
+    """The checksum changes with every bit of small tensors, with a sample of bits of large ones,
+    and with the order of elements."""
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     data = tensor.clone().view(-1).view(torch.uint8)
     reference = checksum(tensor)
@@ -166,7 +179,8 @@ def test_checksum_sees_every_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> 
 
 
 def test_the_engine_of_a_rank_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM makes of our arguments for rank 13, the sixth of its node: GPU 5, also where an engine is one rank; its own choice is 0."""
+    """vLLM places the engine of rank 13, the sixth rank of its node, on GPU 5, also for an engine
+    of one rank. vLLM's own default would be device 0."""
     monkeypatch.setenv("RANK", "13")
     monkeypatch.setenv("LOCAL_RANK", "5")
 
@@ -185,8 +199,11 @@ def test_the_engine_of_a_rank_is_on_its_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_patches_outlive_the_rollout(engine: ColocatedEngine, renderer: Renderer) -> None:
-    """Those of every picture are remembered while episodes go on, and are gone when the engine sleeps; also what its worker had of the
-    requests that ended last, of which it hears in the step after them."""
+    """Image patches are kept while episodes run and freed when the engine sleeps.
+
+    This includes patches that the worker keeps for the last requests, whose end it learns in the
+    following step.
+    """
     contexts = [renderer.prompt([user_message("Look.", make_picture(70 + number, 56, 84))]) for number in range(3)]
     storages = [StorageWeakRef(context.images[0].patch_PC.untyped_storage()) for context in contexts]
     generate_all(engine, contexts, [SamplingSettings(max_tokens=number + 1, temperature=1.0, seed=number) for number in range(3)])

@@ -1,4 +1,7 @@
-"""Adapters in Megatron against PEFT over Hugging Face's model, at every kind of layout: fp32, 1e-5."""
+"""LoRA adapters in Megatron against PEFT on Hugging Face's model, for every kind of layout.
+
+The tolerance is 1e-5 in fp32.
+"""
 
 import json
 from pathlib import Path
@@ -13,7 +16,7 @@ from tests.conftest import SUPPORT
 from tests.support.hf_reference import HfReference, compute_logits, relative_error, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
-pytestmark = pytest.mark.timeout(600)  # the first test waits for the walk of four processes
+pytestmark = pytest.mark.timeout(600)  # the first test waits for the run with four processes
 ONE_PROCESS = ["1,1,1,0,none,tied"]
 FOUR_PROCESSES = ["2,2,1,1,none,tied", "4,1,1,1,selective,tied", "2,1,1,0,none,tied", "1,2,2,0,full,tied"]
 FILES = [f"{world}/{layout}" for world, layouts in ((1, ONE_PROCESS), (4, FOUR_PROCESSES)) for layout in layouts]
@@ -51,11 +54,14 @@ def peft(models: Path, adapter: Path) -> HfReference:
 
 
 def released(name: str) -> str:
+    """Return the canonical name of a PEFT parameter."""
     return canonical_name(name.replace(".default.", ".").replace(".base_layer.", "."))
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_an_adapter_made_by_peft_gives_pefts_logits(file: str, results: dict, peft: HfReference) -> None:
+    """An adapter written by PEFT gives PEFT's logits and logprobs, which differ from the base
+    model's."""
     result = results[file]
     assert (result["logits"] - peft.logits).abs().max() <= peft.tolerance
     assert (result["logprobs"][result["mask"]] - peft.logprobs).abs().max() <= peft.tolerance
@@ -64,6 +70,7 @@ def test_an_adapter_made_by_peft_gives_pefts_logits(file: str, results: dict, pe
 
 @pytest.mark.parametrize("file", FILES)
 def test_its_gradients_are_those_of_peft(file: str, results: dict, peft: HfReference) -> None:
+    """Gradients of the adapter equal PEFT's."""
     truth = {released(name): gradient for name, gradient in peft.gradients.items() if gradient is not None}
     gradients = results[file]["gradients"]
     assert gradients.keys() == truth.keys()
@@ -73,6 +80,7 @@ def test_its_gradients_are_those_of_peft(file: str, results: dict, peft: HfRefer
 
 @pytest.mark.parametrize("file", FILES)
 def test_merged_weights_are_those_of_peft(file: str, results: dict, models: Path, adapter: Path) -> None:
+    """Merged weights equal those of PEFT's merge_and_unload."""
     merged = PeftModel.from_pretrained(base_model(models), adapter).merge_and_unload()
     truth = {released(name): parameter for name, parameter in merged.named_parameters()}
     assert results[file]["merged"].keys() == truth.keys()
@@ -81,7 +89,8 @@ def test_merged_weights_are_those_of_peft(file: str, results: dict, models: Path
 
 @pytest.mark.parametrize("file", FILES)
 def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: Path, peft: HfReference) -> None:
-    """The adapter's numbers come back bit for bit; PEFT finds no key missing or unknown and gives the same logits."""
+    """PEFT loads the exported adapter bit for bit, without missing or unknown keys, and computes
+    the same logits."""
     folder = results[file]["folder"]
     model = base_model(models)
     loaded = PeftModel.from_pretrained(model, folder).double()
@@ -97,7 +106,8 @@ def test_peft_loads_our_export(file: str, results: dict, models: Path, adapter: 
 
 @pytest.mark.parametrize("file", FILES)
 def test_without_its_adapter_the_model_is_the_base(file: str, results: dict) -> None:
-    """Bit for bit: with the adapter off, and with a new one, whose B is zero."""
+    """With the adapter disabled, or with a new adapter whose B is zero, logprobs equal the base
+    model's bit for bit."""
     result = results[file]
     assert torch.equal(result["reference_logprobs"], result["base_logprobs"])
     assert torch.equal(result["fresh_logprobs"], result["base_logprobs"])
@@ -105,6 +115,8 @@ def test_without_its_adapter_the_model_is_the_base(file: str, results: dict) -> 
 
 @pytest.mark.parametrize("file", FILES)
 def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(file: str, results: dict) -> None:
+    """Three steps change the adapters only, and give the same losses, gradient norms and adapters
+    in every layout within 1e-3."""
     one, other = results[FILES[0]]["three_steps"], results[file]["three_steps"]
     assert other["base_unchanged"]
     assert other["loss"] == pytest.approx(one["loss"], rel=1e-3)
@@ -116,7 +128,10 @@ def test_three_steps_train_the_adapter_alone_and_are_the_same_at_every_layout(fi
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results: dict) -> None:
-    """Written at tp 2 x pp 2 (or by one process), read here: the adapters bit for bit, and the fourth step as without a stop."""
+    """A training state written with tp 2 x pp 2 (or by one process) is resumed in every layout.
+
+    The adapters are equal bit for bit, and the fourth step equals that of an uninterrupted run.
+    """
     wrote = FILES[0] if file == FILES[0] else FILES[1]
     state, straight = results[file]["resumed"], results[wrote]["fourth_step"]
     trained = results[wrote]["three_steps"]["adapters"]
@@ -131,16 +146,18 @@ def test_a_training_state_with_adapters_goes_on_at_any_layout(file: str, results
 
 @pytest.mark.parametrize("file", FILES)
 def test_the_base_has_no_gradient_buffer_and_no_optimizer_state(file: str, results: dict) -> None:
+    """Gradient buffers and optimizer state exist for the adapters only."""
     sizes = results[file]["sizes"]
     world, layout = file.split("/")
     tp, pp = map(int, layout.split(",")[:2])
     dp = int(world) // (tp * pp)
     assert sizes["adapters"] == sizes["trained"] == sizes["gradients"] > 1000
-    assert sizes["state"] <= (2 * sizes["adapters"] + 1000) // dp  # two moments, cut over data-parallel ranks, padding aside
+    assert sizes["state"] <= (2 * sizes["adapters"] + 1000) // dp  # two moments sharded over data-parallel ranks, plus padding
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_copies_of_an_adapter_stay_bitwise_equal(file: str, results: dict) -> None:
+    """Copies of an adapter on several ranks stay bitwise equal, with and without dropout."""
     for key in ("copies", "dropped_copies"):
         digests: dict[str, set[str]] = {}
         for what, digest in results[file][key]:
@@ -150,6 +167,8 @@ def test_copies_of_an_adapter_stay_bitwise_equal(file: str, results: dict) -> No
 
 @pytest.mark.parametrize("file", FILES)
 def test_dropout_is_drawn_in_training_only_and_again_in_recomputation(file: str, results: dict) -> None:
+    """Dropout changes gradients but not logprobs, and the same seed gives the same gradients with
+    and without recomputation."""
     result = results[file]
     for name in ("dropped", "dropped_again", "dropped_recomputed"):
         assert torch.equal(result[f"{name}_logprobs"], result["logprobs"])

@@ -1,4 +1,8 @@
-"""Adapters of Qwen2-VL and Qwen3-VL, towers and mergers included, against PEFT both ways: the checks of test_lora.py on two layouts."""
+"""LoRA adapters of Qwen2-VL and Qwen3-VL, vision tower and merger included, against PEFT in both
+directions.
+
+Runs the checks of test_lora.py with two layouts.
+"""
 
 from pathlib import Path
 
@@ -16,6 +20,7 @@ LAYOUTS = {"1/1,1,1,0,none,tied": 1, "2/2,1,1,1,full,tied": 2}
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_adapters_are_those_of_peft(family: str, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """Adapters of the family pass the checks of test_lora.py, with one process and with two."""
     make_checkpoint(tmp_path / "tied", family=family, init="random", seed=1, vision_depth=3)
     adapter = write_adapter(tmp_path / "tied", tmp_path / "adapter")
     peft, results = HfReference(tmp_path / "tied", adapter), {}

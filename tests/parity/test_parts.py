@@ -1,4 +1,8 @@
-"""Freezing and learning rates by part: what is trained moves as if everything were, the rest does not move and costs nothing."""
+"""Freezing and learning rates per model part.
+
+A trained part moves as in full training; a frozen part does not move and has no gradient buffer and
+no optimizer state.
+"""
 
 from pathlib import Path
 
@@ -26,7 +30,8 @@ def results(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchr
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
 def test_each_part_moves_at_its_own_rate_or_not_at_all(case: str, results: dict[str, dict]) -> None:
-    """Adam's first step is proportional to the learning rate, so it is the whole model's times a factor that is known."""
+    """The change of each tensor is that of full training times the ratio of the learning rates, and
+    zero if frozen. Adam's first step is proportional to the learning rate."""
     frozen, rates = CASES[case]
     whole, change = results["whole_tp1_pp1"]["change"], results[f"{case}_tp2_pp2"]["change"]
     assert change.keys() == whole.keys()
@@ -42,9 +47,11 @@ def test_each_part_moves_at_its_own_rate_or_not_at_all(case: str, results: dict[
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
 def test_a_frozen_part_has_no_gradient_buffer_and_no_optimizer_state(case: str, results: dict[str, dict]) -> None:
+    """Frozen parts have no gradient buffer, and the optimizer state has the size of the trained
+    parameters."""
     frozen, _ = CASES[case]
     for names, numel, state in results[f"{case}_tp2_pp2"]["ranks"]:
         parts = {"merger" if ".merger." in name else "vision" if ".vision." in name else "language" for name in names}
         assert not parts & set(frozen)
-        assert state == numel  # one data-parallel rank: it holds the state of all of its trained parameters, and of nothing else
+        assert state == numel  # one data-parallel rank holds the state of all its trained parameters only
     assert any(numel for _, numel, _ in results[f"{case}_tp2_pp2"]["ranks"])

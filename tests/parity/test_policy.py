@@ -1,4 +1,7 @@
-"""The policy against Hugging Face, and every layout against one process: fp32, 1e-5."""
+"""The policy against Hugging Face, and every layout against one process.
+
+The tolerance is 1e-5 in fp32.
+"""
 
 from dataclasses import asdict
 from itertools import combinations, product
@@ -20,10 +23,11 @@ from tests.support.packed_example import make_picture, user_message
 from tests.support.parallel_layouts import LayoutCase
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
-pytestmark = pytest.mark.timeout(1900)  # the first test waits for the walks of one, four and eight processes
+pytestmark = pytest.mark.timeout(1900)  # the first test waits for the runs with one, four and eight processes
 ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
 FOUR_PROCESSES = [
-    # tp, pp, vpp, sequence parallel, recomputation, (MiB of a bucket of exported weights,) model; data parallel: what remains of the world
+    # tp, pp, vpp, sequence parallel, recomputation, (MiB of a bucket of exported weights,) model.
+    # The data-parallel size is world size / (tp * pp).
     "2,1,1,1,selective,tied",
     "2,1,1,1,none,untied",
     "1,2,2,0,none,tied",
@@ -36,15 +40,20 @@ SEVERAL_PROCESSES = FOUR_PROCESSES + EIGHT_PROCESSES
 OTHERS_IN_ONE = [f"1,1,1,0,none,{family}" for family in OTHER_FAMILIES]
 OTHERS_IN_FOUR = [f"{layout},{family}" for family in OTHER_FAMILIES for layout in FOUR_PROCESSES_EACH]
 ODD = ["1,1,1,0,none,odd", "4,1,1,0,none,odd", "2,2,1,1,full,odd"]
-"""Tied embeddings of 1,027 tokens: 257 rows on each of four ranks, 514 on each of two, the last row of the last rank padding."""
+"""Tied embeddings of 1,027 tokens: 257 rows on each of four ranks, or 514 on each of two ranks.
+The last row of the last rank is padding."""
 IN_ONE, IN_SEVERAL = ONE_PROCESS + OTHERS_IN_ONE + ODD[:1], SEVERAL_PROCESSES + OTHERS_IN_FOUR + ODD[1:]
 LAYOUTS = IN_ONE + IN_SEVERAL
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four key/value heads, so that tensor parallelism reaches 4; embeddings tied and not. What Qwen3-VL adds behind the first three layers
-    must lie on the first of four chunks."""
+    """Create the models.
+
+    Four key/value heads allow tensor parallelism up to 4; embeddings are tied or untied. Qwen3-VL's
+    DeepStack adds features after each of the first three layers, which must be in the first of four
+    chunks.
+    """
     folder = tmp_path_factory.mktemp("models")
     for name in ("tied", "untied"):
         make_checkpoint(folder / name, preset="nano", init="random", seed=1, heads=8, kv_heads=4, tied=name == "tied")
@@ -73,7 +82,8 @@ def model_of(layout: str) -> str:
 
 
 def choices(layout: str | tuple[str, ...]) -> set[frozenset]:
-    """What a layout chooses, two at a time; and by which pipelines tied embeddings and sequences go."""
+    """Return all pairs of choices in a layout, and two triples: pipeline sizes with tied
+    embeddings, and pipeline sizes with sequence parallelism."""
     tp, pp, vpp, sequence, recompute, *_, model = layout.split(",") if isinstance(layout, str) else layout
     names = zip(("tp", "pp", "vpp", "sequence", "recompute", "model"), (tp, pp, vpp, sequence, recompute, model), strict=True)
     triples = {frozenset([("pp", pp), ("vpp", vpp), ("model", model)]), frozenset([("pp", pp), ("vpp", vpp), ("sequence", sequence)])}
@@ -81,6 +91,7 @@ def choices(layout: str | tuple[str, ...]) -> set[frozenset]:
 
 
 def test_the_layouts_cover_all_choices_two_at_a_time() -> None:
+    """The layouts cover every possible pair of choices, and every combination of tp and pp."""
     every = product("421", "21", "21", "01", ("none", "full", "selective"), ("tied", "untied"))
     possible = [layout for layout in every if not (layout[1:3] == ("1", "2") or (layout[0] == "1" and layout[3] == "1"))]
     chosen = set().union(*map(choices, SEVERAL_PROCESSES))
@@ -91,6 +102,7 @@ def test_the_layouts_cover_all_choices_two_at_a_time() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dict[str, HfReference]) -> None:
+    """Logits and logprobs of every layout equal HF's within the tolerance."""
     result, truth = results[layout], hf[model_of(layout)]
     assert (result["logits"] - truth.logits).abs().max() <= truth.tolerance
     assert (result["logprobs"][result["mask"]] - truth.logprobs).abs().max() <= truth.tolerance
@@ -99,6 +111,8 @@ def test_logits_and_logprobs_are_those_of_hf(layout: str, results: dict, hf: dic
 @pytest.mark.parametrize("cut", ["one", "each"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: dict[str, HfReference]) -> None:
+    """Gradients of every layout equal HF's within a relative error of 1e-5, in one micro-batch and
+    in one per sequence."""
     gradients, truth = results[layout][f"gradients_{cut}"], hf[model_of(layout)].gradients
     assert gradients.keys() == truth.keys()
     worst = max((relative_error(gradient, truth[name]), name) for name, gradient in gradients.items())
@@ -110,8 +124,11 @@ def test_every_gradient_is_that_of_hf(layout: str, cut: str, results: dict, hf: 
     [(layout, *each) for layout in IN_SEVERAL for each in (("first_step", 2e-5 if layout == ODD[1] else 1e-5), ("three_steps", 1e-3))],
 )
 def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: float, results: dict) -> None:
-    """Against one process; what four ranks sum of ODD is rounded, to 1.05e-5 of one norm's change. The first step has Adam's eps at 1e-4;
-    at 1e-8 Adam divides near-zero gradients by themselves."""
+    """Losses, gradient norms and weight changes equal those of one process.
+
+    For ODD on four ranks the sum is rounded, up to 1.05e-5 of one norm's change. The first step
+    uses an Adam eps of 1e-4; with 1e-8 Adam would divide near-zero gradients by themselves.
+    """
     one, other = results[f"1,1,1,0,none,{model_of(layout)}"][steps], results[layout][steps]
     assert other["loss"] == pytest.approx(one["loss"], rel=bound)
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
@@ -121,7 +138,9 @@ def test_training_is_the_same_at_every_layout(layout: str, steps: str, bound: fl
 
 @pytest.mark.parametrize("layout", IN_SEVERAL)
 def test_copies_of_a_parameter_stay_bitwise_equal(layout: str, results: dict) -> None:
-    """Replicated parameters over tensor-parallel ranks, all over data-parallel ranks, tied embeddings over stages; after three steps."""
+    """All copies of a parameter are bitwise equal after three steps: replicated parameters on
+    tensor-parallel ranks, all parameters on data-parallel ranks, and tied embeddings on pipeline
+    stages."""
     digests: dict[str, set[str]] = {}
     counts: dict[str, int] = {}
     for what, digest in results[layout]["copies"]:
@@ -134,7 +153,10 @@ def test_copies_of_a_parameter_stay_bitwise_equal(layout: str, results: dict) ->
 
 @pytest.mark.parametrize("layout", ODD)
 def test_padding_of_the_vocabulary_is_nothing(layout: str, results: dict, models: Path) -> None:
-    """Its rows are zeros and their gradients are, bit for bit, before three steps and after them; what is sent is the folder's."""
+    """Padding rows and their gradients are exactly zero before and after three steps.
+
+    The exported weights equal those of the model folder.
+    """
     result, stored = results[layout], HfTensors(models / "odd")
     tp, pp = map(int, layout.split(",")[:2])
     ends = 2 if pp > 1 else 1
@@ -146,7 +168,10 @@ def test_padding_of_the_vocabulary_is_nothing(layout: str, results: dict, models
 
 @pytest.mark.parametrize("layout", IN_SEVERAL)
 def test_every_rank_holds_what_the_dry_plan_says(layout: str, results: dict, models: Path) -> None:
-    """Parameters, gradients and the optimizer's part, in bytes. The plan is that of the first replica, whose part is the fullest."""
+    """Parameters, gradients and optimizer state of each rank have the planned size in bytes.
+
+    The plan describes the first data-parallel replica, which has the largest optimizer shard.
+    """
     held = results[layout]["held"]
     settings = Settings(
         model=ModelSettings(path=str(models / model_of(layout))),
@@ -164,7 +189,10 @@ def test_every_rank_holds_what_the_dry_plan_says(layout: str, results: dict, mod
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
-    """Each data-parallel rank ran the same micro-batch forward once: its tensor-parallel ranks encoded each distinct image once."""
+    """Tensor-parallel ranks share the images and encode each distinct image once.
+
+    Every data-parallel rank ran the same micro-batch forward once.
+    """
     result = results[layout]
     totals: dict[int, list[int]] = {}
     for pp_rank, dp_rank, count in result["encoded"]:
@@ -179,7 +207,10 @@ def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str, HfReference], tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """The fourteen of above. Some are walked twice: tied and untied are one model here."""
+    """The other families pass the same tests with all fourteen layouts.
+
+    Some layouts coincide, because tied and untied are one model here.
+    """
     walks = {1: ["1,1,1,0,none"], 4: FOUR_PROCESSES, 8: EIGHT_PROCESSES, 2: ["2,1,1,0,none", "1,2,1,0,full"]}
     for world, layouts in walks.items():
         out = tmp_path / str(world)
@@ -197,13 +228,14 @@ def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str,
                 for steps, bound in (("first_step", 1e-5), ("three_steps", 1e-3)):
                     both = {f"1,1,1,0,none,{family}": one, layout: results[layout]}
                     test_training_is_the_same_at_every_layout(layout, steps, bound, both)
-                if not layout.startswith("1,2,1,0,full"):  # two untied stages alone have no copies
+                if not layout.startswith("1,2,1,0,full"):  # with two untied stages there are no copies
                     test_copies_of_a_parameter_stay_bitwise_equal(layout, results)
                 test_every_rank_holds_what_the_dry_plan_says(layout, results, models)
 
 
 def test_the_example_is_a_tree(hf: dict[str, HfReference]) -> None:
-    """A header, a picture behind it, a prompt, half of what was sampled behind that, and the branch: layouts pack it so."""
+    """The example batch is packed as a prefix tree: a header, an image, a prompt, half of a
+    response, and the branches after it."""
     run = hf["tied"]
     ordered = [load.item for load in pack_costs(run.contexts, run.renderer.image_token_id, share_prompts=True)]
     batch = pack(ordered, image_token_id=run.renderer.image_token_id, positions=read_spec(run.folder).rope_positions, share_prompts=True)
@@ -216,6 +248,8 @@ def test_the_example_is_a_tree(hf: dict[str, HfReference]) -> None:
 
 
 def test_swapping_two_images_moves_the_answer(hf: dict[str, HfReference]) -> None:
+    """HF's logits change by at least 0.1 if two images are swapped, so the tests above detect
+    swapped images."""
     truth = hf["tied"]
     first, second = make_picture(3, 112, 112), make_picture(4, 112, 112)
     with torch.no_grad():

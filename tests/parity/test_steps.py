@@ -1,4 +1,5 @@
-"""Three optimizer steps of every family against Hugging Face's model under torch's own AdamW and clipping, in float64."""
+"""Three optimizer steps of every family against Hugging Face's model with torch's AdamW and
+clipping in float64."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,8 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 OPTIM = OptimSettings(lr=0.2, eps=5e-3, weight_decay=0.1, clip_grad=5.0, beta2=0.99)
-"""With so large an eps Adam damps small gradients instead of dividing them by themselves, so that steps can be compared at all."""
+"""A large eps keeps Adam from dividing small gradients by themselves, so that steps can be
+compared."""
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def world() -> Iterator[None]:
 
 
 def steps_of_hf(folder: Path) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, gradient norms before clipping, and each tensor's change."""
+    """Return the losses, the gradient norms before clipping, and the change of each tensor."""
     model = AutoModelForImageTextToText.from_pretrained(folder).double()
     renderer = Renderer(ModelSettings(path=str(folder)))
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -51,7 +53,10 @@ def steps_of_hf(folder: Path) -> tuple[list[float], list[float], dict[str, torch
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_three_steps_are_those_of_hf(world: None, family: str, tmp_path: Path) -> None:
-    """Qwen2-VL with tied embeddings. Each gradient is clipped."""
+    """Losses, gradient norms and weight changes of three steps equal those of HF's model.
+
+    Every gradient is clipped. Qwen2-VL has tied embeddings.
+    """
     make_checkpoint(tmp_path / "model", family=family, init="random", seed=1, vision_depth=3, tied=family == "qwen2_vl")
     policy, renderer = make_policy_and_renderer(tmp_path / "model", OPTIM, temperature=TEMPERATURE)
     before = {name: tensor.clone().double() for name, tensor in policy.hf_weights()}

@@ -1,4 +1,7 @@
-"""Random transcripts of agents through the real engine, observation images included: its logprobs are HF's on the whole context."""
+"""Random agent transcripts through the real engine, observation images included.
+
+Its logprobs equal HF's on the whole sequence.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -37,7 +40,10 @@ def engine(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
 
 @pytest.fixture(scope="module")
 def rollouts(engine: ColocatedEngine, renderer: Renderer) -> list[Rollout]:
-    """All at once; the policy is the model itself, which with random weights says junk of its own."""
+    """Run all episodes concurrently.
+
+    The policy is the model itself, whose random weights sample nonsense.
+    """
 
     async def all_of_them() -> list[Rollout]:
         episodes = [
@@ -50,7 +56,10 @@ def rollouts(engine: ColocatedEngine, renderer: Renderer) -> list[Rollout]:
 
 
 def test_the_engine_takes_every_transcript(rollouts: list[Rollout]) -> None:
-    """What it refuses fails a rollout. Most have several turns, and most show a picture after the first."""
+    """The engine accepts every transcript; a rejected request would fail its rollout.
+
+    Most transcripts have several turns, and most have an image after the first turn.
+    """
     assert [rollout.reason for rollout in rollouts if rollout.reward is None] == []
     several = [rollout for rollout in rollouts if len(rollout.turns) > 1]
     seen_later = [rollout for rollout in rollouts if any(turn.images for turn in rollout.turns)]
@@ -59,7 +68,8 @@ def test_the_engine_takes_every_transcript(rollouts: list[Rollout]) -> None:
 
 @torch.no_grad()
 def test_its_logprobs_are_those_of_hf_on_the_whole_sequence(rollouts: list[Rollout], renderer: Renderer, hf: HF) -> None:
-    """One forward of HF a transcript: its own positions, all images, every turn; the engine went turn by turn, behind its caches."""
+    """The engine's logprobs equal those of one HF forward pass per transcript with HF's own
+    positions, all images and all turns. The engine computed them turn by turn, with its caches."""
     gaps = []
     for rollout in rollouts:
         (context,) = rollout.sequences

@@ -1,4 +1,4 @@
-"""Packed attention against a textbook loop over segments, in float64."""
+"""Packed attention against a textbook loop over segments in float64."""
 
 import itertools
 import math
@@ -12,7 +12,8 @@ from megatron_rl.policy.attention import Segments, VarlenInputs, packed_attentio
 
 
 def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[int], prefix_S: list[int], *, causal: bool) -> torch.Tensor:
-    """One query at a time: softmax over the keys it may see, in its own segment and all that its segment continues."""
+    """Compute attention one query at a time: a softmax over the visible keys of its own segment and
+    of all segments that its segment continues."""
     out = torch.zeros_like(q)
     repeat = q.shape[1] // k.shape[1]
     for segment, (start, stop) in enumerate(itertools.pairwise(offsets)):
@@ -30,7 +31,8 @@ def textbook(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[in
 def bottom_right(
     q_TND: torch.Tensor, k_KMD: torch.Tensor, v_KMD: torch.Tensor, cut: VarlenInputs, causal: bool, scale: float
 ) -> torch.Tensor:
-    """In the place of torch's kernel, by its contract: every segment by itself, a causal mask aligned to the last key."""
+    """Stand in for torch's kernel, with its contract: each segment separately, with a causal mask
+    aligned to the last key."""
     queries, keys = pairs(cut.cu_query_S1), pairs(cut.cu_key_S1)
     assert cut.max_query_length == max(b - a for a, b in queries) and cut.max_key_length == max(b - a for a, b in keys)
     assert keys[-1][1] == len(k_KMD) == len(v_KMD) and cut.cu_query_S1.dtype == cut.cu_key_S1.dtype == torch.int32
@@ -40,7 +42,10 @@ def bottom_right(
 def aligned(
     q_LND: torch.Tensor, k_RMD: torch.Tensor, v_RMD: torch.Tensor, causal: bool, scale: float, *, to_first: bool = False
 ) -> torch.Tensor:
-    """to_first: the mistake that `require_continuation` is there for."""
+    """Compute attention of one segment.
+
+    `to_first` aligns the mask to the first key, the bug that `require_prefix_attention` detects.
+    """
     mask = torch.ones(len(q_LND), len(k_RMD), dtype=torch.bool)
     mask = mask.tril(0 if to_first else len(k_RMD) - len(q_LND)) if causal else mask
     q, k, v = (x.transpose(0, 1) for x in (q_LND, k_RMD, v_RMD))
@@ -64,7 +69,8 @@ def pairs(offsets: torch.Tensor) -> list[tuple[int, int]]:
 )
 @pytest.mark.parametrize("how", ["dense", "kernel"])
 def test_segments_see_themselves_and_what_they_continue(how: str, offsets: list[int], prefix_S: list[int], causal: bool) -> None:
-    """By calls for segments of equal shape, and as a GPU's kernel gets them."""
+    """Outputs and gradients equal the textbook loop, both for dense calls on segments of equal
+    shape and for the inputs of a GPU kernel."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(offsets[-1], heads, 8, generator=generator, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     segments = Segments(offsets, prefix_S, device=q.device)
@@ -81,7 +87,8 @@ def test_segments_see_themselves_and_what_they_continue(how: str, offsets: list[
 
 
 def test_a_kernel_that_is_aligned_otherwise_is_refused() -> None:
-    """As flash attention did before its version 2.1: from the first key on."""
+    """A kernel whose causal mask is aligned to the first key is rejected, as in flash attention
+    before version 2.1."""
 
     def top_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cut: VarlenInputs, causal: bool, scale: float) -> torch.Tensor:
         parts = zip(pairs(cut.cu_query_S1), pairs(cut.cu_key_S1), strict=True)

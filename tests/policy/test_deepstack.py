@@ -1,4 +1,5 @@
-"""Pictures that layers add: gradients against plain autograd's, and none where nobody wants them."""
+"""DeepStack embeddings that decoder layers add: gradients against plain autograd's, and no
+gradients for a frozen vision tower."""
 
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from tests.support.single_process_policy import single_process_world
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_gradients_are_those_of_plain_additions(is_trained: bool) -> None:
-    """Two layers that multiply; what they add of five tokens."""
+    """Outputs and gradients of two layers that multiply and add embeddings of five tokens equal
+    those of plain additions."""
     generator = torch.Generator().manual_seed(0)
     embedded = torch.randn(5, 1, 12, generator=generator, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, 5, 1, 4, generator=generator, dtype=torch.float64)
@@ -33,7 +35,11 @@ def test_gradients_are_those_of_plain_additions(is_trained: bool) -> None:
 
 @pytest.mark.parametrize(("lora", "frozen", "is_kept"), [(0, [], True), (0, ["vision"], True), (0, FROZEN, False), (4, [], False)])
 def test_a_frozen_tower_leaves_no_gradients(lora: int, frozen: list[str], is_kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a whole model; also where the embeddings are frozen, whose output yet requires a gradient: adapters of the language model."""
+    """DeepStack gradients of a whole model are stored only if vision tower or merger is trained.
+
+    They are not stored with adapters in the language model, where the output of the frozen
+    embeddings still requires a gradient.
+    """
     with single_process_world():
         chunk = build(MADE["qwen3_vl"](4), torch.float32, lora=lora, frozen=frozen)
         seen: list[DeepStack] = []

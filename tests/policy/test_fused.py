@@ -1,4 +1,5 @@
-"""The kernels of a GPU, as torch's and Megatron's own sources have them, in the place of plain torch: the same model to fp32's rounding."""
+"""GPU kernels, as in torch's and Megatron's sources, in place of plain torch operations: results
+are equal up to fp32 rounding."""
 
 import inspect
 from pathlib import Path
@@ -19,7 +20,9 @@ from tests.support.single_process_policy import make_policy_and_renderer, single
 
 
 def test_logprobs_and_gradients_are_those_of_plain_torch(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both towers, norms and activation; and that they ran."""
+    """Logprobs and gradients equal those of plain torch within 1e-5, for norms and activations of
+    decoder and vision tower. The gradients differ in some bits, which proves that the kernels
+    ran."""
     found = []
     with single_process_world():
         for is_fused in (False, True):
@@ -38,7 +41,8 @@ def test_logprobs_and_gradients_are_those_of_plain_torch(random_model: Path, mon
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-7)])
 def test_the_kernel_rounds_once(dtype: torch.dtype, bound: float) -> None:
-    """In bfloat16 within 2^-7 of plain torch's (a unit in the last place), and nearer to float64 than that is."""
+    """The fused norm rounds only once: in bfloat16 it is within 2^-7 (one unit in the last place)
+    of plain torch, and closer to float64 than plain torch is."""
     torch.manual_seed(0)
     x, weight = torch.randn(64, 512).to(dtype), (1 + 0.2 * torch.randn(512)).to(dtype)
     plain, kernel = fused_rms_norm(x, weight, 1e-6), gpu_kernel_stubs.FusedNorm.apply(x, weight, 1e-6)
@@ -48,7 +52,11 @@ def test_the_kernel_rounds_once(dtype: torch.dtype, bound: float) -> None:
 
 
 def test_a_norm_on_a_gpu_is_one_kernel_and_keeps_a_number_a_row() -> None:
-    """By torch's own account of the operation: a second result of [rows, 1] in fp32, which its backward asks for beside the input."""
+    """The norm on a GPU is one kernel that saves one fp32 value per row.
+
+    By torch's operator schema it has a second result of [rows, 1] in fp32, which its backward
+    requires beside the input.
+    """
     with FakeTensorMode(), torch.no_grad():
         x, weight = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in ((6, 1, 8), (8,)))
         assert fused_rms_norm(x, weight, 1e-6).dtype == torch.bfloat16
@@ -58,7 +66,8 @@ def test_a_norm_on_a_gpu_is_one_kernel_and_keeps_a_number_a_row() -> None:
 
 
 def test_megatrons_activation_is_ours() -> None:
-    """silu(first half) * second half, and its derivative in float64; it keeps its input alone."""
+    """Megatron's activation equals silu(first half) * second half in float64, with its derivative,
+    and saves only its input."""
     assert "ctx.save_for_backward(input_for_backward)" in inspect.getsource(fused_bias_swiglu.SwiGLUFunction.forward)
     y = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
     plain = silu(y[:, :6]) * y[:, 6:]
@@ -69,5 +78,7 @@ def test_megatrons_activation_is_ours() -> None:
 
 
 def test_on_a_cpu_nothing_is_compiled() -> None:
+    """The fused activation is used only with CUDA, and the decoder and the vision tower use the
+    same norm."""
     assert transformer.fuses_activation() == torch.cuda.is_available()
     assert vision.fused_rms_norm is transformer.fused_rms_norm is fused_rms_norm

@@ -1,4 +1,4 @@
-"""A number that is no number stops an update before any weight has changed, and says which it was."""
+"""A non-finite value stops an update before any weight changes, and the error names the value."""
 
 import math
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ def world() -> Iterator[None]:
 
 
 def built(model: Path, **optim: float) -> tuple[Policy, list[MicroBatch]]:
-    """A policy and the example in several micro-batches."""
+    """Build a policy, and pack the example into several micro-batches."""
     policy, renderer = make_policy_and_renderer(model, OptimSettings(**optim))
     batches = policy.pack(make_example_items(renderer), max_tokens=200)
     assert len(batches) > 2
@@ -42,6 +42,8 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("column", "name"), [("rollout_logprob_T", "the engine's logprob"), ("advantage_T", "the advantage")])
 def test_what_came_in_is_named_with_its_micro_batch(world: None, random_model: Path, column: str, name: str, bad: float) -> None:
+    """A non-finite engine logprob or advantage stops the update with an error that names the column
+    and its micro-batch."""
     policy, batches = built(random_model, lr=1e-3)
     values = {"rollout_logprob_T": batches[1].rollout_logprob_T, "advantage_T": batches[1].advantage_T}[column]
     values[batches[1].mask_T.nonzero()[3, 0]] = bad
@@ -52,6 +54,7 @@ def test_what_came_in_is_named_with_its_micro_batch(world: None, random_model: P
 
 
 def test_a_broken_weight_is_seen_in_the_trainers_logprob(world: None, random_model: Path) -> None:
+    """A NaN weight stops the update with an error that names the trainer's logprob."""
     policy, batches = built(random_model, lr=1e-3)
     with torch.no_grad():
         next(p for name, p in policy.network.chunks.named_parameters() if "linear_fc2" in name)[0, 0] = math.nan
@@ -62,7 +65,10 @@ def test_a_broken_weight_is_seen_in_the_trainers_logprob(world: None, random_mod
 
 
 def test_a_gradient_that_overflows_names_its_parameter(world: None, random_model: Path) -> None:
-    """The loss itself is finite: its value is cancelled, its gradient is not."""
+    """A gradient that overflows is reported with its parameter.
+
+    The loss is finite, because its value cancels while its gradient does not.
+    """
     policy, batches = built(random_model, lr=1e-3)
 
     def steep(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
@@ -76,12 +82,14 @@ def test_a_gradient_that_overflows_names_its_parameter(world: None, random_model
 
 
 def test_an_infinite_loss_is_one(world: None, random_model: Path) -> None:
+    """An infinite loss stops the update with an error."""
     policy, batches = built(random_model, lr=1e-3)
     with pytest.raises(NonFiniteValue, match="rank 0, micro-batch 0: the loss is inf"):
         policy.update(batches, lambda rows: (rows.logprob_R.sum() + math.inf, LossMetrics(sums={}, maxima={})), step=0)
 
 
 def test_weights_that_an_update_broke_are_never_served(world: None, random_model: Path) -> None:
+    """If an update makes the weights non-finite, it raises."""
     policy, batches = built(random_model, lr=1e37, weight_decay=1.0)
     with pytest.raises(NonFiniteValue, match="weights are not finite after update 1: lower optim.lr"):
         policy.update(batches, make_policy_objective(AlgoSettings()), step=0)
@@ -89,6 +97,7 @@ def test_weights_that_an_update_broke_are_never_served(world: None, random_model
 
 @pytest.mark.parametrize("order", [(5.0, math.nan, 0.2), (math.nan, 0.1), (0.1, math.nan)])
 def test_a_maximum_keeps_nan(order: tuple[float, ...]) -> None:
+    """A maximum metric that was NaN once stays NaN; sums and maxima are merged by name."""
     maxima: dict[str, float] = {}
     for value in order:
         _update_maxima(maxima, {"gap": value})

@@ -1,4 +1,5 @@
-"""Room on the host that is made once: what comes back, where it lay meanwhile, and the reference policy's logprobs by it."""
+"""Host buffers that are allocated once: restored contents, buffer addresses, and the reference
+policy's logprobs."""
 
 import gc
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ def world() -> Iterator[None]:
 
 
 def parameters() -> dict[str, torch.nn.Parameter]:
-    """Two windows of one storage that overlap, one of them transposed; a bfloat16 one of its own; one of an odd number of bytes."""
+    """Return two overlapping views of one storage, one of them transposed, a bfloat16 tensor with
+    its own storage, and a tensor with an odd number of bytes."""
     numbers = torch.randn(60, generator=torch.Generator().manual_seed(0))
     tensors = {
         "window": numbers[4:24].view(4, 5),
@@ -43,6 +45,10 @@ def places(copy: HostCopy) -> list[int]:
 
 
 def test_they_leave_and_come_back_to_the_bit_by_the_same_room() -> None:
+    """Tensors are offloaded and restored bit for bit, three times, with the same host buffers.
+
+    Views of one storage are stored once and share memory afterwards.
+    """
     named = parameters()
     shared = named["window"].untyped_storage()
     assert shared.data_ptr() == named["across"].untyped_storage().data_ptr() and not named["across"].is_contiguous()
@@ -63,7 +69,11 @@ def test_they_leave_and_come_back_to_the_bit_by_the_same_room() -> None:
 
 
 def test_they_change_places_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of 32 bytes: the longest storage has a rest, others are shorter than one."""
+    """Swapping exchanges device and host contents piece by piece, without new buffers.
+
+    Pieces have 32 bytes: the longest storage is no multiple of a piece, and others are shorter than
+    one.
+    """
     monkeypatch.setattr(offload, "_PIECE", 32)
     named = parameters()
     copy = HostCopy(named.values())
@@ -80,6 +90,7 @@ def test_they_change_places_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory is pinned once per storage and unpinned when the copy is deleted."""
     locked: list[tuple[int, int]] = []
     freed: list[int] = []
     monkeypatch.setattr(offload, "_is_on_host", lambda storage: True)
@@ -99,6 +110,7 @@ def test_memory_is_locked_once_a_storage_and_let_go_at_the_end(monkeypatch: pyte
 
 
 def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are not on a GPU are copied without pinning memory."""
     monkeypatch.setattr(offload, "pin_memory", None)
     copy = HostCopy(parameters().values())
     copy.copy_to_host()
@@ -106,7 +118,9 @@ def test_nothing_is_locked_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_reference_speaks_as_the_policy_did_and_leaves_no_trace(world: None, random_model: Path) -> None:
-    """Twice, with an update between: the first logprobs to the bit, and then the current weights to the bit, by the same room."""
+    """Reference logprobs after updates equal the initial logprobs bit for bit, and the current
+    weights are restored bit for bit, with the same host buffers. This is done twice, with an update
+    in between."""
     policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=0.1), keep_reference=True)
     batches = policy.pack(make_example_items(renderer), max_tokens=10_000)
     (begun,), room = policy.logprobs(batches), places(policy.reference)

@@ -1,6 +1,8 @@
-"""The optimizer on the host (parallel.offload_optimizer) without a GPU: Megatron's own, given copies as a GPU's parameters would have them.
+"""Megatron's optimizer on the host (parallel.offload_optimizer), tested without a GPU on copies as
+made for GPU parameters.
 
-What stands in is what asks for a device: streams, pinned memory, and that a parameter is on CUDA.
+Stubs replace everything that needs a device: streams, pinned memory, and the check that a parameter
+is on CUDA.
 """
 
 import gc
@@ -31,7 +33,7 @@ def world() -> Iterator[None]:
 
 
 class Stream:
-    """There is one, and it is done with all that it was given."""
+    """A stub of a CUDA stream on which all work is already done."""
 
     def wait_stream(self, other: "Stream") -> None: ...
 
@@ -44,7 +46,8 @@ class Stream:
 
 
 def copied(self: HybridDeviceOptimizer, fraction: float) -> tuple:
-    """All parameters have a copy that is stepped, as hybrid_optimizer.py makes them of parameters on CUDA at a fraction of 1."""
+    """Give every parameter a copy that is stepped, as hybrid_optimizer.py does for CUDA parameters
+    at a fraction of 1."""
     assert fraction == 1.0
     copies = {param: param.detach().clone() for group in self.param_groups for param in group["params"]}
     groups = [group | {"params": [copies[param] for param in group["params"]]} for group in self.param_groups if group["params"]]
@@ -53,7 +56,7 @@ def copied(self: HybridDeviceOptimizer, fraction: float) -> tuple:
 
 @pytest.fixture
 def offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every policy that is built now has its optimizer on the host."""
+    """Put the optimizer of every policy built from now on on the host."""
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", copied)
@@ -88,7 +91,8 @@ def bits(policy: Policy) -> dict[str, bytes]:
 
 
 def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_model: Path, tmp_path: Path) -> None:
-    """Two steps, a checkpoint, two more; and from the checkpoint, in another policy, the same two: bit for bit."""
+    """After two steps and a checkpoint, two more steps give the same weights, bit for bit, in the
+    running policy and in a policy resumed from the checkpoint."""
     whole, resumed = policy_of(random_model), policy_of(random_model)
     assert isinstance(whole.network.optimizer.chained_optimizers[0].optimizer, HybridDeviceOptimizer)
     begun = bits(whole)
@@ -106,7 +110,10 @@ def test_a_resumed_run_is_the_unbroken_one(world: None, offloaded: None, random_
 
 
 def test_the_first_of_two_that_megatron_builds_is_gone(world: None, offloaded: None, random_model: Path) -> None:
-    """It has pinned every parameter, and is a ring that nobody else holds."""
+    """The first of the two optimizers that Megatron builds is freed when the policy has been built.
+
+    It pins every parameter and is a reference cycle, so it must be collected explicitly.
+    """
     gc.collect()
     before = num_alive()
     gc.disable()
@@ -125,7 +132,8 @@ def num_alive() -> int:
 def test_it_steps_as_the_optimizer_on_the_device_does(
     world: None, random_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """One step, to rounding, in the main weights: torch's AdamW is another kernel when it is fused."""
+    """One step changes the main weights as the optimizer on the device does, to rounding: torch's
+    fused AdamW is another kernel."""
     here = policy_of(random_model)
     request.getfixturevalue("offloaded")
     there = policy_of(random_model)
@@ -139,7 +147,11 @@ def test_it_steps_as_the_optimizer_on_the_device_does(
 def test_it_steps_on_its_share_of_the_nodes_cores(
     world: None, random_model: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Of 13 cores and 3 ranks 4 threads; as many as before when it is through or has failed; an optimizer on the device asks for none."""
+    """The step uses 4 threads with 13 cores and 3 ranks.
+
+    The previous number of threads is restored afterwards, also after a failure. An optimizer on the
+    device does not change it.
+    """
     request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(1)
     here = policy_of(random_model)
@@ -167,13 +179,15 @@ def test_it_steps_on_its_share_of_the_nodes_cores(
 
 
 def test_its_kernel_is_the_fused_one(world: None, offloaded: None, random_model: Path) -> None:
-    """Megatron asks for it (0.16.1, optimizer/__init__.py); on the device beside it, above, it is not."""
+    """The optimizer uses the fused AdamW kernel, which Megatron requests (0.16.1,
+    optimizer/__init__.py). The optimizer on the device in the test above does not use it."""
     (part,) = policy_of(random_model).network.optimizer.chained_optimizers
     assert all(group["fused"] for inner in part.optimizer.cpu_optimizers for group in inner.param_groups)
 
 
 def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, offloaded: None, random_model: Path) -> None:
-    """After a critic's warm-up: its own states are new, and its weights are the policy's."""
+    """After a critic's warm-up, restarting the optimizer resets its state on the host and keeps the
+    main weights."""
     warm = policy_of(random_model)
     step(warm, random_model, 0)
     (part,) = warm.network.optimizer.chained_optimizers
@@ -187,6 +201,7 @@ def test_moments_that_are_forgotten_are_forgotten_on_the_host(world: None, offlo
 
 
 def test_it_takes_main_weights_alone(world: None, offloaded: None, random_model: Path) -> None:
-    """megatron-core 0.16.1 cannot offload the optimizer of float32 parameters, whose main weights are views of them."""
+    """float32 parameters are rejected: megatron-core 0.16.1 cannot offload their optimizer, because
+    their main weights are views of the parameters."""
     with pytest.raises(ValueError, match="parallel.offload_optimizer=True: needs model.dtype=bfloat16"):
         policy_of(random_model, "float32")

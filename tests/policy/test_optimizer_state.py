@@ -1,4 +1,4 @@
-"""A stretch of a flat tensor as boxes of the tensor: against the flat tensor itself."""
+"""Splitting a range of a flat tensor into boxes of the tensor, against the flat tensor itself."""
 
 import math
 
@@ -10,7 +10,8 @@ from megatron_rl.policy.optimizer_state import split_into_boxes
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (1, 5), (5, 1), (2, 3, 2), (2, 1, 3, 2)])
 def test_every_stretch_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
-    """All stretches of all shapes: the boxes' entries, one box after the other, are the stretch; and they are few."""
+    """For every range of every shape, the entries of the boxes in order equal the range, and there
+    are at most 2 * dimensions - 1 boxes."""
     entries = torch.arange(math.prod(shape)).reshape(shape)
     for start in range(entries.numel() + 1):
         for stop in range(start, entries.numel() + 1):
@@ -22,4 +23,5 @@ def test_every_stretch_is_its_boxes_in_order(shape: tuple[int, ...]) -> None:
 
 
 def test_the_example() -> None:
+    """`split_into_boxes` returns the boxes in the example of its docstring."""
     assert list(split_into_boxes((3, 4), 2, 11)) == [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 3))]

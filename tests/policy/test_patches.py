@@ -1,4 +1,5 @@
-"""Patches are made when a micro-batch is about to run, one ahead, by whoever encodes its pictures, and are gone afterwards."""
+"""Patches are computed just before a micro-batch runs, one micro-batch ahead, by the rank that
+encodes the images, and are freed afterwards."""
 
 import gc
 import threading
@@ -27,13 +28,15 @@ from tests.support.single_process_policy import make_policy_and_renderer, single
 
 
 class Made:
-    """Something large, made of a number."""
+    """An object made from a number, whose lifetime the test tracks."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 def test_one_is_made_ahead_and_none_is_kept() -> None:
+    """`prefetch` makes one object ahead in another thread, keeps no object that was used, and ends
+    its thread."""
     begun, seen, alive = [], [], []
 
     def make(number: int) -> Made:
@@ -58,6 +61,8 @@ def test_one_is_made_ahead_and_none_is_kept() -> None:
 
 
 def test_what_making_raises_is_raised_where_it_is_used() -> None:
+    """An exception while an object is made is raised when that object is used."""
+
     def make(number: int) -> int:
         if number == 1:
             raise ValueError("of number 1")
@@ -74,7 +79,10 @@ def image(key: str, patches: int) -> Image:
 
 
 def test_each_rank_encodes_its_own() -> None:
-    """By hand: the largest first, to the rank with least. One rank takes them in order."""
+    """Images are assigned largest first to the rank with the fewest patches.
+
+    A single rank keeps their order.
+    """
     images = [image("a", 4), image("b", 16), image("c", 8), image("d", 4)]
     assert [[each.key for each in share] for share in images_of_rank(images, 2)] == [["b"], ["c", "a", "d"]]
     assert images_of_rank(images, 1) == [images]
@@ -82,7 +90,8 @@ def test_each_rank_encodes_its_own() -> None:
 
 @pytest.mark.parametrize("is_read", [True, False])
 def test_pictures_alone_train_as_patches_do(random_model: Path, is_read: bool) -> None:
-    """Bit for bit: logprobs, and the update. The batches have no patches before, and none after."""
+    """Images without patches give the same logprobs and the same update as images with patches, bit
+    for bit. Batches have no patches before or after."""
     found = []
     with single_process_world():
         for whole in (True, False):
@@ -101,7 +110,8 @@ def test_pictures_alone_train_as_patches_do(random_model: Path, is_read: bool) -
 def test_patches_of_as_many_micro_batches_exist_as_the_plan_counts(
     random_model: Path, is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told by their storages whenever a picture's are made: those of the micro-batch that runs, of this one, and no other picture's."""
+    """At most the planned number of micro-batches have patches at the same time, and one image's
+    patches exist beside them. Storages are counted whenever an image's patches are computed."""
     joined, made, seen = [], [], []
     empty = torch.empty
 
@@ -142,7 +152,8 @@ def played(policy: Policy, contexts: list, *, is_read: bool) -> object:
 
 
 def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pictures that this rank is said to encode are those of the batches that it packs; the contexts are ordered once."""
+    """The images assigned to this rank are those of the batches that it packs, and the sequences
+    are ordered only once."""
     ordered = []
     monkeypatch.setattr(policy_module, "pack_costs", lambda *given, **how: ordered.append(1) or pack_costs(*given, **how))
     with single_process_world():
@@ -156,5 +167,6 @@ def test_contexts_are_dealt_once_for_their_pictures_and_for_their_batches(random
 
 
 def test_an_image_without_patches_is_named() -> None:
+    """An image without patches raises an error with its key."""
     with pytest.raises(AssertionError, match="image a has no patches"):
         patch_bytes(image("a", 4))

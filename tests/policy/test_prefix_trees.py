@@ -1,4 +1,7 @@
-"""A tree of what contexts begin with computes what each context by itself does: fp32, 1e-5 (every layout against Hugging Face: parity/)."""
+"""A batch packed as a prefix tree computes the same as each sequence alone, within 1e-5 in fp32.
+
+Every layout is compared with Hugging Face in tests/parity.
+"""
 
 from collections.abc import Callable
 from itertools import count
@@ -22,7 +25,7 @@ from tests.support.single_process_policy import make_policy_and_renderer, single
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 TREES = st.lists(st.lists(st.sampled_from("12xyab"), max_size=10), min_size=2, max_size=6)
-"""By context: digits are observed, x and y are sampled, a and b are pictures."""
+"""Tokens of each sequence: digits are observed, x and y are sampled, a and b are images."""
 
 
 def grown(parts: list[str], shown: dict[str, Image], renderer: Renderer) -> TokenSequence:
@@ -36,8 +39,8 @@ def grown(parts: list[str], shown: dict[str, Image], renderer: Renderer) -> Toke
 
 
 def said(policy: Policy, *batches: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logprob, entropy and value [3, R] of each sampled token, and the gradient of their sum over all batches, each with a weight of its
-    own."""
+    """Return logprob, entropy and value [3, R] of each sampled token, and the gradient of their
+    weighted sum over all batches. Each token has its own weight."""
     seen: list[torch.Tensor] = []
 
     def summed(given: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
@@ -79,7 +82,10 @@ def compared(policy: Policy, renderer: Renderer) -> Callable[[list[list[str]]], 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_random_trees(random_model: Path, lora: LoraSettings | None) -> None:
-    """Logprobs, entropies, values, and every gradient, with pictures anywhere, also where contexts part in the midst of a reply."""
+    """Logprobs, entropies, values and all gradients equal those without shared prefixes.
+
+    Images occur anywhere, and some sequences diverge in the middle of a response.
+    """
     with single_process_world():
         policy, renderer = make_policy_and_renderer(random_model, OptimSettings(), lora=lora, critic=CriticSettings(head_sizes=[8]))
         with torch.no_grad():
@@ -92,8 +98,9 @@ def test_random_trees(random_model: Path, lora: LoraSettings | None) -> None:
 
 
 def test_a_chain_of_turns_in_several_micro_batches(random_model: Path) -> None:
-    """Fifty contexts, each the one before it and a turn more. Cut where their keys become too many they say what they say in one, and what
-    they teach adds up to the same."""
+    """A chain of fifty sequences, each with one turn more than the previous one, gives the same
+    results in one micro-batch and in several. The chain is split where the number of keys becomes
+    too large; the gradients of the parts add up to the gradient of the whole."""
     with single_process_world():
         policy, renderer = make_policy_and_renderer(random_model, OptimSettings(), critic=CriticSettings(head_sizes=[8]))
         contexts = []

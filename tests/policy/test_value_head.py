@@ -1,4 +1,4 @@
-"""Return statistics of a value head against numpy's over all returns at once."""
+"""Return statistics of a value head against numpy's statistics of all returns at once."""
 
 import numpy as np
 import torch
@@ -7,7 +7,8 @@ from megatron_rl.policy.value_head import ValueHead
 
 
 def test_statistics_of_steps_are_those_of_all_returns() -> None:
-    """Steps of other sizes and means, and one without returns."""
+    """Statistics updated step by step equal those of all returns, for steps of different sizes and
+    means and a step without returns."""
     generator = np.random.default_rng(0)
     steps = [[3.0], list(generator.normal(5, 2, 7)), [], list(generator.normal(-20, 0.5, 40))]
     head = ValueHead(4, [], dtype=torch.float32, normalize_returns=True)

@@ -1,6 +1,9 @@
-"""Images shared out over tensor-parallel ranks: every rank has the embeddings that one tower makes of all, whatever is one token.
+"""Images distributed over tensor-parallel ranks: every rank gets the embeddings that one vision
+tower computes for all images.
 
-And patches embedded by a product: the tower as Hugging Face makes it."""
+Also tests that patches are embedded by a matrix product, with the result of Hugging Face's
+convolution.
+"""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ from megatron_rl.types import Image
 
 
 class Tower(nn.Module):
-    """Adds up the patches of each token."""
+    """A stand-in vision tower that adds up the patches of each token."""
 
     def __init__(self, patches_a_token: int) -> None:
         super().__init__()
@@ -25,7 +28,7 @@ class Tower(nn.Module):
 
     @property
     def sizes(self) -> SimpleNamespace:
-        """What of VisionSpec is read."""
+        """Return the fields of VisionSpec that the code under test reads."""
         merge = round(self.patches_a_token**0.5)
         return SimpleNamespace(
             spatial_merge_size=merge,
@@ -42,7 +45,11 @@ class Tower(nn.Module):
 
 
 def encoded_by(ranks: int, tower: Tower, patch_PC: torch.Tensor, grid_I3: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> list:
-    """What each rank gets: the ranks run one after another, first to say what they would gather, then with what all have said."""
+    """Return the result of each rank.
+
+    The ranks run one after another: first to record what each would gather, then with the recorded
+    tensors.
+    """
     said: list[torch.Tensor] = []
 
     def say(padded: torch.Tensor, **_: object) -> torch.Tensor:
@@ -60,7 +67,7 @@ def encoded_by(ranks: int, tower: Tower, patch_PC: torch.Tensor, grid_I3: torch.
 
 
 def own_patches(ranks: int, patch_PC: torch.Tensor, grid_I3: torch.Tensor) -> list[torch.Tensor]:
-    """As each rank is handed those of the images that it encodes."""
+    """Return for each rank the patches of the images that it encodes."""
     images = [
         Image(None, part, tuple(grid), str(number), merge=1)
         for number, (part, grid) in enumerate(zip(patch_PC.split(grid_I3.prod(1).tolist()), grid_I3.tolist(), strict=True))
@@ -71,6 +78,7 @@ def own_patches(ranks: int, patch_PC: torch.Tensor, grid_I3: torch.Tensor) -> li
 @pytest.mark.parametrize("merge", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_shares_of_the_images_are_put_together_in_order(ranks: int, merge: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Embeddings on every rank equal those of one vision tower, and each image is encoded once."""
     grid_I3 = torch.tensor([[1, rows * merge, columns * merge] for rows, columns in ((2, 3), (1, 1), (4, 2), (1, 5))])
     tower, patch_PC = Tower(merge**2), torch.randn(int(grid_I3.prod(1).sum()), 3)
     expected = tower(patch_PC).pooler_output
@@ -80,7 +88,7 @@ def test_shares_of_the_images_are_put_together_in_order(ranks: int, merge: int, 
 
 
 class Watch(TorchDispatchMode):
-    """Every operation that runs, backward ones included."""
+    """Records the name of every operation that runs, in forward and backward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +100,8 @@ class Watch(TorchDispatchMode):
 
 
 def test_patches_are_embedded_by_a_product(random_model: Path) -> None:
-    """The same embeddings and gradients as Hugging Face's tower makes by a convolution, and no convolution runs, forward or backward."""
+    """Embeddings and gradients equal those of Hugging Face's convolution, and no convolution runs
+    in forward or backward."""
     spec = read_spec(random_model)
     torch.manual_seed(0)
     theirs = spec.build_tower()

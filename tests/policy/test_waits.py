@@ -1,6 +1,7 @@
-"""Where the host waits for the device: nowhere in a layer, once a micro-batch, six times an update, counted on a device that is not there.
+"""Number of times the host waits for the device, counted on a fake device: never in a layer, once
+per micro-batch, six times per update.
 
-And that a wait which somebody brings back is seen.
+Also tests that a planted wait is detected.
 """
 
 import json
@@ -13,7 +14,7 @@ from tests.conftest import SUPPORT
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 MICRO_BATCH = {"nonzero in network.py": 1}
-"""Which rows were sampled. The pictures' patches are pinned and take their turn."""
+"""Waits of a micro-batch: finding the sampled rows. Copying pinned image patches does not wait."""
 UPDATE = {
     "item in finalize_model_grads.py": 1,
     "tolist in loss_metrics.py": 1,
@@ -21,12 +22,13 @@ UPDATE = {
     "to meta in utils.py": 1,
     "item in clip_grads.py": 1,
 }
-"""Whether there were tokens, all numbers of the loss, whether gradient and weights are finite, and the norm, there and back."""
+"""Waits of an update: whether there were tokens, all loss metrics, whether gradients and weights
+are finite, and the gradient norm in both directions."""
 PARAMETERS = "item in utils.py"
-"""Megatron's norm asks for each parameter's where neither Transformer Engine nor apex is installed (0.16.1, local_multi_tensor_l2_norm):
-after the backward pass, once an update."""
+"""Without Transformer Engine and apex, Megatron's gradient norm waits for each parameter's norm
+(0.16.1, local_multi_tensor_l2_norm), once per update after the backward pass."""
 CASES = [
-    # blocks of each tower, tensor-parallel size, recomputation, rank of adapters, micro-batches, a planted mistake
+    # layers of decoder and vision tower, tp, recomputation, LoRA rank, micro-batches, planted bug
     "2,1,none,0,1,none", "4,1,none,0,1,none", "2,1,none,0,3,none", "4,2,none,0,1,none", "4,2,full,4,1,none",
 ]  # fmt: skip
 
@@ -40,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def waits(models: Path, out: Path, torchrun, *cases: str) -> dict[str, Counter[str]]:  # noqa: ANN001
-    """By case: how often, by what and by the file that asked."""
+    """Return for each case how often the host waited, by operation and calling file."""
     torchrun(1, SUPPORT / "fake_device.py", models, out, *cases)
     found = json.loads((out / "waits.json").read_text())
     counted = {case: Counter() for case in cases}
@@ -52,7 +54,8 @@ def waits(models: Path, out: Path, torchrun, *cases: str) -> dict[str, Counter[s
 
 
 def test_the_host_waits_once_a_micro_batch_and_in_no_layer(models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """With pictures, a shared prompt, adapters, recomputation, a value head and sequence parallelism."""
+    """The host waits once per micro-batch and in no layer, with images, a shared prompt, adapters,
+    recomputation, a value head and sequence parallelism."""
     for case, counted in waits(models, tmp_path, torchrun, *CASES).items():
         assert counted.pop(PARAMETERS) > 10
         micro_batches = int(case.split(",")[4])
@@ -60,7 +63,10 @@ def test_the_host_waits_once_a_micro_batch_and_in_no_layer(models: Path, tmp_pat
 
 
 def test_a_wait_in_a_layer_is_seen(models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Of a norm that looks at its input, and of an index that stayed on the host: at least one for each of four layers."""
+    """A planted wait in a layer is counted at least once for each of four layers.
+
+    The bugs are a norm that reads its input on the host and an index that stays on the host.
+    """
     allowed = sum(UPDATE.values()) + sum(MICRO_BATCH.values())
     for case, counted in waits(models, tmp_path, torchrun, "4,1,none,0,1,norm", "4,1,none,0,1,index").items():
         assert sum(counted.values()) - counted[PARAMETERS] >= allowed + 4, (case, counted)

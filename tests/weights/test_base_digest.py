@@ -1,4 +1,5 @@
-"""The digest of an adapter's base: the same in every format of the same weights, and another for every other model."""
+"""The digest of an adapter's base model is equal in every format of the same weights, and different
+for every other model."""
 
 import json
 import re
@@ -34,6 +35,8 @@ def opened(folder: Path, like: Path) -> TensorSource:
 def test_a_checkpoint_of_megatron_has_the_digest_of_its_origin(
     kind: str, checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
+    """A Megatron checkpoint and a bfloat16 copy have the digest of the Hugging Face model they come
+    from."""
     model, mcore = checkpoints[kind]
     digest = compute_base_digest(opened(model, model))
     assert re.fullmatch(r"sha256:[0-9a-f]{64}", digest)
@@ -54,7 +57,8 @@ def copy_with(model: Path, out: Path, change: object) -> Path:
 
 @pytest.mark.parametrize("changed", CHANGED)
 def test_another_model_has_another_digest(changed: str, random_model: Path, tmp_path: Path) -> None:
-    """Whatever of a block is trained: attention, MLP, tower or merger."""
+    """Changing any trainable tensor of a block (attention, MLP, vision tower or merger) changes the
+    digest."""
     found = []
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,6 +91,10 @@ def adapter(folder: Path, *, digest: str) -> Path:
 
 
 def test_an_adapter_goes_with_its_own_base_alone(random_model: Path, tied_model: Path, tmp_path: Path) -> None:
+    """An adapter is merged only into the base model with the recorded digest.
+
+    Without a recorded digest there is a warning.
+    """
     digest = compute_base_digest(opened(random_model, random_model))
     own, silent = adapter(tmp_path / "own", digest=digest), adapter(tmp_path / "silent", digest="")
     assert MergedTensors(opened(random_model, random_model), own, key="--lora").warning == ""
@@ -97,6 +105,7 @@ def test_an_adapter_goes_with_its_own_base_alone(random_model: Path, tied_model:
 
 
 def test_peft_reads_a_config_with_a_digest(tmp_path: Path) -> None:
+    """PEFT loads an adapter_config.json that contains the digest, with a warning."""
     folder = adapter(tmp_path / "own", digest="sha256:0")
     with pytest.warns(UserWarning, match=DIGEST):
         config = LoraConfig.from_pretrained(folder)

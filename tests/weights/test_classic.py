@@ -1,4 +1,5 @@
-"""Megatron's classic checkpoints: which layer of the whole model a chunk's layer is."""
+"""Classic Megatron checkpoints: mapping of a pipeline chunk's layers to layers of the whole
+model."""
 
 from pathlib import Path
 
@@ -13,8 +14,9 @@ NAME = "decoder.layers.{}.mlp.linear_fc2.weight"
 @pytest.mark.parametrize(("stages", "chunks", "layers"), [(1, 1, 3), (2, 1, 2), (2, 2, 2), (2, 12, 1), (1, 11, 2)])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_chunks_of_an_interleaved_pipeline_go_round_the_stages(tmp_path: Path, stages: int, chunks: int, layers: int, tp: int) -> None:
-    """As Megatron cuts a model (arXiv 2104.04473, 2.2): the first layers are stage 0's first chunk, the next ones stage 1's, and so on. A
-    layer's weight is its number. Keys of chunks are written in reverse."""
+    """Chunks of an interleaved pipeline are assigned to the stages in turn, as Megatron does (arXiv
+    2104.04473, 2.2). The first layers are stage 0's first chunk, the next ones stage 1's first
+    chunk, and so on. Each weight holds its layer number; chunk keys are stored in reverse order."""
     for rank in range(tp):
         for stage in range(stages):
             state: dict[str, object] = {"args": None}

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files: those of sha256sum, and every reader of tensors compares them."""
+"""Digests of checkpoint files: they equal sha256sum's, and every tensor reader verifies them."""
 
 import re
 import subprocess
@@ -33,6 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_digest_is_that_of_sha256sum(tmp_path: Path) -> None:
+    """The digest of a file equals the output of sha256sum."""
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 5000)
     expected = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
@@ -41,7 +42,9 @@ def test_a_digest_is_that_of_sha256sum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["", "critic"])
 def test_changed_numbers_are_refused_by_file(part: str, checkpoint: Path) -> None:
-    """Without the record they are read: archives and sizes are whole. A tensor of another file is read."""
+    """A modified tensor file is rejected by its digest; a tensor in an unmodified file is still
+    read. Without the recorded digests the modified file is read, because its archive and size are
+    intact."""
     folder = checkpoint / part
     file, before = folder / "__0_0.distcp", compute_sha256(folder / "__0_0.distcp")
     assert McoreTensors(folder).read("first")[10_000] == 0.5
@@ -60,6 +63,7 @@ def test_changed_numbers_are_refused_by_file(part: str, checkpoint: Path) -> Non
 
 
 def test_small_files_are_compared_when_the_folder_is_opened(checkpoint: Path) -> None:
+    """A modified small file is rejected when the checkpoint is opened."""
     (checkpoint / "common.pt").write_bytes((checkpoint / "common.pt").read_bytes()[::-1])
     with pytest.raises(ValueError, match=r"damaged: common.pt has the SHA-256 \w{64}, not \w{64}; "):
         McoreTensors(checkpoint)
@@ -67,7 +71,10 @@ def test_small_files_are_compared_when_the_folder_is_opened(checkpoint: Path) ->
 
 
 def test_a_file_that_is_not_recorded_is_refused(checkpoint: Path) -> None:
-    """A metadata file that leads to other tensors has another digest; where a record lacks the file, its numbers are nobody's."""
+    """A tensor in a file without a recorded digest is rejected.
+
+    Redirecting the metadata to such a file would change the digest of the metadata.
+    """
     files = {name: value for name, value in recorded_files(checkpoint).files.items() if name != "__0_1.distcp"}
     write_record(checkpoint, CheckpointState(step=1), files=files)
     assert McoreTensors(checkpoint).read("first")[0] == 0.5
@@ -76,6 +83,10 @@ def test_a_file_that_is_not_recorded_is_refused(checkpoint: Path) -> None:
 
 
 def test_a_folder_of_no_run_has_no_record(checkpoint: Path, tmp_path: Path) -> None:
+    """A folder outside a run's checkpoint has no recorded digests.
+
+    The critic's folder uses those of its checkpoint.
+    """
     make(tmp_path / "other")
     assert recorded_files(tmp_path / "other") is None
     assert recorded_files(checkpoint / "critic").prefix == "critic/" and recorded_files(checkpoint / "run") is None
@@ -85,6 +96,8 @@ def test_a_folder_of_no_run_has_no_record(checkpoint: Path, tmp_path: Path) -> N
     "files", [[], {"/etc/passwd": {"bytes": 1, "sha256": "0"}}, {"a/../../b": {"bytes": 1, "sha256": "0"}}, {"a": 4}, {"a": {"bytes": 1}}]
 )
 def test_a_record_of_a_stranger(files: object, checkpoint: Path) -> None:
+    """A malformed record of digests, or one with paths outside the folder, is rejected in one
+    line."""
     with pytest.raises((ValueError, TypeError)):
         check_records(files)
     write_record(checkpoint, CheckpointState(step=1), files=files)

@@ -1,5 +1,8 @@
-"""Mapped reading and steady writing of large files: the bytes, against plain reads; the page cache, against the kernel's own word.
-Folders that are whole or absent, whatever fails while they are written."""
+"""Memory-mapped reading and flushed writing of large files, and atomic replacement of folders.
+
+Contents are compared with plain reads, and the page cache with the kernel's report. A folder is
+complete or absent, whatever fails while it is written.
+"""
 
 import gc
 import os
@@ -18,7 +21,7 @@ PAGES = 64
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
-    """A file of 64 pages, on the disk."""
+    """Write a file of 64 pages to disk and drop it from the page cache."""
     path = tmp_path / "numbers"
     path.write_bytes(random.Random(0).randbytes(PAGES * 4096))
     descriptor = os.open(path, os.O_RDONLY)
@@ -29,7 +32,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def is_cached(path: Path, page: int) -> bool:
-    """Whether a page can be read without the disk."""
+    """Return True if the page can be read without disk access."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return os.preadv(descriptor, [bytearray(4096)], page * 4096, os.RWF_NOWAIT) == 4096
@@ -40,7 +43,10 @@ def is_cached(path: Path, page: int) -> bool:
 
 
 def test_a_mapped_tensor_is_the_files_and_changing_it_is_not_the_files(stored: Path) -> None:
-    """At an offset that is no multiple of a page."""
+    """A mapped tensor has the file's content, at an offset that is no multiple of a page.
+
+    Writing to the tensor does not change the file.
+    """
     before = stored.read_bytes()
     tensor = map_tensor(stored, offset=4100, dtype=torch.int16, shape=torch.Size([3, 5000]))
     assert tensor.shape == (3, 5000) and tensor.numpy().tobytes() == before[4100:34100]
@@ -50,6 +56,7 @@ def test_a_mapped_tensor_is_the_files_and_changing_it_is_not_the_files(stored: P
 
 @pytest.mark.parametrize("once", [False, True])
 def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, once: bool) -> None:
+    """With read_once, the file leaves the page cache when the last view of its tensor is freed."""
     if is_cached(stored, PAGES // 2):
         pytest.skip("the temporary folder lies on a file system that is its page cache")
     tensor = map_tensor(stored, offset=0, dtype=torch.uint8, shape=torch.Size([PAGES * 4096]), read_once=once)
@@ -64,7 +71,11 @@ def test_what_is_read_once_leaves_the_page_cache_with_its_tensor(stored: Path, o
 
 
 def test_a_steady_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces that fall on both sides of where the kernel is told to begin; a tensor that is a view, and one without dimensions."""
+    """A FlushedFile contains exactly the bytes written.
+
+    The pieces end on both sides of the flush threshold and include a tensor view and a tensor
+    without dimensions.
+    """
     monkeypatch.setattr(tensor_files, "WRITE_BYTES", 7)
     columns, number = torch.arange(12, dtype=torch.int16).reshape(3, 4)[:, 1:3], torch.tensor(2.5)
     file = FlushedFile(tmp_path / "file")
@@ -79,6 +90,10 @@ def test_a_steady_file_holds_what_was_written(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    """A failed write raises OSError with the file name.
+
+    A file-size limit stands in for a full disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
     try:
@@ -89,7 +104,8 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the second of the two renames fails, and where the process was killed between them; then a new one can take its place."""
+    """The old folder survives if the second of the two renames fails, or if the process is killed
+    between them. A later write can then replace it."""
     out, rename = tmp_path / "out", Path.rename
     out.mkdir()
     (out / "old").touch()
@@ -114,7 +130,10 @@ def test_a_folder_that_is_replaced_is_never_lost(tmp_path: Path, monkeypatch: py
 
 
 def test_parents_that_were_made_for_nothing_go(tmp_path: Path) -> None:
-    """But those that were there, or that hold something by now, stay."""
+    """After a failed write, parent folders created for it are removed.
+
+    Parents that existed before, or that contain something by now, stay.
+    """
     (tmp_path / "there").mkdir()
     with pytest.raises(ValueError, match="refused"), atomic_folder(tmp_path / "there" / "a" / "b" / "out"):
         raise ValueError("refused")

@@ -1,4 +1,4 @@
-"""FSDP shards of small worlds and large ones, as torch itself cuts them."""
+"""FSDP shards of small and large worlds, split as torch does."""
 
 from pathlib import Path
 
@@ -13,12 +13,15 @@ TENSORS = {
     "uneven": torch.arange(51, dtype=torch.bfloat16).reshape(17, 3),
     "short": torch.arange(5, dtype=torch.float32),
 }
-"""Rows that 12 ranks share evenly, that 12 ranks do not, and fewer rows than ranks."""
+"""Tensors with rows divisible by 12 ranks, rows not divisible by 12, and fewer rows than ranks."""
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (11,), (12,), (2, 6), (2, 11)])
 def test_parts_stand_in_the_order_of_their_ranks(mesh_shape: tuple[int, ...], tmp_path: Path) -> None:
-    """In worlds of more than ten the files' names, read as text, stand in another: rank_10 before rank_2."""
+    """Shards are concatenated in the numeric order of ranks.
+
+    With more than ten ranks the file names sort differently as text: rank_10 before rank_2.
+    """
     write_fsdp(tmp_path / "actor", TENSORS, mesh_shape)
     read = FsdpTensors(tmp_path / "actor")
     assert read.specs.keys() == TENSORS.keys()

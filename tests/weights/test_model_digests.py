@@ -1,4 +1,4 @@
-"""Which changes of a model's folder make it another model to a run that goes on."""
+"""Changes of a model folder that a resumed run rejects as another model."""
 
 import shutil
 from collections.abc import Callable
@@ -30,6 +30,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_differs_is_named_with_both_digests(name: str, random_model: Path, tmp_path: Path) -> None:
+    """A change of weights, config, tokenizer, chat template or processor is rejected with the file
+    and both digests."""
     folder = shutil.copytree(random_model, tmp_path / "model")
     before = model_digests(folder)
     assert before == model_digests(random_model)
@@ -45,6 +47,7 @@ def test_what_differs_is_named_with_both_digests(name: str, random_model: Path, 
 
 
 def test_a_file_that_is_gone_or_new_is_a_difference_and_a_model_card_is_none(random_model: Path, tmp_path: Path) -> None:
+    """A file that was added, removed or renamed makes it another model; README.md does not."""
     folder = shutil.copytree(random_model, tmp_path / "model")
     before = model_digests(folder)
     (folder / "README.md").write_text("# A model\n")
@@ -64,7 +67,10 @@ def test_a_file_that_is_gone_or_new_is_a_difference_and_a_model_card_is_none(ran
 
 
 def test_no_part_of_a_large_file_is_left_out(tmp_path: Path) -> None:
-    """Of 40 MiB each change of 3 blocks of 4 KiB in a row is seen; a file of less than 16 MiB is read as a whole."""
+    """The sampled digest of a 40 MiB file changes for every modified run of three 4 KiB blocks.
+
+    A file of less than 16 MiB is read completely.
+    """
     path, large, small = tmp_path / "w", 40 << 20, (16 << 20) - 1
     path.write_bytes(bytes(large))
     before = compute_sampled_digest(path)

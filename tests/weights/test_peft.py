@@ -1,4 +1,5 @@
-"""Adapters by hand, their table against Hugging Face's modules, and PEFT folders that do not fit."""
+"""LoRA adapters against results computed by hand, their name table against Hugging Face's modules,
+and rejection of unsupported PEFT folders."""
 
 import json
 import re
@@ -49,7 +50,7 @@ def random_(parameters: nn.Module, seed: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def linears(random_model: Path) -> dict[str, nn.Linear]:
-    """All linear layers of HF's model but the head, by name."""
+    """Return all linear layers of HF's model by name, except the LM head."""
     with torch.device("meta"):
         model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig.from_pretrained(random_model))
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"}
@@ -63,7 +64,10 @@ def rows_for(linears: dict[str, nn.Linear], targets: list[str]) -> list[ParamMap
 
 @pytest.mark.parametrize("targets", [["attention"], ["mlp"], ["vision"], ["projector"], ["attention", "projector"], list(TARGETS)])
 def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], linears: dict[str, nn.Linear]) -> None:
-    """The pattern in adapter_config.json meets exactly the modules that have tensors; all four targets are all linear layers."""
+    """The pattern in adapter_config.json matches exactly the modules that have adapter tensors.
+
+    All four targets together cover all linear layers.
+    """
     wanted = {name for name in linears if any(re.fullmatch(TARGETS[target], name) for target in targets)}
     assert len(targets) < 4 or wanted == linears.keys()
     names = [PEFT_PREFIX + nested_name(name) for row in rows_for(linears, targets) for name in row.hf_names]
@@ -73,12 +77,14 @@ def test_every_target_has_its_pair_and_peft_adapts_the_same(targets: list[str], 
 
 
 def test_names_go_there_and_back(linears: dict[str, nn.Linear]) -> None:
+    """Every adapter name is restored from its PEFT name."""
     for row in rows_for(linears, list(TARGETS)):
         assert canonical_name(PEFT_PREFIX + nested_name(row.hf_names[0])) == row.hf_names[0]
 
 
 def fused(dropout: float) -> LoraAdapter:
-    """Four query heads on two key/value heads of one number each."""
+    """Return an adapter of a fused QKV layer with four query heads, two key/value heads and head
+    size 1."""
     heads = AttentionHeads(num_query_heads=4, num_kv_heads=2, head_dim=1)
     adapter = LoraAdapter(
         LoraSettings(rank=2, alpha=6.0, dropout=dropout), 5, {"q_proj": 4, "k_proj": 2, "v_proj": 2},
@@ -89,12 +95,14 @@ def fused(dropout: float) -> LoraAdapter:
 
 
 def by_hand(adapter: LoraAdapter, x: torch.Tensor) -> torch.Tensor:
-    """Each projection by itself, then the outputs in the order q0 q1 k0 v0 q2 q3 k1 v1."""
+    """Compute each projection separately, and return the outputs in the order q0 q1 k0 v0 q2 q3 k1
+    v1."""
     q, k, v = (x @ adapter.lora_a[name].T @ adapter.lora_b[name].T * 3.0 for name in ("q_proj", "k_proj", "v_proj"))
     return torch.stack([q[:, 0], q[:, 1], k[:, 0], v[:, 0], q[:, 2], q[:, 3], k[:, 1], v[:, 1]], 1)
 
 
 def test_a_fused_layer_carries_three_adapters() -> None:
+    """The adapter of a fused QKV layer equals three separate adapters, both applied and merged."""
     adapter = fused(dropout=0.0)
     x, output, weight = torch.randn(7, 5), torch.randn(7, 8), torch.randn(8, 5)
     expected = output + by_hand(adapter, x)
@@ -105,6 +113,7 @@ def test_a_fused_layer_carries_three_adapters() -> None:
 
 
 def test_dropout_takes_inputs_out_in_training_only() -> None:
+    """Dropout applies to the adapter's input in training and not in evaluation."""
     adapter = fused(dropout=0.25)
     x, output = torch.randn(300, 5), torch.zeros(300, 8)
     torch.manual_seed(1)
@@ -116,7 +125,7 @@ def test_dropout_takes_inputs_out_in_training_only() -> None:
 
 
 class Merger(nn.Module):
-    """The part of a chunk that target `projector` adapts, under its names there."""
+    """The part of a model chunk that target `projector` adapts, with the names it has there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,6 +148,11 @@ def chunks() -> nn.ModuleList:
 
 
 def test_a_layer_of_the_tower_keeps_its_parameters_and_can_be_itself_again() -> None:
+    """Adapting the vision tower keeps its parameter objects.
+
+    With a new adapter or with disabled adapters the output equals the original bit for bit, and
+    merged weights give the adapted output within 1e-5.
+    """
     plain = Merger()
     x = torch.randn(3, 60)
     parameters, output = dict(plain.named_parameters()), plain.vision.merger.mlp(x)
@@ -162,7 +176,8 @@ def test_a_layer_of_the_tower_keeps_its_parameters_and_can_be_itself_again() -> 
 
 
 def test_adapters_are_merged_in_fp32(chunks: nn.ModuleList) -> None:
-    """In bfloat16 the weight is the nearest to what the same numbers make in float64: nothing is rounded on the way."""
+    """A merged bfloat16 weight is the float64 result rounded once, without intermediate
+    rounding."""
     chunks.to(torch.bfloat16)
     linear = chunks[0].vision.merger.mlp[0]
     random_(linear.adapter)
@@ -173,7 +188,8 @@ def test_adapters_are_merged_in_fp32(chunks: nn.ModuleList) -> None:
 
 
 def test_new_adapters_start_as_pefts_do(chunks: nn.ModuleList) -> None:
-    """A uniform in +-1 / sqrt(inputs), B zero; by seed and name."""
+    """A new adapter starts like PEFT's: A is uniform in +-1 / sqrt(inputs) and B is zero. A depends
+    on the seed and the parameter name."""
     init_adapters(chunks, ROWS, PLACEMENT, seed=0)
     first, second = (chunks[0].vision.merger.mlp[index].adapter for index in (0, 2))
     a = first.lora_a["0"].detach().clone()
@@ -190,7 +206,7 @@ def test_new_adapters_start_as_pefts_do(chunks: nn.ModuleList) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What fits `chunks`."""
+    """Write an adapter folder that fits `chunks`."""
     sizes = {"0": (60, 50), "2": (50, 6)}
     tensors = {f"visual.merger.mlp.{i}.lora_A.weight": torch.randn(2, size[0]) for i, size in sizes.items()}
     tensors |= {f"visual.merger.mlp.{i}.lora_B.weight": torch.randn(size[1], 2) for i, size in sizes.items()}
@@ -200,6 +216,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
+    """A written adapter is loaded with the same tensors."""
     load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
     stored = load_file(folder / WEIGHTS)
     loaded = chunks[0].vision.merger.mlp[2].adapter.lora_b["2"]
@@ -230,6 +247,8 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     ({"lora_alpha": None}, "^lora.path=.*: lora_alpha=None in its .* is not a number"),
 ])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunks: nn.ModuleList, folder: Path) -> None:
+    """An adapter with other settings, or one that is not plain LoRA, is rejected with an error that
+    names the field."""
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | change))
     with pytest.raises(ValueError, match=message):
@@ -237,7 +256,10 @@ def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunk
 
 
 def test_of_the_fields_of_peft_only_those_of_a_plain_adapter_may_be_set(chunks: nn.ModuleList, folder: Path) -> None:
-    """All of PEFT's own fields at their defaults are accepted; each that is not known is refused at any other value, by name."""
+    """All of PEFT's own fields are accepted at their defaults.
+
+    Each field outside KNOWN_FIELDS is rejected by name at any other value.
+    """
     own = json.loads((folder / CONFIG).read_text())
     plain = {**{name: value for name, value in LoraConfig().to_dict().items() if name not in own}, **own}
     (folder / CONFIG).write_text(json.dumps(plain))
@@ -251,7 +273,8 @@ def test_of_the_fields_of_peft_only_those_of_a_plain_adapter_may_be_set(chunks: 
 
 
 def peft_adapter(base: nn.Module, folder: Path, start: str | bool | None) -> nn.Module:
-    """An adapter of PEFT's own, trained a little and saved; what PEFT makes of it and the base by loading and merging."""
+    """Train an adapter with PEFT, save it, and return the base model with the adapter loaded and
+    merged by PEFT."""
     model = get_peft_model(deepcopy(base), LoraConfig(r=2, lora_alpha=6, target_modules=r".*merger\.mlp\.[02]", init_lora_weights=start))
     for name, parameter in model.named_parameters():
         parameter.data += 0.1 * torch.randn_like(parameter) * ("lora_" in name)
@@ -269,7 +292,8 @@ def peft_adapter(base: nn.Module, folder: Path, start: str | bool | None) -> nn.
 def test_an_adapter_that_is_no_addition_to_the_base_is_refused(
     start: str | bool | None, is_plain: bool, chunks: nn.ModuleList, tmp_path: Path
 ) -> None:
-    """W + alpha / rank * B A of the base that was given is what PEFT itself makes of the two, or there is an error."""
+    """An adapter is loaded only if PEFT's own merge equals W + alpha / rank * B A on the given
+    base. Others, such as pissa and olora, are rejected."""
     base = nn.Module()
     base.model = nn.Module()
     base.model.visual = Merger().vision
@@ -293,12 +317,14 @@ def test_an_adapter_that_is_no_addition_to_the_base_is_refused(
     ('{"peft_type": "LORA", "lora_alpha": 6}', "r=None in its adapter_config.json is not a rank"),
 ])  # fmt: skip
 def test_settings_that_are_none(text: str, message: str, chunks: nn.ModuleList, folder: Path) -> None:
+    """An adapter_config.json without valid settings is rejected."""
     (folder / CONFIG).write_text(text)
     with pytest.raises(ValueError, match=f"^lora.path={folder}: {message}"):
         load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
 
 
 def test_tensors_that_do_not_fit_are_named(chunks: nn.ModuleList, folder: Path) -> None:
+    """Missing, extra, misshapen and damaged adapter tensors are rejected by name."""
     stored = {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
     name = "base_model.model.model.visual.merger.mlp.2.lora_A.weight"
     fewer = {key: tensor for key, tensor in stored.items() if key != name}
@@ -321,6 +347,7 @@ def test_tensors_that_do_not_fit_are_named(chunks: nn.ModuleList, folder: Path) 
 
 
 def test_a_full_disk_keeps_the_adapter_that_was_there(folder: Path) -> None:
+    """If writing an adapter fails, the old adapter stays unchanged."""
     before = (folder / WEIGHTS).read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))

@@ -1,4 +1,5 @@
-"""Limits of a picture's pixels in written folders, against the grids that transformers' own processor makes of pictures."""
+"""Pixel limits of images in written model folders, against the grids that transformers' processor
+computes."""
 
 import json
 import shutil
@@ -17,7 +18,7 @@ SIZES = ((100, 80), (150, 100), (300, 900), (640, 480))
 
 
 def forms(model: Path) -> dict[str, dict[str, dict]]:
-    """The processor's files as several transformers wrote them, with other limits."""
+    """Return the processor files as written by several transformers versions, with other limits."""
     whole = json.loads((model / "processor_config.json").read_text())
     part = whole["image_processor"]
     plain = {key: value for key, value in part.items() if key != "size"}
@@ -36,6 +37,8 @@ def grids(processor: object) -> list[list[int]]:
 
 @pytest.mark.parametrize("form", ["5.19", "4.57", "4.49", "4.45", "both"])
 def test_transformers_resizes_as_in_training(form: str, random_model: Path, tmp_path: Path) -> None:
+    """transformers' processor of the written folder computes the grids of the training limits, for
+    every form of the processor files. The source folder stays unchanged."""
     source, out = tmp_path / "source", tmp_path / "out"
     source.mkdir()
     for path in random_model.iterdir():
@@ -53,12 +56,14 @@ def test_transformers_resizes_as_in_training(form: str, random_model: Path, tmp_
     assert read_pixel_limits(out) == LIMITS
     older = json.loads((out / "preprocessor_config.json").read_text())
     assert (older["min_pixels"], older["max_pixels"], older["size"]) == (*LIMITS, {"longest_edge": 48_000, "shortest_edge": 40_000})
-    (out / "processor_config.json").unlink(missing_ok=True)  # which readers before transformers 5 do not know
+    (out / "processor_config.json").unlink(missing_ok=True)  # readers before transformers 5 ignore this file
     assert grids(AutoImageProcessor.from_pretrained(out)) == expected
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
 
 
 def test_a_folder_without_a_processor_stays_without_one(tmp_path: Path) -> None:
+    """No processor file is created in a folder without one, and no limits are read from it or from
+    a damaged file."""
     write_pixel_limits(tmp_path, LIMITS)
     assert list(tmp_path.iterdir()) == []
     assert read_pixel_limits(tmp_path) is None
@@ -69,7 +74,8 @@ def test_a_folder_without_a_processor_stays_without_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("older", [{}, {"min_pixels": 40_000}, {"max_pixels": 48_000}, {"min_pixels": 40_000, "max_pixels": 48_000}])
 @pytest.mark.parametrize("file", ["preprocessor_config.json", "processor_config.json"])
 def test_of_two_limits_that_differ_transformers_is_followed(file: str, older: dict[str, int], random_model: Path, tmp_path: Path) -> None:
-    """`size` says 30,000 to 90,000, the older names something else: read are the limits by which transformers resizes."""
+    """If `size` and the older fields differ, `read_pixel_limits` returns the limits by which
+    transformers resizes. `size` has 30,000 to 90,000, and the older fields have other values."""
     part = json.loads((random_model / "processor_config.json").read_text())["image_processor"]
     part = {**part, "size": {"shortest_edge": 30_000, "longest_edge": 90_000}, **older}
     (tmp_path / file).write_text(json.dumps({"image_processor": part} if file == "processor_config.json" else part))

@@ -1,4 +1,5 @@
-"""Folders of safetensors: files as Qwen names them, read by safetensors itself, in bounded memory; damage and a full disk."""
+"""Writing and reading of safetensors folders: file names as in Qwen's releases, contents read by
+safetensors, bounded memory, damaged files and a full disk."""
 
 import json
 import re
@@ -38,6 +39,10 @@ def some_tensors() -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def test_files_are_numbered_and_indexed_as_released_ones(like: Path, tmp_path: Path) -> None:
+    """Shards are named, sized and indexed as in released models, and contain all tensors.
+
+    Returned are the kinds of files that the source folder lacks.
+    """
     out = tmp_path / "out"
     assert write_hf_folder(out, some_tensors(), like=like, shard_bytes=5000) == ["processor", "generation config"]
     files = sorted(out.glob("*.safetensors"))
@@ -62,7 +67,10 @@ def test_files_are_numbered_and_indexed_as_released_ones(like: Path, tmp_path: P
 
 
 def test_a_full_header_begins_a_new_file(like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The header of 43 tensors takes some 3500 bytes; there is room for half of them."""
+    """A new file starts if the header is full.
+
+    The header of 43 tensors takes about 3500 bytes; the limits allow about half of them.
+    """
     monkeypatch.setattr(safetensors_folder, "HEADER_BYTES", 2000)
     monkeypatch.setattr(safetensors_folder, "MAX_ENTRY_BYTES", 200)
     write_hf_folder(tmp_path / "out", some_tensors(), like=like)
@@ -72,6 +80,8 @@ def test_a_full_header_begins_a_new_file(like: Path, tmp_path: Path, monkeypatch
 
 
 def test_a_check_sees_the_whole_folder_and_can_refuse_it(like: Path, tmp_path: Path) -> None:
+    """The check function gets the complete folder; if it raises, no folder is written."""
+
     def check(folder: Path) -> None:
         assert json.loads((folder / "config.json").read_text()) == {"new": 1}
         assert len(load_file(next(folder.glob("*.safetensors")))) == 43
@@ -84,7 +94,8 @@ def test_a_check_sees_the_whole_folder_and_can_refuse_it(like: Path, tmp_path: P
 
 @pytest.mark.parametrize("damage", ["a byte more", "another shape", "another name"])
 def test_a_file_that_reads_back_differently_is_an_error(like: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
-    """As if the disk had not kept what was written."""
+    """A file that differs from what was written raises OSError, as if the disk had corrupted it,
+    and no folder is left."""
     close = safetensors_folder._Shard.close
 
     def damaged(shard: safetensors_folder._Shard) -> None:
@@ -121,6 +132,7 @@ def numbered_tensors(*, fail_after: int | None = None) -> Iterator[tuple[str, to
 
 
 def test_a_written_folder_is_complete_and_replaces_the_old_one(source: Path, tmp_path: Path) -> None:
+    """Writing twice leaves one complete folder and no temporary folder."""
     out = tmp_path / "out"
     for _ in range(2):
         write_hf_folder(out, numbered_tensors(), like=source, shard_bytes=9000)
@@ -137,6 +149,7 @@ def test_a_written_folder_is_complete_and_replaces_the_old_one(source: Path, tmp
 
 
 def test_a_failed_write_leaves_nothing_and_keeps_the_old_one(source: Path, tmp_path: Path) -> None:
+    """If writing fails, the old folder stays unchanged and no temporary folder is left."""
     out = tmp_path / "out"
     write_hf_folder(out, numbered_tensors(), like=source)
     before = (out / "model.safetensors.index.json").read_bytes()
@@ -147,7 +160,10 @@ def test_a_failed_write_leaves_nothing_and_keeps_the_old_one(source: Path, tmp_p
 
 
 def test_a_full_disk_is_an_error_that_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    """A file-size limit makes the kernel refuse the write, as a full disk does."""
+    """A full disk raises OSError that names the file, and leaves no folder.
+
+    A file-size limit makes the kernel refuse the write, as a full disk does.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
@@ -159,6 +175,7 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(source: Path, tmp_path: Pat
 
 
 def test_damaged_and_incomplete_folders_are_named(source: Path) -> None:
+    """A corrupt, missing or incomplete set of weight files is rejected by name."""
     path = source / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="^model.path=.*: model.safetensors is corrupt"):
@@ -172,7 +189,8 @@ def test_damaged_and_incomplete_folders_are_named(source: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_file(like: Path, tmp_path: Path) -> None:
-    """768 MB in tensors of 32 MB, one file: the peak grows by two, for a moment three (measured: 73 to 98 MiB), not by a file."""
+    """Writing 768 MB in tensors of 32 MB to one file raises peak memory by less than four tensors,
+    not by the file size. The peak grows by two, briefly three, tensors (measured: 73 to 98 MiB)."""
     code = """
 import resource, sys, torch
 from pathlib import Path

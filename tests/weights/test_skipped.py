@@ -1,4 +1,5 @@
-"""Tensors beside the model's own: buffers that transformers computes anew are left out, all others are refused by name."""
+"""Extra tensors in a checkpoint: buffers that transformers recomputes are skipped, all others are
+rejected by name."""
 
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ BUFFERS = ("model.layers.0.self_attn.rotary_emb.inv_freq", "visual.rotary_pos_em
 
 
 def beside(model: Path, out: Path, names: tuple[str, ...]) -> Path:
+    """Copy the model with additional tensors of these names."""
     out.mkdir()
     shutil.copy(model / "config.json", out)
     tensors = load_file(model / "model.safetensors") | {name: torch.zeros(4) for name in names}
@@ -24,6 +26,8 @@ def beside(model: Path, out: Path, names: tuple[str, ...]) -> Path:
 
 
 def test_buffers_are_left_out_with_one_line(random_model: Path, tmp_path: Path) -> None:
+    """Recomputed buffers are skipped and listed in one line; the other tensors are those of the
+    plain model."""
     folder = beside(random_model, tmp_path / "with", BUFFERS)
     source, plain = (open_source(path, read_spec(random_model), key="model.path") for path in (folder, random_model))
     assert source.specs == plain.specs and sorted(source.skipped) == sorted(BUFFERS)
@@ -35,6 +39,7 @@ def test_buffers_are_left_out_with_one_line(random_model: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["v_head.summary.weight", "model.layers.0.self_attn.inv_freq", "visual.blocks.0.attn.gate.bias"])
 def test_other_tensors_are_refused_by_name(name: str, random_model: Path, tmp_path: Path) -> None:
+    """Any other extra tensor is rejected by name."""
     folder = beside(random_model, tmp_path / "with", (name,))
     with pytest.raises(
         ValueError,

@@ -1,4 +1,5 @@
-"""Weights streamed out of a live model: what comes is what went in, however small the buckets that carry it."""
+"""Export of HF weights from a live model: the exported tensors equal the loaded ones for every
+bucket size."""
 
 import itertools
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ SHAPES = {
     "embed_tokens": (VOCABULARY, WIDTH), "lm_head": (VOCABULARY, WIDTH), "q_proj": (8, WIDTH), "k_proj": (4, WIDTH), "v_proj": (4, WIDTH),
     "o_proj": (WIDTH, 8), "gate_proj": (FFN, WIDTH), "up_proj": (FFN, WIDTH), "down_proj": (WIDTH, FFN), "0": (WIDTH, WIDTH),
 }  # fmt: skip
-"""The weight of a Hugging Face layer by the last part of its name; norms have one dimension."""
+"""Shape of a Hugging Face layer's weight by the last part of its name; norms have one dimension."""
 
 
 def hf_tensors() -> dict[str, torch.Tensor]:
@@ -40,7 +41,7 @@ def hf_tensors() -> dict[str, torch.Tensor]:
 
 
 def chunk_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
-    """A chunk of a model with the table's parameters, all zero."""
+    """Build a model chunk with all parameters of the table, initialized to zero."""
     chunk = nn.Module()
     for row in ROWS:
         *parents, own = row.mcore_name.split(".")
@@ -56,7 +57,7 @@ def chunk_of(tensors: dict[str, torch.Tensor]) -> nn.Module:
 
 @pytest.fixture
 def alone() -> Iterator[ShardLocation]:
-    """The placement of a world of one process."""
+    """Return the shard location in a world of one process."""
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     group = dist.group.WORLD
     yield ShardLocation(0, group, 0, group, chunks=1, layers_per_chunk=4)
@@ -65,7 +66,10 @@ def alone() -> Iterator[ShardLocation]:
 
 @pytest.mark.parametrize("bucket_bytes", [0, 300, 1000, 1 << 20])
 def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: ShardLocation) -> None:
-    """In one bucket for each kind, in several, and with every parameter in a bucket of its own."""
+    """The exported tensors equal the loaded tensors.
+
+    Bucket sizes give one bucket per kind, several buckets, or one bucket per parameter.
+    """
     tensors = hf_tensors()
     chunks = nn.ModuleList([chunk_of(tensors)])
     load_hf(chunks, ROWS, alone, tensors.__getitem__)
@@ -80,7 +84,8 @@ def test_what_is_exported_is_what_was_loaded(bucket_bytes: int, alone: ShardLoca
 
 @pytest.mark.parametrize(("stages", "chunks", "layers"), [(1, 1, 4), (2, 1, 3), (2, 2, 1), (2, 2, 2), (3, 2, 2), (2, 3, 1)])
 def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, layers: int) -> None:
-    """As Megatron cuts a model (arXiv 2104.04473, 2.2): the model is walked through from its first layer, a chunk of each stage in turn."""
+    """Layers are assigned as Megatron does (arXiv 2104.04473, 2.2): from the first layer on, each
+    stage gets one chunk in turn."""
     group = SimpleNamespace(size=lambda: stages)
     placement = ShardLocation(0, SimpleNamespace(size=lambda: 1), 0, group, chunks=chunks, layers_per_chunk=layers)
     walked = [(stage, chunk, layer) for chunk in range(chunks) for stage in range(stages) for layer in range(layers)]
@@ -95,7 +100,9 @@ def test_layers_go_round_the_stages_chunk_by_chunk(stages: int, chunks: int, lay
 
 @pytest.mark.parametrize("max_numel", [0, 50, 100, 500, 1 << 20])
 def test_buckets_hold_every_row_once_and_no_more_than_they_may(max_numel: int) -> None:
-    """Over two stages with two chunks each; a row that is larger than a bucket has one of its own."""
+    """Buckets contain every row once, keep the row order per kind, and are closed only if the next
+    row does not fit. There are two stages with two chunks each; a row larger than a bucket has its
+    own bucket."""
     placement = ShardLocation(0, SimpleNamespace(size=lambda: 2), 0, SimpleNamespace(size=lambda: 2), chunks=2, layers_per_chunk=1)
     tensors = hf_tensors()
     shapes = {row.mcore_name: row.to_mcore(tuple(tensors[name] for name in row.hf_names), 0, 2).shape for row in ROWS}

@@ -1,4 +1,5 @@
-"""The torch_dist format, written and read a tensor at a time, against torch's own reader and writer."""
+"""The torch_dist checkpoint format, read and written one tensor at a time, against torch's own
+reader and writer."""
 
 import os
 import pickle
@@ -38,6 +39,10 @@ def written(tmp_path: Path) -> Path:
 
 
 def test_torch_reads_what_was_written(written: Path) -> None:
+    """torch's reader loads the written tensors.
+
+    Files are split at file_bytes, and a view is written without the rest of its storage.
+    """
     state = {key: torch.zeros_like(tensor) for key, tensor in TENSORS.items()}
     dcp.load(state, checkpoint_id=written, no_dist=True)
     assert all(torch.equal(state[key], tensor) for key, tensor in TENSORS.items())
@@ -47,7 +52,10 @@ def test_torch_reads_what_was_written(written: Path) -> None:
 
 @pytest.mark.parametrize(("dim", "parts"), [(0, 1), (0, 2), (0, 5), (0, 10), (1, 3)])
 def test_runs_of_rows_are_one_tensor(tmp_path: Path, dim: int, parts: int) -> None:
-    """Ten rows out of three tensors, wherever the chunks cut them, as torch reads them."""
+    """A tensor written as several row slices is one tensor to torch's reader.
+
+    Ten rows come from three tensors, with chunk borders independent of the slices.
+    """
     whole, other = torch.arange(60, dtype=torch.float32).reshape(10, 6), torch.ones(3)
     with TorchDistWriter(tmp_path) as writer:
         writer.add("other", other)
@@ -62,6 +70,7 @@ def test_runs_of_rows_are_one_tensor(tmp_path: Path, dim: int, parts: int) -> No
 
 
 def test_what_torch_wrote_is_read(tmp_path: Path) -> None:
+    """Tensors that torch's writer saved are read, without optimizer state."""
     dcp.save(dict(TENSORS), checkpoint_id=tmp_path, no_dist=True)
     stored = McoreTensors(tmp_path)
     assert stored.specs.keys() == {"rows", "columns", "view"}
@@ -69,6 +78,7 @@ def test_what_torch_wrote_is_read(tmp_path: Path) -> None:
 
 
 def test_chunks_are_those_of_the_ranks(written: Path) -> None:
+    """The stored chunks have the offsets and sizes of the ranks' shards."""
     stored = McoreTensors(written)
     chunks = [(tuple(offsets), tuple(sizes)) for offsets, sizes in stored.chunks("columns")]
     assert chunks == [((0, 0), (8, 2)), ((0, 2), (8, 2)), ((0, 4), (8, 2))]
@@ -77,7 +87,7 @@ def test_chunks_are_those_of_the_ranks(written: Path) -> None:
 
 
 def damage(folder: Path, change: Callable[[Metadata], None]) -> None:
-    """Store the folder's metadata again, changed."""
+    """Apply `change` to the folder's metadata and store the result."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     change(metadata)
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -101,12 +111,14 @@ def forget_a_place(metadata: Metadata) -> None:
     [(drop_a_chunk, "do not cover it exactly once"), (double_a_chunk, "do not cover it exactly once"), (forget_a_place, "is in no file")],
 )
 def test_chunks_that_are_not_the_tensor(change: Callable[[Metadata], None], said: str, written: Path) -> None:
+    """Metadata with missing or duplicate chunks, or without a storage location, is rejected."""
     damage(written, change)
     with pytest.raises(ValueError, match=f"^--checkpoint={written}: rows: .*{said}"):
         McoreTensors(written)
 
 
 def test_files_that_are_cut_off_or_missing(written: Path) -> None:
+    """A truncated or missing data file is rejected by name when the checkpoint is opened."""
     first = written / "__0_0.distcp"
     os.truncate(first, first.stat().st_size // 2)
     with pytest.raises(ValueError, match="rows: __0_0.distcp is truncated"):
@@ -117,6 +129,7 @@ def test_files_that_are_cut_off_or_missing(written: Path) -> None:
 
 
 def test_a_file_that_was_overwritten(written: Path) -> None:
+    """An overwritten data file is rejected by name when a tensor is read."""
     path = written / "__0_0.distcp"
     path.write_bytes(b"\xff" * path.stat().st_size)
     with pytest.raises(ValueError, match="rows: __0_0.distcp is corrupt"):
@@ -129,6 +142,7 @@ class Evil:
 
 
 def test_a_strange_pickle_is_not_run(written: Path) -> None:
+    """A metadata pickle that calls a foreign function is rejected and not executed."""
     (written / ".metadata").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(ValueError, match="system, which is not allowed"):
         McoreTensors(written)
@@ -136,6 +150,7 @@ def test_a_strange_pickle_is_not_run(written: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, [1], {"state_dict_metadata": {}}])
 def test_another_pickle_is_no_metadata(content: object, written: Path) -> None:
+    """A pickle that holds no Metadata is rejected in one line."""
     (written / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(ValueError, match=f"^--checkpoint={written}: .metadata is damaged .it contains a .*, not Metadata.; copy it again"):
         McoreTensors(written)
@@ -156,7 +171,8 @@ with TorchDistWriter(Path(sys.argv[1])) as writer:
 
 
 def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None:
-    """24 tensors of 16 MiB: torch's own writer holds all of them until the file is full."""
+    """Writing 24 tensors of 16 MiB raises peak memory by at most 48 MiB. torch's own writer holds
+    all tensors until the file is full."""
     command = [sys.executable, "-c", WRITES_384_MB, str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     assert sum(path.stat().st_size for path in tmp_path.glob("*.distcp")) > 25 << 24
@@ -164,6 +180,10 @@ def test_memory_does_not_grow_with_the_number_of_tensors(tmp_path: Path) -> None
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path) -> None:
+    """A full disk raises OSError, and no metadata is written.
+
+    A file-size limit stands in for a full disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:

@@ -1,6 +1,8 @@
-"""Files of tensors and folders of models that stand for more than they hold, or that lead elsewhere: one line, 100 MB, 10 s.
+"""Malicious weight files and model folders: each is rejected with a one-line error within 100 MB
+and 10 s.
 
-Each beside what the library that reads such files makes of it by itself.
+Some files expand to much more than their size; others lead out of the folder. Control tests run the
+underlying library on the same files.
 """
 
 import json
@@ -25,7 +27,7 @@ from tests.support.reader_cost import ReadResult, is_cheap, measure_reads
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every bomb by its name."""
+    """Return the path of every malicious file or folder by its name."""
     home = tmp_path_factory.mktemp("bombs")
     found = {name: home / f"{name}.pt" for name in bombs.TORCH}
     for name, path in found.items():
@@ -50,7 +52,7 @@ READERS = {
 
 @pytest.fixture(scope="module")
 def found(places: dict[str, Path]) -> dict[str, ReadResult | None]:
-    """What reading each took, all of them in one process."""
+    """Return the cost of reading each malicious file, all measured in one process."""
     return dict(
         zip(READERS, measure_reads(("spec", places["names"]), *((READERS[name], places[name]) for name in READERS))[1:], strict=True)
     )
@@ -58,7 +60,10 @@ def found(places: dict[str, Path]) -> dict[str, ReadResult | None]:
 
 @pytest.mark.parametrize("name", READERS)
 def test_it_takes_what_its_size_allows(name: str, found: dict[str, ReadResult | None]) -> None:
-    """`strides`, `chunks` and `deep index` are security.md 25."""
+    """Reading a malicious file is cheap.
+
+    `strides`, `chunks` and `deep index` are security.md 25.
+    """
     assert is_cheap(found[name])
 
 
@@ -68,13 +73,17 @@ def test_it_takes_what_its_size_allows(name: str, found: dict[str, ReadResult | 
      ("memo", "by pickle", ".metadata"), ("keyed", "by pickle", ".metadata"), ("names", "by json", "model.safetensors")],
 )  # fmt: skip
 def test_the_libraries_by_themselves_take_more(name: str, reader: str, file: str, places: dict[str, Path]) -> None:
-    """They end by a signal, or take more than 200 MB, or ask for more than there is."""
+    """Control: the libraries alone are killed by a signal, take more than 200 MB, or fail to
+    allocate."""
     (control,) = measure_reads((reader, places[name] / file if file else places[name]))
     assert control is None or control.mb > 200 or "alloc" in control.error, control
 
 
 def test_chunks_that_tile_and_those_that_do_not() -> None:
-    """Held against the count of every entry, for boxes that were cut at random, then with one moved, doubled or left out."""
+    """`chunks_cover_tensor` equals a count per tensor entry, on randomly cut boxes.
+
+    In a third of the trials a box is duplicated, and in another third one is removed.
+    """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
 
     draw = torch.Generator().manual_seed(0)
@@ -101,7 +110,11 @@ def test_chunks_that_tile_and_those_that_do_not() -> None:
 
 
 def test_a_state_is_given_to_nothing_but_records(tmp_path: Path) -> None:
-    """BUILD with (None, slots) sets attributes: of a function of ours, that would change the process. The control lets pickle do it."""
+    """Pickle's BUILD sets state on records only.
+
+    BUILD with (None, slots) sets attributes; on a function of this project it would change the
+    process. As a control, plain pickle does so.
+    """
     slots = b"(N}X\x0c\0\0\0__defaults__)stb."
     (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch\nSize\n" + slots)
     with pytest.raises(ValueError, match="sets the state of a function"):
@@ -121,7 +134,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/dev/zero", "sub/model.safetensors", "..", "."])
 def test_an_index_names_files_of_its_folder(file: str, folder: Path) -> None:
-    """security.md 25: what it named was opened before it was refused."""
+    """An index may only name files of its folder. security.md 25: the named file was opened before
+    it was rejected."""
     shutil.copy(folder / "model.safetensors", folder.parent / "other.safetensors")
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"w": file}}))
     with pytest.raises(ValueError, match="which is not a file of the folder"):
@@ -129,7 +143,10 @@ def test_an_index_names_files_of_its_folder(file: str, folder: Path) -> None:
 
 
 def test_a_pipe_is_no_file(folder: Path) -> None:
-    """Opened, it waits for a writer for ever: the control waits for a second."""
+    """A named pipe is not treated as a weight file.
+
+    Opening it would block until a writer appears; the control times out after one second.
+    """
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
     with pytest.raises(ValueError, match="no \\*.safetensors file"):
@@ -139,7 +156,9 @@ def test_a_pipe_is_no_file(folder: Path) -> None:
 
 
 def test_links_out_of_a_model_are_refused(folder: Path) -> None:
-    """security.md 17: tokenizer.json -> /etc/shadow was copied into what was to be published. Told when the weights are opened."""
+    """A link that leads out of a model folder is rejected, both on copying and on opening the
+    weights. security.md 17: tokenizer.json -> /etc/shadow was copied into a folder to be
+    published."""
     (folder / "tokenizer.json").symlink_to("/etc/hostname")
     for reads in (lambda: copy_companions(folder, folder.parent / "out"), lambda: HfTensors(folder)):
         with pytest.raises(ValueError, match="tokenizer.json: is a link to /etc/hostname, outside its folder; replace"):
@@ -148,6 +167,10 @@ def test_links_out_of_a_model_are_refused(folder: Path) -> None:
 
 
 def test_links_within_a_model_and_to_the_hubs_blobs_are_copied(tmp_path: Path) -> None:
+    """Links within a model folder or to the Hugging Face cache's blobs are copied as files.
+
+    Large unrelated files are not copied.
+    """
     snapshot, blobs = tmp_path / "models--org--name" / "snapshots" / "abc", tmp_path / "models--org--name" / "blobs"
     for part in (snapshot, blobs):
         part.mkdir(parents=True)
@@ -165,7 +188,10 @@ def test_links_within_a_model_and_to_the_hubs_blobs_are_copied(tmp_path: Path) -
 
 
 def test_code_beside_a_model_is_not_run(tmp_path: Path) -> None:
-    """A config.json whose model type is one of ours may still name files of Python (auto_map)."""
+    """Python files in a model folder are never executed.
+
+    A config.json of a known model type may still name Python files in auto_map.
+    """
     mark = tmp_path / "ran"
     (tmp_path / "hub.py").write_text(f"import os\nos.mkdir({str(mark)!r})\nclass C: pass\n")
     config = {"model_type": "stranger", "auto_map": {"AutoConfig": "hub.C", "AutoProcessor": "hub.C"}}
@@ -188,7 +214,8 @@ DEEP = '{"a":' + "[" * bombs.DEEP
     [("tokenizer.json", DEEP), ("tokenizer.json", "[1]"), ("tokenizer_config.json", DEEP), ("tokenizer.json", "{")],
 )
 def test_a_tokenizer_of_another_form_is_one_line(file: str, content: str, random_model: Path, tmp_path: Path) -> None:
-    """By itself transformers ends with whatever it met."""
+    """A malformed tokenizer file raises a one-line ValueError. transformers alone would raise
+    arbitrary exceptions."""
     from megatron_rl.config import ModelSettings
     from megatron_rl.rollout.renderer import Renderer
 
