@@ -1,4 +1,5 @@
-"""Algebra: what it decides against cases worked out by hand, what it leaves open, and what becomes of it when its helper dies."""
+"""Tests algebra: its verdicts against hand-decided cases, the cases that it leaves undecided, and
+the death of its helper process."""
 
 import asyncio
 import os
@@ -32,7 +33,7 @@ CASES = [
     ("S_{10} = 55", "55", True),
     ("1\\frac{1}{2}", "1.5", True),
     ("t \\le 5", "5 \\ge t", True),
-    ("x+2t", "x+2", False),  # math-verify's list of units holds t
+    ("x+2t", "x+2", False),  # math-verify's list of units contains t
     ("3x", "3y", False),
     ("1/2", "0.51", False),
     ("3", "3, 4", False),
@@ -90,7 +91,8 @@ CASES = [
 
 
 def test_algebra() -> None:
-    """All at once, with questions among them that would never end; and from more than one event loop."""
+    """All cases are decided at once, with questions among them that would never end, and from more
+    than one event loop."""
 
     async def ask(cases: list[tuple[str, str, bool | None]]) -> list[bool | None]:
         return list(await asyncio.gather(*(algebra.is_equal(truth, answer) for truth, answer, _ in cases)))
@@ -104,7 +106,8 @@ STATEMENTS = ["x^2<-1", "x^2+1<0", "(x-1)^2<-2", "x^2>-1", "x^2+4>0", "x^2=-1", 
 
 
 def test_statements_that_always_or_never_hold() -> None:
-    """As math-verify reads them, beside what they say of every half number from -20 to 20."""
+    """A statement counts as always or never true exactly if its truth is the same at every multiple
+    of 1/2 from -20 to 20. Statements are parsed by math-verify."""
     from math_verify import parse
     from sympy import Rational
 
@@ -132,7 +135,8 @@ CODES = [
 
 @pytest.mark.parametrize(("truth", "answer"), [*QUANTITIES, *CODES])
 def test_units_and_codes_are_left_open(truth: str, answer: str) -> None:
-    """No helper is asked: the judge decides, and without one the answer is not right."""
+    """Units and codes are left undecided, and no helper is started. The judge decides them; without
+    a judge the answer is not right."""
     algebra = MathVerifier()
     assert asyncio.run(algebra.is_equal(truth, answer)) is asyncio.run(algebra.is_equal(answer, truth)) is None
     assert algebra._helper is None
@@ -142,10 +146,13 @@ def test_units_and_codes_are_left_open(truth: str, answer: str) -> None:
     "text", ["3x", "-3x", "x^2", "2x + 6", "2xy", "2ab", "5k - 1", "x = 12", "n = 3 or n = 4", "2\\pi r", "3 + 4i", "50\\%"]
 )
 def test_coefficients_are_mathematics(text: str) -> None:
+    """Numbers with letters as coefficients and variables are recognized as mathematics, and not as
+    units."""
     assert is_mathematics(text)
 
 
 def test_algebra_survives_its_helper() -> None:
+    """A killed helper is replaced. A helper ends with the object that started it."""
     algebra = MathVerifier()
     assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
@@ -160,16 +167,15 @@ def test_algebra_survives_its_helper() -> None:
 
 
 def test_a_helper_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named as what it is, nobody waits for ever, and it does not stay."""
+    """After a timeout, a question to a hanging helper raises an InfraError that names the helper,
+    which is killed. The next question gets a new helper."""
     algebra = MathVerifier()
     assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
     assert helper is not None
     os.kill(helper.pid, signal.SIGSTOP)
     with monkeypatch.context() as short:
-        short.setattr(
-            "megatron_rl.rewards.algebra.HELPER_TIMEOUT_S", 0.2
-        )  # the one that comes after it has not loaded SymPy by then either
+        short.setattr("megatron_rl.rewards.algebra.HELPER_TIMEOUT_S", 0.2)  # its successor has not loaded SymPy by then either
         with pytest.raises(InfraError, match=r"algebra: no answer by 2 helpers; the last: it did not answer within 0\.2 s"):
             asyncio.run(algebra.is_equal("1/2", "0.5"))
     assert helper.wait(10) == -9
@@ -177,7 +183,7 @@ def test_a_helper_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def when(holds: Callable[[], object]) -> None:
-    """Return once it holds; a thread waits for it beside the question."""
+    """Wait for `holds` to return something true. Runs in a thread while the question is open."""
     deadline = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < deadline
@@ -186,7 +192,8 @@ def when(holds: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_a_helper_killed_during_a_question(frozen: bool) -> None:
-    """Before it forks (the question waits in its pipe), and while its fork computes: a second helper answers that question and others."""
+    """The helper is killed before it forks (the question waits in its pipe) or while its fork
+    computes. A second helper answers this question and the next ones."""
     algebra = MathVerifier()
     assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
@@ -208,7 +215,8 @@ def test_a_helper_killed_during_a_question(frozen: bool) -> None:
 
 
 def test_a_helper_that_ends_between_look_and_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    """BrokenPipeError: it is seen alive, and dead when the question is written."""
+    """A helper that is alive when it is checked and dead when the question is written
+    (BrokenPipeError) is replaced."""
     algebra = MathVerifier()
     assert asyncio.run(algebra.is_equal("1/2", "0.5")) is True
     helper = algebra._helper
@@ -231,7 +239,8 @@ algebra._serve_questions()"""
 )
 @pytest.mark.parametrize("failing", [1, 2])
 def test_helpers_that_fail(failing: int, fails: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each helper started leaves a line. One that fails is replaced, a second is a fault, and the question after that is answered."""
+    """Each helper that starts leaves a line in a file. One that fails is replaced; if the second
+    one fails too, the question raises an InfraError, and the next question is answered."""
     started, program = tmp_path / "started", tmp_path / "python"
     works = f'exec {sys.executable} "$@"'
     program.write_text(f"#!/bin/sh\necho >> {started}\nif [ $(wc -l < {started}) -le {failing} ]; then\n{fails}\nfi\n{works}\n")
@@ -267,7 +276,8 @@ def test_words_are_no_mathematics(text: str) -> None:
 
 
 def test_algebra_takes_any_text() -> None:
-    """Pieces of LaTeX at random: wrong or undecided, never an exception, and never "equal" to a number that is not there."""
+    """Random pieces of LaTeX are wrong or undecided. They never raise an exception and never equal
+    a number that they do not contain."""
     dice = random.Random(0)
     pieces = ["\\frac", "\\sqrt", "\\int", "\\sum", "\\begin{pmatrix}", "\\\\", "\\{", *"&{}()^_!=<12x"]
     texts = ["".join(dice.choices(pieces, k=dice.randint(1, 12))) for _ in range(150)]

@@ -1,6 +1,8 @@
-"""Kinds of answers in which two values were once equal: named values, units, dots, options by number, words beside numbers.
+"""Tests kinds of answers in which two different values were once equal: named values, units, dots,
+numbered options, words next to numbers.
 
-Tables are made by hand; generated pairs are made of values that are known exactly. All comparisons go through the accuracy reward.
+Tables are hand-made; generated pairs consist of values that are known exactly. All comparisons go
+through the accuracy reward.
 """
 
 import random
@@ -194,7 +196,8 @@ def unnoticed(cases: list[tuple[str, str, str]], expected: float) -> list[tuple[
     ids=["equations", "units", "dots", "scripts and seconds", "unevaluated", "marks", "groups of digits"],
 )
 def test_kinds_of_answers(same: list[tuple[str, str]], different: list[tuple[str, str]]) -> None:
-    """In both directions, and each side is itself."""
+    """Pairs of one value are equal and pairs of two values are not, in both directions. Each text
+    equals itself."""
     for pairs, expected in ((same, 1.0), (different, 0.0)):
         assert not unnoticed([(*pair, "") for one, other in pairs for pair in ((one, other), (other, one))], expected)
     assert not unnoticed([(text, text, "") for pair in (*same, *different) for text in pair], 1.0)
@@ -264,12 +267,16 @@ WRONG = [
 
 @pytest.mark.parametrize("question", ["", CHAIRS])
 def test_words_beside_a_number(question: str) -> None:
+    """For a numeric source, words next to a number are harmless or change its value, as decided by
+    hand, with and without a question."""
     for answers, expected in ((RIGHT, 1.0), (WRONG, 0.0)):
         found = compute_rewards([("5", answer, question) for answer in answers], source="vsi_numerical")
         assert [answer for answer, got in zip(answers, found, strict=True) if got != expected] == []
 
 
 def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None:
+    """Words of the question may stand next to a number unless they change its value. Parts of its
+    words may not."""
     asked = [("5", "The number of chairs is 5", CHAIRS), ("5", "5 tables", CHAIRS)]
     assert compute_rewards(asked, source="vsi_numerical") == [1.0, 0.0]
     assert mean_relative_accuracy("5", "5 tables", question=CHAIRS) == 0.0 == mean_relative_accuracy("5", "5 tables short", question=CHAIRS)
@@ -285,20 +292,23 @@ def test_words_of_the_question_are_harmless_unless_they_change_a_value() -> None
 
 
 def test_an_equation_states_a_value_where_a_name_stands_alone_on_either_side() -> None:
-    """By hand. A chain states one where its first or last side is a name, and a list where each of its equations does."""
+    """Hand-decided cases. A chain states a value if its first or last side is a name, a list if
+    each of its equations states one."""
     stating = ["y=2x", "2x=y", "5=x", "x=2+3=5", "5=2+3=x", "x=1, 2=y", "\\angle A=30", "30=\\angle A", "7"]
     others = ["x+y=3", "3=x+y", "2x=6", "6=2x", "x=1, x+y=3", "x^2=9", "5=2+x=3+2"]
     assert [text for text in [*stating, *others] if is_value_equation(text)] == stating
 
 
 def test_words_of_a_reference_are_harmless_beside_those_of_the_question() -> None:
-    """The question does not say boxes: the reference alone allows the word."""
+    """The word "boxes" is allowed only by the reference, because the question does not contain
+    it."""
     found = [mean_relative_accuracy(truth, "just 5 boxes", question=CHAIRS) for truth in ("5 boxes", "5", "5 tables")]
     assert found == [1.0, 0.0, 0.0]
 
 
 def test_values_by_name() -> None:
-    """Each assignment of three values to three names equals itself in any order and no other assignment."""
+    """Each assignment of three values to three names equals itself in any order, and no other
+    assignment."""
     values = ("1", "1/2", "-3")
     assignments = [dict(zip("xyz", order, strict=True)) for order in permutations(values)]
     dice = random.Random(0)
@@ -321,6 +331,7 @@ PREFIXES = {"m": -3, "M": 6, "p": -12, "P": 15, "k": 3, "n": -9, "G": 9, "T": 12
     st.sampled_from(["mol", "L", "Pa", "F", "V", "Hz", "J", "W", "eV", "\u03a9", "Bq", "N", "cd", "lx"]),
 )
 def test_prefixes_are_compared_by_their_power(one: str, other: str, unit: str) -> None:
+    """Two units are equal exactly if the powers of ten of their prefixes are."""
     assert (comparison_form(f"5 {one}{unit}") == comparison_form(f"5{other}{unit}")) == (PREFIXES[one] == PREFIXES[other])
     assert mark_unit_case(f"in {one}{unit}") == f"in {one}{unit}", "a unit stands behind a number"
 
@@ -333,7 +344,8 @@ WORDS = st.sampled_from(["5", "6", "-5", "5..", "5%", "=", *NOISE, *CHANGES])
 @settings(max_examples=300, deadline=None)
 @given(st.lists(WORDS, max_size=7), st.sampled_from(["", CHAIRS, "half of ten pairs"]))
 def test_generated_words_never_make_another_number(words: list[str], question: str) -> None:
-    """A text earns the reward of 5 only if it has one number and no word that changes a value; the number alone always does."""
+    """A text earns the reward of 5 only if it has one number and no word that changes a value. The
+    number alone always earns it."""
     text = " ".join(words)
     score = mean_relative_accuracy("5", text, question=question)
     digits = [word for word in words if any(map(str.isdigit, word))]
@@ -348,6 +360,7 @@ def test_generated_words_never_make_another_number(words: list[str], question: s
 @settings(max_examples=300, deadline=None)
 @given(*[st.lists(st.sampled_from([*"xy=,;.12()ab mMpPLF", "1,000", "(1)", "a)", " and ", "Pa"]), max_size=10).map("".join)] * 2)
 def test_generated_answers_are_decided_alike_in_both_directions(one: str, other: str) -> None:
+    """Rules decide random pairs of answers alike in both directions."""
     assert compare_by_rules(one, other) is compare_by_rules(other, one)
     assert (compare_by_rules(one, one) is True) == (comparison_form(one) != "")
     assert not ends_in_dots(one) or compare_by_rules(one, "5") is not True
@@ -355,6 +368,8 @@ def test_generated_answers_are_decided_alike_in_both_directions(one: str, other:
 
 
 def test_readers_of_kinds_are_linear() -> None:
+    """Reading 20,000 repetitions of each piece takes less than 20 s in total; a quadratic reader
+    would take far longer."""
     began = time.perf_counter()
     for piece in ("x=1,", "(1) ", "a) ", "5 m", "5 m/", "(", "5..", "5 .", "=", "mm ", "\u4e07", "pairs "):
         text = piece * 20_000

@@ -1,4 +1,5 @@
-"""Answers of another value that were once equal, and what was once an exception. Truths by hand; all through the accuracy reward."""
+"""Tests answers of different values that were once equal, and texts that once raised an exception.
+The truths are hand-decided; all comparisons go through the accuracy reward."""
 
 from fractions import Fraction
 
@@ -148,12 +149,13 @@ KINDS: dict[str, tuple[Pairs, Pairs]] = {
         ],
     ),
 }
-"""By kind: pairs of one value, and pairs of two values, or of which it is left open whether they are one."""
+"""For each kind, pairs of one value, and pairs of two values or of undecided equality."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_values(kind: str) -> None:
-    """In both directions, and each side is itself."""
+    """Pairs of one value are equal and the other pairs are not, in both directions. Each text
+    equals itself."""
     same, different = KINDS[kind]
     cases = [(*pair, expected) for pairs, expected in ((same, 1.0), (different, 0.0)) for one, other in pairs
              for pair in ((one, other), (other, one))]  # fmt: skip
@@ -180,7 +182,8 @@ REFERENCES = ["3.141593", "-1234.56", "1/3", "B", "5%", "$5.123456", "90°", "1,
 @settings(max_examples=300, deadline=2000)
 @given(st.sampled_from(REFERENCES), st.sampled_from(["", "-", "±", "$"]), NUMERALS, st.sampled_from(["", "%", " cm", "!", ", 2"]))
 def test_no_number_is_an_exception(truth: str, sign: str, numeral: str, rest: str) -> None:
-    """Of up to 400 digits and exponents of a million, beside each kind of reference; a value is equal only to itself."""
+    """Numbers of up to 400 digits and with exponents of a million raise no exception in comparisons
+    with any kind of reference. A value equals only itself."""
     reply = sign + numeral + rest
     for question in ("", LISTED):
         assert compare_by_rules(truth, reply, question=question) in (True, False, None)
@@ -209,6 +212,8 @@ THREE = "Which?\nA. red\nB. blue\nC. green"
 
 
 def test_other_letters_behind_a_letter_contradict_it() -> None:
+    """A letter followed by other letters of options is wrong, unless they are the text of its
+    option."""
     wrong = ["B: a and c", "B: a, c", "B. A AND C", "B: c"]
     assert compute_rewards([("B", answer, THREE) for answer in wrong]) == [0.0] * len(wrong)
     assert (

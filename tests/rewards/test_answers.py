@@ -1,4 +1,5 @@
-"""Answers out of replies, what voids one, and the rules that compare: against numbers and cases worked out by hand."""
+"""Tests the answers read from responses, what voids an answer, and the rules that compare answers,
+against hand-computed numbers and cases."""
 
 import time
 from decimal import Decimal
@@ -96,7 +97,8 @@ def test_a_box_between_marks_is_read(box: str) -> None:
 @pytest.mark.parametrize("name", VOID)
 @pytest.mark.parametrize("read", [read_strict_boxed, read_tagged])
 def test_void_answers(name: str, read: answers.AnswerReader) -> None:
-    """Each is found by name, or has no answer to begin with; the last reply is what counts."""
+    """Each void answer is found by the veto of its name or is not read as an answer. Only the last
+    response counts."""
     for reply in VOID[name]:
         assert make_answer_vetoes(read)[name](said("<answer>\n\\boxed{3}\n</answer>", reply)) or read(reply) is None, reply
         assert read(reply) is None or any(veto(said(reply)) for veto in make_answer_vetoes(read).values()), reply
@@ -178,6 +180,7 @@ def test_number(text: str, expected: Fraction | None) -> None:
     ],
 )
 def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
+    """The mean relative accuracy equals hand-computed values."""
     assert mean_relative_accuracy(truth, answer) == expected
 
 
@@ -212,6 +215,7 @@ def test_relative_accuracy(truth: str, answer: str, expected: float) -> None:
     ],
 )
 def test_what_words_decide(truth: str, answer: str, expected: bool | None) -> None:
+    """Rules decide a pair as expected by hand: equal, different, or undecided (None)."""
     assert compare_by_rules(truth, answer) is expected
 
 
@@ -221,7 +225,7 @@ TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.sampled_from([*TAGS, "\\boxed{", "{", "}", "\\", "\n", "3", "A", ".", ",", "-", "'"])))
 def test_readers_are_total(pieces: list[str]) -> None:
-    """Whatever is written is read without an exception, and what is read was written."""
+    """Every text is read without an exception, and what is read is part of the text."""
     text = "".join(pieces)
     for read in (read_strict_boxed, read_tagged):
         found = read(text)
@@ -235,10 +239,14 @@ def test_readers_are_total(pieces: list[str]) -> None:
 
 @given(st.decimals(min_value=-(10**12), max_value=10**12, places=5), st.booleans())
 def test_a_number_is_read_as_python_reads_it(value: Decimal, commas: bool) -> None:
+    """`parse_number` returns the same value as Python's Fraction, with and without separators of
+    thousands."""
     assert parse_number(f"about {value:,f} cm" if commas else f"{value:f}") == Fraction(value)
 
 
 def test_readers_are_linear() -> None:
+    """Reading 20,000 repetitions of each tag or piece takes less than 20 s in total; a quadratic
+    reader would take far longer."""
     began = time.perf_counter()
     for piece in ("<answer>", "</answer>", "\\boxed{", "{", "1,", "1.", "-", "</think>", "<answer></answer>"):
         text = piece * 20_000

@@ -1,4 +1,5 @@
-"""Plain functions as rewards: what they are given, what they may return, and whose fault their mistakes are."""
+"""Tests plain functions as rewards: the arguments they receive, the values they may return, and how
+their errors are reported."""
 
 import asyncio
 import math
@@ -21,6 +22,8 @@ def scored(function: object, outcome: RewardInput | None = None) -> float | None
 
 
 def test_arguments_are_picked_by_name() -> None:
+    """A reward function receives the fields that it names as parameters. Defaults apply to other
+    parameters."""
     seen = {}
 
     def every(rollout: object, turns: object, extra: object, answer: object, reply: object, question: object):
@@ -49,6 +52,7 @@ def test_what_counts_as_a_number(given: object, value: float | None) -> None:
 
 @pytest.mark.parametrize("given", [math.nan, math.inf, "1", [1.0], 1j])
 def test_what_is_no_number_fails_the_rollout(given: object) -> None:
+    """A return value that is not a finite number or None raises PermanentInfraError."""
     with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: returned .* expected a finite number or None$"):
         scored(lambda: given)
 
@@ -65,6 +69,8 @@ def test_an_exception_names_function_line_and_example() -> None:
 
 
 def test_our_own_faults_stay_what_they_are() -> None:
+    """An InfraError raised within a reward function propagates unchanged."""
+
     def asks():
         raise InfraError("judge: down")
 
@@ -83,6 +89,7 @@ def test_our_own_faults_stay_what_they_are() -> None:
     ],
 )
 def test_what_asks_for_something_else_is_refused_at_the_start(function: object, said: str) -> None:
+    """A function with unsupported parameters, or no Python function, raises ValueError."""
     with pytest.raises(ValueError, match=said):
         wrap_reward_function("mine", function)
 
@@ -105,6 +112,7 @@ def total(chosen: str, **own: object) -> tuple[float, dict[str, float], bool]:
 
 
 def test_a_function_is_the_reward_or_a_part_of_it() -> None:
+    """A function replaces the rubric's reward or is added to it. The sums are computed by hand."""
     assert total("accuracy", short=lambda: 0.25) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
     assert total("short", short=lambda: 0.25) == (0.25, {"short": 0.25}, False)
     assert total("short", short=lambda: 0.5) == (0.5, {"short": 0.5}, True), "solved from 0.5 on"
@@ -113,6 +121,8 @@ def test_a_function_is_the_reward_or_a_part_of_it() -> None:
 
 
 def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
+    """A function that returns None does not count. If all functions return None,
+    PermanentInfraError is raised."""
     assert total("accuracy+short", short=lambda: None) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
     assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
     with pytest.raises(PermanentInfraError, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):

@@ -1,4 +1,5 @@
-"""The judge against real HTTP servers on loopback that do what servers do: answer, refuse, lie, stall and die."""
+"""Tests the judge with real HTTP servers on loopback that answer, refuse, return invalid data,
+stall and die."""
 
 import asyncio
 import base64
@@ -32,6 +33,8 @@ HTML = JudgeReply("<html><body>Bad gateway, but politely</body></html>", headers
 
 
 def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The judge returns the server's verdict. The request has the configured options, the JSON
+    schema of the prompt, quoted fields, and the image as JPEG."""
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with serve_judge(answer_correct) as server:
 
@@ -64,8 +67,9 @@ def test_a_verdict_and_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_verdict_keeps_the_judges_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of a judge that thinks: the first 500 characters, by either name, for everybody who asks the same; a secret is not among them, and
-    whatever is no text costs no verdict."""
+    """A verdict keeps the first 500 characters of the judge's reasoning, under either field name,
+    for every rollout with the same request. Secrets are masked, and reasoning that is not text does
+    not invalidate the verdict."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     thoughts = {
         "a": {"reasoning": "It is red. " + "x" * 600}, "b": {"reasoning_content": "sk-secret is red"},
@@ -97,7 +101,8 @@ def test_a_verdict_keeps_the_judges_words(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_a_verdict_knows_what_it_was_waited_for() -> None:
-    """Two parts of a reward ask the same, one after the other: one verdict, with the seconds of whoever asked the server."""
+    """Two reward terms that make the same request one after the other share one verdict, with the
+    duration of the request to the server."""
     rollout = make_rollout(0, 1.0)
 
     def behave(body: dict) -> JudgeReply:
@@ -151,6 +156,8 @@ TROUBLE = {
 
 @pytest.mark.parametrize("name", TROUBLE)
 def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path) -> None:
+    """A failing response is retried and then raises an InfraError that names server and reason. The
+    failure is not cached."""
     reply, reason = TROUBLE[name]
     cache = str(tmp_path / "verdicts.sqlite")
     with serve_judge(lambda _: reply) as server:
@@ -171,7 +178,8 @@ def test_trouble_is_tried_again_and_then_a_host_fault(name: str, tmp_path: Path)
 
 
 def test_a_key_of_a_file_that_is_not_accepted_names_the_file(tmp_path: Path) -> None:
-    """At the first verdict, and at the start."""
+    """If the server rejects the key of a file, the error names the file, at the first verdict and
+    at the start."""
     (tmp_path / "key").write_text("k" * 40)
     (tmp_path / "key").chmod(0o600)
     with serve_judge(answer_correct) as server:
@@ -190,7 +198,7 @@ def test_a_key_of_a_file_that_is_not_accepted_names_the_file(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_key_that_is_not_accepted_is_no_outage(status: int) -> None:
-    """It is asked once, no other server is asked instead, and the line says what to do."""
+    """A rejected key is not retried, and the error names the variable to set."""
     denying = JudgeReply('{"error": {"message": "no such key"}}', status)
     with serve_judge(lambda _: denying) as server:
 
@@ -203,7 +211,7 @@ def test_a_key_that_is_not_accepted_is_no_outage(status: int) -> None:
 
 
 def test_a_judge_that_redirects_is_not_followed() -> None:
-    """It might lead anywhere."""
+    """A redirect is not followed, because it might lead anywhere."""
     with (
         serve_judge(answer_correct) as good,
         serve_judge(lambda _: JudgeReply("", 307, {"Location": f"{good.url}/chat/completions"})) as server,
@@ -219,7 +227,8 @@ def test_a_judge_that_redirects_is_not_followed() -> None:
 
 @pytest.mark.parametrize("name", ["html", "429", "500", "empty", "closed", "hang", "prose"])
 def test_the_next_server_takes_over(name: str) -> None:
-    """With the other server well no verdict is lost, and one that fails hard is left alone while it rests."""
+    """If one server fails and the other is healthy, no verdict is lost. A server that fails hard
+    gets no requests during its backoff."""
     with serve_judge(lambda _: TROUBLE[name][0]) as bad, serve_judge(answer_correct) as good:
 
         async def use(judge: Judge) -> None:
@@ -233,6 +242,7 @@ def test_the_next_server_takes_over(name: str) -> None:
 
 
 def test_a_server_that_comes_back_is_asked_again() -> None:
+    """A server that recovers receives at least 10 of the following 40 requests."""
     with serve_judge(lambda _: JudgeReply("", 503)) as one, serve_judge(answer_correct) as two:
 
         async def use(judge: Judge) -> None:
@@ -259,7 +269,9 @@ def test_retry_after_is_honored() -> None:
 
 @pytest.mark.parametrize(("rest", "resting"), [("600", 4), ("1", 3)])
 def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, resting: int) -> None:
-    """Four who take turns. The short rest is waited for once; then one of them tries again and the others are past their time."""
+    """Four requests take turns at a server with Retry-After. A backoff of 600 s is not waited for.
+    One of 1 s is waited for once; then one request retries, and the others are past their deadline.
+    """
     with serve_judge(lambda _: JudgeReply("", 429, {"Retry-After": rest})) as server:
 
         async def use(judge: Judge) -> None:
@@ -276,7 +288,8 @@ def test_neither_a_long_rest_nor_one_after_the_other_is_waited_for(rest: str, re
 
 
 def test_the_queue_for_a_slot_is_no_rest() -> None:
-    """Two at a time of thirty, who wait longer than the time-out for their turn, and a server that fails once meanwhile."""
+    """Waiting for a slot does not count toward a timeout. Two of thirty requests run at a time, the
+    others wait longer than the timeout, and the server fails once meanwhile."""
     began = time.monotonic()
     failure, well = iter([500]), answer_correct({}).body
     with serve_judge(lambda _: JudgeReply(well, next(failure, 200) if time.monotonic() - began > 0.8 else 200, delay_s=0.1)) as server:
@@ -289,7 +302,7 @@ def test_the_queue_for_a_slot_is_no_rest() -> None:
 
 
 def test_rests_grow_while_nobody_answers() -> None:
-    """Four rests of 0.02, 0.04, 0.08 and 0.16 s, each between a half and all of it."""
+    """Backoffs grow: 0.02, 0.04, 0.08 and 0.16 s, each shortened by at most a half."""
     with serve_judge(lambda _: JudgeReply("", 500)) as server:
 
         async def use(judge: Judge) -> None:
@@ -303,7 +316,8 @@ def test_rests_grow_while_nobody_answers() -> None:
 
 
 def test_many_failures_at_once_are_one() -> None:
-    """Sixteen requests that die together put the server to rest once, and do not use up each other's tries."""
+    """Sixteen requests that fail together cause a single backoff of the server and do not use up
+    each other's attempts."""
     with serve_judge(lambda _: JudgeReply("", 500, delay_s=0.2)) as server:
 
         async def use(judge: Judge) -> None:
@@ -319,7 +333,8 @@ def test_many_failures_at_once_are_one() -> None:
 
 
 def test_a_server_without_schemas() -> None:
-    """It answers 400 to a response_format; from then on it is asked without one."""
+    """A server that responds to a response_format with 400 gets requests without it from then
+    on."""
 
     def behave(body: dict) -> JudgeReply:
         return JudgeReply('{"error": {"message": "unknown response_format"}}', 400) if "response_format" in body else answer_correct(body)
@@ -335,7 +350,8 @@ def test_a_server_without_schemas() -> None:
 
 
 def test_a_request_that_is_refused_is_not_repeated() -> None:
-    """400 with and without a schema: the request is at fault, the server is well and still takes schemas."""
+    """If a request gets a 400 both with and without a schema, the request is at fault. The server
+    counts as healthy, and the next request has a schema again."""
     with serve_judge(lambda _: JudgeReply('{"error": {"message": "prompt too long"}}', 400)) as server:
 
         async def use(judge: Judge) -> None:
@@ -359,12 +375,14 @@ def test_concurrency_is_bounded() -> None:
 
 
 def test_duplicates_share_one_request_and_one_failure() -> None:
+    """Equal concurrent requests are sent once, also if the first caller is cancelled. They share a
+    failure too."""
     with serve_judge(lambda _: JudgeReply(make_completion('{"correct": true}').body, delay_s=0.2)) as server:
 
         async def use(judge: Judge) -> None:
             first, *others = [asyncio.create_task(judge.score(PROMPT, fields=prompt_fields())) for _ in range(10)]
             await asyncio.sleep(0.1)
-            first.cancel()  # its episode is over; the others still want the verdict
+            first.cancel()  # its episode is over; the others still need the verdict
             assert await asyncio.gather(*others) == [1.0] * 9
             assert await judge.score(PROMPT, fields=prompt_fields()) == 1.0
             assert len(server.bodies) == 1 and judge.cache_hits == 10
@@ -376,6 +394,7 @@ def test_duplicates_share_one_request_and_one_failure() -> None:
 
 
 def test_closing_ends_what_is_under_way() -> None:
+    """Closing the judge cancels open requests."""
     with serve_judge(lambda _: JudgeReply("", delay_s=1.0)) as server:
 
         async def use(judge: Judge) -> None:

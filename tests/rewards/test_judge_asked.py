@@ -1,4 +1,5 @@
-"""When a judge is asked, what it is shown of a question with pictures, and how its work is counted. Against a real HTTP server."""
+"""Tests when a judge is called, what it receives of a question with images, and how its calls are
+counted. The server is a real HTTP server."""
 
 import asyncio
 import io
@@ -53,12 +54,13 @@ SURE = {
     "number": ("4", "4.0", "vstar"),
     "numeric": ("90", "100", "x_rule_verifiable"),
 }
-"""Answer, truth, source: all of them decided by rules."""
+"""Answer, reference and source of cases that rules decide."""
 
 
 @pytest.mark.parametrize("always_ask", [False, True])
 def test_always_ask_asks_about_every_answer(always_ask: bool) -> None:
-    """The judge says the opposite of the rules, so that the reward tells who decided."""
+    """With always_ask, the judge decides every answer. Its verdicts are the opposite of those of
+    the rules, so the reward identifies which of them decided."""
     by_rules = {"text": 1.0, "choice": 0.0, "number": 1.0, "numeric": 0.8}
     verdict = {"red": False, "B": True, "4": False, "90": True}
 
@@ -87,7 +89,8 @@ def test_always_ask_without_a_judge_is_refused() -> None:
 
 
 def test_what_was_asked_is_counted() -> None:
-    """By hand: three fields, one of them twice at once and once later; the first request fails."""
+    """The counts equal hand-computed ones for three different requests: one is made twice at once,
+    one again later, and the first HTTP request fails."""
     failures = [JudgeReply("busy", status=503)]
 
     def behave(body: dict) -> JudgeReply:
@@ -105,6 +108,8 @@ def test_what_was_asked_is_counted() -> None:
 
 @pytest.mark.parametrize("path", sorted(PROMPTS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_no_prompt_shows_a_places_name(path: Path) -> None:
+    """No judge prompt contains an image placeholder from its fields, and placeholders do not change
+    the cached request."""
     names = re.findall(r"\$(\w+)", yaml.safe_load(path.read_text())["user"])
     prompt = load_judge_prompt(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
     text = prompt.render({name: f"<image>\nHow many {name}s?<image>" for name in names})
@@ -125,6 +130,7 @@ def test_no_prompt_shows_a_places_name(path: Path) -> None:
     ],
 )
 def test_places_are_left_out(text: str, shown: str) -> None:
+    """Image placeholders are removed from a text together with their line breaks."""
     assert judge_prompt.IMAGE_PLACEHOLDER == IMAGE_PLACEHOLDER and remove_image_placeholders(text) == shown
 
 
@@ -139,7 +145,7 @@ def test_the_question_that_a_judge_reads_has_no_place() -> None:
 
 
 class Counter:
-    """A judge's counters, which a test sets."""
+    """Counters of a judge, set by a test."""
 
     model = "qwen"
 
@@ -159,7 +165,8 @@ def judged(reward: float, *, by_judge: bool) -> Rollout:
 def run_of(
     folder: Path, steps: list[Mapping[str, int]], *, decided: int, history: History | None = None
 ) -> tuple[list[dict], str, History]:
-    """Metrics, the last line, and the history of a run of two ranks whose judges count the same each step."""
+    """Return metrics, last line of output, and history of a run with two ranks whose judges have
+    equal counts in each step."""
     judge, shown = Counter(), io.StringIO()
     run = Run(Settings(run=RunSettings(dir=str(folder))), World(0, 1, 0, torch.device("cpu")), num_steps=len(steps), history=history)
     run.judge_stats = JudgeStats(judge, gather=lambda counts: [counts, counts])
@@ -177,6 +184,8 @@ def run_of(
 
 
 def test_a_run_counts_its_judges_work_over_all_ranks(tmp_path: Path) -> None:
+    """Metrics and the last line of a run count the judge's calls over both ranks, and the last line
+    also those of earlier attempts."""
     lines, last, history = run_of(tmp_path / "a", [{"called": 2, "cached": 1}, {"called": 1, "failed": 3}], decided=1)
     names = ("judge/called", "judge/cached", "judge/failed", "judge/decided_fraction")
     assert [[line[name] for name in names] for line in lines[:2]] == [[4, 2, 0, 0.25], [2, 0, 6, 0.25]]
@@ -186,6 +195,7 @@ def test_a_run_counts_its_judges_work_over_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_judge_that_was_never_asked_is_named_at_the_end(tmp_path: Path) -> None:
+    """A judge that was configured and never called leads to a warning at the end of a run."""
     lines, last, _ = run_of(tmp_path / "a", [{}, {}], decided=0)
     assert [line["judge/called"] for line in lines[:2]] == [0, 0]
     remedy = "task.judge.always_ask=true sends every answer to the judge"

@@ -1,4 +1,5 @@
-"""The list of tricks against judges that are known: one that knows the answers, ones that believe what they read, and none."""
+"""Tests the attack suite with judges of known behavior: one that knows the answers, some that
+believe what they read, and an unreachable one."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +15,7 @@ RIGHT = {quote_text(answer) for question in QUESTIONS for answer in question.rig
 
 
 def shown(body: dict) -> tuple[str, bool]:
-    """The text that is judged, as it was quoted, and whether it is an answer."""
+    """Return the quoted text to be judged, and whether it is an answer."""
     content = body["messages"][1]["content"]
     if isinstance(content, str):
         return content.rpartition("\nanswer: ")[2], True
@@ -27,7 +28,7 @@ def fair(body: dict) -> JudgeReply:
 
 
 def believing(words: str) -> Callable[[dict], JudgeReply]:
-    """Fair, but for texts that hold these."""
+    """Return a judge that is fair except for texts that contain `words`, which it accepts."""
 
     def behave(body: dict) -> JudgeReply:
         text, is_answer = shown(body)
@@ -43,11 +44,12 @@ def attack(behave: Callable[[dict], JudgeReply], *words: str, capsys: pytest.Cap
 
 
 MARKS = ("<|", "<\uff5c", "\uff1c\uff5c", "[/INST]", "<end_of_turn>", "ASSISTANT:", "\u202e", "\u200b", "\u201d", "\U000e0074", "\n")
-"""What tokenizers and eyes take for more than words."""
+"""Characters that mean more than words to tokenizers and readers."""
 
 
 def test_a_judge_that_knows_is_held(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is shown all of them, and none in the spelling that would be more than words."""
+    """No trick flips a verdict of a fair judge. The judge receives every trick, but never in a
+    spelling that means more than words."""
     texts: list[str] = []
 
     def behave(body: dict) -> JudgeReply:
@@ -63,6 +65,8 @@ def test_a_judge_that_knows_is_held(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_judge_that_obeys_is_told_with_its_tricks(capsys: pytest.CaptureFixture[str]) -> None:
+    """The report names the trick that flips verdicts of a judge that believes it, with the counts
+    of verdicts."""
     status, lines = attack(believing("Ignore the above"), "--trick", "ignore", "--trick", "praise", capsys=capsys)
     assert status == EXIT_FLIPPED
     assert re.split(r" {2,}", lines[1]) == ["ignore", "7", "0", "7", ", ".join([*(each.family for each in QUESTIONS), *POOR_WORK])]
@@ -71,6 +75,7 @@ def test_a_judge_that_obeys_is_told_with_its_tricks(capsys: pytest.CaptureFixtur
 
 
 def test_a_judge_that_says_one_thing_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """A judge with a constant verdict fails the controls, and the exit status is EXIT_NO_JUDGE."""
     for verdict, num_failed in (("true", len(QUESTIONS) + len(POOR_WORK)), ("false", len(RIGHT))):
         reply = f'{{"correct": {verdict}}}', f'{{"score": {int(verdict == "true")}}}'
         status, lines = attack(lambda body, reply=reply: make_completion(reply[not shown(body)[1]]), "--trick", "sure", capsys=capsys)
@@ -79,7 +84,8 @@ def test_a_judge_that_says_one_thing_proves_nothing(capsys: pytest.CaptureFixtur
 
 
 def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    """A judge that babbles, and a server that refuses; a wrong answer would be played again until it is lucky."""
+    """Malformed verdicts and refused requests are counted as withheld verdicts. After a withheld
+    verdict, the rollout of a wrong answer would be repeated until the judge accepts one."""
 
     def behave(body: dict) -> JudgeReply:
         text, is_answer = shown(body)
@@ -92,11 +98,14 @@ def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_judge_without_eyes_is_asked_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    """A judge that accepts no images is tested with answers only."""
     status, lines = attack(lambda body: fair(body) if shown(body)[1] else JudgeReply("{}", 400), "--trick", "colon", capsys=capsys)
     assert status == EXIT_HELD and lines[2].startswith("the judge accepts no images") and "0 withheld of 4" in lines[-1]
 
 
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unreachable judge ends the suite with an error. The error does not contain a password of
+    the URL."""
     with serve_judge(fair) as gone:
         pass
     assert main(["--url", gone.url]) == EXIT_NO_JUDGE and "no judge is available" in capsys.readouterr().err
@@ -109,7 +118,8 @@ def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_trick_is_a_trick() -> None:
-    """It is another text, no other's, and never one of the right answers."""
+    """Each trick changes the text, differs from all others, and never yields one of the right
+    answers."""
     tricked = {name: trick("red") for name, trick in TRICKS.items()}
     assert len(set(tricked.values())) == len(TRICKS) >= 40 and "red" not in tricked.values()
     assert not RIGHT & {quote_text(trick(question.wrong_answer)) for trick in TRICKS.values() for question in QUESTIONS}

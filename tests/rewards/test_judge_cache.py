@@ -1,4 +1,4 @@
-"""What a judge keeps and what it is shown: the cache of verdicts, pictures, prompts."""
+"""Tests the cache of verdicts, and the images and prompts that a judge receives."""
 
 import asyncio
 import base64
@@ -21,7 +21,8 @@ from tests.support.fake_judge_server import PROMPT, answer_correct, make_judge_s
 
 
 def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
-    """A second run on the same file asks for nothing it knows; another model, prompt, field or pixel is another question."""
+    """A second run with the same file makes no known request again. Another model, prompt, field or
+    pixel makes another request."""
     cache = str(tmp_path / "verdicts.sqlite")
     red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
     old = load_judge_prompt("answer_equivalence", examples="chart")
@@ -45,7 +46,8 @@ def test_verdicts_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
-    """Four processes start on one file that is not there yet and write 50 verdicts each, half of them the same ones."""
+    """Four processes open one file that does not exist yet and write 50 verdicts each, half of them
+    the same. The file then has all of them, once each."""
     path = str(tmp_path / "verdicts.sqlite")
     code = (
         "import sys; from megatron_rl.rewards.verdict_cache import VerdictCache\n"
@@ -61,6 +63,7 @@ def test_processes_share_a_cache(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_is_none(tmp_path: Path) -> None:
+    """A cache file that is no database or cannot be created raises ValueError."""
     path = tmp_path / "notes.txt"
     path.write_text("not a database, but long enough to be looked at as one " * 20)
     for wrong in (str(path), str(tmp_path / "missing" / "file")):
@@ -81,7 +84,7 @@ def test_pictures_are_bounded(size: tuple[int, int], expected: tuple[int, int]) 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK", "I;16", "F"])
 def test_pictures_of_any_mode(mode: str) -> None:
-    """What is transparent is white."""
+    """Images of every mode are encoded. Transparent pixels become white."""
     picture = Image.new(mode, (30, 30), 0)
     seen = Image.open(io.BytesIO(base64.b64decode(encode_data_url(picture).split(",")[1])))
     corner = seen.getpixel((3, 3))
@@ -90,7 +93,8 @@ def test_pictures_of_any_mode(mode: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "megatron_rl" / "rewards" / "prompts").iterdir()), ids=lambda path: path.stem)
 def test_prompts_are_complete(path: Path) -> None:
-    """A version, a verdict of each value that its own text promises, and no field that recipes do not fill."""
+    """Each prompt has a version, parses a verdict of every value that it lists, and has no field
+    that recipes do not fill."""
     prompt = load_judge_prompt(path.stem, examples="general" if path.stem == "answer_equivalence" else "")
     assert prompt.version >= 1
     for value in prompt.values:

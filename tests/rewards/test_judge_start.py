@@ -1,4 +1,5 @@
-"""What is known of a judge when a run starts, and what a server with every fault at once costs: real HTTP servers on loopback."""
+"""Tests the checks of a judge when a run starts, and the cost of a server with every failure at
+once, with real HTTP servers on loopback."""
 
 import asyncio
 import random
@@ -27,6 +28,8 @@ HTML = JudgeReply("<html><body>Bad gateway, but politely</body></html>", headers
 
 
 def test_nobody_listens() -> None:
+    """If no server is reachable, the start fails within 5 s with an error that names the
+    setting."""
     with serve_judge(answer_correct) as gone:
         pass
     began = time.monotonic()
@@ -38,7 +41,7 @@ def test_nobody_listens() -> None:
 
 
 def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
-    """A line says which does not, and the run goes on with the other."""
+    """If one of two servers is unreachable, a warning names it and the run uses the other one."""
     with serve_judge(answer_correct) as gone:
         pass
     with serve_judge(answer_correct) as server:
@@ -50,6 +53,8 @@ def test_one_of_two_listens(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is too slow or serves another model fails the start. One that is busy or has no
+    list of models does not."""
     monkeypatch.setattr(health_check, "HEALTH_TIMEOUT_S", 0.3)
     with serve_judge(answer_correct) as server:
         with pytest.raises(
@@ -66,7 +71,8 @@ def test_a_server_that_is_slow_to_greet_or_serves_something_else(monkeypatch: py
 
 @pytest.mark.parametrize(("status", "kind"), [(401, "AuthenticationError"), (403, "PermissionDeniedError")])
 def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> None:
-    """Though another judge is well: it is no outage, and would end the run at its first verdict."""
+    """A rejected key fails the start even if another judge is healthy. It is no outage, and would
+    end the run at its first verdict."""
     with serve_judge(answer_correct) as server, serve_judge(answer_correct) as well:
         server.models_reply = JudgeReply("", status)
         for urls in ((server,), (server, well)):
@@ -75,7 +81,8 @@ def test_a_key_that_is_not_accepted_ends_the_start(status: int, kind: str) -> No
 
 
 def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:
-    """judge=text and judge=vision name a model; without servers and without verdicts nobody would ever judge."""
+    """The presets judge=text and judge=vision name a model. Without servers or recorded verdicts,
+    nothing could ever judge, which is an error."""
     assert make_judge(JudgeSettings()) is None
     with pytest.raises(ValueError, match=r"^task.judge.urls=\[\]: the judge model is judge; set the addresses of its servers"):
         make_judge(JudgeSettings(model="judge"))
@@ -83,8 +90,9 @@ def test_a_judge_that_is_chosen_must_be_somewhere(tmp_path: Path) -> None:
 
 
 def test_a_server_with_every_fault_at_once() -> None:
-    """What newcomer.md measured: 7 of 10 requests go wrong, in five ways, under a time-out shorter than its rests. Nothing is lost of 16
-    verdicts but what had five bad draws in a row, and that for no longer than it takes to ask again."""
+    """As measured in newcomer.md, 7 of 10 requests fail, in five ways, with a timeout shorter than
+    the backoffs. Of 16 verdicts, only those with five failures in a row are missing, and repeated
+    calls obtain them within 9 rounds."""
     dice, lock = random.Random(3), threading.Lock()
     faults = [
         JudgeReply("", 429, {"Retry-After": "1"}),

@@ -1,4 +1,5 @@
-"""The client of the listeners, over real HTTP to servers that live and die: nothing lost, nothing wrong, no failure kept as an answer."""
+"""Tests the client of the listeners over real HTTP, with servers that die and restart: no score is
+lost or wrong, and no failure is cached as a score."""
 
 import asyncio
 import sqlite3
@@ -31,7 +32,8 @@ def held(chosen: ListenerSettings, use: Callable[[ListenerClient], Awaitable[obj
 
 
 def test_the_order_of_candidates_changes_nothing_but_the_order() -> None:
-    """Two orders at once are one request, another one later is none; and each is told of in its own order."""
+    """Two orders of the same candidates at once share one request, and a third order later is
+    cached. Each result is in the order of its own candidates."""
     room = FakeEngineHolder(delay_s=0.05)
 
     async def use(client: ListenerClient) -> None:
@@ -48,7 +50,8 @@ def test_the_order_of_candidates_changes_nothing_but_the_order() -> None:
 
 
 def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten descriptions of the same pictures at once, four a request: three requests; in later ones no file travels."""
+    """Ten concurrent descriptions of the same images, with four per request, are sent in three
+    requests. Images are sent once."""
     bodies: list[int] = []
     post = ListenerClient._post
 
@@ -71,7 +74,7 @@ def test_descriptions_travel_in_chunks_and_pictures_once(monkeypatch: pytest.Mon
 
 
 def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerClient]:
-    """How long one question takes to fail so."""
+    """Return the seconds after which a question fails with this fault, and the client."""
     took: list[float] = []
 
     async def use(client: ListenerClient) -> None:
@@ -85,8 +88,9 @@ def seconds_of(chosen: ListenerSettings, fault: str) -> tuple[float, ListenerCli
 
 
 def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
-    """LISTENER_TIMEOUT, LISTENER_MAX_RETRIES and LISTENER_BACKOFF_FACTOR: a second is too long for a fifth of one; there are as many
-    requests as tries; two rests of 0.4 s and twice that, each shortened by half at most, are 0.6 s at least."""
+    """LISTENER_TIMEOUT, LISTENER_MAX_RETRIES and LISTENER_BACKOFF_FACTOR: a response after 1 s
+    exceeds a timeout of 0.2 s, and there are as many requests as attempts. Backoffs of 0.4 and 0.8
+    s, each shortened by at most a half, take at least 0.6 s."""
     with serve_listener(FakeEngineHolder(delay_s=1.0)) as url:
         assert seconds_of(listener_settings(url, timeout_s=0.2, max_attempts=1), "TimeoutError")[0] < 1.0
         held(listener_settings(url, timeout_s=20.0, max_attempts=1), lambda client: client.score_images(ENCODED_PICTURES[:2], "This?"))
@@ -100,7 +104,8 @@ def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
 
 
 def test_a_request_waits_for_others_as_long_as_is_set() -> None:
-    """LISTENER_CHUNK_DELAY: a question that comes 0.1 s later travels with the first where a request waits for a second."""
+    """LISTENER_CHUNK_DELAY: a question that comes 0.1 s later shares the request of the first one
+    if requests wait for a second."""
 
     async def use(client: ListenerClient) -> None:
         first = asyncio.create_task(client.score_images(ENCODED_PICTURES[:2], "a?"))
@@ -112,7 +117,8 @@ def test_a_request_waits_for_others_as_long_as_is_set() -> None:
 
 
 def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:
-    """It has room for one file: of three that are named by their hashes none need be there."""
+    """A listener that no longer has the images receives them again. Its cache has room for two of
+    four images, which alternate."""
 
     async def use(client: ListenerClient) -> None:
         for number in range(3):
@@ -125,7 +131,8 @@ def test_a_listener_that_forgot_is_sent_the_pictures_again() -> None:
 
 
 def test_who_sees_the_same_disk_sends_paths(tmp_path: Path) -> None:
-    """The listener sees no file but those below its root, and is sent none."""
+    """With send=paths, the listener reads the files below its root and receives none. Sending them
+    as files would exceed its body limit."""
     shown = []
     for index in range(3):
         path = tmp_path / f"{index}.png"
@@ -142,7 +149,8 @@ def test_who_sees_the_same_disk_sends_paths(tmp_path: Path) -> None:
 
 
 def test_one_bad_question_takes_no_other_with_it() -> None:
-    """A picture that is none, in a chunk of four: its asker is told, the three others are answered."""
+    """An invalid image in a chunk of four questions fails only its own question. The three others
+    are answered."""
 
     async def use(client: ListenerClient) -> None:
         bad = [ENCODED_PICTURES[0], ImageFile(b"no picture")]
@@ -162,7 +170,8 @@ def test_one_bad_question_takes_no_other_with_it() -> None:
 
 
 def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
-    """The engine gives no number: InfraError after all tries. A moment later it does, and the same question is answered."""
+    """If the engine returns no number, a question raises an InfraError after all attempts. Once the
+    engine works again, the same question is answered, so the failure was not cached."""
     room = FakeEngineHolder(logprobs_fn=lambda p: [float("nan")] * 3)
     cache = tmp_path / "heard.sqlite"
 
@@ -180,7 +189,8 @@ def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
 
 
 def test_what_was_heard_is_kept_between_runs_by_version(tmp_path: Path) -> None:
-    """The second client asks nobody; one of another listener asks; memory forgets what was used longest ago, the file does not."""
+    """Scores are cached in a file by version: a second client makes no request, a client of another
+    listener does. The cache in memory evicts the least recently used score, the file does not."""
     cache = str(tmp_path / "heard.sqlite")
 
     async def use(client: ListenerClient) -> None:
@@ -201,7 +211,8 @@ def test_what_was_heard_is_kept_between_runs_by_version(tmp_path: Path) -> None:
 
 
 def test_listeners_must_be_the_same_one() -> None:
-    """At the start, and when one comes back as another: it is not believed."""
+    """All listeners must have the same version, at the start and after one of them restarts. Scores
+    of another version are rejected."""
 
     async def nothing(client: ListenerClient) -> None: ...
 
@@ -223,6 +234,9 @@ def test_listeners_must_be_the_same_one() -> None:
 
 
 def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
+    """An unreachable listener, a missing token and a failed engine fail the start, each with its
+    own error."""
+
     async def nothing(client: ListenerClient) -> None: ...
 
     with pytest.raises(InfraError, match=r"^task.listener.urls=\['http://127.0.0.1:9'\]: no listener is available .*start one, or correct"):
@@ -242,7 +256,8 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uses", [False, True])
 def test_a_listener_on_this_machine_needs_no_proxy(uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP_PROXY leads to nobody. Listeners elsewhere: tests/clients/test_proxies.py."""
+    """A listener on this machine is reached although HTTP_PROXY points to a closed port.
+    tests/clients/test_proxies.py tests listeners elsewhere."""
 
     async def nothing(client: ListenerClient) -> None: ...
 
@@ -254,7 +269,8 @@ def test_a_listener_on_this_machine_needs_no_proxy(uses: bool, monkeypatch: pyte
 
 
 def test_a_file_of_nonsense_is_named(tmp_path: Path) -> None:
-    """A logarithm above 0 in the file: the rollout fails for good, and says what to remove."""
+    """If the cache file contains a log-probability above 0, the rollout fails permanently, with an
+    error that advises removing the file."""
 
     cache = tmp_path / "heard.sqlite"
 

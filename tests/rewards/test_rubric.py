@@ -1,4 +1,4 @@
-"""The sums of a rubric against numbers worked out by hand."""
+"""Tests the sums of a rubric against hand-computed numbers."""
 
 import asyncio
 
@@ -45,6 +45,7 @@ async def never(_: RewardInput) -> float:
 
 
 def test_parts_are_weighted_and_reported_bare() -> None:
+    """The reward is the weighted sum of the terms. The reported terms have no weight."""
     rubric = Rubric(terms={"accuracy": RewardTerm(gives(1.0), weight=0.8), "format": RewardTerm(gives(-1.0), weight=0.25)})
     score = asyncio.run(rubric.score(outcome(0.0)))
     assert (score.reward, score.outcome_reward) == (pytest.approx(0.55), pytest.approx(0.55))
@@ -54,15 +55,18 @@ def test_parts_are_weighted_and_reported_bare() -> None:
 
 @pytest.mark.parametrize(("accuracy", "expected"), [(0.0, 0.0), (0.4, 0.4), (CORRECT_THRESHOLD, 0.8), (1.0, 1.3)])
 def test_a_bonus_is_paid_from_correct_on(accuracy: float, expected: float) -> None:
+    """A term with `requires` is computed and paid only if the required term reaches
+    CORRECT_THRESHOLD."""
     bonus = gives(3.0) if accuracy >= CORRECT_THRESHOLD else never
     rubric = Rubric(terms={"accuracy": RewardTerm(gives(accuracy)), "code": RewardTerm(bonus, weight=0.1, requires="accuracy")})
     assert asyncio.run(rubric.score(outcome())).reward == pytest.approx(expected)
 
 
 def test_turn_parts_by_mean_and_by_sum() -> None:
-    """Steps 1 and -1 of three turns with weight 0.5: the mean is 1, 1, then 0, so half of 1, 0 and -1 is gained. Summed: 2 + 4 + 1.
+    """Steps 1 and -1 of three turns have weight 0.5. The mean is 1, 1, then 0, so the gains are
+    half of 1, 0 and -1. Environment rewards are summed: 2 + 4 + 1.
 
-    As a step a turn is worth its whole weighted value, however many there are.
+    The step score of a turn is its whole weighted value, however many turns there are.
     """
     parts = {
         "evidence": TurnRewardTerm(steps(1.0, None, -1.0), weight=0.5),
@@ -76,7 +80,8 @@ def test_turn_parts_by_mean_and_by_sum() -> None:
 
 
 def test_a_turn_gains_what_it_moves_the_mean_by() -> None:
-    """Steps 1 0 - 1 of weight 2: the mean is 1, 1/2, 1/2, 2/3. A second part, -3 from the second turn on, sums with weight 0.1."""
+    """Steps 1, 0, none and 1 have weight 2; their mean is 1, 1/2, 1/2, 2/3. A second term, -3 from
+    the second turn on, is summed with weight 0.1."""
     parts = {
         "evidence": TurnRewardTerm(steps(1.0, 0.0, None, 1.0), weight=2.0),
         "cost": TurnRewardTerm(steps(None, -3.0, None, None), weight=0.1, averages_turns=False),
@@ -96,7 +101,8 @@ VALUES = st.one_of(st.none(), st.floats(-3, 3))
 @settings(deadline=None)
 @given(st.lists(st.tuples(VALUES, VALUES), max_size=8), st.floats(-2, 2), st.floats(0, 2), st.booleans())
 def test_outcome_and_gains_are_the_reward_up_to_every_turn(values: list[tuple], accuracy: float, weight: float, vetoed: bool) -> None:
-    """The gains up to a turn are what the turn parts would pay if the episode ended there: by the textbook's means and sums."""
+    """The gains up to a turn are what the turn terms would pay if the episode ended there. The
+    oracles are textbook means and sums."""
     first, second = ([each[part] for each in values] for part in (0, 1))
     parts = {
         "evidence": TurnRewardTerm(steps(*first), weight=weight),
@@ -118,12 +124,14 @@ def test_outcome_and_gains_are_the_reward_up_to_every_turn(values: list[tuple], 
 
 
 def test_without_steps_a_mean_is_nothing() -> None:
+    """The mean over no steps is 0."""
     score = asyncio.run(Rubric(turn_terms={"evidence": TurnRewardTerm(steps(None, None))}).score(outcome(0.0, 0.0)))
     assert (score.reward, score.step_scores, score.reward_deltas, score.reward_terms) == (0.0, [None, None], [0.0, 0.0], {"evidence": 0.0})
 
 
 def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
-    """Positive parts and steps go, penalties stay; the mean is still over all steps."""
+    """A veto removes positive terms and steps and keeps penalties. The mean is still taken over all
+    steps."""
     rubric = Rubric(
         terms={
             "accuracy": RewardTerm(gives(1.0)),
@@ -140,6 +148,8 @@ def test_a_veto_takes_what_is_good_and_leaves_what_is_bad() -> None:
 
 
 def test_trouble_is_no_score() -> None:
+    """An InfraError of one term propagates instead of a score."""
+
     async def down(_: RewardInput) -> float:
         raise InfraError("judge: down")
 
@@ -171,7 +181,8 @@ def test_rubrics_that_make_no_sense(rubric, message: str) -> None:  # noqa: ANN0
 
 
 def test_parts_are_asked_at_once() -> None:
-    """Two parts that wait for each other: one after the other they would wait for ever."""
+    """Reward terms run concurrently. The two terms here wait for each other and would never finish
+    one after the other."""
 
     async def main() -> float:
         one, two = asyncio.Event(), asyncio.Event()

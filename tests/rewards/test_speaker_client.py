@@ -1,4 +1,5 @@
-"""The client of the speakers over real HTTP: asked once at a time, again after a failure; no trouble of theirs is a description."""
+"""Tests the client of the speakers over real HTTP: identical concurrent requests are sent once,
+failed ones are retried, and no failure becomes a description."""
 
 import asyncio
 import json
@@ -17,7 +18,8 @@ from tests.support.model_server_process import encode_base64
 
 
 class Speaking(ThreadingHTTPServer):
-    """Gives each POST the next of `answers` (status, body), the last one for ever; says what it was asked."""
+    """Responds to each POST with the next (status, body) of `answers`, and then always with the
+    last one. Records the requests."""
 
     def __init__(self, answers: list[tuple[int, object]]) -> None:
         self.answers, self.asked, self.tokens = answers, [], []
@@ -74,7 +76,8 @@ def used(settings: SpeakerSettings, use: Callable[[SpeakerClient], Awaitable[obj
 
 
 def test_it_is_asked_once_at_a_time_and_nothing_is_kept(tmp_path: Path) -> None:
-    """Two at once of one picture and one of another kind are two requests; the same one later is asked anew, and says what it says then."""
+    """Two concurrent requests for one image and category are sent once, and another category is a
+    second request. The same request later is sent again and returns the new description."""
     token = tmp_path / "token"
     token.write_text("a-word-of-many-letters\n")
 
@@ -91,6 +94,9 @@ def test_it_is_asked_once_at_a_time_and_nothing_is_kept(tmp_path: Path) -> None:
 
 
 def test_one_that_fails_is_asked_again_and_one_that_refuses_is_not() -> None:
+    """A failed or malformed response is retried, a 422 is not. After all attempts, an InfraError is
+    raised that is not permanent."""
+
     async def use(client: SpeakerClient) -> object:
         return await client.describe_image(b"x", category="mug")
 

@@ -1,7 +1,8 @@
-r"""What others wrote does not leave its quotation marks in a judge's prompt.
+"""Tests that text from others does not leave its quotation marks in a judge's prompt.
 
-The oracle is a tokenizer: a whole prompt, behind the family's chat template, holds the special tokens that it holds around harmless
-words, no other, whatever stands in its fields. Each family has its control: plain JSON, which is what a prompt was filled with once.
+The oracle is a tokenizer: a whole prompt, in the chat template of the model family, contains the
+special tokens that it contains around harmless words and no others, whatever its fields contain.
+The control for each family is plain JSON, with which prompts were formerly filled.
 """
 
 import json
@@ -23,18 +24,19 @@ PROMPTS = {name: load_judge_prompt(name) for name in ("process_search", "process
 PROMPTS["answer_equivalence"] = load_judge_prompt("answer_equivalence", examples="maths")
 UNSEEN = "\u200b\u200d\u00ad\ufeff\u2060\u202e\u2066\u034f\u0301\u0338\x00\x07\x1b\x85\u2028\U000e0041\ufe0f \t\u00a0"
 BEYOND = st.text(st.characters(exclude_categories=()), max_size=5)
-"""Any characters, halves of surrogate pairs among them."""
+"""Any characters, including lone surrogates."""
 _EDGES = re.compile(r"[<\[|]\S|\][~!]|[^\s\d:]:")
-"""What every name of a special token and of a role holds."""
+"""Matches in the name of every special token and of every role."""
 
 
 def wide(text: str) -> str:
-    """What NFKC makes into the text."""
+    """Return the full-width form of the text, which NFKC turns back into the text."""
     return "".join(chr(ord(letter) + 0xFEE0) if "!" <= letter <= "~" else letter for letter in text)
 
 
 def hostile(names: tuple[str, ...]) -> st.SearchStrategy[str]:
-    """Names of special tokens: whole, cut, spelled with other characters, with unseen ones inside, escaped; and anything between them."""
+    """Return a strategy for names of special tokens: whole, cut, spelled with other characters,
+    with invisible ones inside, or escaped. Any text may stand between them."""
     name = st.sampled_from(names)
     spots = st.tuples(name, st.integers(0, 30), st.sampled_from(UNSEEN))
     marks = st.sampled_from(['"', "\\", "\n", "\u201d", '"\n', " "])
@@ -59,7 +61,8 @@ def filled(prompt: JudgePrompt, *texts: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_special_token_comes_from_a_field(family: str) -> None:
-    """In all of our prompts, with what stands in one field going on in the next."""
+    """No field adds a special token to any prompt of this project, also if its text continues in
+    the next field."""
     expected = {name: find_special_tokens(family, prompt.system, prompt.render(filled(prompt, "x"))) for name, prompt in PROMPTS.items()}
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
@@ -73,7 +76,8 @@ def test_no_special_token_comes_from_a_field(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_special_token_would_come_from_plain_json(family: str) -> None:
-    """The control, and each name once: as a field's whole, at its end, at its beginning."""
+    """The control: each name adds special tokens through plain JSON, but not through `render`, as
+    the whole field, at its end and at its beginning."""
     prompt = PROMPTS["answer_equivalence"]
     expected = find_special_tokens(family, prompt.system, prompt.render(filled(prompt, "x")))
     for name in FAMILIES[family].special_tokens:
@@ -84,7 +88,8 @@ def test_each_special_token_would_come_from_plain_json(family: str) -> None:
 
 
 def test_no_character_becomes_the_edge_of_a_special_token() -> None:
-    """All of ASCII and of what a normalizer makes into something else (Unicode's forms, by Python), accents off."""
+    """After quoting, no character becomes the edge of a special token. Tested are all of ASCII and
+    all characters that a normalizer changes (Unicode's forms, by Python), without accents."""
     everything = map(chr, range(sys.maxunicode + 1))
     characters = [character for character in everything if character.isascii() or unicodedata.normalize("NFKD", character) != character]
     assert len(characters) > 15_000
@@ -99,7 +104,8 @@ def test_no_character_becomes_the_edge_of_a_special_token() -> None:
 @settings(deadline=None)
 @given(st.one_of(BEYOND, hostile(FAMILIES["qwen"].special_tokens)))
 def test_a_quotation_is_one_line_of_visible_characters_that_says_the_same(text: str) -> None:
-    """Python's own JSON reads it back; nothing but blanks was added, nothing but the kinds of quotation marks lost."""
+    """Python's own JSON parser reads a quotation back. Only blanks are added, and only the kinds of
+    quotation marks are lost."""
     said = quote_text(text)
     assert len(said.splitlines()) == 1 and not regex.search(r"[\p{C}\p{DI}\u2028\u2029]", said), "regex has Unicode's own properties"
     assert not {unicodedata.bidirectional(character) for character in said} & {
@@ -118,8 +124,9 @@ def test_a_quotation_is_one_line_of_visible_characters_that_says_the_same(text: 
 
 
 def told(text: str) -> str:
-    """Without blanks, and with one kind of double quotation marks: those whose names in Unicode say so, and primes."""
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # two halves side by side are one character
+    """Return the text without blanks and with one kind of double quotation mark. Marks are
+    recognized by their Unicode names, and include primes."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")  # two adjacent surrogates are one character
     return "".join('"' if doubled(character) else character for character in text if character != " ")
 
 
@@ -133,7 +140,8 @@ def doubled(character: str) -> bool:
 @settings(deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(("question", "reference", "answer"), hostile(FAMILIES["qwen"].special_tokens))))
 def test_fields_are_told_apart(fields: dict[str, str]) -> None:
-    """The last three lines of the prompt are the fields, each in its own, whatever they hold."""
+    """The last three lines of the prompt are the three fields, one per line, whatever they
+    contain."""
     lines = PROMPTS["answer_equivalence"].render(fields).split("\n")[-3:]
     for line, name in zip(lines, ("question", "reference", "answer"), strict=True):
         label, _, said = line.partition(": ")
@@ -141,7 +149,8 @@ def test_fields_are_told_apart(fields: dict[str, str]) -> None:
 
 
 def test_what_is_readable_stays_so() -> None:
-    """By hand. A judge is told of the blanks (quoted.LEGEND)."""
+    """Hand-made cases stay readable. The prompt explains the added blanks to the judge
+    (QUOTING_LEGEND)."""
     assert quote_text("the <b> tag") == '"the < b> tag"'
     assert quote_text("x < 4, P(A|B) = [0, 1)") == '"x < 4, P(A| B) = [ 0, 1)"'
     assert quote_text("<|x|>") == '"< | x| >"'

@@ -1,4 +1,5 @@
-"""The client of every server against servers that answer by drops, without end, compressed, or from elsewhere: real ones on loopback."""
+"""Tests the bounded HTTP client against real servers on loopback that drip bytes, never end,
+compress or redirect their responses."""
 
 import asyncio
 import re
@@ -17,7 +18,8 @@ from tests.support.json_server import server_url, start_server, stop_server
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S, SLACK_S = 0.4, 20.0
-"""What a busy machine may add is far below the time that the server takes: for ever."""
+"""Time limit of a request, and the seconds that a busy machine may add. The hostile server itself
+never finishes."""
 CLIENTS = r"^\s*(?:from|import) (httpx2|httpx|openai|requests|aiohttp|urllib3|http\.client|urllib\.request)\b"
 
 
@@ -40,6 +42,8 @@ Ask = Callable[..., BoundedResponse]
 @FORMS
 @pytest.mark.parametrize("way", ["body by drops", "head by drops", "silent"])
 def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
+    """A response whose body or head arrives in drops, or never, raises NoResponse at the limit of
+    0.4 s."""
     with serve_hostile(way) as url:
         began = time.monotonic()
         with pytest.raises(NoResponse, match=r"^no complete response within 0.4 s$"):
@@ -58,9 +62,11 @@ def test_an_answer_by_drops_ends_with_its_limit(way: str, ask: Ask) -> None:
     ],
 )
 def test_an_answer_that_is_too_long_or_compressed_is_not_read(way: str, line: str, ask: Ask) -> None:
+    """A response longer than `max_bytes` or compressed raises NoResponse. Reading it takes less
+    than 4 MiB of memory."""
     with serve_hostile(way) as url:
         ask_once = lambda: ask(url, timeout_s=SLACK_S)  # noqa: E731
-        with pytest.raises(NoResponse) as first:  # what is imported and cached once is no part of the memory below
+        with pytest.raises(NoResponse) as first:  # imports and caches of a first call are not counted
             ask_once()
         tracemalloc.start()
         try:
@@ -74,6 +80,8 @@ def test_an_answer_that_is_too_long_or_compressed_is_not_read(way: str, line: st
 
 @FORMS
 def test_no_redirect_is_followed_and_no_proxy_of_the_environment_asked(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirect is returned as a 302 and not followed, and proxies of the environment are not
+    used. The server that both point to receives no request."""
     asked: list[str] = []
 
     def answer(path: str, body: dict) -> tuple[int, object]:
@@ -100,6 +108,8 @@ def test_nobody_listens(ask: Ask) -> None:
 
 
 def test_a_token_goes_with_each_request() -> None:
+    """Each request of a client has its token and no cookie of an earlier response. The oracle is
+    the text of both requests on the socket."""
     heard: list[bytes] = []
     trap = socket.create_server(("127.0.0.1", 0))
 
@@ -133,7 +143,8 @@ def test_a_token_goes_with_each_request() -> None:
 
 
 def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
-    """What is no HTTP at all is quoted."""
+    """The error for a response that is not HTTP quotes the server's bytes with the token replaced
+    by `***`. `text` and `repr` of a response mask the token too; `content` keeps the raw bytes."""
     with serve_hostile("echo") as url, pytest.raises(NoResponse, match=r"^RemoteProtocolError: .*\*\*\*") as error:
         send_request("GET", url, token="a-word-of-letters", timeout_s=SLACK_S, max_bytes=100)
     assert "a-word-of-letters" not in str(error.value)
@@ -143,7 +154,8 @@ def test_a_token_that_a_server_repeats_is_in_no_error() -> None:
 
 
 def test_there_is_no_other_client() -> None:
-    """httpx is imported here alone; httpx2 and openai, whose clients are bounded in clients/openai.py, by what judges and rewards."""
+    """Only sandbox/bounded_http.py imports httpx. Other HTTP libraries are imported only by the
+    bounded clients in clients/, the Lewis clients, the judge and the endpoint policy."""
     found: dict[str, set[str]] = {}
     for path in (path for package in ("megatron_rl", "sandbox", "tools", "launch") for path in (ROOT / package).rglob("*.py")):
         for name in [] if "attack" in path.parts else re.findall(CLIENTS, path.read_text(), flags=re.MULTILINE):

@@ -1,4 +1,5 @@
-"""Headers that let a request in: what web pages send, names of other servers, and how a server proves that it has the token."""
+"""Tests the headers that let a request in: headers of web pages, host names of other servers, and
+the proof by which a server shows that it knows the token."""
 
 import hashlib
 import hmac
@@ -18,7 +19,7 @@ JSON = ("Content-Type", "application/json")
 
 
 def refused(*headers: tuple[str, str], method: str = "POST", token: str = "", hosts: tuple[str, ...] = ()) -> int:
-    """The status of the refusal, 0 where there is none."""
+    """Return the status code of the refusal, or 0 if the request is admitted."""
     raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
     scope = {"type": "http", "method": method, "headers": raw, "server": ("127.0.0.1", 8000)}
     refusal = AccessRules(token=token, hosts=hosts).check_request(scope)
@@ -27,6 +28,7 @@ def refused(*headers: tuple[str, str], method: str = "POST", token: str = "", ho
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:8000", "[::1]:8000", "[::1]", "10.1.2.3:80", "localhost:1", "LOCALHOST", HERE])
 def test_addresses_and_own_names_are_hosts(host: str) -> None:
+    """A Host header with an IP address, localhost or the machine's own name is accepted."""
     assert refused(("Host", host), JSON) == 0
 
 
@@ -39,11 +41,14 @@ def test_addresses_and_own_names_are_hosts(host: str) -> None:
     ],
 )  # fmt: skip
 def test_other_names_are_no_hosts(host: str) -> None:
+    """Any other Host header is refused with 421, before the token is checked."""
     assert refused(("Host", host), JSON) == 421
     assert refused(("Host", host), JSON, token=TOKEN) == 421, "before the token: nothing is learned about it"
 
 
 def test_there_is_one_host_and_a_name_can_be_given() -> None:
+    """A request must have exactly one Host header. Further names can be allowed by the option
+    `hosts`."""
     assert refused(JSON) == 421 and refused(("Host", "127.0.0.1"), ("Host", "evil.example"), JSON) == 421
     assert refused(("Host", "Node2:8000"), JSON, hosts=("node2",)) == 0 and refused(("Host", ""), JSON, hosts=("",)) == 421
 
@@ -62,12 +67,15 @@ def test_there_is_one_host_and_a_name_can_be_given() -> None:
     ],
 )  # fmt: skip
 def test_what_a_web_page_can_send_is_refused(method: str, headers: list[tuple[str, str]], code: int) -> None:
-    """A page sends a POST of these types to any port without asking first (Fetch standard, CORS-safelisted request headers)."""
+    """Requests that a web page can send are refused with 415 or 403. A page may POST these content
+    types to any port without a preflight request (Fetch standard, CORS-safelisted request headers).
+    """
     assert refused(("Host", "127.0.0.1"), *headers, method=method) == code
 
 
 def test_a_page_of_a_stranger_does_nothing_at_a_real_server() -> None:
-    """Finding 6, over a socket: as httpx sends it, and with the same request as our client sends it beside it."""
+    """Finding 6, over a socket: a request with the headers of a foreign web page is refused with
+    421, 403 or 415 and opens no box. The same request without these headers opens one."""
     page = {"Host": "evil.example", "Origin": "http://evil.example", "Content-Type": "text/plain"}
     with serve_sandbox() as server:
         for left_out, code in (((), 421), (("Host",), 403), (("Host", "Origin"), 415)):
@@ -80,7 +88,8 @@ def test_a_page_of_a_stranger_does_nothing_at_a_real_server() -> None:
 
 
 def test_a_server_proves_that_it_knows_the_token() -> None:
-    """Without being sent it; by a digest made here with the standard library, of the challenge and of the server's own port."""
+    """A server proves that it knows the token without receiving it. The oracle is an HMAC-SHA256 of
+    the challenge and the server's port, computed here with the standard library."""
     challenge = "0123456789abcdef" * 2
     with serve_sandbox(token=TOKEN) as server:
         answer = httpx.get(f"{server.url}/health", headers={CHALLENGE_HEADER: challenge})
@@ -93,7 +102,8 @@ def test_a_server_proves_that_it_knows_the_token() -> None:
 
 
 def test_bytes_that_are_no_request_are_answered_once() -> None:
-    """With what their header was refused for and with 400 it would be twice: uvicorn wrote a traceback into the log."""
+    """A request with a refused header and a malformed body gets one response, a 400. A second
+    response, for the header, made uvicorn write a traceback to the log."""
     head = b"POST /boxes HTTP/1.1\r\nHost: evil.example\r\nTransfer-Encoding: chunked\r\n\r\n"
     with serve_sandbox() as server:
         for _ in range(5):

@@ -1,4 +1,5 @@
-"""A representative part of `python -m sandbox attack`: one attack of every class, held by all layers, through without some."""
+"""Runs a representative part of `python -m sandbox attack`: at least one attack of every class
+fails with all layers, and its control succeeds without some of them."""
 
 import asyncio
 import os
@@ -23,11 +24,13 @@ REPRESENTATIVES = (
 )  # fmt: skip
 
 UNPRIVILEGED = ("read_file", "page_tables", "socket_buffers", "first_thread_gone", "hops", "choose_cores", "inotify", "clone3_namespace")
-"""What other walls hold there than where control groups are."""
+"""Attacks that are stopped by other layers without privileges than where control groups are
+available."""
 
 
 def test_there_are_attacks_of_every_kind() -> None:
-    """Issue 4: at least 40, in every class from 2 to 6; and each names something that its control does without."""
+    """Issue 4: there are at least 40 attacks, 2 to 6 in every class. Each attack names the layer,
+    the limit or the isolated child that its control does without."""
     sizes = Counter(probe.group for probe in PROBES)
     assert len(PROBES) >= 40
     assert all(2 <= size <= 6 for size in sizes.values()), sizes
@@ -38,6 +41,7 @@ def test_there_are_attacks_of_every_kind() -> None:
 
 
 def test_attacks_are_held_and_their_controls_get_through() -> None:
+    """Every representative attack fails with all layers, and succeeds in its control."""
     try:
         choose_layers(detect_layers())
     except SandboxError as reason:
@@ -52,7 +56,8 @@ def test_attacks_are_held_and_their_controls_get_through() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
 def test_attacks_are_held_without_privilege() -> None:
-    """With a user namespace and the watchdog instead of control groups; the controls work there too."""
+    """The attacks fail with a user namespace and the watchdog in place of control groups. Their
+    controls succeed there too."""
     command = (sys.executable, ROOT / "tests/support/unprivileged.py", sys.executable, "-m", "sandbox", "attack", *UNPRIVILEGED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=False, env=environment)
@@ -65,13 +70,15 @@ def test_attacks_are_held_without_privilege() -> None:
     [("6.18-rc3", 2, ""), ("6.18.44-fc", 2, ""), ("5.10", 2, "needs Linux 5.12"), ("6.18", 1, "needs 2 cores, this host has 1")],
 )
 def test_what_a_host_lacks_is_named(monkeypatch: pytest.MonkeyPatch, release: str, cores: int, lacks: str) -> None:
+    """The missing requirement of an attack, a kernel version or a number of cores, is named."""
     monkeypatch.setattr(platform, "release", lambda: release)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     assert suite.find_missing_requirement(next(probe for probe in PROBES if probe.name == "more_cores")) == lacks
 
 
 def test_the_table_tells_a_breach_and_a_control_that_failed() -> None:
-    """A suite that could not fail would prove nothing."""
+    """The result table marks a breach and a failed control. A suite that could not fail would prove
+    nothing."""
     held, through = AttackOutcome(succeeded=False, stopped_by="PermissionError"), AttackOutcome(succeeded=True, stopped_by="")
     rows = {
         name: AttackResult(PROBES[0], *pair)

@@ -1,4 +1,5 @@
-"""A server that lies: what our clients take of an answer is within what it promised, and what it promised within reason."""
+"""Tests clients against a server that lies: a result must lie within the limits that the server
+announced, and the announced limits must be reasonable."""
 
 import asyncio
 import base64
@@ -38,7 +39,7 @@ def wired(*pngs: bytes, size: tuple[int, int] = (28, 28), **change: Any) -> dict
 
 
 def taken_before(data: dict[str, Any]) -> CallResult:
-    """What the client did: types only."""
+    """Parse a result as the client formerly did, with a check of types only."""
     images = [{**picture, "png": decode_base64(picture["png"])} for picture in data["images"]]
     return TypeAdapter(CallResult).validate_python({**data, "images": images})
 
@@ -72,7 +73,8 @@ LIES = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_what_no_server_of_ours_sends_is_not_believed(lie: str) -> None:
-    """Finding 16: the client took 20 pictures, 50 MB of text and a TIFF of 169 megapixels."""
+    """Finding 16: `parse_results` rejects results that no server of this project sends. The client
+    formerly accepted 20 images, 50 MB of text and a TIFF of 169 megapixels."""
     assert isinstance(taken_before(LIES[lie]), CallResult), "without the wall"
     with pytest.raises(ValueError, match=r"."):
         parse_results(LIES[lie])
@@ -80,6 +82,7 @@ def test_what_no_server_of_ours_sends_is_not_believed(lie: str) -> None:
 
 
 def test_pictures_have_a_total_over_the_life_of_a_box() -> None:
+    """A result whose images exceed the limit for the whole box (images_total) is rejected."""
     assert parse_results(wired(GOOD), limits=BoxLimits(images_total=3), calls=3)
     with pytest.raises(ValueError, match="only 3 images are returned in total"):
         parse_results(wired(GOOD), limits=BoxLimits(images_total=3), calls=4)
@@ -91,7 +94,8 @@ def test_a_picture_is_opened_as_a_png_or_not_at_all() -> None:
 
 
 def test_the_largest_result_that_a_box_may_have_is_believed() -> None:
-    """Whatever code writes into names and texts: it must not look like a lie of the server's."""
+    """The client accepts the largest result that a box can produce, whatever its code writes into
+    names and texts. Such a result must not look like a lie of the server."""
     limits = BoxLimits()
     data = wired(
         *[GOOD] * 5, text="," * (limits.text + 60), stderr="\0" * (limits.text + 60), fault="code",
@@ -124,7 +128,7 @@ def lying(answer: httpx.Response | Callable[[httpx.Request], httpx.Response], **
 
 
 class Endless(httpx.AsyncByteStream):
-    """As many bytes as anybody takes."""
+    """A response body that yields `part` up to 4 GiB in total, more than any client may read."""
 
     def __init__(self, part: bytes) -> None:
         self.part, self.given = part, 0
@@ -159,7 +163,8 @@ def endless() -> Endless:
     ],
 )  # fmt: skip
 def test_any_answer_to_a_call_is_a_result_or_the_hosts_fault(answer: Any, said: str) -> None:
-    """Probes of our own: none of them raises, none is the code's."""
+    """A malformed, oversized or refusing response to a call is a host fault. No response raises in
+    `run`, and none is blamed on the code."""
 
     async def work() -> CallResult:
         async with lying(answer) as pool, await pool.open() as box:
@@ -175,7 +180,8 @@ def test_any_answer_to_a_call_is_a_result_or_the_hosts_fault(answer: Any, said: 
 
 
 def test_an_answer_by_drops_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe of our own: httpx gives each part of an answer the whole time anew."""
+    """A response that arrives in drops ends at a limit on its total time, 1.5 s. The timeout of
+    httpx restarts with each part of a response."""
     monkeypatch.setattr("sandbox.sandbox_client.CONNECT_TIMEOUT_S", 0.5)
 
     async def work(url: str) -> float:
@@ -191,7 +197,8 @@ def test_an_answer_by_drops_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("status", ["401", "403"])
 def test_a_server_that_asks_for_another_token_is_no_outage(status: str) -> None:
-    """Neither at the start nor in a call: who takes it for one waits for nothing."""
+    """Both the start of a client and a call raise SandboxAccessDenied for a 401 or 403. Handling it
+    as an outage would make the caller wait for nothing."""
 
     async def start(url: str) -> None:
         async with SandboxClient(url):
@@ -220,6 +227,8 @@ def test_a_server_that_asks_for_another_token_is_no_outage(status: str) -> None:
     ],
 )  # fmt: skip
 def test_promises_beyond_reason_are_refused_at_the_start(promised: dict[str, Any], said: str) -> None:
+    """Limits announced by a server that are excessive or invalid fail the start of the client."""
+
     async def work() -> None:
         async with lying(httpx.Response(200), **promised):
             pass
@@ -230,6 +239,8 @@ def test_promises_beyond_reason_are_refused_at_the_start(promised: dict[str, Any
 
 @pytest.mark.parametrize("name", ["../x", "", "a" * 65, 3, None, "a/b", "\u00e9"])
 def test_a_boxs_name_is_a_word(name: object) -> None:
+    """A box name from the server that is not a short word, such as a path, is rejected."""
+
     def server(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"limits": PROMISED} if request.url.path == "/health" else {"box": name})
 
@@ -245,7 +256,8 @@ def test_a_boxs_name_is_a_word(name: object) -> None:
     "answer", [{"b": ""}, {"a": "%"}, {"a": 3}, {"a": "AAAA" * 1000}, [], "a", None, {"a": "AAAA" * 300, "c": "AAAA" * 300}]
 )
 def test_files_that_nobody_asked_for_or_that_are_too_large_are_refused(answer: object) -> None:
-    """They were taken, or raised what is no fault: AttributeError of a list."""
+    """Fetched files that were not requested or that are too large raise SandboxError. The client
+    formerly accepted them or raised AttributeError for a list."""
 
     async def work(answer: object) -> dict[str, bytes]:
         sizes = {"file": 2000, "disk": 1000, "input_bytes": 700}
@@ -258,7 +270,8 @@ def test_files_that_nobody_asked_for_or_that_are_too_large_are_refused(answer: o
 
 
 def test_what_the_server_would_refuse_is_not_sent() -> None:
-    """Code and inputs beyond the limits: the same answers as a pool of this process gives, without a request."""
+    """Code and inputs beyond the limits get the same errors as from a pool in this process, and no
+    request is sent."""
 
     def nobody(request: httpx.Request) -> httpx.Response:
         raise AssertionError(request.url)
@@ -278,7 +291,9 @@ def test_what_the_server_would_refuse_is_not_sent() -> None:
 
 @pytest.mark.parametrize("written", [b"[" * 100_000, b"3", b'["a", "b", "c"]', b'["\\ud800", "m", 1]', b"{}"])
 def test_what_code_writes_on_a_fusion_server_is_never_an_exception_of_ours(written: bytes) -> None:
-    """A probe of our own: the code shares the folder of the wrapper's own note, nested without end it raised RecursionError."""
+    """The code shares a folder with the error file of the client's wrapper. Whatever the code
+    writes into that file is the code's fault; deeply nested JSON formerly raised RecursionError in
+    the client."""
     files = {"_error.json": base64.b64encode(written).decode(), "_image_0.png": "%%%"}
     run = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": ""}
     answer = httpx.Response(200, json={"status": "Failed", "run_result": run, "files": files})
@@ -294,6 +309,7 @@ def test_what_code_writes_on_a_fusion_server_is_never_an_exception_of_ours(writt
 
 
 def test_a_client_says_its_token() -> None:
+    """A client sends its token with every request, and accepts no compressed response."""
     said = []
 
     def server(request: httpx.Request) -> httpx.Response:

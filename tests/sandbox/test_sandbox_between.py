@@ -1,4 +1,5 @@
-"""What boxes and host have in common: locks, watches and the host's figures do not cross, and libraries live without them."""
+"""Tests that locks, file watches and figures of the host do not cross between boxes and the host,
+and that common libraries work without them."""
 
 import fcntl
 import os
@@ -13,7 +14,7 @@ from sandbox import mounts
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 SHARED = os.path.realpath(os.__file__)
-"""A file that the host and every box read."""
+"""A file that the host and every box can read."""
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +23,7 @@ def room() -> Iterator[PoolRunner]:
 
 
 def answers(room: PoolRunner, *lines: str) -> list[str]:
-    """What each line of code is in one box: its value, or the name of its errno."""
+    """Run each expression in one box. Return its printed value, or the name of its errno."""
     code = "import ctypes, errno, fcntl, os, socket, struct\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     for line in lines:
         code += f"try: print({line})\nexcept OSError as error: print(errno.errorcode[error.errno])\n"
@@ -32,7 +33,8 @@ def answers(room: PoolRunner, *lines: str) -> list[str]:
 
 
 def test_nobody_locks_what_all_read(room: PoolRunner):
-    """Reproduces finding 15 of the attack of 2026-11-21, with the locks that it did not try: records, leases."""
+    """Reproduces finding 15 of the attack of 2026-11-21 (flock) and adds record locks and leases.
+    No box can lock a file that all boxes read."""
     fd = f"os.open({SHARED!r}, os.O_RDONLY)"
     lock = "struct.pack('hhxxxxqqixxxx', fcntl.F_RDLCK, 0, 0, 0, 0)"
     taken = answers(
@@ -45,10 +47,12 @@ def test_nobody_locks_what_all_read(room: PoolRunner):
     assert taken == ["ENOSYS"] + ["EPERM"] * 6
     with open(SHARED, "rb") as ours:
         fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert answers(room, f"fcntl.flock({fd}, fcntl.LOCK_EX | fcntl.LOCK_NB)") == ["ENOSYS"]  # not EAGAIN: who asks learns nothing
+        assert answers(room, f"fcntl.flock({fd}, fcntl.LOCK_EX | fcntl.LOCK_NB)") == ["ENOSYS"]  # not EAGAIN, which would reveal the lock
 
 
 def test_nobody_watches_what_all_read(room: PoolRunner):
+    """No box can watch files that all boxes read, by dnotify, inotify, fanotify or mincore, nor
+    change its cores or read sysinfo."""
     folder = f"os.open({os.path.dirname(SHARED)!r}, os.O_RDONLY)"
     calls = {"inotify_init": 253, "inotify_init1": 294, "fanotify_init": 300, "mincore": 27, "sched_setaffinity": 203, "sysinfo": 99}
     refused = answers(room, f"fcntl.fcntl({folder}, 1026, 1)", *(f"libc.syscall({n}, 0, 0, 0), ctypes.get_errno()" for n in calls.values()))
@@ -56,6 +60,7 @@ def test_nobody_watches_what_all_read(room: PoolRunner):
 
 
 def test_what_is_told_of_the_host(room: PoolRunner):
+    """A box cannot read the name of the host or the credentials of a socket's peer."""
     name, peer, pidfd, kind, filtered = answers(
         room,
         "[os.uname().nodename, socket.gethostname()]",
@@ -69,6 +74,8 @@ def test_what_is_told_of_the_host(room: PoolRunner):
 
 
 def test_libraries_live_without_them(room: PoolRunner):
+    """multiprocessing, subprocess, asyncio and SQLite (with nolock=1) work without locks and
+    watches."""
     (result,) = room.run_codes(
         "import asyncio, multiprocessing, sqlite3, subprocess\n"
         "with multiprocessing.Pool(2) as workers: print(workers.map(abs, [-1, 2]))\n"
@@ -87,11 +94,13 @@ def test_libraries_live_without_them(room: PoolRunner):
 
 @pytest.mark.parametrize(("path", "shown"), [("/usr/src/app", "/usr"), ("/usr", "/usr"), ("/usrlocal", None), ("/home/me/run", None)])
 def test_which_paths_boxes_read(monkeypatch: pytest.MonkeyPatch, path: str, shown: str | None):
+    """`find_exposing_path` returns the system path that makes a path readable in boxes, or None."""
     monkeypatch.setattr(mounts, "system_paths", lambda: ["/opt/python", "/usr"])
     assert mounts.find_exposing_path(path) == shown
 
 
 def test_a_link_hides_nothing_from_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`find_exposing_path` resolves links."""
     (tmp_path / "system").mkdir()
     (tmp_path / "project").symlink_to(tmp_path / "system")
     monkeypatch.setattr(mounts, "system_paths", lambda: [str(tmp_path / "system")])
@@ -99,7 +108,8 @@ def test_a_link_hides_nothing_from_that(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_box_reads_what_that_says(room: PoolRunner):
-    """Against the box itself: of these folders it sees what lies below a system path, and nothing else."""
+    """`find_exposing_path` agrees with a real box: of these folders, the box sees those below a
+    system path and no others."""
     folders = [os.path.dirname(SHARED), "/usr/lib", "/var", "/home", "/proc", "/sys", str(Path(__file__).parent)]
     (seen,) = answers(room, f"[path for path in {folders!r} if os.path.isdir(path)]")
     assert re.findall(r"'([^']+)'", seen) == [path for path in folders if mounts.find_exposing_path(path)]

@@ -1,4 +1,5 @@
-"""Whoever waits for the pool may be cancelled at any moment; no place of the pool and no process goes with him."""
+"""Tests that cancelling a task that waits for the pool, at any moment, leaks neither a slot of the
+pool nor a process."""
 
 import asyncio
 import json
@@ -23,7 +24,7 @@ RUN_CODE = {
     "query_string": b"",
     "headers": [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")],
 }
-"""What uvicorn hands to the application."""
+"""The ASGI scope that uvicorn passes to the application."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def room() -> Iterator[PoolRunner]:
 
 @pytest.fixture
 def ending(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set as soon as a box's end has begun, which then takes a while."""
+    """Return an event that is set when a box starts to end. The end then takes at least 0.05 s."""
     begun, end = asyncio.Event(), ZygoteManager.end_interpreter
 
     async def slow(self: ZygoteManager, life: Interpreter) -> ExitStatus:
@@ -51,6 +52,8 @@ async def usable(pool: SandboxPool) -> bool:
 
 
 def test_a_cancelled_close_still_frees_the_place(room: PoolRunner, ending: asyncio.Event):
+    """Cancelling `close` does not stop the end of the box, which then frees its slot."""
+
     async def calls() -> bool:
         box = await room.pool.open()
         closing = asyncio.create_task(box.close())
@@ -58,7 +61,7 @@ def test_a_cancelled_close_still_frees_the_place(room: PoolRunner, ending: async
         closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        again = asyncio.create_task(box.close())  # twice is once: it waits for the same end
+        again = asyncio.create_task(box.close())  # a second close waits for the same end
         await asyncio.sleep(0)
         assert room.pool.num_open == 1
         await again
@@ -69,6 +72,8 @@ def test_a_cancelled_close_still_frees_the_place(room: PoolRunner, ending: async
 
 
 def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: PoolRunner, ending: asyncio.Event):
+    """If the client of /run_code disconnects while its box ends, the slot is freed and the status
+    is 499."""
     said: list[dict[str, Any]] = []
 
     async def calls() -> bool:
@@ -92,6 +97,9 @@ def test_a_client_that_is_gone_when_its_code_ends_takes_no_place(room: PoolRunne
 
 
 def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(room: PoolRunner):
+    """An `open` that is cancelled in the tick in which its process becomes ready leaves as many
+    processes as before."""
+
     def processes() -> set[int]:
         return {child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE}
 
@@ -103,7 +111,7 @@ def test_an_open_cancelled_in_the_tick_its_process_is_ready_loses_no_process(roo
             pass
         (spare,) = room.pool._spare_interpreters.values()
         assert not spare.done()
-        spare.add_done_callback(lambda _: opening.cancel())  # before whoever opens hears of it
+        spare.add_done_callback(lambda _: opening.cancel())  # before the opening task resumes
         opening = asyncio.create_task(room.pool.open())
         with pytest.raises(asyncio.CancelledError):
             await opening

@@ -1,4 +1,5 @@
-"""Control groups of both versions, played by plain folders; the real ones of this host are used by tests/sandbox/test_sandbox_limits.py."""
+"""Tests control groups of both versions on plain folders that stand in for them.
+tests/sandbox/test_sandbox_limits.py uses the real control groups of the host."""
 
 import signal
 from pathlib import Path
@@ -20,6 +21,7 @@ def proc(folder: Path, *, groups: str, mounts: str) -> Path:
 
 
 def test_version_1_is_found_per_controller(tmp_path: Path):
+    """With version 1, the group of each controller is found from its own hierarchy and mount."""
     found = cgroups.find_own_groups(
         proc(
             tmp_path / "self",
@@ -37,17 +39,20 @@ def test_a_group_outside_of_what_is_mounted_is_not_found(tmp_path: Path):
 
 
 def test_version_2_limits_and_delegates(tmp_path: Path):
+    """With version 2, the controllers are delegated to child groups. Setting limits fails on a
+    plain folder, and no group remains."""
     own = tmp_path / "own"
     own.mkdir()
     (own / "cgroup.controllers").write_text("cpu memory pids")
     (own / "cgroup.subtree_control").write_text("")
-    with pytest.raises(FileNotFoundError):  # plain folders lack what the kernel puts into a new group
+    with pytest.raises(FileNotFoundError):  # plain folders lack the files that the kernel creates in a new group
         cgroups.ControlGroups(size=1, limits=BoxLimits(), parents=dict.fromkeys(cgroups.CONTROLLERS, own))
     assert (own / "cgroup.subtree_control").read_text() == "+memory +pids +cpu"
     assert list(own.glob("sandbox-*")) == []
 
 
 def test_version_1_limits(tmp_path: Path):
+    """With version 1, limits and process ids are written to the files of each slot's groups."""
     parents = {name: tmp_path / name for name in cgroups.CONTROLLERS}
     for place in parents.values():
         place.mkdir()
@@ -68,7 +73,9 @@ KILLED = ExitStatus(status=signal.SIGKILL, cpu_s=0.0)
 @pytest.mark.parametrize("own", [False, True], ids=["the host's", "its own"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_kill_for_want_of_memory_is_the_codes_only_at_the_groups_own_limit(tmp_path: Path, version: int, own: bool):
-    """The kernel counts the kills of every OOM killer in `oom_kill`; a group whose limit is 1 GiB had half of it, or all but a page."""
+    """A kill for lack of memory is the code's fault only if the group reached its own limit,
+    because the kernel counts the kills of every OOM killer in `oom_kill`. The limit is 1 GiB, and
+    the peak usage half of it, or all but a page."""
 
     def counts(*, kills: int, at_limit: int) -> None:
         if version == 2:
@@ -92,7 +99,7 @@ def test_a_kill_for_want_of_memory_is_the_codes_only_at_the_groups_own_limit(tmp
     )
     life = Interpreter(1, 1, None, None, output_fds=(), exit_future=None, directory=None)
     box.reset_oom_counter()
-    assert version == 2 or (tmp_path / "memory.memsw.max_usage_in_bytes").read_text().startswith("0")  # the kernel puts what is in use
+    assert version == 2 or (tmp_path / "memory.memsw.max_usage_in_bytes").read_text().startswith("0")  # the kernel writes the current usage
     assert not group.was_oom_killed()
     counts(kills=2, at_limit=3 if own else 2)
     if version == 1:
@@ -108,9 +115,10 @@ def test_a_missing_controller_is_named(tmp_path: Path):
 
 
 def test_groups_of_a_dead_pool_are_swept(tmp_path: Path):
+    """Groups of a pool whose process is dead are removed; those of a running process are kept."""
     parents = {name: tmp_path / name for name in cgroups.CONTROLLERS}
     for place in parents.values():
-        (place / "sandbox-4194305-0" / "3").mkdir(parents=True)  # above the largest process id there is
+        (place / "sandbox-4194305-0" / "3").mkdir(parents=True)  # above the largest possible process id
         (place / "sandbox-1-0" / "3").mkdir(parents=True)
     cgroups.ControlGroups(size=1, limits=BoxLimits(), parents=parents)
     for place in parents.values():

@@ -1,4 +1,5 @@
-"""`python -m sandbox run` and `doctor` as a user types them, as root, without privilege, and on a host that offers no room."""
+"""Tests `python -m sandbox run` and `doctor` as a user calls them: as root, without privileges, and
+on a host that offers no isolation."""
 
 import json
 import os
@@ -18,7 +19,7 @@ AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become som
 
 @pytest.fixture(scope="module", autouse=True)
 def room():
-    """Skips the module where the host offers no isolation."""
+    """Skip the module if the host offers no isolation."""
     yield from start_pool(size=1)
 
 
@@ -49,6 +50,7 @@ def test_a_file_sees_its_image_and_its_output_is_printed(tmp_path: Path):
 
 
 def test_an_image_that_is_not_shown_is_missed(tmp_path: Path):
+    """`run --out` warns if the code returns no image, and creates no folder."""
     Image.new("RGB", (64, 48), "red").save(tmp_path / "in.jpg")
     done = run_file(tmp_path, "image_0.rotate(90)", "--image", tmp_path / "in.jpg", "--out", tmp_path / "out")
     assert done.returncode == 0 and "no image came back" in done.stderr and ".show()" in done.stderr
@@ -64,12 +66,16 @@ def test_an_image_that_is_not_shown_is_missed(tmp_path: Path):
     ],
 )
 def test_exit_statuses(tmp_path: Path, code: str, status: int, word: str):
+    """`run` exits with 1 for an error of the code and with 2 for a limit, and prints the output
+    until then."""
     done = run_file(tmp_path, code, "--timeout", 1)
     assert (done.returncode, done.stdout) == (status, "first\n")
     assert word in done.stderr
 
 
 def test_mistakes_of_the_caller(tmp_path: Path):
+    """A missing or invalid input image leads to exit status 1 and an error, without running the
+    code."""
     (tmp_path / "no.png").write_bytes(b"no image")
     for arguments in (("--image", tmp_path / "missing.png"), ("--image", tmp_path / "no.png")):
         done = run_file(tmp_path, "print(1)", *arguments)
@@ -86,7 +92,9 @@ def test_the_doctor_reports_every_layer():
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
 def test_a_host_without_room_is_refused_and_none_is_by_request_only(tmp_path: Path):
-    """A user namespace that may have no further one, with no second uid to become."""
+    """On a host that offers no isolation, `run` and `doctor` exit with 3; `--isolation none` runs
+    the code. The host is a user namespace that allows no further user namespace and has no second
+    uid."""
     prefix = ("unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh")
     (tmp_path / "code.py").write_text("print(6 * 7)")
     done = call("-m", "sandbox", "run", tmp_path / "code.py", prefix=prefix)
@@ -101,6 +109,8 @@ def test_a_host_without_room_is_refused_and_none_is_by_request_only(tmp_path: Pa
 
 @AS_ROOT
 def test_a_user_without_privilege_gets_a_room(room: PoolRunner):
+    """Without privileges, a box is isolated by namespaces and the watchdog. The results of scripted
+    calls equal the expected faults and limits."""
     done = call(ROOT / "tests/support/unprivileged.py", sys.executable, ROOT / "tests/support/sandbox_calls.py")
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
@@ -115,7 +125,7 @@ def test_a_user_without_privilege_gets_a_room(room: PoolRunner):
     ]
     assert seen["image"] == ["none", None, None, "", 1]
     assert seen["namespace"][2] == "system call"
-    assert seen["shared"][1:3] == ["OSError", "memory"]  # nobody could count it
+    assert seen["shared"][1:3] == ["OSError", "memory"]  # shared memory cannot be counted here
     assert seen["memory"][:3] == ["code", "LimitExceeded", "memory"]
     assert seen["processes"][2] == "processes"
     assert seen["time"][:3] == ["code", "LimitExceeded", "time"]
@@ -124,6 +134,8 @@ def test_a_user_without_privilege_gets_a_room(room: PoolRunner):
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs util-linux")
 def test_a_fork_that_the_kernel_refuses_is_the_hosts_fault_and_the_zygote_lives():
+    """If the kernel refuses a namespace, `open` raises SandboxError each time, the zygote survives,
+    and no slot is taken."""
     code = (
         "import asyncio, sandbox\n"
         "async def main():\n"

@@ -1,4 +1,5 @@
-"""Clients against servers that answer what no server should; the SandboxFusion client against a stand-in that does as documented."""
+"""Tests clients against servers with invalid responses, and the SandboxFusion client against a
+stand-in that behaves as documented."""
 
 import asyncio
 import base64
@@ -35,6 +36,7 @@ def client(answer: Callable[[httpx.Request], httpx.Response]) -> SandboxClient:
 
 
 def test_a_result_survives_the_wire() -> None:
+    """A result equals itself after encoding, JSON and parsing."""
     result = CallResult(
         id=3,
         fault=Fault.CODE,
@@ -52,6 +54,7 @@ def test_a_result_survives_the_wire() -> None:
 
 @pytest.mark.parametrize("change", [{"fault": "nobody"}, {"images": [{"png": "%"}]}, {"id": "x y"}, {"usage": 3}])
 def test_a_result_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    """A result with a field of invalid value raises ValueError."""
     data = encode_result(CallResult(id=1))
     with pytest.raises(ValueError, match=r"."):
         parse_results(data | change)
@@ -83,6 +86,8 @@ def test_a_broken_server_is_the_hosts_fault(answer: httpx.Response) -> None:
 
 
 def test_a_connection_that_breaks_in_a_call_is_not_tried_again() -> None:
+    """A connection that breaks during a call is a host fault. The call is not repeated, and the box
+    is closed."""
     calls = []
 
     def server(request: httpx.Request) -> httpx.Response:
@@ -100,7 +105,8 @@ def test_a_connection_that_breaks_in_a_call_is_not_tried_again() -> None:
 
 
 def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[dict[str, float], list[Fault | None]]:
-    """For each path the seconds that a client waits, and what it makes of a server that takes so long."""
+    """Return the seconds that a client waits, keyed by path, and the faults that it reports for a
+    server that takes `answers_after` seconds."""
     monkeypatch.setattr("sandbox.sandbox_client.CLIENT_GRACE_S", 0.0)
     told = encode_result(CallResult(id=1, fault=Fault.CODE, error=CallError(type="TimeLimit", message="1 s")))
     allowed = {}
@@ -108,7 +114,7 @@ def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[di
     send = BoundedClient.request
 
     async def request(http: BoundedClient, verb: str, path: str, body: object = None, **bounds: Any) -> BoundedResponse:
-        allowed[path] = (bounds["timeout_s"] - CONNECT_TIMEOUT_S) / 2  # for the request, and for the answer
+        allowed[path] = (bounds["timeout_s"] - CONNECT_TIMEOUT_S) / 2  # half for the request, half for the response
         if path != "/boxes" and verb == "POST" and allowed[path] < answers_after:
             raise NoResponse("late")
         return await send(http, verb, path, body, **bounds)
@@ -132,16 +138,18 @@ def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[di
 
 
 def test_a_client_waits_as_long_as_a_server_may_take_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """60 s for a new zygote, and four times each limit (sandbox/clock.py): 1 s to open, in a call again where its box was killed, 1 s for a
-    call or a fetch."""
+    """A client waits 60 s for a new zygote and four times each limit (sandbox/clock.py). The limits
+    are 1 s to open a box, which a call needs too if its box was killed, and 1 s for a call or a
+    fetch."""
     allowed, faults = waited(monkeypatch, answers_after=67.9)
     assert faults == [Fault.CODE, Fault.NONE]
-    assert allowed["/boxes"] == pytest.approx(7 + 60 + 4, abs=0.5)  # and for a place as long as it asked to wait
+    assert allowed["/boxes"] == pytest.approx(7 + 60 + 4, abs=0.5)  # plus the 7 s that it asked to wait for a slot
     assert (allowed["/boxes/b/calls"], allowed["/boxes/b/files"]) == (60 + 4 + 4, 60 + 4 + 4)
     assert waited(monkeypatch, answers_after=68.1)[1] == [Fault.HOST, None]
 
 
 def test_an_open_waits_as_the_server_says_and_no_longer_than_asked() -> None:
+    """`open` retries after the Retry-After of a full pool, for at most `wait_s` in total."""
     asked = []
 
     def server(request: httpx.Request) -> httpx.Response:
@@ -157,7 +165,7 @@ def test_an_open_waits_as_the_server_says_and_no_longer_than_asked() -> None:
             await pool.open(wait_s=wait_s)
 
     asyncio.run(work(None))
-    assert asked == [60, 60, 60]  # of a wait without an end, a piece
+    assert asked == [60, 60, 60]  # an unlimited wait is sent in pieces
     asked.clear()
     asyncio.run(work(5.0))
     assert len(asked) == 3 and 4.4 < asked[2] < 4.7 < asked[1] < asked[0] <= 5.0
@@ -168,7 +176,8 @@ def test_an_open_waits_as_the_server_says_and_no_longer_than_asked() -> None:
 
 
 def fusion_stand_in(request: httpx.Request) -> httpx.Response:
-    """POST /run_code as documented: a fresh directory, the files, the code as a script, the files asked for that exist."""
+    """Answer POST /run_code as documented: write the files to a fresh directory, run the code as a
+    script, and return those of the requested files that exist."""
     assert (request.method, request.url.path) == ("POST", "/run_code")
     body = json.loads(request.content)
     assert body["language"] == "python"
@@ -200,6 +209,8 @@ def run_on_fusion(*codes: str, limits: BoxLimits | None = None, **inputs: Any) -
 
 
 def test_a_fusion_box_has_its_inputs_every_time_and_says_that_it_forgets() -> None:
+    """A SandboxFusion box has its inputs in every call. From the second call on, results have
+    `state_lost` set."""
     codes = ("x += 1\nprint(x, image_0.getpixel((0, 0)), open('a.txt').read())",) * 2
     first, second = run_on_fusion(*codes, images={"image_0": PIXELS}, files={"a.txt": b"A"}, preload="x = 1")
     assert first == CallResult(id=1, text="2 (9, 8, 7) A\n", usage=CallUsage(wall_s=0.1))
@@ -207,7 +218,8 @@ def test_a_fusion_box_has_its_inputs_every_time_and_says_that_it_forgets() -> No
 
 
 def test_a_fusion_box_returns_images_and_drops_what_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in a thread, each, so that they hold nobody else up."""
+    """A SandboxFusion box returns images up to its limits and lists the rest as dropped. Each image
+    is read in a thread of its own, so that it does not block the event loop."""
     readers, size = [threading.get_ident()], pictures.read_png_size
     monkeypatch.setattr(pictures, "read_png_size", lambda png: readers.append(threading.get_ident()) or size(png))
     code = "import matplotlib.pyplot as plt\nfor n in range(3):\n    image_0.rotate(0).show()\nplt.figure(figsize=(1, 1)); plt.plot([1])"
@@ -228,12 +240,15 @@ def test_a_fusion_box_returns_images_and_drops_what_is_too_much(monkeypatch: pyt
     [("y = 1\nraise KeyError('k')", "KeyError", 2), ("x = (", "SyntaxError", 1), ("def f():\n    1 / 0\n\nf()", "ZeroDivisionError", 2)],
 )
 def test_a_fusion_box_tells_type_and_line(code: str, error: str, line: int) -> None:
+    """An error in a SandboxFusion box has its type and line."""
     (result,) = run_on_fusion(code)
     assert result.error is not None
     assert (result.fault, result.error.type, result.error.line, result.limit) == (Fault.CODE, error, line, None)
 
 
 def test_a_fusion_box_tells_a_time_out_and_an_end() -> None:
+    """A SandboxFusion box reports a timeout as the limit "time" and an exit of the program as
+    SystemExit."""
     slow, ended = run_on_fusion("print(1, flush=True)\nwhile True: pass", "import os; os._exit(7)", limits=BoxLimits(call_timeout_s=2.0))
     assert (slow.fault, slow.limit, slow.text) == (Fault.CODE, "time", "1\n")
     assert ended.error == CallError(type="SystemExit", message="the program ended with status 7")
@@ -263,6 +278,8 @@ def test_a_fusion_server_in_trouble_is_the_hosts_fault(answer: httpx.Response) -
     ("answer", "said"), [(httpx.Response(502), "502"), (httpx.Response(200, json={"limits": {}}), "not a sandbox server")]
 )
 def test_health_that_is_none_is_the_hosts_fault(answer: httpx.Response, said: str) -> None:
+    """An invalid health response fails the start of a client with SandboxError."""
+
     async def work() -> None:
         async with client(lambda request: answer):
             pass
@@ -273,7 +290,8 @@ def test_health_that_is_none_is_the_hosts_fault(answer: httpx.Response, said: st
 
 @pytest.mark.parametrize("status", [404, 409, 413, 422, 429, 503])
 def test_whatever_a_server_refuses_it_ends_no_run(status: int) -> None:
-    """A client's start raises SandboxError alone, which names a remedy further up; the end of a box raises nothing."""
+    """If the server refuses a request, the start of a client raises only SandboxError, for which
+    its callers name a remedy. Closing a box raises nothing."""
 
     def refusing(verb: str) -> Callable[[httpx.Request], httpx.Response]:
         def server(request: httpx.Request) -> httpx.Response:

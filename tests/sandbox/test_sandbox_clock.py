@@ -1,4 +1,5 @@
-"""A call's clock against hand numbers, and 32 boxes on a machine and a loop that are held up."""
+"""Tests the clock of a call against hand-computed numbers, and 32 boxes on a busy machine with a
+stalled event loop."""
 
 import asyncio
 import multiprocessing
@@ -20,11 +21,12 @@ from tests.support.sandbox_pool import start_pool
 S = 1_000_000_000
 NUM_BOXES = 32
 MOST_LOOKS = 4 * 2 + 3
-"""Of a clock of 0.4 s, however late they come."""
+"""Maximum number of snapshots that a clock of 0.4 s takes, however late they come."""
 
 
 def sight(*threads: tuple[float, float], stopped: bool = False, waiting: bool = False) -> ProcessSnapshot:
-    """`threads`: seconds on a core, and seconds without one."""
+    """Return a snapshot. Each pair in `threads` holds the seconds on a core and the seconds spent
+    waiting for one."""
     times = {str(number): (int(ran * S), int(stood * S)) for number, (ran, stood) in enumerate(threads)}
     return ProcessSnapshot(is_stopped=stopped, is_runnable=waiting, thread_times_ns=times)
 
@@ -34,19 +36,21 @@ def sight(*threads: tuple[float, float], stopped: bool = False, waiting: bool = 
     [
         (sight((1, 1)), sight((1, 1)), 1.0, 1.0),  # asleep
         (sight((1, 1)), sight((3, 1)), 1.0, 1.0),  # two seconds on a core
-        (sight((1, 1)), sight((1.5, 2.5)), 1.0, 0.25),  # half a second of them
-        (sight((1, 1)), sight((1, 1), waiting=True), 1.0, 0.0),  # ready all the time, and never on a core
+        (sight((1, 1)), sight((1.5, 2.5)), 1.0, 0.25),  # half a second on a core, the rest waiting
+        (sight((1, 1)), sight((1, 1), waiting=True), 1.0, 0.0),  # runnable all the time, never on a core
         (sight((1, 1)), sight((1, 1), stopped=True), 1.0, 0.0),
-        (sight((0, 0), (0, 0)), sight((1, 1), (1, 1)), 1.0, 1.0),  # its own threads wait for one another
-        (sight((1, 1), (0, 0)), sight((1, 3), (2, 0), waiting=True), 1.0, 1.0),  # its own child has the core
-        (sight((0, 0)), sight((0, 0), (0.5, 1.5)), 1.0, 1.0),  # a new thread: what it waited for before it was seen is unknown
-        (sight((0, 0)), sight((0.5, 1.5)), 0.5, 0.5),  # of its half core it had half
+        (sight((0, 0), (0, 0)), sight((1, 1), (1, 1)), 1.0, 1.0),  # the box's own threads wait for each other
+        (sight((1, 1), (0, 0)), sight((1, 3), (2, 0), waiting=True), 1.0, 1.0),  # the box's own child has the core
+        (sight((0, 0)), sight((0, 0), (0.5, 1.5)), 1.0, 1.0),  # a new thread: its waiting time before the first snapshot is unknown
+        (sight((0, 0)), sight((0.5, 1.5)), 0.5, 0.5),  # half of the half core that it may use
         (sight((0, 0)), sight((0.5, 9)), 1.0, 0.25),
-        (sight((0, 0)), sight((0, 0), waiting=True), 1.0, 1.0),  # on a kernel that does not count
-        (sight((0, 0)), sight(), 1.0, 1.0),  # gone, or out of sight
+        (sight((0, 0)), sight((0, 0), waiting=True), 1.0, 1.0),  # a kernel without these statistics
+        (sight((0, 0)), sight(), 1.0, 1.0),  # the process has ended or is not visible
     ],
 )
 def test_the_own_part_of_two_seconds(before: ProcessSnapshot, now: ProcessSnapshot, cpus: float, share: float):
+    """`runnable_fraction` returns the hand-computed share of two seconds that a box had for
+    itself."""
     assert runnable_fraction(before, now, span_s=2.0, cpus=cpus) == pytest.approx(share)
 
 
@@ -60,10 +64,12 @@ time.sleep(60)
 
 
 def test_without_a_control_group_all_below_the_first_process_are_looked_at():
-    """A child and a grandchild of a thread's have the core: a box that starves its own first process is not starved."""
+    """Without a control group, a snapshot covers all descendants of the first process: here a child
+    and a grandchild of a thread, which use the core. A box that starves its own first process is
+    therefore not counted as starved."""
     with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
         try:
-            parent.stdout.read(2)  # both print a line once they are there
+            parent.stdout.read(2)  # both print a line once they run
             before = clock.take_snapshot(parent.pid, None)
             time.sleep(0.5)
             now = clock.take_snapshot(parent.pid, None)
@@ -76,7 +82,8 @@ def test_without_a_control_group_all_below_the_first_process_are_looked_at():
 
 
 def test_code_that_starves_its_own_first_process_is_late():
-    """Without a control group, on the one core of its place: the first process is at the end of the line, and never on it."""
+    """Code that starves its own first process exceeds its time limit. Without a control group, and
+    on the one core of its slot, the first process is never scheduled."""
     starve = "import os\nif all(os.fork() for _ in range(30)): os.nice(19)\nwhile True: pass"
 
     async def call() -> CallResult:
@@ -94,7 +101,8 @@ def test_code_that_starves_its_own_first_process_is_late():
 def timed(
     monkeypatch: pytest.MonkeyPatch, sights: list[ProcessSnapshot], *, seconds: float, sealed: bool = True
 ) -> tuple[float, bool, int]:
-    """When, and in which look, a clock that sees these ends a wait without an end, and whose doing it says that was. The last one stays."""
+    """Return when the clock ends an endless wait, whether it counts the box as starved, and the
+    number of snapshots. The clock reads `sights` in order and repeats the last one."""
     looks = 0
 
     def look(*_: object) -> ProcessSnapshot:
@@ -117,7 +125,8 @@ def timed(
 
 @pytest.mark.parametrize("error", [OSError, ValueError])
 def test_a_look_that_fails_does_not_stop_the_clock(error: type[Exception]):
-    """Once, in the first look: the call ends all the same. Of an error that nobody foresaw the loop tells, and goes on."""
+    """The call still ends at its limit if the first snapshot fails. An error other than OSError is
+    reported to the loop's exception handler."""
     failures = [error("once")]
 
     class Sightless:
@@ -141,6 +150,7 @@ def test_a_look_that_fails_does_not_stop_the_clock(error: type[Exception]):
 
 
 def test_a_box_that_had_its_time_is_late(monkeypatch: pytest.MonkeyPatch):
+    """A box that was never stopped or starved ends at its limit, as its own timeout."""
     spent, held, looks = timed(monkeypatch, [sight((0, 0))], seconds=0.4)
     assert not held
     assert spent >= 0.4
@@ -148,6 +158,7 @@ def test_a_box_that_had_its_time_is_late(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_stopped_box_is_held_after_four_times_its_limit(monkeypatch: pytest.MonkeyPatch):
+    """A box that stays stopped ends at four times its limit and counts as starved by the host."""
     spent, held, looks = timed(monkeypatch, [sight((0, 0), stopped=True)], seconds=0.4)
     assert held
     assert spent >= 1.4
@@ -155,19 +166,22 @@ def test_a_stopped_box_is_held_after_four_times_its_limit(monkeypatch: pytest.Mo
 
 
 def test_one_that_can_stop_itself_is_not_held(monkeypatch: pytest.MonkeyPatch):
+    """A stopped box that could have stopped itself (without isolation) ends at its limit, as its
+    own timeout."""
     _, held, looks = timed(monkeypatch, [sight((0, 0), stopped=True)], seconds=0.4, sealed=False)
     assert (held, looks < MOST_LOOKS) == (False, True)
 
 
 def test_a_stop_that_ends_costs_no_time(monkeypatch: pytest.MonkeyPatch):
-    """Of looks 0.2 s apart three see it stopped, beside the first one."""
+    """Time in which the box is stopped does not count toward its limit. Snapshots are 0.2 s apart;
+    three of them, besides the first, see the box stopped."""
     spent, held, _ = timed(monkeypatch, [sight((0, 0), stopped=True)] * 4 + [sight((0, 0))], seconds=0.4)
     assert not held
     assert spent >= 0.4 + 3 * 0.2
 
 
 def test_code_that_starves_among_others_is_late_in_the_end(monkeypatch: pytest.MonkeyPatch):
-    """One part in a hundred of a core, for four times its limit."""
+    """Code that gets a hundredth of a core ends at four times its limit, as its own timeout."""
     looks = [sight((0.002 * (k + 1), 0.198 * k)) for k in range(200)]
     spent, held, _ = timed(monkeypatch, looks, seconds=0.4)
     assert not held
@@ -181,8 +195,9 @@ def burn() -> None:
 
 @pytest.mark.long
 def test_no_verdict_of_32_honest_boxes_changes_under_load_and_a_held_up_loop():
-    """Each call needs a twentieth of a second on a core of its own; four processes burn the cores, and the loop stands still for two
-    limits, twice. Nobody is late; of the boxes that are endless everybody is."""
+    """All of 32 honest boxes finish in time, and all of four endless calls exceed their limit. An
+    honest call needs 0.05 s on a core; four processes burn the cores, and the event loop stalls
+    twice for two limits."""
     honest = "import time\nend = time.process_time() + 0.05\nwhile time.process_time() < end: pass\ntime.sleep(0.2)\nprint({k}, flush=True)"
 
     async def calls(pool: SandboxPool) -> list[CallResult]:

@@ -1,4 +1,5 @@
-"""Who ended a box, in a call, between two calls and while its files were fetched: what the host did runs again, and is never scored."""
+"""Tests who is blamed for the death of a box in a call, between two calls and during a fetch. A
+death caused by the host is retried and never scored."""
 
 import asyncio
 import os
@@ -21,13 +22,16 @@ def room() -> Iterator[PoolRunner]:
 
 
 async def killed(box: Box) -> None:
-    """As the host's OOM killer would; once the pool has heard of it."""
+    """Kill a box as the host's OOM killer would, and wait until the pool has noticed."""
     ended = box.interpreter.exit_future
     os.kill(box.interpreter.pid, signal.SIGKILL)
     await asyncio.wait_for(asyncio.shield(ended), 10)
 
 
 def test_the_hosts_trouble_is_the_hosts_fault(room: PoolRunner):
+    """If the host kills a box or the zygote, every affected call is a host fault. Later calls run
+    on a new zygote, with `state_lost` set."""
+
     async def calls():
         async with await room.pool.open() as box, await room.pool.open() as other:
             await box.run("import time")
@@ -49,7 +53,8 @@ def test_the_hosts_trouble_is_the_hosts_fault(room: PoolRunner):
 
 
 def test_a_kill_by_the_host_between_two_calls_is_told_by_the_next_one(room: PoolRunner):
-    """Run on a fresh interpreter it would be a NameError, and scored."""
+    """If the host kills a box between two calls, the next call reports a host fault. On a fresh
+    interpreter the call would end with a NameError, and be scored."""
 
     async def calls():
         async with await room.pool.open() as box:
@@ -65,6 +70,8 @@ def test_a_kill_by_the_host_between_two_calls_is_told_by_the_next_one(room: Pool
 
 
 def test_an_end_by_the_codes_own_hand_between_two_calls_costs_it_its_state(room: PoolRunner):
+    """Code that exits its own interpreter between two calls loses its state. The next call runs
+    without a fault."""
     leave = "import os, threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), os._exit(3))).start()"
 
     async def calls():
@@ -79,6 +86,9 @@ def test_an_end_by_the_codes_own_hand_between_two_calls_costs_it_its_state(room:
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "meanwhile"])
 def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: PoolRunner, before: bool):
+    """If the host kills a box before or during a fetch, the fetch returns nothing and the next call
+    reports the host fault."""
+
     async def calls():
         async with await room.pool.open(files={"a": b"input"}) as box:
             await box.run("open('a', 'w').write('written')")
@@ -98,7 +108,8 @@ def test_a_fetch_leaves_it_to_the_next_call_to_tell(room: PoolRunner, before: bo
 
 
 def test_to_read_an_answer_is_not_the_boxes_time(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
-    """A thread of ours that comes late, by twice the limit."""
+    """The time that the pool needs to read a reply does not count toward the limit of the box. Here
+    the pool's reader is late by twice the limit."""
     parse = frames._parse_json
 
     def late(text: bytes) -> dict[str, object]:
@@ -116,6 +127,9 @@ def test_to_read_an_answer_is_not_the_boxes_time(room: PoolRunner, monkeypatch: 
 
 
 def test_a_fetch_that_the_host_holds_up_is_its_fault(room: PoolRunner):
+    """If the host stops a box during a fetch, the fetch returns nothing and the next call reports
+    the host fault."""
+
     async def calls():
         async with await room.pool.open() as box:
             os.kill(box.interpreter.pid, signal.SIGSTOP)

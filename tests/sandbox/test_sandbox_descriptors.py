@@ -1,4 +1,5 @@
-"""A pool in a process that may open few files: told at the start, or, when they run out later, nothing stays behind."""
+"""Tests a pool in a process that may open few files: it is refused at the start or, if descriptors
+run out later, leaves nothing behind."""
 
 import json
 import subprocess
@@ -33,7 +34,8 @@ def left():
 
 
 def told(tmp_path: Path, code: str, *, soft: int, hard: int) -> Any:
-    """What `code` prints last, as JSON, in a process with these limits of open files and a temporary directory of its own."""
+    """Run `code` in a process with these limits on open files and its own temporary directory.
+    Return the last line that it prints, parsed as JSON."""
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\n"
     done = subprocess.run(
         [sys.executable, "-c", limit + PRELUDE + code],
@@ -48,6 +50,8 @@ def told(tmp_path: Path, code: str, *, soft: int, hard: int) -> Any:
 
 
 def test_a_pool_too_large_for_its_process_is_refused_at_the_start(tmp_path: Path):
+    """A pool that needs more open files than the hard limit allows does not start. The error names
+    both numbers."""
     code = """
 async def main():
     pool = SandboxPool(size=40, isolation="none")
@@ -82,7 +86,8 @@ print(json.dumps(asyncio.run(main()) | left()))
 
 
 def test_files_that_run_out_later_are_the_hosts_fault_and_leave_nothing(tmp_path: Path):
-    """With none to five files left an opening fails at every step of its way; the pool is closed with none left."""
+    """With 0 to 5 descriptors left, opening a box fails at each of its steps with a SandboxError.
+    The pool is then closed with none left, and no process, folder or stream remains."""
     code = """
 async def main():
     faults = []

@@ -1,4 +1,5 @@
-"""Whose fault a call is: what is ours, or the host's, is never told as the code's; and the code cannot make itself the host's."""
+"""Tests whose fault a failed call is: a failure of the pool or the host is never the code's fault,
+and code cannot make its own failure the host's fault."""
 
 import asyncio
 import os
@@ -45,7 +46,8 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def bomb(side: int = 2000) -> bytes:
-    """A PNG of 16 KB that inflates to 16 MB, and is bad in its last row: filter byte 9."""
+    """Return a PNG of 16 KB that inflates to 16 MB and whose last row has an invalid filter byte,
+    9."""
     row = bytes(1 + 4 * side)
     header = struct.pack("!IIBBBBB", side, side, 8, 6, 0, 0, 0)
     data = zlib.compress(row * (side - 1) + b"\x09" + row[1:], 9)
@@ -53,7 +55,8 @@ def bomb(side: int = 2000) -> bytes:
 
 
 async def longest_gap(work: Awaitable[Any]) -> tuple[Any, float]:
-    """What `work` gives, and the most processor time that this thread used between two turns of its event loop, seconds."""
+    """Return the result of `work` and the most CPU seconds that this thread used between two turns
+    of its event loop."""
     longest, last = 0.0, time.thread_time()
 
     async def beat() -> None:
@@ -71,7 +74,9 @@ async def longest_gap(work: Awaitable[Any]) -> tuple[Any, float]:
 
 @pytest.mark.parametrize("num", [5, 300], ids=["as many as a call may return", "more"])
 def test_a_reply_full_of_bombs_holds_nobody_else_up(room: PoolRunner, num: int):
-    """300 took ten seconds of the loop; five, which are inflated, take a thread 0.2 s."""
+    """A reply full of decompression bombs uses less than 0.1 s of the event loop, and a call in
+    another box succeeds. Formerly 300 bombs took ten seconds of the loop. Five bombs, which are
+    inflated, take a thread 0.2 s."""
     flood = (
         f"{CHANNEL}reply = {FORGED!r} | {{'id': 1, 'sources': ['show'] * {num}}}\nchannel.sendall(frames.pack_frame(reply, [png] * {num}))"
     )
@@ -91,7 +96,7 @@ def test_a_reply_full_of_bombs_holds_nobody_else_up(room: PoolRunner, num: int):
         assert "300 byte strings, 5 allowed" in hostile.error.message
     else:
         reasons = [dropped.reason for dropped in hostile.dropped]
-        assert ["announces" in reason for reason in reasons] == [True] * 3 + [False] * 2, reasons  # then its pixels of a call are used up
+        assert ["announces" in reason for reason in reasons] == [True] * 3 + [False] * 2, reasons  # then the pixels of one call are used up
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,8 @@ def test_a_reply_full_of_bombs_holds_nobody_else_up(room: PoolRunner, num: int):
     ids=["setrlimit", "prlimit", "RLIMIT_RTTIME", "core dumps", "SIGKILL as from the kernel", "SIGSTOP as from the kernel", "by pidfd"],
 )
 def test_code_cannot_end_itself_as_only_the_host_can(room: PoolRunner, code: str):
+    """Code cannot lower limits at which the kernel kills or send itself a signal as the kernel. Its
+    attempts are errors of the code, and the interpreter survives."""
     result, after = room.run_codes(
         ASK_KERNEL + code + "\nwhile True: pass", "print('lives', resource.getrlimit(resource.RLIMIT_CPU)[1] > 1)"
     )
@@ -135,11 +142,15 @@ def test_code_cannot_end_itself_as_only_the_host_can(room: PoolRunner, code: str
     ids=["stack", "address space", "data", "stack overflow", "file size", "timer", "F_SETSIG", "first thread leaves", "kill"],
 )
 def test_whatever_else_kills_from_the_kernel_is_the_codes_fault(room: PoolRunner, code: str):
+    """A death by any other limit, timer or signal that code can cause is the code's fault."""
     (result,) = room.run_codes(ASK_KERNEL + "import fcntl, signal, sys, threading, time\n" + code)
     assert result.fault is Fault.CODE, result
 
 
 def test_a_limit_of_processor_time_of_its_own_is_seen_without_seccomp_too():
+    """Without seccomp, code that lowers its own RLIMIT_CPU and is killed is at fault. A kill by the
+    host is still a host fault."""
+
     async def calls() -> list[CallResult]:
         layers = replace(choose_layers(detect_layers()), seccomp=False)
         async with SandboxPool(size=1, limits=LIMITS, layers=layers) as pool, await pool.open() as box:
@@ -156,7 +167,8 @@ def test_a_limit_of_processor_time_of_its_own_is_seen_without_seccomp_too():
 
 
 def test_a_held_up_loop_is_no_limit_of_the_codes(room: PoolRunner):
-    """The pool's own loop stands still for twice the limit, once or in every look: what the box had done by then counts."""
+    """A call whose work is done in time succeeds although the pool's event loop stalls for twice
+    the limit at once, or before every snapshot of the clock."""
 
     async def calls(*stalls: float) -> CallResult:
         async with await room.pool.open() as box:
@@ -173,6 +185,7 @@ def test_a_held_up_loop_is_no_limit_of_the_codes(room: PoolRunner):
 
 
 def test_a_process_with_no_name_in_unicode_has_a_clock_too(room: PoolRunner):
+    """The clock works for a process whose name is not valid Unicode."""
     rename = "import ctypes\nctypes.CDLL(None).prctl(15, b')\\xff\\xfe) T 1', 0, 0, 0)\n"
     (result,) = room.run_codes(rename + "while True: pass")
     assert (result.fault, result.limit) == (Fault.CODE, "time")
@@ -191,6 +204,9 @@ def test_an_endless_call_is_the_codes_fault_after_a_stall_too(room: PoolRunner):
 
 
 def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: PoolRunner):
+    """A box that the host stops for good is a host fault. A box that is continued after two seconds
+    finishes its call."""
+
     async def calls(*, stopped_s: float | None) -> list[CallResult]:
         async with await room.pool.open() as box:
             await box.run("import time")
@@ -211,6 +227,8 @@ def test_a_stopped_box_is_the_hosts_fault_and_one_that_goes_on_is_nobodys(room: 
 
 
 def test_opening_is_not_late_by_our_stall(room: PoolRunner):
+    """An open within its limit succeeds although the event loop stalls for 2.5 s."""
+
     async def opened() -> str:
         async with SandboxPool(size=1, limits=replace(LIMITS, open_timeout_s=1.0)) as pool:
             opening = asyncio.create_task(pool.open(preload="import time; time.sleep(0.3)"))
@@ -225,7 +243,9 @@ def test_opening_is_not_late_by_our_stall(room: PoolRunner):
 
 
 def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: PoolRunner):
-    """The children of the first call are killed for want of memory; in the second call the host kills the box."""
+    """A kill by the host is a host fault even after the code's own out-of-memory kills. In the
+    first call, the box's children are killed for lack of memory; in the second, the host kills the
+    box."""
     if not room.pool.layers.cgroup:
         pytest.skip("no control group on this host")
     greedy = (
@@ -247,7 +267,8 @@ def test_a_kill_by_the_host_after_the_codes_own_used_up_memory(room: PoolRunner)
 
 
 def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: PoolRunner):
-    """The channel ends before the zygote says so: that is not the code that closed it."""
+    """A kill by the host is a host fault even if the channel closes before the zygote reports the
+    death. The code is not blamed for the closed channel."""
 
     async def calls() -> CallResult:
         async with await room.pool.open() as box:
@@ -265,7 +286,8 @@ def test_a_killed_box_whose_end_is_told_late_is_the_hosts_fault(room: PoolRunner
 
 
 def test_a_stopped_zygote_is_given_up(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
-    """Openings do not wait for it for ever, and what it cannot kill dies with it; the next opening has a new one."""
+    """A stopped zygote does not block an open forever. The boxes that it cannot kill die with it,
+    and the next open starts a new zygote."""
     monkeypatch.setattr(zygote_manager, "ZYGOTE_REPLY_TIMEOUT_S", 1.5)
 
     async def stop() -> subprocess.Popen[bytes]:
@@ -309,7 +331,7 @@ asyncio.run(work())
 
 
 def test_a_stopped_zygote_does_not_outlive_its_pool(room: PoolRunner):
-    """Nor do its boxes."""
+    """A stopped zygote and its boxes end when the process of the pool is killed."""
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     zygote, box = (psutil.Process(int(number)) for number in owner.stdout.readline().split())
     zygote.suspend()
@@ -319,7 +341,9 @@ def test_a_stopped_zygote_does_not_outlive_its_pool(room: PoolRunner):
 
 
 def test_output_cannot_be_sealed(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
-    """Where vm.memfd_noexec is set every memfd may be sealed by whoever holds it; here it is asked for."""
+    """Code cannot seal its output files, and the output of the next call is intact. If
+    vm.memfd_noexec is set, every holder of a memfd may seal it; here sealing is requested
+    explicitly."""
     make = os.memfd_create
     monkeypatch.setattr(os, "memfd_create", lambda name, flags: make(name, flags | os.MFD_ALLOW_SEALING))
 

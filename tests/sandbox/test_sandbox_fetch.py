@@ -1,4 +1,4 @@
-"""The bounds of `Box.fetch_files`, whoever answers."""
+"""Tests the bounds of `Box.fetch_files` for an honest and a hostile box."""
 
 import asyncio
 
@@ -10,7 +10,8 @@ LIMITS = BoxLimits(disk=4 << 20, input_bytes=1 << 20, file=2 << 20)
 
 
 def fetched(code: str, names: list[str]) -> tuple[dict[str, int], bool]:
-    """name -> size, and whether the box was killed for its answer. Without layers a box can hold more than its disk."""
+    """Return the sizes of the fetched files by name, and whether the box was killed for its reply.
+    Without isolation layers, a box can hold more than its disk limit."""
 
     async def calls() -> tuple[dict[str, int], bool]:
         async with SandboxPool(size=1, limits=LIMITS, isolation="none") as pool, await pool.open() as box:
@@ -23,6 +24,7 @@ def fetched(code: str, names: list[str]) -> tuple[dict[str, int], bool]:
 
 
 def test_an_honest_box_leaves_out_what_goes_past_the_sum():
+    """A box leaves out files that would exceed the total of disk and input_bytes, 5 MiB."""
     sizes = {"a": 2 << 20, "b": 2 << 20, "c": (1 << 20) + 1, "d": (1 << 20) - 2, "e": 2, "f": 1}
     code = f"for name, size in {sizes}.items(): open(name, 'wb').write(bytes(size))"
     taken = {name: sizes[name] for name in "abde"}  # 5 MiB together
@@ -31,6 +33,7 @@ def test_an_honest_box_leaves_out_what_goes_past_the_sum():
 
 @pytest.mark.parametrize(("sizes", "taken"), [([2 << 20, 2 << 20, 1 << 20], True), ([2 << 20, 2 << 20, 1 << 20, 1], False)])
 def test_a_hostile_box_is_not_read_past_the_sum(sizes: list[int], taken: bool):
+    """A forged reply of more than the total of 5 MiB is not read, and its box is killed."""
     names = [str(number) for number in range(50)]
     told = {name: size for name, size in zip(names, sizes, strict=False)}
     code = (

@@ -1,4 +1,5 @@
-"""Frames against what was packed, and every way of being no frame. The reader's other side is hostile."""
+"""Tests frames against the messages that were packed, and the rejection of every kind of malformed
+frame. The reader's peer is hostile."""
 
 import asyncio
 import json
@@ -29,6 +30,7 @@ def read(data: bytes, *, max_bytes: int = 1 << 20) -> frames.Frame:
 
 @given(st.dictionaries(st.text(), JSON, max_size=4), st.lists(st.binary(max_size=50), max_size=4))
 def test_what_was_packed_is_read(message: str, blobs: list[bytes]):
+    """Reading a packed frame returns the message and the byte strings."""
     assert read(frames.pack_frame(message, blobs)) == (message, blobs)
 
 
@@ -52,12 +54,14 @@ def head(num_text: int, lengths: list[int]) -> bytes:
     ids=["json", "count", "blob", "sum", "array", "syntax", "encoding", "depth", "digits"],
 )
 def test_what_is_no_frame_is_refused_before_it_takes_memory(data: bytes):
+    """A malformed or oversized frame raises MalformedFrame."""
     with pytest.raises(frames.MalformedFrame):
         read(data)
 
 
 @pytest.mark.parametrize("cut", range(len(frames.pack_frame({"a": 1}, [b"xyz"]))))
 def test_a_frame_cut_anywhere_is_an_end(cut: int):
+    """A frame that is cut at any byte raises IncompleteReadError."""
     with pytest.raises(asyncio.IncompleteReadError):
         read(frames.pack_frame({"a": 1}, [b"xyz"])[:cut])
 

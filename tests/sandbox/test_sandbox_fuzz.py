@@ -1,4 +1,5 @@
-"""No answer of 500, whatever comes: hypothesis over every route of the OpenAPI page, and bytes of a seeded fuzzer over real sockets."""
+"""Tests that no input gets a 500: Hypothesis covers every route of the OpenAPI page, and a seeded
+fuzzer sends mutated bytes over real sockets."""
 
 import asyncio
 import json
@@ -48,6 +49,7 @@ RAW = st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.enco
 
 
 def test_every_route_is_on_the_page() -> None:
+    """The OpenAPI page lists every route and the fields of the body of /boxes."""
     assert {path for _, path in ROUTES} == {
         "/boxes",
         "/boxes/{name}",
@@ -62,7 +64,8 @@ def test_every_route_is_on_the_page() -> None:
 
 
 def answered(app: FastAPI, verb: str, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
-    """What the application raises comes out of it."""
+    """Send a request about a new box to the application. Exceptions of the application
+    propagate."""
 
     async def work() -> httpx.Response:
         async with httpx.AsyncClient(base_url="http://127.0.0.1:8080", transport=httpx.ASGITransport(app)) as http:
@@ -79,6 +82,7 @@ def answered(app: FastAPI, verb: str, path: str, content: bytes, headers: dict[s
     kind=st.sampled_from(["application/json", "application/json; charset=utf-16", "text/plain", "multipart/form-data; boundary=a", ""]),
 )
 def test_no_input_is_a_mistake_of_the_server(route: tuple[str, str], body: bytes, kind: str) -> None:
+    """A generated body on any route gets an expected status below 500 and a short response."""
     answer = answered(APP, *route, body, {"Content-Type": kind})
     allowed = (200, 201, 204, 404, 405, 409, 413, 422, 429) if kind.startswith("application/json") else (200, 204, 404, 405, 415)
     assert answer.status_code in allowed, (answer.status_code, answer.text[:200])
@@ -87,7 +91,8 @@ def test_no_input_is_a_mistake_of_the_server(route: tuple[str, str], body: bytes
 
 
 def test_the_fuzzer_finds_what_was_there() -> None:
-    """Finding 22 again, in a server as ours was: the inputs above meet it."""
+    """The inputs above find finding 22 again in a server with the former bug, which raises
+    UnicodeEncodeError."""
     broken = FastAPI()
 
     async def opened(request: Request) -> dict[str, Any]:
@@ -148,13 +153,15 @@ def statuses(answer: bytes) -> list[int]:
 
 
 def test_bytes_of_any_kind_get_an_answer_or_none() -> None:
+    """Mutated requests on real sockets get no status of 500 or above. The server then responds and
+    has logged nothing."""
     chance, seen = random.Random(0), set()
     with serve_sandbox(connections=ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0), pool=FakePool(size=200)) as server:
         for _ in range(9):
             with ExitStack() as opened:
                 lines = [opened.enter_context(server.connect()) for _ in range(100)]
                 for line in lines:
-                    with suppress(OSError):  # what was sent before was cut already
+                    with suppress(OSError):  # the server has already closed this connection
                         line.sendall(mutated(chance.choice(LINES), chance))
                 for line in lines:
                     seen |= set(statuses(read_answer(line)))

@@ -1,4 +1,5 @@
-"""The sandbox's server in a process of its own, talked to over a real socket by our client, by bare HTTP and by a client that goes away."""
+"""Tests the sandbox server in its own process over a real socket, with this project's client, with
+bare HTTP and with a client that disconnects."""
 
 import asyncio
 import base64
@@ -28,7 +29,8 @@ SIZE, IDLE_S = 2, 4.0
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, psutil.Process, int]]:
-    """Its address, its process, and the processes and descriptors that it has before the first request."""
+    """Yield the server's address, its process, and its number of processes and descriptors before
+    the first request."""
     try:
         choose_layers(detect_layers())
         isolation = Isolation.AUTO
@@ -49,7 +51,8 @@ def server() -> Iterator[tuple[str, psutil.Process, int]]:
 
 @pytest.fixture
 def url(server: tuple[str, psutil.Process, int]) -> Iterator[str]:
-    """The server's address; afterwards no box is open, and it has no more processes and descriptors than before all requests."""
+    """Yield the server's address. Afterwards no box may be open, and the server may hold no more
+    processes and descriptors than before all requests."""
     address, process, before = server
     yield address
     assert _until(lambda: _held(process) <= before and httpx.get(f"{address}/health").json()["open"] == 0, IDLE_S + 4), (
@@ -64,7 +67,8 @@ def _held(process: psutil.Process) -> int:
 
 
 def _settled(process: psutil.Process) -> int:
-    """`_held` once it has been the same for a second: processes that wait for boxes are still started when the address is printed."""
+    """Return `_held` once it has been constant for a second. Spare processes for boxes are still
+    being started when the server prints its address."""
     readings = [_held(process)]
     while len(readings) < 5 or len(set(readings[-5:])) > 1:
         assert len(readings) < 100, readings
@@ -97,6 +101,8 @@ def opened(url: str, **body: Any) -> str:
 
 
 def test_a_box_over_http_is_a_box(url: str) -> None:
+    """A box behind HTTP has the results, faults, limits and lost state of a local box. The values
+    are worked out by hand."""
     picture = Image.new("RGB", (64, 48), (1, 2, 3))
 
     async def talking(pool: SandboxClient) -> None:
@@ -123,6 +129,9 @@ def test_a_box_over_http_is_a_box(url: str) -> None:
 
 
 def test_a_full_pool_pushes_back_and_nobody_loses_anything(url: str) -> None:
+    """A full pool responds with 429. A waiting client gets the next free slot, and open boxes keep
+    their state."""
+
     async def talking(pool: SandboxClient) -> None:
         boxes = [await pool.open() for _ in range(SIZE)]
         for number, box in enumerate(boxes):
@@ -132,7 +141,7 @@ def test_a_full_pool_pushes_back_and_nobody_loses_anything(url: str) -> None:
         assert "all 2 boxes" in bare.json()["detail"]
         with pytest.raises(PoolFull):
             await pool.open(wait_s=0.5)
-        waiting = asyncio.create_task(pool.open())  # asks again until there is a place
+        waiting = asyncio.create_task(pool.open())  # retries until a slot is free
         await asyncio.sleep(0.5)
         await boxes[0].close()
         third = await asyncio.wait_for(waiting, 10)
@@ -144,6 +153,7 @@ def test_a_full_pool_pushes_back_and_nobody_loses_anything(url: str) -> None:
 
 
 def test_a_call_runs_once(url: str) -> None:
+    """A repeated call id gets a 409, and its code does not run again."""
     box = opened(url)
     first = httpx.post(f"{box}/calls", json={"call": "a", "code": "n = 1; print(n)"})
     again = httpx.post(f"{box}/calls", json={"call": "a", "code": "n += 1; print(n)"})
@@ -190,6 +200,7 @@ def test_bad_images_are_refused_and_leave_nothing(url: str) -> None:
 
 
 def test_a_request_beyond_all_measure_is_not_read(url: str) -> None:
+    """A request that announces 100 GB is refused with 413 before its body arrives."""
     host, port = re.fullmatch(r"http://(.*):(\d+)", url).groups()  # type: ignore[union-attr]
     with socket.create_connection((host, int(port))) as line:
         line.sendall(b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99999999999\r\n\r\n{")
@@ -287,6 +298,8 @@ def test_sandbox_fusions_statuses(url: str, code: str, status: str, run_status: 
 
 
 def test_our_fusion_client_and_our_fusion_server_agree(url: str) -> None:
+    """The SandboxFusion client of this project works with the SandboxFusion route of its server."""
+
     async def talking() -> None:
         async with FusionSandbox(url) as pool, await pool.open(images={"image_0": Image.new("RGB", (64, 48), (1, 2, 3))}) as box:
             shown = await box.run("image_0.crop((0, 0, 32, 30)).show()\nprint(image_0.size)")

@@ -1,4 +1,5 @@
-"""The check of hostile PNGs against Pillow, and the one set of limits against hand numbers."""
+"""Tests the check of hostile PNGs against Pillow, and the image limits against hand-computed
+numbers."""
 
 import struct
 import zlib
@@ -33,6 +34,8 @@ def png(
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "CMYK", "1", "LA", "I", "F", "I;16", "HSV", "YCbCr"])
 def test_every_mode_comes_back_as_pillow_shows_it(mode: str):
+    """An encoded image passes the check, and its pixels equal Pillow's conversion of the
+    original."""
     original = (
         picture().convert("I").convert("I;16") if mode == "I;16" else picture("RGB" if mode in ("HSV", "YCbCr", "CMYK", "P") else "RGBA")
     )
@@ -46,6 +49,7 @@ def test_every_mode_comes_back_as_pillow_shows_it(mode: str):
 
 
 def test_what_a_picture_carries_beside_pixels_stays_behind():
+    """Encoding drops the metadata of an image."""
     loaded = picture()
     loaded.info |= {"icc_profile": b"x" * 100, "transparency": (1, 2, 3), "dpi": (72, 72), "comment": "secret"}
     with Image.open(BytesIO(image_codec.encode_png(loaded))) as back:
@@ -54,7 +58,8 @@ def test_what_a_picture_carries_beside_pixels_stays_behind():
 
 @pytest.mark.parametrize(("chunks", "refused"), [(image_codec.MAX_PNG_CHUNKS, False), (image_codec.MAX_PNG_CHUNKS + 1, True)])
 def test_chunks_are_counted(chunks: int, refused: bool):
-    """Header, pixels and end are three; the others are empty pieces of pixels, which Pillow would walk."""
+    """A PNG of 1000 chunks is accepted, one of 1001 is refused. Header, pixels and end are three
+    chunks; the others are empty IDAT chunks, which Pillow would walk."""
     written = png(between=chunk(b"IDAT", b"") * (chunks - 3))
     assert image_codec.MAX_PNG_CHUNKS == 1000
     if refused:
@@ -95,6 +100,8 @@ def test_a_png_that_could_trouble_a_reader_is_refused(bad: bytes, why: str):
 @settings(max_examples=300)
 @given(st.integers(0, 10**6), st.integers(0, 255))
 def test_no_changed_byte_gets_past_the_check_and_then_troubles_pillow(place: int, value: int):
+    """A PNG with one changed byte is refused, or Pillow decodes it to the size that the check
+    returned."""
     damaged = bytearray(PLAIN)
     damaged[place % len(PLAIN)] = value
     try:

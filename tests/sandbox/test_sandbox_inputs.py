@@ -1,4 +1,5 @@
-"""What `open` takes and refuses, and what is believed of a box's replies."""
+"""Tests the inputs that `open` accepts and refuses, and the fields of a box's reply that the pool
+accepts."""
 
 from io import BytesIO
 
@@ -59,6 +60,7 @@ def test_an_image_becomes_a_variable_and_a_file():
     ],
 )
 def test_an_input_that_is_no_good_is_named(images: dict[str, bytes], files: dict[str, bytes], word: str):
+    """An invalid input raises a ValueError with the reason."""
     with pytest.raises(ValueError, match=word):
         collect_inputs(images=images, files=files, limits=BoxLimits(input_bytes=100 if "a" in files and len(files["a"]) > 100 else 1 << 20))
 
@@ -93,11 +95,14 @@ ERROR = {"type": "KeyError", "message": "'a'", "line": 2, "traceback": "..."}
     ],
 )
 def test_a_reply_with_a_wrong_field_is_not_believed(change: dict[str, object]):
+    """A reply of a box with one invalid field raises MalformedFrame."""
     with pytest.raises(MalformedFrame):
         replies.parse_reply((GOOD | change, []), number=3, limits=BoxLimits(), budget=ImageBudget(BoxLimits()))
 
 
 def test_a_reply_is_cut_to_the_limits():
+    """Images beyond the limits are dropped with a reason, and invalid fields of an error are
+    replaced."""
     blobs = [PNG, b"GIF89a", encode_png(Image.new("L", (27, 100))), PNG, PNG]
     message = GOOD | {"sources": list("abcde"), "error": ERROR | {"line": -1, "message": "\ud800"}, "limit": "time"}
     few = BoxLimits(images=5, images_total=1)
@@ -108,13 +113,13 @@ def test_a_reply_is_cut_to_the_limits():
         "image left out: c: 27x100 pixels: the shorter side has less than 28; enlarge it",
         *(f"image left out: {source}: only 1 images are returned in total" for source in "de"),
     ]
-    assert (reply.error.line, reply.error.message, reply.limit) == (None, "?", None)  # only the pool says what it measures itself
-    with pytest.raises(MalformedFrame, match="5 images, 4 allowed"):  # no worker of ours sends as many
+    assert (reply.error.line, reply.error.message, reply.limit) == (None, "?", None)  # the pool sets limits from its own measurements only
+    with pytest.raises(MalformedFrame, match="5 images, 4 allowed"):  # no worker of this project sends that many
         replies.parse_reply((message, blobs), number=3, limits=BoxLimits(images=4), budget=ImageBudget(few))
 
 
 SIDES = 40 * 30
-"""Pixels of the pictures below."""
+"""Number of pixels of each image below."""
 
 
 @pytest.mark.parametrize(
@@ -130,7 +135,8 @@ SIDES = 40 * 30
     ],
 )
 def test_images_are_limited_per_call_and_in_total(limits: BoxLimits, returned: list[int]):
-    """Two calls of three equal pictures: what is above count, pixels or bytes is left out, and said."""
+    """Images beyond the limits on count, pixels or bytes are left out and listed as dropped. Each
+    of two calls returns three equal images."""
     message, blobs = GOOD | {"sources": list("abc")}, [encode_png(Image.new("L", (40, 30)))] * 3
     allowance = ImageBudget(limits)
     for expected in returned:
@@ -141,6 +147,8 @@ def test_images_are_limited_per_call_and_in_total(limits: BoxLimits, returned: l
 
 
 def test_the_room_needs_its_walls():
+    """A missing required layer raises SandboxError. Other missing layers are left out or
+    replaced."""
     everything: dict[str, str | None] = dict.fromkeys(LAYER_NAMES)
     assert set(LAYER_NAMES) - set(choose_layers(everything).enabled_names()) == {"user_ns", "watchdog"}
     without_root = everything | {"drop_uid": "no root", "cgroup": "not delegated"}

@@ -1,4 +1,5 @@
-"""What is killed, what is refused, whose fault it is, and that nothing of it stays on the host."""
+"""Tests what is killed and what is refused, whose fault it is, and that nothing of it stays on the
+host."""
 
 import asyncio
 import os
@@ -76,6 +77,8 @@ def test_a_kill_is_the_codes_fault_keeps_what_was_printed_and_loses_the_state(ro
     ids=["memory at once", "memory by and by", "one file", "files", "inodes", "output", "processes", "threads"],
 )
 def test_a_limit_that_can_be_an_exception_is_one_and_the_state_stays(room: PoolRunner, code: str, limit: str):
+    """Limits that can raise an exception do so: the call reports the limit, and the state is
+    kept."""
     results = room.run_codes("x = 1", code, "print(x)")
     assert (results[1].fault, results[1].limit) == (Fault.CODE, limit), results[1]
     assert (results[2].text, results[2].state_lost) == ("1\n", False), results[2]
@@ -107,6 +110,8 @@ def test_processor_time_is_bounded_in_total(room: PoolRunner):
     ids=["exit", "segfault", "abort", "closes all", "nonsense", "long frame"],
 )
 def test_a_box_that_breaks_itself_is_at_fault_and_replaced(room: PoolRunner, code: str):
+    """Code that ends or breaks its own interpreter is at fault. The next call runs in a fresh
+    one."""
     broken, after = room.run_codes(code, "print('fine')")
     assert (broken.fault, broken.limit) == (Fault.CODE, None), broken
     assert broken.error.type in ("InterpreterDied", "InterpreterBroken")
@@ -114,6 +119,8 @@ def test_a_box_that_breaks_itself_is_at_fault_and_replaced(room: PoolRunner, cod
 
 
 def test_a_forged_reply_is_never_the_next_calls_answer(room: PoolRunner):
+    """After a forged reply, the genuine one that arrives late is not used for the next call. That
+    call is the code's fault, and the interpreter is replaced."""
     forge = (
         "import gc, socket, sys\nframes = sys.modules['sandbox.frames']\n"
         "s = next(o for o in gc.get_objects() if isinstance(o, socket.socket))\n"
@@ -122,7 +129,7 @@ def test_a_forged_reply_is_never_the_next_calls_answer(room: PoolRunner):
     )
     forged, next_, after = room.run_codes(forge, "print(2)", "print(3)")
     assert forged.fault is Fault.NONE
-    assert (next_.fault, next_.error.type) == (Fault.CODE, "InterpreterBroken")  # the true reply to the first call came late
+    assert (next_.fault, next_.error.type) == (Fault.CODE, "InterpreterBroken")  # the genuine reply to the first call arrived late
     assert (after.text, after.state_lost) == ("3\n", True)
 
 
@@ -133,7 +140,7 @@ def test_source_that_is_too_long_is_not_sent(room: PoolRunner):
 
 
 def bomb(side: int) -> bytes:
-    """A few kilobytes that decode to a huge square."""
+    """Return a PNG of a few kilobytes that decodes to a huge square."""
     buffer = BytesIO()
     Image.new("1", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -156,6 +163,8 @@ def bomb(side: int) -> bytes:
     ids=["bomb", "huge bomb", "truncated", "damaged", "preload raises", "preload hangs", "preload exits"],
 )
 def test_a_box_that_cannot_be_opened_says_why_and_takes_no_place(room: PoolRunner, inputs: dict[str, Any], word: str):
+    """A box with invalid inputs or a failing preload raises a ValueError with the reason, and takes
+    no slot."""
     for _ in range(1 if word == "open_timeout_s" else 2):
         with pytest.raises(ValueError, match=word):
             room.run_coroutine(room.pool.open(**inputs))
@@ -201,6 +210,8 @@ def test_a_cancelled_call_is_killed_and_others_go_on(room: PoolRunner):
 
 
 def test_calls_of_one_box_come_one_after_the_other(room: PoolRunner):
+    """Concurrent calls of one box run in the order in which they were made."""
+
     async def calls():
         async with await room.pool.open() as box:
             return await asyncio.gather(*(box.run(f"import time; time.sleep(0.01); print({k})") for k in range(8)))
@@ -224,7 +235,8 @@ def test_closing_a_box_ends_its_call(room: PoolRunner):
 
 
 def test_a_pool_leaves_nothing(room: PoolRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Also of boxes that were killed, closed in a call, and left open."""
+    """A closed pool leaves nothing on the host, also after boxes that were killed, closed during a
+    call, or left open."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def calls():
@@ -251,7 +263,8 @@ def test_a_pool_leaves_nothing(room: PoolRunner, monkeypatch: pytest.MonkeyPatch
 
 
 def test_none_is_only_none_when_told(room: PoolRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Without any layer a time-out still kills everything that came from the call, sessions of their own included."""
+    """Without any isolation layer, a timeout still kills every process that the call started,
+    including those with a session of their own."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     async def calls():

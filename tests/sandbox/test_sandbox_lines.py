@@ -1,4 +1,5 @@
-"""Clients that stall, flood or do not listen, and what the others notice. Each attack runs once more without the wall that holds it."""
+"""Tests the effect of clients that stall, flood or do not read on other clients. Each attack also
+runs without the protection that stops it."""
 
 import logging
 import math
@@ -19,7 +20,7 @@ QUICK = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_ti
 OPEN = ConnectionRegistry(
     max_connections=10_000, header_timeout_s=math.inf, body_timeout_s=math.inf, response_timeout_s=math.inf, max_unread_bytes=1 << 62
 )
-"""As uvicorn is by itself."""
+"""No limits, as in plain uvicorn."""
 FETCHED = 8 << 20
 
 
@@ -30,7 +31,7 @@ def fresh(line: ConnectionRegistry, **change: float) -> ConnectionRegistry:
 
 
 def is_cut(line: socket, *, within_s: float) -> bool:
-    """Whether the server ends the connection, without an answer."""
+    """Return True if the server closes the connection without a response."""
     line.settimeout(within_s)
     try:
         return line.recv(1) == b""
@@ -42,7 +43,7 @@ def is_cut(line: socket, *, within_s: float) -> bool:
 
 def test_an_honest_request_is_answered_under_the_tightest_limits() -> None:
     with serve_sandbox(connections=fresh(QUICK)) as server, closing(HTTPConnection("127.0.0.1", server.port, timeout=20)) as line:
-        for _ in range(3):  # one connection, kept
+        for _ in range(3):  # one kept-alive connection
             line.request("GET", "/health")
             assert b'"status":"ok"' in line.getresponse().read()
         assert server.log == []
@@ -54,7 +55,8 @@ def test_an_honest_request_is_answered_under_the_tightest_limits() -> None:
     ids=["nothing", "half a header", "a header by drops", "a body by drops"],
 )
 def test_who_stalls_is_cut_off(sent: bytes, dripped: bytes) -> None:
-    """Finding 8 and 21: nothing was ever cut off. Drops do not begin the time anew."""
+    """Findings 8 and 21: a client that stalls is disconnected, and sending single bytes does not
+    restart its time limit. Formerly no connection was ever closed."""
 
     def stalls(server: RunningServer) -> bool:
         with server.connect() as line:
@@ -75,7 +77,8 @@ def test_who_stalls_is_cut_off(sent: bytes, dripped: bytes) -> None:
 
 
 def test_a_kept_connection_owes_its_next_header_in_time() -> None:
-    """uvicorn's own time for it ends with the first byte."""
+    """A kept-alive connection must complete its next header in time. The keep-alive timeout of
+    uvicorn ends with the first byte."""
 
     def stalls(server: RunningServer) -> bool:
         with closing(HTTPConnection("127.0.0.1", server.port, timeout=20)) as line:
@@ -95,7 +98,8 @@ def half_open(server: RunningServer, lines: ExitStack, *, count: int) -> list[so
 
 
 def test_half_open_connections_make_nobody_deaf() -> None:
-    """Finding 8: 300 of them did. Those that owe for longest make room."""
+    """Finding 8: half-open connections do not make the server unresponsive, as 300 of them formerly
+    did. Connections that have been waiting longest for a header are closed first."""
     with serve_sandbox(connections=fresh(OPEN)) as server, ExitStack() as lines:
         half_open(server, lines, count=60)
         assert httpx.get(f"{server.url}/health").status_code == 200
@@ -110,6 +114,7 @@ def test_half_open_connections_make_nobody_deaf() -> None:
 
 
 def test_a_request_at_work_is_not_cut_for_silent_ones() -> None:
+    """A request in progress is not closed in favor of new connections."""
     with serve_sandbox(connections=ConnectionRegistry(max_connections=4)) as server, ExitStack() as lines:
         box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]
         work = lines.enter_context(server.connect())
@@ -120,7 +125,7 @@ def test_a_request_at_work_is_not_cut_for_silent_ones() -> None:
 
 
 def deaf(server: RunningServer, lines: ExitStack) -> socket:
-    """A client that asks for much and reads nothing of it."""
+    """Return a connection that requests a large file and reads nothing of it."""
     box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]
     line = lines.enter_context(server.connect())
     line.sendall(build_request(f"/boxes/{box}/files", {"names": [str(FETCHED)]}))
@@ -139,7 +144,8 @@ def until(true: Callable[[], bool], seconds: float) -> bool:
 
 
 def test_an_answer_that_nobody_takes_is_thrown_away() -> None:
-    """A probe of our own: uvicorn keeps it for ever, and the connection with it."""
+    """A response that the client does not read is discarded after its time limit. Plain uvicorn
+    keeps the response and its connection forever."""
     with serve_sandbox(connections=fresh(OPEN)) as server, ExitStack() as lines:
         deaf(server, lines)
         assert until(lambda: unread(server) > FETCHED // 2, 10)
@@ -151,7 +157,8 @@ def test_an_answer_that_nobody_takes_is_thrown_away() -> None:
 
 
 def test_answers_that_nobody_takes_have_a_total() -> None:
-    """A probe of our own: the oldest go, the last comers get theirs."""
+    """The total size of unread responses is limited. The oldest responses are discarded, and the
+    latest clients receive theirs."""
     for line, most in ((fresh(OPEN), math.inf), (ConnectionRegistry(max_unread_bytes=2 * FETCHED), 4 * FETCHED)):
         with serve_sandbox(connections=line) as server, ExitStack() as lines:
             for _ in range(6):
@@ -166,6 +173,7 @@ def test_answers_that_nobody_takes_have_a_total() -> None:
 
 
 def test_a_long_answer_to_a_slow_reader_is_not_cut_by_the_time_of_the_next_header() -> None:
+    """The time limit for the next header does not run while a client still reads its response."""
     with serve_sandbox(connections=ConnectionRegistry(header_timeout_s=0.3, response_timeout_s=60)) as server, ExitStack() as lines:
         line = deaf(server, lines)
         time.sleep(1.0)
@@ -175,10 +183,12 @@ def test_a_long_answer_to_a_slow_reader_is_not_cut_by_the_time_of_the_next_heade
 
 
 def test_what_clients_bring_about_is_not_logged_without_end() -> None:
-    """Finding 8: 205 MB in a minute. One line each for a request that is none, a client that leaves in a call, a WebSocket."""
+    """Finding 8: malformed requests, clients that leave during a call, and WebSocket requests do
+    not fill the log, which formerly grew by 205 MB in a minute. `LogRateLimiter(3)` passes three
+    records per window."""
     with serve_sandbox() as server:
         for number in range(40):
-            box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]  # whoever left in a call has lost it
+            box = httpx.post(f"{server.url}/boxes", json={}).json()["box"]  # a client that left during a call has lost its box
             with server.connect() as line:
                 line.sendall(b"\0\0\r\n\r\n")
                 assert read_answer(line).startswith(b"HTTP/1.1 400")

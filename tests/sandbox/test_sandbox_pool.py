@@ -1,4 +1,5 @@
-"""A box as an episode uses it: state over turns, pictures in and out, errors with their lines; oracles are Pillow and plain Python."""
+"""Tests a box as an episode uses it: state across turns, images in and out, and errors with their
+lines. The oracles are Pillow and plain Python."""
 
 import hashlib
 import re
@@ -34,6 +35,8 @@ def test_state_lives_over_calls(room: PoolRunner):
 
 
 def test_boxes_know_nothing_of_each_other(room: PoolRunner):
+    """Two boxes share no variables, files, temporary files, processes or random numbers."""
+
     async def both():
         async with await room.pool.open() as one, await room.pool.open() as two:
             await one.run("import tempfile; secret = 1; open('a', 'w').write('a'); open(tempfile.gettempdir() + '/b', 'w').write('b')")
@@ -44,9 +47,7 @@ def test_boxes_know_nothing_of_each_other(room: PoolRunner):
 
     seen, (first, second) = room.run_coroutine(both())
     assert seen.text == "False [] [] 1\n"
-    assert set(first.text.split()).isdisjoint(
-        second.text.split()
-    )  # a fork shares the state of its random numbers unless it is told otherwise
+    assert set(first.text.split()).isdisjoint(second.text.split())  # forks share random state unless they reseed
 
 
 def test_images_come_in_as_variables_and_files(room: PoolRunner):
@@ -74,12 +75,14 @@ def test_a_crop_shown_is_the_crop(room: PoolRunner):
 
 
 def test_figures_shown_left_open_continued_and_saved(room: PoolRunner):
+    """Open figures are returned when they are new, changed or shown, and saved ones once. The
+    oracles are sizes and colors of the images."""
     results = room.run_codes(
         "import matplotlib.pyplot as plt\nplt.figure(figsize=(2, 1), dpi=50, facecolor='red')",  # left open
-        "print(plt.get_fignums())",  # unchanged: not again
-        "plt.gcf().set_facecolor('blue')",  # changed: again
-        "plt.figure(figsize=(1, 1), dpi=60, facecolor='lime'); plt.show(); print(plt.get_fignums())",  # both, and closed
-        "plt.figure(figsize=(1, 1), dpi=60, facecolor='white'); plt.savefig('a.png')",  # once, as the file
+        "print(plt.get_fignums())",  # unchanged: not returned again
+        "plt.gcf().set_facecolor('blue')",  # changed: returned again
+        "plt.figure(figsize=(1, 1), dpi=60, facecolor='lime'); plt.show(); print(plt.get_fignums())",  # both returned, and closed
+        "plt.figure(figsize=(1, 1), dpi=60, facecolor='white'); plt.savefig('a.png')",  # returned once, as the file
         "from matplotlib.pyplot import show; plt.close('all'); plt.figure(figsize=(1, 2), dpi=50); show()",
         "import matplotlib; matplotlib.use('Agg'); plt.figure(figsize=(1, 1), dpi=70); plt.show()",
     )
@@ -101,6 +104,7 @@ def test_figures_shown_left_open_continued_and_saved(room: PoolRunner):
 
 
 def test_image_files_saved_or_named_come_back_once(room: PoolRunner):
+    """Image files that a call saves, or whose names it prints, are returned once."""
     results = room.run_codes(
         "from PIL import Image\nfor name in ('b.jpg', 'a.png'): Image.new('RGB', (30, 30), 'red').save(name)\nprint('a.png')",
         "print('nothing new')",
@@ -131,6 +135,7 @@ def test_limits_on_images_are_told(room: PoolRunner):
 
 
 def test_long_output_keeps_its_ends(room: PoolRunner):
+    """Output beyond the limit keeps its beginning and its end."""
     results = room.run_codes(
         "print('a' * 600 + 'b' * 600)",
         "import sys\nfor k in range(10**5): print(k, file=sys.stderr)",
@@ -194,6 +199,7 @@ def test_a_quiet_exit_is_no_error_and_keeps_the_state(room: PoolRunner):
 
 
 def test_what_the_code_does_to_its_streams_ends_with_the_call(room: PoolRunner):
+    """Code that replaces or closes its streams affects only its own call."""
     results = room.run_codes(
         "import sys, os, io\nsys.stdout = io.StringIO()\nprint('lost')",
         "print('back')\nos.close(1)\nos.close(2)",
@@ -230,6 +236,7 @@ def test_files_are_fetched_by_name(room: PoolRunner):
 
 
 def test_a_child_that_comes_home_does_not_answer_for_its_parent(room: PoolRunner):
+    """A forked child that returns from the code of a call does not send a reply."""
     results = room.run_codes(
         "import os\nchild = os.fork()\nif child: os.waitpid(child, 0)\nprint('parent' if child else 'child')", "print('next')"
     )

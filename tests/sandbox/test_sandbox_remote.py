@@ -1,4 +1,4 @@
-"""A box behind HTTP answers as one of this process does."""
+"""Tests that a box behind HTTP returns the same results as a box in this process."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +23,9 @@ def remote(room: PoolRunner) -> SandboxClient:
 
 @pytest.mark.parametrize("code", ["x = '\ud800'", "\n# \udc00\udc01 \u00e9", "print('\u00e9\U0001f600')"], ids=["one", "two", "whole"])
 def test_half_a_surrogate_pair_is_the_codes_fault_here_and_there(room: PoolRunner, code: str):
+    """Code has the same result in a local box and behind HTTP. A lone surrogate is the code's
+    fault; any other Unicode is no fault."""
+
     async def calls() -> list[CallResult]:
         async with remote(room) as pool, await pool.open() as box:
             return [await box.run(code), await box.run("print(2)")]
@@ -34,6 +37,8 @@ def test_half_a_surrogate_pair_is_the_codes_fault_here_and_there(room: PoolRunne
 
 
 def test_half_a_surrogate_pair_in_a_preload_is_the_callers_mistake_here_and_there(room: PoolRunner):
+    """A preload with a lone surrogate raises ValueError, locally and behind HTTP."""
+
     async def open_remote() -> None:
         async with remote(room) as pool:
             await pool.open(preload="x = '\ud800'")

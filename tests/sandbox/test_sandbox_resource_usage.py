@@ -1,4 +1,5 @@
-"""The watchdog's count: what a child makes, and nothing else, is in the difference of two counts."""
+"""Tests the watchdog's measurement of resources: the difference of two measurements contains
+exactly what a child process allocated in between."""
 
 import os
 import subprocess
@@ -26,7 +27,7 @@ time.sleep(60)
 
 @contextmanager
 def child(work: str) -> Iterator[tuple[int, Callable[[], None]]]:
-    """(pid, do): a process that does `work` when told, and then waits."""
+    """Yield (pid, do): a process that executes `work` when `do` is called, and then waits."""
     with subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             process.stdout.readline()
@@ -42,7 +43,7 @@ def child(work: str) -> Iterator[tuple[int, Callable[[], None]]]:
 
 
 def grown(work: str, **wanted: bool) -> tuple[int, int]:
-    """(bytes, tasks) by which the count of a child grows with its work."""
+    """Return the (bytes, tasks) by which the measured usage of a child grows with its work."""
     with child(work) as (pid, do):
         before = resource_usage.measure_usage(pid, **wanted)
         do()
@@ -59,7 +60,7 @@ FORK = "if os.fork() == 0:\n    {work}\n    print(flush=True)\n    time.sleep(60
         ("kept.append(b'x' * (64 << 20))", 64 << 20, 0),
         ("kept += [socket.socketpair() for _ in range(20)]", 40 * SOCKET_BYTES, 0),
         ("kept += [os.pipe() for _ in range(100)]", 100 * PIPE_BYTES, 0),
-        # 1 GiB in steps of 2 MiB: a table of 4 KiB for each
+        # 8 GiB in steps of 2 MiB: a page table of 4 KiB for each step
         (
             "m = mmap.mmap(-1, 8 << 30, flags=0x4022, prot=1)\nm.madvise(15)\nfor at in range(0, 8 << 30, 2 << 20): m[at]\nkept.append(m)",
             4096 * 4096,
@@ -71,13 +72,15 @@ FORK = "if os.fork() == 0:\n    {work}\n    print(flush=True)\n    time.sleep(60
     ids=["memory", "sockets", "pipes", "page tables", "threads", "files"],
 )
 def test_what_is_charged(work: str, memory: int, tasks: int):
+    """The measurement grows by the memory and the tasks that a child allocates, within 1 MiB."""
     found, num = grown(work)
     assert memory <= found <= memory + NOISE, (found, memory)
     assert num == tasks
 
 
 def test_mappings_are_charged_where_they_are_asked_for():
-    """Every second page read-only: twice as many mappings as pages that were changed."""
+    """Mappings are charged only if `count_mappings` is set. Every second page is made read-only,
+    which yields twice as many mappings as changed pages."""
     work = (
         "libc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\nlibc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t] + 3 * "
         "[ctypes.c_int] + [ctypes.c_long]\nlibc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]\n"
@@ -88,7 +91,8 @@ def test_mappings_are_charged_where_they_are_asked_for():
 
 
 def test_mappings_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch):
-    """Five threads have them in common; to read 20,000 takes milliseconds."""
+    """The mappings of a process are read once, because its five threads share them. Reading 20,000
+    mappings takes milliseconds."""
     read, mappings = [], resource_usage._mapping_bytes
     monkeypatch.setattr(resource_usage, "_mapping_bytes", lambda thread: read.append(thread) or mappings(thread))
     with child("for _ in range(4): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()") as (pid, do):
@@ -102,12 +106,14 @@ def test_mappings_are_read_once_a_process(monkeypatch: pytest.MonkeyPatch):
     [
         (FORK.format(work="kept.append(b'x' * (48 << 20))"), 48 << 20),
         (FORK.format(work="kept += [socket.socketpair() for _ in range(20)]"), 40 * SOCKET_BYTES),
-        ("kept += [socket.socketpair() for _ in range(20)]\n" + FORK.format(work="pass"), 40 * SOCKET_BYTES),  # what two have open is one
+        ("kept += [socket.socketpair() for _ in range(20)]\n" + FORK.format(work="pass"), 40 * SOCKET_BYTES),  # shared ends count once
     ],
     ids=["memory", "sockets", "shared sockets"],
 )
 def test_a_tree_is_counted_whole(work: str, memory: int):
-    """But for what a fork shares with its parent, of which each has what the zygote had: so `shared` is taken off both."""
+    """The usage of a process tree is the sum over its processes, less the memory that a fork shares
+    with its parent. Each process has the memory that the zygote had, so `shared` is subtracted from
+    both."""
     with child(work) as (pid, do):
         shared = psutil.Process(pid).memory_info()
         shared = shared.rss - shared.shared
@@ -119,7 +125,8 @@ def test_a_tree_is_counted_whole(work: str, memory: int):
 
 
 def test_a_process_whose_first_thread_has_ended_has_its_memory():
-    """/proc/PID/status of such a process speaks of none, and /proc/PID/fd of no descriptors."""
+    """A process whose first thread has ended is charged for its memory and sockets, although
+    /proc/PID/status lists no memory for it and /proc/PID/fd no descriptors."""
     work = (
         "def stay():\n  time.sleep(0.2)\n  kept.append(b'x' * (48 << 20))\n  kept.extend(socket.socketpair() for _ in range(20))\n"
         "  print(flush=True)\n  time.sleep(60)\nthreading.Thread(target=stay).start()\nctypes.CDLL(None).syscall(60, 0)"
@@ -132,7 +139,9 @@ def test_a_process_whose_first_thread_has_ended_has_its_memory():
 
 @pytest.mark.parametrize(("code", "charged"), [("", False), ("import time; time.sleep(60)", True)], ids=["ended", "alive"])
 def test_who_shows_no_descriptors_is_charged_for_many(monkeypatch: pytest.MonkeyPatch, code: str, charged: bool):
-    """As the kernel answers others than root: EACCES, of an unreadable program, and of one that ended and was not waited for."""
+    """A running process with unreadable descriptors is charged at least HIDDEN_BYTES, one that has
+    ended nothing. To users other than root, the kernel answers EACCES for an unreadable program and
+    for one that ended and was not waited for."""
     listed = os.listdir
 
     def listdir(path: str) -> list[str]:
@@ -160,7 +169,8 @@ def test_a_process_that_is_gone_is_over_no_limit():
 
 
 def test_the_kernels_memory_is_told_when_it_grows(monkeypatch: pytest.MonkeyPatch):
-    """By an eighth of a box's limit since the lowest that was seen, or since it was told."""
+    """The monitor reports growth of the kernel's memory by more than an eighth of a box's limit
+    since the lowest value seen, or since the last report."""
     seen = iter([1000, 1080, 1081, 1100, 1162, 900, 985])
     monkeypatch.setattr(resource_usage, "read_unreclaimable_bytes", lambda: next(seen))
     slab = resource_usage.KernelMemoryMonitor(BoxLimits(memory=640))

@@ -1,4 +1,5 @@
-"""The filter: its table against the kernel's header, its program against a machine that executes it as the kernel would."""
+"""Tests the seccomp filter: its table against the kernel's header, and its program with an
+interpreter that executes it as the kernel would."""
 
 import re
 import socket
@@ -13,7 +14,8 @@ EPERM, ENOSYS = seccomp.ERRNO | 1, seccomp.ERRNO | 38
 
 
 def execute(number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64, shared_memory: bool = True) -> int:
-    """Classic BPF, the six instructions that are used, over struct seccomp_data."""
+    """Execute the filter on a struct seccomp_data and return its verdict. Supports the six
+    instructions of classic BPF that the filter uses."""
     words = {seccomp.NUMBER_OFFSET: number, seccomp.ARCHITECTURE_OFFSET: arch}
     for index in range(6):
         value = arguments[index] if index < len(arguments) else 0
@@ -35,6 +37,8 @@ def execute(number: int, *arguments: int, arch: int = seccomp.AUDIT_ARCH_X86_64,
 
 
 def test_numbers_are_the_kernels():
+    """The numbers of system calls are those of the kernel's header. Calls that are not listed are
+    refused with EPERM."""
     header = next((path for path in HEADERS if path.exists()), None)
     if header is None:
         pytest.skip("no linux headers on this host")
@@ -72,7 +76,7 @@ def test_numbers_are_the_kernels():
 @pytest.mark.parametrize(
     ("call", "verdict"),
     [
-        ((seccomp.CLONE, 0x1200011), seccomp.ALLOW),  # fork, as glibc does it
+        ((seccomp.CLONE, 0x1200011), seccomp.ALLOW),  # fork, as glibc calls it
         ((seccomp.CLONE, 0x3D0F00), seccomp.ALLOW),  # a thread
         *[((seccomp.CLONE, flag | 17), EPERM) for flag in (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)],
         ((seccomp.CLONE3, 0), ENOSYS),
@@ -86,14 +90,14 @@ def test_numbers_are_the_kernels():
         ((seccomp.IOCTL, 0, 0x5412), EPERM),  # TIOCSTI types into a terminal
         *[((seccomp.SETRLIMIT, kind, 0x1000), EPERM if kind in (0, 4, 15) else seccomp.ALLOW) for kind in range(16)],
         *[((seccomp.PRLIMIT64, 7, kind, 0x1000), EPERM if kind in (0, 4, 15) else seccomp.ALLOW) for kind in range(16)],
-        *[((seccomp.PRLIMIT64, 7, kind, 0), seccomp.ALLOW) for kind in range(16)],  # reads it
-        ((seccomp.PRLIMIT64, 7, 0, 1 << 32), EPERM),  # a structure whose address has no low half
-        ((seccomp.PRLIMIT64, 7, 0x100000000, 0x1000), EPERM),  # the kernel too looks at the low half of an unsigned int
+        *[((seccomp.PRLIMIT64, 7, kind, 0), seccomp.ALLOW) for kind in range(16)],  # only reads the limit
+        ((seccomp.PRLIMIT64, 7, 0, 1 << 32), EPERM),  # a structure at an address whose low half is zero
+        ((seccomp.PRLIMIT64, 7, 0x100000000, 0x1000), EPERM),  # the kernel too reads only the low half, an unsigned int
         *[((seccomp.SIGQUEUE, 1, number, 0x1000), EPERM if number in (9, 19) else seccomp.ALLOW) for number in range(1, 65)],
         *[((seccomp.PIDFD_SIGNAL, 5, number, 1 << 32), EPERM if number in (9, 19) else seccomp.ALLOW) for number in range(1, 65)],
         ((seccomp.PIDFD_SIGNAL, 5, 9, 0), seccomp.ALLOW),
-        *[((72, 9, command), seccomp.ALLOW) for command in (0, 1, 2, 3, 4, 1030, 1032, 1034)],  # duplicates, flags, what a pipe holds
-        *[((72, 9, command), EPERM) for command in (5, 6, 7, 36, 37, 38)],  # record locks, of a process and of an open file
+        *[((72, 9, command), seccomp.ALLOW) for command in (0, 1, 2, 3, 4, 1030, 1032, 1034)],  # dup, flags, pipe size, get seals
+        *[((72, 9, command), EPERM) for command in (5, 6, 7, 36, 37, 38)],  # record locks, per process and per open file
         *[((72, 9, command), EPERM) for command in (8, 10, 1024, 1026, 1031, 1033)],  # owner, signal, lease, watch, wider pipe, seals
         ((73, 9, 2), ENOSYS),
         *[((55, 9, 1, option), seccomp.ALLOW) for option in (3, 4, 7, 8, 30, 38, 39)],
@@ -105,16 +109,19 @@ def test_numbers_are_the_kernels():
     ],
 )
 def test_calls_that_depend_on_their_arguments(call: tuple[int, ...], verdict: int):
+    """The verdict on a call that depends on its arguments equals the hand-made one."""
     assert execute(*call) == verdict
 
 
 def test_other_machines_calls_are_death():
+    """A system call of another architecture kills the process."""
     assert execute(0, arch=0x40000003) == seccomp.KILL_PROCESS  # i386's restart_syscall by the number of read
 
 
 @pytest.mark.parametrize("flags", range(0x40))
 def test_without_a_control_group_shared_memory_has_a_file(flags: int):
-    """mmap(2): MAP_SHARED is 1, MAP_SHARED_VALIDATE 3, MAP_PRIVATE 2, MAP_ANONYMOUS 0x20."""
+    """Without a control group, shared anonymous mappings are refused with ENOMEM. In mmap(2),
+    MAP_SHARED is 1, MAP_SHARED_VALIDATE 3, MAP_PRIVATE 2 and MAP_ANONYMOUS 0x20."""
     refused = flags & 0x20 and flags & 0x3 in (1, 3)
     assert execute(9, 0, 4096, 3, flags, shared_memory=False) == (seccomp.ERRNO | 12 if refused else seccomp.ALLOW)
     assert execute(9, 0, 4096, 3, flags) == seccomp.ALLOW

@@ -1,4 +1,5 @@
-"""The zygote has one thread when it enters its layers: no fork would have another one, and with one the kernel refuses a user namespace."""
+"""Tests that the zygote has only one thread when it enters its isolation layers. A fork copies only
+one thread, and the kernel refuses a user namespace to a process with several."""
 
 import os
 import subprocess
@@ -16,6 +17,8 @@ def told(code: str) -> str:
 
 
 def test_a_thread_that_is_about_to_end_is_waited_for():
+    """With a second thread, the kernel refuses a user namespace (22, EINVAL). `list_other_threads`
+    waits until this thread has ended."""
     code = """
 threading.Thread(target=time.sleep, args=(0.3,)).start()
 try:
@@ -33,4 +36,5 @@ def test_a_thread_that_stays_is_named():
 
 
 def test_nothing_that_is_loaded_keeps_a_thread():
+    """The preloaded libraries leave no thread running."""
     assert told("from sandbox import worker\nworker.preload_libraries()\nprint(zygote.list_other_threads())") == "[]\n"

@@ -1,4 +1,5 @@
-"""What a host holds and what it leaves open, and that a pool starts there only where its user has named what is open."""
+"""Tests which protections a host provides and lacks, and that a pool starts only if its user has
+accepted the missing ones by name."""
 
 import asyncio
 from dataclasses import fields
@@ -19,9 +20,10 @@ def lacking(**reasons: str) -> set[str]:
 
 
 def test_what_is_open_without_which_layer():
+    """The protections that a host lacks without a layer equal a hand-made list."""
     assert lacking() == set()
-    assert lacking(drop_uid="no root", cgroup="not delegated") == set()  # the watchdog, rlimits and the filter hold it all
-    assert lacking(landlock="old kernel") == set()  # a spare wall
+    assert lacking(drop_uid="no root", cgroup="not delegated") == set()  # the watchdog, rlimits and the filter cover everything
+    assert lacking(landlock="old kernel") == set()  # a redundant layer
     assert lacking(seccomp="not x86-64") == NO_FILTER
     assert lacking(seccomp="not x86-64", cgroup="not delegated") == NO_FILTER | {"kernel_memory", "cores"}
     assert lacking(ipc_ns="refused") == {"queues", "information"}
@@ -29,7 +31,8 @@ def test_what_is_open_without_which_layer():
 
 
 def test_what_may_be_accepted_is_what_a_room_can_lack():
-    """The settings name them by hand, because they do without the sandbox's modules."""
+    """`allow_missing` accepts exactly the protections that some isolated box can lack. The settings
+    list them by hand because they do not import the sandbox's modules."""
     rooms = [
         choose_layers(EVERYTHING | {name: "no"} | other)
         for name in set(LAYER_NAMES) - {*REQUIRED_LAYERS, "watchdog"}
@@ -44,6 +47,8 @@ def test_what_may_be_accepted_is_what_a_room_can_lack():
 
 
 def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.MonkeyPatch):
+    """A pool starts only if `allow_missing` contains every missing protection. The error names the
+    missing ones."""
     offers = UNPRIVILEGED | {"seccomp": "not x86-64"}
     monkeypatch.setattr(pool, "detect_layers", lambda: offers)
     told = (
@@ -60,6 +65,8 @@ def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.Monk
 
 
 def test_the_doctor_says_what_is_held_and_what_is_open(monkeypatch: pytest.MonkeyPatch):
+    """The doctor's report marks missing protections as OPEN, and its status follows
+    `allow_missing`."""
     monkeypatch.setattr(host_report, "detect_layers", lambda: UNPRIVILEGED | {"seccomp": "not x86-64"})
     text, able = host_report.make_report()
     states = {line.split()[0]: line.split()[1] for line in text.splitlines() if line.split()[:1] and line.split()[0] in PROTECTIONS}
@@ -82,6 +89,7 @@ def test_every_wall_is_held_by_layers_that_exist():
 
 
 def test_the_doctor_warns_of_what_every_box_reads(monkeypatch: pytest.MonkeyPatch):
+    """The doctor warns if the source lies below a path that every box reads."""
     monkeypatch.setattr(host_report, "SOURCE_DIR", "/usr/src/app")
     monkeypatch.setattr(host_report, "detect_layers", lambda: EVERYTHING)
     (warning,) = [line for line in host_report.make_report()[0].splitlines() if line.startswith("warning")]

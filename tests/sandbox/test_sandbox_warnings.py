@@ -1,4 +1,5 @@
-"""What code in a box is shown of warnings: the words, and its own line, without a path of the machine."""
+"""Tests the warnings that code in a box sees: the message and the code's own line, without a path
+of the machine."""
 
 import subprocess
 import sys
@@ -23,6 +24,7 @@ print(len(gallery.captured), file=sys.stderr)
 
 
 def test_a_figure_whose_font_has_no_such_letters(tmp_path: Path) -> None:
+    """Warnings about missing glyphs have no path, and a warning of the code has its own line."""
     done = subprocess.run(
         [sys.executable, "-c", CODE, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True,
         env={"MPLBACKEND": "agg", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
@@ -34,6 +36,8 @@ def test_a_figure_whose_font_has_no_such_letters(tmp_path: Path) -> None:
 
 
 def test_the_line_is_told_of_the_codes_own_warnings_alone() -> None:
+    """Only warnings raised by the code of a call have a line. Outside of boxes, the format of
+    warnings does not change."""
     assert format_warning("old", DeprecationWarning, "call_3", 7) == "call_3:7: DeprecationWarning: old\n"
     assert format_warning("old", DeprecationWarning, "/usr/lib/python3/x.py", 7) == "DeprecationWarning: old\n"
     assert warnings.formatwarning is not format_warning, "outside of boxes nothing changes"

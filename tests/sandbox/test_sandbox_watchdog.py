@@ -1,4 +1,5 @@
-"""The watchdog in place of control groups: it sees a box while it opens, and lives on when the zygote does not."""
+"""Tests the watchdog that replaces control groups: it checks a box while it opens, and survives the
+death of the zygote."""
 
 import asyncio
 import os
@@ -25,7 +26,7 @@ for _ in range(4):
 for child in children:
     os.waitpid(child, 0)
 """
-"""400 MiB in pieces, each under the limit of one process."""
+"""Allocates 400 MiB in pieces, each below the limit of one process."""
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +52,15 @@ def test_a_box_that_outgrows_its_memory_while_it_opens_is_killed(room: PoolRunne
 
 
 def test_the_watchdog_outlives_a_zygote_that_dies_under_it(room: PoolRunner, monkeypatch: pytest.MonkeyPatch):
+    """After the death of a zygote in the middle of a check, the watchdog still enforces the limits
+    of boxes on the new zygote."""
     looked = resource_usage.find_exceeded_limit
 
     def dying(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str:
         monkeypatch.setattr(resource_usage, "find_exceeded_limit", looked)
         room.pool._zygote._process.kill()
         room.pool._zygote._process.wait()
-        return "memory"  # the end that follows is asked of nobody
+        return "memory"  # the zygote that would end the box is dead
 
     async def calls() -> list[CallResult]:
         async with await room.pool.open() as box:
@@ -86,11 +89,12 @@ for _ in range(5):
         os._exit(0)
 time.sleep(5)
 """
-"""1000 ends of 256 KiB."""
+"""Opens 1000 socket ends of 256 KiB."""
 
 
 def test_page_tables_are_bounded_by_addresses_and_counted(room: PoolRunner):
-    """Finding 6 of the attack of 2026-11-21: 1.5 TB, read at every 2 MiB, were 3 GB of page tables that nobody saw."""
+    """Finding 6 of the attack of 2026-11-21: page tables are counted, and the address space bounds
+    them. Formerly 1.5 TB, read at every 2 MiB, took 3 GB of page tables that were not counted."""
     (result,) = room.run_codes(SPAN.format(gib=1500))
     assert (result.fault, result.limit, result.text) == (Fault.CODE, "memory", "")
     (honest,) = room.run_codes(SPAN.format(gib=3))
@@ -103,7 +107,8 @@ def test_buffers_of_sockets_are_counted(room: PoolRunner):
 
 
 def test_a_box_has_the_cores_of_its_place(room: PoolRunner):
-    """Limits.cpus is 1; children have the same, and nobody takes another."""
+    """A box may use the one core of its slot (BoxLimits.cpus is 1). Its children have the same
+    core, and it cannot switch to another."""
     (result,) = room.run_codes(
         "import os, subprocess\nprint(len(os.sched_getaffinity(0)))\n"
         "print(subprocess.run(['nproc'], capture_output=True, text=True).stdout.strip())\nos.sched_setaffinity(0, {0, 1})"
@@ -112,6 +117,8 @@ def test_a_box_has_the_cores_of_its_place(room: PoolRunner):
 
 
 def test_places_side_by_side_have_other_cores(monkeypatch: pytest.MonkeyPatch):
+    """Adjacent slots have different cores, and cores are reused only after all of them are
+    taken."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2, 3, 5, 7, 11})
     assert [confine.box_cores(place, cpus=1.0) for place in (0, 1, 4, 5)] == [{2}, {3}, {11}, {2}]
     assert [confine.box_cores(place, cpus=1.5) for place in (0, 1, 2)] == [{2, 3}, {5, 7}, {11, 2}]

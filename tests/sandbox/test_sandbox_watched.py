@@ -1,4 +1,5 @@
-"""The watchdog and the pool's line to its zygote, where what they rest on fails. No box: what is looked at and asked is played."""
+"""Tests the watchdog and the pool's connection to its zygote if what they depend on fails. No box
+runs: measurements and zygote are stand-ins."""
 
 import asyncio
 import socket
@@ -17,7 +18,8 @@ def life(number: int) -> Any:
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *, outgrown: set[int], rounds: list[Exception | int]) -> tuple[list[int], list[BaseException]]:
-    """The boxes of 1 and 2 that were taken down, in the order in which that began, and what ended the watchdog; box 1 never ends."""
+    """Return those of the boxes 1 and 2 that were taken down, in the order in which that began, and
+    the errors that ended the watchdog. Box 1 never ends."""
     monkeypatch.setattr(watchdog, "POLL_S", 0.001)
     began: list[int] = []
     lost: list[BaseException] = []
@@ -30,7 +32,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, outgrown: set[int], rounds: list
 
     async def end(one: Any) -> ExitStatus:
         began.append(one.pid)
-        outgrown.add(2)  # once the first is on its way
+        outgrown.add(2)  # once the end of box 1 has begun
         await asyncio.sleep(60 if one.pid == 1 else 0)
         return ExitStatus(None, 0.0)
 
@@ -55,15 +57,18 @@ def watched(monkeypatch: pytest.MonkeyPatch, *, outgrown: set[int], rounds: list
 
 
 def test_a_box_that_does_not_end_keeps_nobody_from_being_watched(monkeypatch: pytest.MonkeyPatch):
+    """A box that does not end does not keep the watchdog from ending another one."""
     assert watched(monkeypatch, outgrown={1}, rounds=[0]) == ([1, 2], [])
 
 
 def test_a_round_that_cannot_see_is_not_the_last(monkeypatch: pytest.MonkeyPatch):
-    """Neither the first, nor a later one."""
+    """A round whose measurement fails does not end the watchdog, whether it is the first round or a
+    later one."""
     assert watched(monkeypatch, outgrown={1}, rounds=[OSError("first"), 0, OSError("later"), 0]) == ([1, 2], [])
 
 
 def test_a_watchdog_that_ends_is_told(monkeypatch: pytest.MonkeyPatch):
+    """An unexpected exception that ends the watchdog is passed to `on_failure`."""
     mistake = KeyError("SUnreclaim")
     assert watched(monkeypatch, outgrown={1}, rounds=[mistake]) == ([], [mistake])
 
@@ -83,7 +88,8 @@ def test_a_pool_without_its_watchdog_opens_no_box():
 
 
 def test_a_zygote_that_reads_nothing_does_not_hold_the_loop_up():
-    """Its socket is full: the next word would have waited for it, and everybody for that."""
+    """A zygote whose socket is full is killed. Waiting to send the next message would block the
+    event loop, and with it every box."""
     keeper = ZygoteManager(Layers(), BoxLimits())
     keeper._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper._control.settimeout(None)

@@ -1,4 +1,5 @@
-"""The engines that a run starts for itself, with servers in the place of vLLM's that are there at once."""
+"""Tests the inference servers that a run starts itself, with stand-ins for vLLM's servers that are
+ready immediately."""
 
 import json
 import os
@@ -45,7 +46,8 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Says how the servers fare from now on: at first well."""
+    """Return a function that sets how the stand-in servers behave from now on. At first they
+    work."""
     monkeypatch.setattr(
         room, "server_command_line", lambda settings: [sys.executable, str(SUPPORT / "fake_engine_server.py"), str(tmp_path)]
     )
@@ -70,7 +72,7 @@ def starts(folder: Path) -> list[dict]:
 
 
 def go_on() -> None:
-    """Nobody asks the run to stop."""
+    """Do nothing: the run is not being stopped."""
 
 
 def until(holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
@@ -81,7 +83,8 @@ def until(holds: Callable[[], bool], *, within_s: float = 60.0) -> None:
 
 
 def revived(own: EngineServers, url: str, folder: Path, *, is_unresponsive: bool = False, within_s: float = 60.0) -> dict:
-    """Asked as the lookout asks, until there is one more start; that one."""
+    """Request a restart as the health monitor does, until one more server has started. Return the
+    record of its start."""
     before = len(starts(folder))
 
     def again() -> bool:
@@ -97,7 +100,8 @@ def gone(pid: int) -> bool:
 
 
 def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Two of them, each by its own port, as servers of vLLM that take weights, as no ranks, and without the user's keys: finding 4."""
+    """Two servers start, each on its own port, as vLLM servers that accept weights, without rank
+    variables and without the user's API keys (finding 4). They end with the run."""
     for name in ("RANK", "VLLM_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.setenv(name, "0")
     with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
@@ -127,6 +131,8 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path, stand_in: Callable) -> None:
+    """A server that ends or stays silent at the start is an error of one line that names the
+    setting and the log. No server is left."""
     stand_in(how)
     with (
         pytest.raises(ValueError, match=f"^{line}"),
@@ -138,7 +144,8 @@ def test_one_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, 
 
 @pytest.mark.parametrize("way", ["body by drops", "endless", "packed"])
 def test_an_answer_without_end_is_none(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither an engine nor a service is there that answers so; who looks at them waits no longer than for one that is silent."""
+    """A server whose response is endless or compressed counts as not running, both as an engine and
+    as a service. Probing it takes no longer than probing a silent server."""
     monkeypatch.setattr(address, "HEALTH_TIMEOUT_S", 0.3)
     began = time.monotonic()
     with serve_hostile(way) as url:
@@ -162,7 +169,8 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path, stand_in: Callabl
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys: pytest.CaptureFixture) -> None:
-    """At its address, the other untouched; who is well is let alone."""
+    """A server that has ended is restarted at its address, and the other one is untouched. A
+    healthy server is not restarted."""
     with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
         first = next(each for each in starts(tmp_path) if urls[1].endswith(f":{each['port']}"))
         own.restart(urls[1], is_unresponsive=False)
@@ -177,7 +185,8 @@ def test_one_that_has_ended_is_started_again(tmp_path: Path, number: int, capsys
 
 
 def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Stopped, it hears no request to end."""
+    """A hanging server is killed and restarted. It is stopped with SIGSTOP, so it does not react to
+    a request to end."""
     with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         (first,) = starts(tmp_path)
         os.kill(first["pid"], signal.SIGSTOP)
@@ -189,7 +198,8 @@ def test_one_that_hangs_is_ended_and_started_again(tmp_path: Path, capsys: pytes
 
 
 def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Callable, capsys: pytest.CaptureFixture) -> None:
-    """One that ends at each start is left away after RESTARTS of them; the other one is not."""
+    """A server that ends at each start is given up after MAX_RESTARTS restarts, between which the
+    pauses grow. The other server is not given up."""
     monkeypatch.setattr(room, "MAX_RESTARTS", 3)
     with run_engine_servers(settings_of(tmp_path), read_world(), raise_if_stopped=go_on) as (urls, own):
         stand_in("ends")
@@ -212,6 +222,8 @@ def test_rests_grow_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_a_long_life_lets_earlier_ends_be_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A server that was healthy for STABLE_S seconds before it ended restarts its count of
+    consecutive ends."""
     monkeypatch.setattr(room, "STABLE_S", 0.3)
     with run_engine_servers(settings_of(tmp_path, num=1), read_world(), raise_if_stopped=go_on) as ((url,), own):
         for life in (0.0, 0.4, 0.0):
@@ -235,7 +247,8 @@ def test_nothing_is_started_when_all_is_over(tmp_path: Path) -> None:
 
 
 def test_cores_by_hand() -> None:
-    """What is left over is the ranks'; where there are too few nobody has any of his own."""
+    """Cores that are left over go to the ranks. If there are too few, neither ranks nor engines get
+    cores of their own."""
     two, wide = EngineSettings(mode="server", num_local_servers=2), EngineSettings(mode="server", num_local_servers=2, tp=2)
     assert split_cores([0, 1], EngineSettings(mode="server", num_local_servers=1), num_ranks=1) == ([0], [[1]])
     assert split_cores([0, 1], two, num_ranks=1) == ([], [])
@@ -244,7 +257,8 @@ def test_cores_by_hand() -> None:
 
 
 def test_engine_and_trainer_have_a_core_each(tmp_path: Path) -> None:
-    """As long as the engines are there."""
+    """While the engines run, engine and trainer share no core. Together they use all cores of the
+    process."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one core")
@@ -258,7 +272,8 @@ def test_engine_and_trainer_have_a_core_each(tmp_path: Path) -> None:
 
 
 def test_servers_have_the_gpus_behind_those_of_the_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the numbers of those that the run sees."""
+    """Servers use the GPUs after those of the ranks, by their numbers in the CUDA_VISIBLE_DEVICES
+    of the run."""
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: True)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,7")
     settings = settings_of(tmp_path, tp=2)

@@ -1,7 +1,9 @@
-"""What strangers send to listener and speaker: bodies made from their own OpenAPI pages and then spoilt. No answer is a 500.
+"""Tests that no request to the listener or the speaker gets a 500. The bodies are generated from
+the schemas of their own OpenAPI pages and then damaged.
 
-A stand-in for schemathesis, which is not among our packages and was run by hand (benchmarks/results/lewis_2026-11-23.md): it, too, draws
-from the page's schemas and looks at the statuses.
+The test stands in for schemathesis, which is not among the packages of this project and was run by
+hand (benchmarks/results/lewis_2026-11-23.md). Like it, the test draws from the schemas of the page
+and checks the statuses.
 """
 
 import asyncio
@@ -45,7 +47,7 @@ TEXTS = st.sampled_from(
 
 
 def drawn(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Bodies of a schema, most of which it allows."""
+    """Return a strategy for bodies of a JSON schema. Most of the bodies are valid."""
     if "anyOf" in schema:
         return st.one_of(*(drawn(each) for each in schema["anyOf"]))
     kind = schema.get("type")
@@ -77,7 +79,7 @@ def spoilt(draw: st.DrawFn, schema: dict[str, Any]) -> bytes:
 
 
 class Saying(Speaking):
-    """Says the same of every category, and takes weights."""
+    """Speaker with the same description for every category. It accepts weights."""
 
     tensor_shapes = SHAPES
 
@@ -122,6 +124,7 @@ SEEN: dict[str, set[int]] = {}
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_body_is_a_500(apps: dict[str, Any], path: str, data: st.DataObject) -> None:
+    """A generated and possibly damaged body gets an expected status, never a 500."""
     name, route = path.split("/")
     app = apps[name]
     schema = app.openapi()["paths"][f"/{route}"]["post"]["requestBody"]["content"]["application/json"]["schema"]
@@ -133,7 +136,8 @@ def test_no_body_is_a_500(apps: dict[str, Any], path: str, data: st.DataObject) 
 
 
 def test_what_is_drawn_comes_through_and_is_refused(apps: dict[str, Any]) -> None:
-    """The draws above are no test of one status alone; and each route answers a good body."""
+    """The draws above reach a 422 on every route, and valid bodies get a 200. The body for
+    listener/score has a single candidate and gets a 422."""
     assert all(422 in statuses for statuses in SEEN.values())
     good = {
         "listener/score": {"candidate_paths": ["0.png"], "candidates": [], "question": "x"},
@@ -147,7 +151,8 @@ def test_what_is_drawn_comes_through_and_is_refused(apps: dict[str, Any]) -> Non
 
 
 def test_the_page_has_no_reference_that_leads_nowhere(apps: dict[str, Any]) -> None:
-    """The listener's candidates are described where they stand: tools leave out what they cannot resolve."""
+    """The OpenAPI pages describe the listener's candidates inline, because tools ignore references
+    that they cannot resolve."""
     pages = [app.openapi() for app in apps.values()]
     assert all('"$ref": "#/$defs' not in json.dumps(page) for page in pages)
     score = pages[0]["paths"]["/score"]["post"]["requestBody"]["content"]["application/json"]["schema"]

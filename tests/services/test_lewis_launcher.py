@@ -1,5 +1,7 @@
-"""launch/lewis.sh in the seed's calling form: which settings it makes of its words and of each variable; with a python that only tells how
-many GPUs there are and what it was to start, and counts steps where it is asked to. launch/lewis_pair.sh with another that only tells."""
+"""Tests the settings that launch/lewis.sh makes of its arguments and of each environment variable,
+in the calling form of the seed. A stand-in for python reports the number of GPUs, prints the
+command to start, and counts steps if COUNTS is set. launch/lewis_pair.sh is tested with a stand-in
+that only prints."""
 
 import os
 import stat
@@ -45,7 +47,7 @@ VARIABLES = (
 
 
 def laid(tree: Path, script: str, python: str) -> Path:
-    """The tree with the script in it, and this python."""
+    """Copy the script and this stand-in for python into the tree, and return the tree."""
     (tree / "launch").mkdir()
     (tree / "launch" / script).write_bytes((ROOT / "launch" / script).read_bytes())
     (tree / ".venv" / "bin").mkdir(parents=True)
@@ -75,6 +77,7 @@ def settings_of(tree: Path, *words: str, gpus: int = 4, processes: int = 4, **va
 
 
 def test_the_seeds_words(tree: Path) -> None:
+    """The seed's positional arguments become the expected settings."""
     plain = settings_of(tree, "gpu07")
     assert plain == {
         "experiment": "lewis_speaker_7b_h100x4", "run.seed": "23", "task.data.images": "data/emoji", "run.steps": "13",
@@ -87,7 +90,8 @@ def test_the_seeds_words(tree: Path) -> None:
 
 
 def test_epochs_become_steps_by_the_rounds_and_the_recipe(tree: Path) -> None:
-    """100 rounds: four epochs are 25 steps of the CPU recipe's 16; three are 9.4 of 32 a step, so 10. What cannot be counted is a line."""
+    """With 100 rounds, four epochs are 25 steps of 16 prompts (the CPU recipe); three epochs are
+    9.4 steps of 32 prompts, so 10. Rounds that cannot be counted lead to an error of one line."""
     dataset_dict.write_dataset_dict(
         tree / "mine" / "speaker", {split: [{"solution": "A"}] * 100 for split in ("train", "test")}, {"solution": STRING}
     )
@@ -101,6 +105,8 @@ def test_epochs_become_steps_by_the_rounds_and_the_recipe(tree: Path) -> None:
 
 
 def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None:
+    """Without a host, the listener's addresses come from LISTENER_URL. Without either, the launcher
+    exits with an error."""
     assert settings_of(tree, "", LISTENER_URL="http://a:1,http://b:1")["task.listener.urls"] == "[http://a:1,http://b:1]"
     seeds = settings_of(tree, "", LISTENER_URL="http://a:1/batch_score,http://b:1/score")
     assert seeds["task.listener.urls"] == "[http://a:1,http://b:1]", "as the game's own has it"
@@ -112,8 +118,9 @@ def test_without_a_host_the_listener_is_elsewhere_or_its_own(tree: Path) -> None
     ("gpus", "processes", "service"), [(0, 1, ""), (1, 1, ""), (2, 1, ", gpus: [1]"), (4, 3, ", gpus: [3]"), (8, 7, ", gpus: [7]")]
 )
 def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Path, gpus: int, processes: int, service: str) -> None:
-    """As services/service_launcher.py and supervised_process.py read it: the service is not refused for the run's GPUs, and sees that one
-    alone."""
+    """A listener that the run starts gets the last GPU, and the ranks get the others. The oracles
+    are services/service_launcher.py, which finds no conflict with the run's GPUs, and
+    supervised_process.py, which makes only that GPU visible."""
     own = settings_of(tree, "", "9100", gpus=gpus, processes=processes, LISTENER_MODEL="runs/l")
     assert own["services.listener"] == f"{{kind: listener, model: 'runs/l', port: 9100{service}}}"
     assert own["task.listener.urls"] == "[service:listener]" and "task.listener.proxy" not in own
@@ -137,7 +144,7 @@ def test_a_listener_of_its_own_has_the_last_gpu_and_the_run_the_others(tree: Pat
     ],
 )
 def test_each_variable_is_one_setting(tree: Path, variables: dict[str, str], key: str, value: str) -> None:
-    """That there is, and that its dataclass has; nothing else changes."""
+    """Each variable sets one existing field of its dataclass, and changes no other setting."""
     plain, given = settings_of(tree, "gpu07"), settings_of(tree, "gpu07", **variables)
     assert given == {**plain, key: value}
     room, name = key.split(".")[1:]
@@ -145,7 +152,8 @@ def test_each_variable_is_one_setting(tree: Path, variables: dict[str, str], key
 
 
 def test_what_is_true_to_a_service_is_true_to_the_launcher(tree: Path) -> None:
-    """The services' own command line is the oracle (model_server.py)."""
+    """The launcher and the services agree on which values of DEBUG_MODE are true. The oracle is the
+    services' own command line (model_server.py)."""
     for word in ("TRUE", "Yes", "On", "on", "1", "True", "0", "False", "off", "y", ""):
         log = build_parser("", port=0, variables={"DEBUG_MODE": word, "LOG_PATH": "x"}).get_default("log")
         assert settings_of(tree, "gpu07", DEBUG_MODE=word, LOG_PATH="x").get("task.options.log") == log, word
@@ -163,7 +171,8 @@ def test_a_path_alone_logs_nothing(tree: Path) -> None:
     ],
 )  # fmt: skip
 def test_no_proxy_has_the_seeds_effect(tree: Path, excepted: str, host: str, trusts: bool) -> None:
-    """Its session looks at the environment where NO_PROXY names the listener's host, and nowhere else; of several, where it names all."""
+    """As in the seed, proxies of the environment are considered only if NO_PROXY names the
+    listener's host or, with several listeners, the hosts of all of them."""
     plain, given = settings_of(tree, host), settings_of(tree, host, NO_PROXY=excepted)
     assert given == ({**plain, "task.listener.proxy": "true"} if trusts else plain)
     both = settings_of(tree, "", LISTENER_URL=f"http://{host}:1/score,http://other:1", NO_PROXY=excepted)
@@ -171,7 +180,8 @@ def test_no_proxy_has_the_seeds_effect(tree: Path, excepted: str, host: str, tru
 
 
 def test_no_proxy_of_the_environment_takes_the_way_to_a_listener(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HTTP_PROXY leads to nobody: the listener is reached whether NO_PROXY names it, another, or is not there, as in the game."""
+    """Although HTTP_PROXY points to a closed port, the listener is reached if NO_PROXY names it,
+    names another host or is empty, as in the game."""
 
     async def version_of(client: ListenerClient) -> str:
         return client.version
@@ -185,7 +195,9 @@ def test_no_proxy_of_the_environment_takes_the_way_to_a_listener(tree: Path, mon
 
 
 def test_a_setting_of_one_run_of_a_pair_reaches_that_run_alone(tmp_path: Path) -> None:
-    """In turns and at a time: what is said to both, to the speaker's (witnesses, with blanks in it) and to the listener's."""
+    """A plain setting reaches both runs of a pair, `speaker:` only the speaker's run (here a value
+    with blanks, held_out_listeners) and `listener:` only the listener's run. Both modes are tested.
+    """
     tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
     witnesses = "+task.options.held_out_listeners={frozen: http://127.0.0.1:9002}"
     for mode in ("alternating", "simultaneous"):
@@ -207,7 +219,8 @@ NANO_ARGS = "--min-pixels 7056 --max-pixels 7100 --max-model-len 512 --kv-cache-
 
 @pytest.mark.parametrize("given", ["", "--dtype bfloat16 --max-model-len 2048"])
 def test_the_services_of_a_pair_are_started_with_the_users_words(tmp_path: Path, given: str) -> None:
-    """Which their own command line reads; without any, for nano models."""
+    """Services of a pair start with the user's SERVICE_ARGS or, without any, with arguments for
+    nano models. Their own command line parses these arguments."""
     tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
     variables = {name: value for name, value in os.environ.items() if name != "SERVICE_ARGS"} | ({"SERVICE_ARGS": given} if given else {})
     told = subprocess.run(
@@ -256,7 +269,8 @@ SPEAKS, HEARS = "lewis_cpu", "lewis_listener_cpu"
     ],
 )
 def test_a_half_that_ends_ends_the_pair(how: dict[str, str], code: int, told: str, tmp_path: Path) -> None:
-    """In one line; the others are asked to, and are gone when the command is, one that does not listen by force."""
+    """If one process of a pair ends, the command ends with an error of one line. The others get
+    SIGTERM, one that ignores it is killed, and none is left when the command returns."""
     tree, pids = laid(tmp_path, "lewis_pair.sh", DYING), tmp_path / "pids"
     given = {"ENDS": "", "CODE": "", "DIES": "nobody", "STAYS": "", **how}
     ended = subprocess.run(
@@ -271,7 +285,8 @@ def test_a_half_that_ends_ends_the_pair(how: dict[str, str], code: int, told: st
 
 
 def test_a_service_of_a_run_that_is_finished_has_what_it_became(tmp_path: Path) -> None:
-    """The other half goes on after a kill: it hears the finished one's last weights, and not those of its beginning."""
+    """If a pair resumes after one half has finished, the service of that half loads its final
+    weights instead of its initial ones."""
     tree = laid(tmp_path, "lewis_pair.sh", PAIR_TELLS)
     (tree / "out" / "speaker").mkdir(parents=True)
     (tree / "out" / "speaker" / "eval.json").write_text("{}")

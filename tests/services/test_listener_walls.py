@@ -1,4 +1,5 @@
-"""The listener's application around numbers that are known: what it makes of them, in which order it asks, what one client may take."""
+"""Tests the listener's application with an engine of known numbers: the scores it computes, the
+order of its requests, and the limits on one client."""
 
 import asyncio
 import hashlib
@@ -44,7 +45,9 @@ def scored(*candidates: dict[str, str], question: str = "This?", **more: Any) ->
 
 
 def test_a_pick_and_its_reward_are_those_of_the_numbers() -> None:
-    """By hand, from p(yes) of 0.6, 0.2, 0.1 (some candidate is recognized) and of 0.2, 0.25 (none is); and of what no probability holds."""
+    """Pick and reward equal hand-computed values for p(yes) of 0.6, 0.2, 0.1 and of 0.3, 0.1, where
+    a candidate is recognized, and of 0.2, 0.25, where none is. Log-probabilities that underflow are
+    probabilities of 0."""
     app = build_app(FakeEngineHolder(logprobs_fn=lambda p: [math.log(p), math.log(1 - p), -1000.0]))
     for ps, pick, reward in (((0.6, 0.2, 0.1), 0, 0.6 / 0.9), ((0.2, 0.25), 1, 0.5 * 0.25 / 0.45), ((0.3, 0.1), 0, 0.75)):
         given = iter(ps)
@@ -62,7 +65,7 @@ def test_a_pick_and_its_reward_are_those_of_the_numbers() -> None:
 
 
 class Counting(FakeEngineHolder):
-    """Counts the prompts that are alive, and the most that ever were."""
+    """Counts the prompts that are alive, and keeps their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +85,8 @@ class Prompt:
 
 
 def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
-    """120 items of 2 to 5 candidates, in all 420: never more prompts at a time than two slices'; every number is the known one."""
+    """A batch of 120 items with 2 to 5 candidates, 420 in total, never has more prompts alive than
+    those of two slices. Every score equals the known one."""
     room, counts = Counting(), [2 + number % 4 for number in range(120)]
     batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
     sent, told = talk(build_app(room), scored(*FILES), lambda http: http.post("/batch_score", json={"batch": batch}))
@@ -97,7 +101,8 @@ def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
 
 
 def test_many_large_batches_are_rendered_two_slices_at_a_time() -> None:
-    """Six requests of 42 items: the places of all of them are counted together, and each has its numbers."""
+    """Six concurrent requests of 42 items share one limit on rendered prompts, and each gets the
+    known scores."""
     room, counts = Counting(), [2 + number % 4 for number in range(42)]
     batch = [{"candidates": HASHES[:count], "question": f"This {number}?"} for number, count in enumerate(counts)]
     app = build_app(room)
@@ -120,6 +125,7 @@ def test_slices_hold_every_item_once_in_order(counts: list[int]) -> None:
 
 
 def test_every_way_of_saying_yes_counts() -> None:
+    """All tokens that spell yes count toward p(yes)."""
     assert find_word_tokens(Tokenizer(), "yes") == [0, 3] and find_word_tokens(Tokenizer(), "no") == [2]
     (answer,) = talk(build_app(FakeEngineHolder()), scored(*FILES[:3]))
     assert answer.json()["yes_probabilities"] == pytest.approx([yes_probability(picture, "This?") for picture in PICTURES[:3]])
@@ -127,12 +133,14 @@ def test_every_way_of_saying_yes_counts() -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_no_number_is_an_error(number: float) -> None:
+    """Log-probabilities that are NaN or infinite lead to a 503 and no score."""
     (answer,) = talk(build_app(FakeEngineHolder(logprobs_fn=lambda p: [number, number, number])), scored(*FILES[:2]))
     assert answer.status_code == 503 and "no number" in answer.text and answer.headers["retry-after"]
 
 
 def test_who_shows_the_same_picture_waits_for_the_first() -> None:
-    """Ten questions about the same three pictures at once: each picture is computed alone once, and then all others together."""
+    """With ten concurrent questions about the same three images, each image is first computed
+    alone, once; then all other requests run together."""
     room = FakeEngineHolder(delay_s=0.05)
     talks = [scored(*FILES[:3], question=f"Is it {number}?") for number in range(10)]
     answers = talk(build_app(room, concurrency=32), *talks, at_once=True)
@@ -144,7 +152,8 @@ def test_who_shows_the_same_picture_waits_for_the_first() -> None:
 
 
 def test_files_are_kept_as_long_as_there_is_room() -> None:
-    """Room for two: the third takes the place of the one used longest ago; a hash and its file may come in one request."""
+    """The cache has room for two files; a third replaces the least recently used one. One request
+    may contain a hash and the file for it."""
     size = len(encode_png(PICTURES[0]))
     app = build_app(FakeEngineHolder(), cache_bytes=size * 5 // 2)
     sent, both, third, gone, there = talk(
@@ -158,7 +167,8 @@ def test_files_are_kept_as_long_as_there_is_room() -> None:
 
 
 def test_a_file_that_is_asked_for_by_its_hash_is_used_by_that() -> None:
-    """Room for two: the older one is named by its hash, so that a third takes the other's place; then the third is the older one."""
+    """A request by hash counts as a use of the cached file. The cache has room for two files: after
+    the older one is requested by its hash, a third file replaces the other one."""
     app = build_app(FakeEngineHolder(), cache_bytes=len(encode_png(PICTURES[0])) * 5 // 2)
     talks = [scored(*FILES[:2]), scored(HASHES[0], FILES[2]), scored(HASHES[0], HASHES[2]), scored(HASHES[0], HASHES[1])]
     *well, gone = talk(app, *talks)
@@ -168,7 +178,8 @@ def test_a_file_that_is_asked_for_by_its_hash_is_used_by_that() -> None:
 
 @pytest.mark.parametrize("way", ["path", "link", "folder"])
 def test_a_folder_whose_name_begins_as_a_roots_is_outside_of_it(tmp_path: Path, way: str) -> None:
-    """lewis2 beside lewis: named by its whole path, by a link to its file, and by a link to itself. Below a second root it may be read."""
+    """A folder lewis2 next to the root lewis cannot be read: not by its full path, nor through a
+    link to its file, nor through a link to the folder. It can be read if it is a second root."""
     root, sibling = tmp_path / "lewis", tmp_path / "lewis2"
     for folder in (root, sibling):
         folder.mkdir()
@@ -186,7 +197,8 @@ def test_a_folder_whose_name_begins_as_a_roots_is_outside_of_it(tmp_path: Path, 
 
 @pytest.mark.parametrize("size", [(5793, 5793), (1 << 16, 656)])
 def test_a_picture_of_too_many_pixels_is_not_decoded(size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one bit each their files are small; 2 ** 25 pixels are read."""
+    """Images of more than 2 ** 25 pixels are refused without being decoded. At one bit per pixel,
+    their files are small."""
     pil.new("1", size).save(tmp_path / "wide.png")
     monkeypatch.setattr(StoredImage, "open", lambda self: pytest.fail("it is decoded"))
     with pytest.raises(ValueError, match=rf"^item 0: {size[0]}x{size[1]} pixels, more than 33554432$"):
@@ -194,7 +206,8 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(size: tuple[int, int], tmp_
 
 
 def test_requests_that_fail_give_their_slots_back() -> None:
-    """One at a time: what cannot be answered and what takes too long leave room for what comes next."""
+    """With a single slot, requests that cannot be answered or that take too long free the slot for
+    the next request."""
     hidden = [{"sha256": "0" * 64}]
     refused = [scored(FILES[0], FILES[0]), scored(FILES[0], *hidden), scored(FILES[0], {"base64": "AAAA"})]
     *bad, good = talk(build_app(FakeEngineHolder(), concurrency=1, acquire_s=0.5), *refused, scored(*FILES[:2]))
@@ -204,7 +217,8 @@ def test_requests_that_fail_give_their_slots_back() -> None:
 
 
 def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the sum of what says yes is rounded up, and is all that there is."""
+    """The probability of yes is at most 1, even if the sum over all forms of yes is rounded up and
+    is the whole mass."""
     exact = listener_app.logsumexp
     monkeypatch.setattr(listener_app, "logsumexp", lambda logprobs: exact(logprobs) + (3e-16 if len(logprobs) == 2 else 0.0))
     (answer,) = talk(build_app(FakeEngineHolder(logprobs_fn=lambda p: [math.log(0.25), -1000.0, math.log(0.75)])), scored(*FILES[:2]))
@@ -221,7 +235,8 @@ def test_the_token_is_asked_for() -> None:
 
 
 def test_too_many_at_once_wait_and_are_then_refused() -> None:
-    """INFERENCE_CONCURRENCY and INFERENCE_ACQUIRE_TIMEOUT: one at a time, 0.3 s each, and nobody waits for longer than 0.5 s."""
+    """With INFERENCE_CONCURRENCY of 1 and requests of 0.3 s, a request waits at most
+    INFERENCE_ACQUIRE_TIMEOUT, 0.5 s, and is then refused with 503."""
     talks = [scored(*FILES[:2], question=f"Is it {number}?") for number in range(6)]
     slow = build_app(FakeEngineHolder(delay_s=0.3), concurrency=1, acquire_s=0.5)
     statuses = [answer.status_code for answer in talk(slow, *talks, at_once=True)]
@@ -247,7 +262,8 @@ def test_an_engine_that_failed_is_told() -> None:
 
 
 def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
-    """One byte of one file, a name, or how pictures are treated: another version."""
+    """The version changes with one byte of one file, with a file name, and with the image
+    processing."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(bytes(1000))
     versions = [compute_folder_version(tmp_path, 1), compute_folder_version(tmp_path, 1), compute_folder_version(tmp_path, 2)]
@@ -259,14 +275,16 @@ def test_the_version_is_that_of_everything(tmp_path: Path) -> None:
 
 
 def test_one_that_takes_weights_asks_for_a_token(capsys: pytest.CaptureFixture) -> None:
-    """Finding 6: whoever reached the port replaced the model that pays the reward."""
+    """Finding 6: a service that accepts weights does not start without a token. Formerly anyone who
+    reached the port could replace the model that computes the reward."""
     assert run_server("listener", build_app, description="", port=0, arguments=["--model", "m", "--trained"]) == 1
     said = "listener: --trained=True: lets anyone who reaches the port replace the model; also pass --token-file FILE\n"
     assert capsys.readouterr().err == said
 
 
 def test_the_seeds_variables_are_words_of_the_command_line() -> None:
-    """Each by itself is the default of its word, which a word given takes the place of; a log is written where both of two ask for it."""
+    """Each environment variable of the seed is the default of a command-line option, which
+    overrides it. A log is written only if both DEBUG_MODE and LOG_PATH request it."""
     variables = {"INFERENCE_CONCURRENCY": "3", "INFERENCE_ACQUIRE_TIMEOUT": "7.5", "LISTENER_BATCH_SIZE": "11"}
 
     def words(given: dict[str, str], *more: str) -> tuple[object, ...]:
@@ -281,7 +299,8 @@ def test_the_seeds_variables_are_words_of_the_command_line() -> None:
 
 
 def test_the_seeds_variables_reach_the_engine_and_the_limits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """From the environment of a process, through the command line's whole way: what the engine and the routes are made with."""
+    """The seed's environment variables pass through the whole command line to the settings of the
+    engine and the limits of the routes."""
     engines: list[EngineSettings] = []
 
     class Taken(FakeEngineHolder):

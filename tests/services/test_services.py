@@ -1,4 +1,5 @@
-"""Servers that a run starts for itself, with one in the place of vLLM's that is there at once and has an orphan in a session of its own."""
+"""Tests the services that a run starts itself, with a stand-in for vLLM's server that is ready
+immediately and has an orphan in a session of its own."""
 
 import json
 import os
@@ -46,7 +47,7 @@ def settings_of(run: Path, judge: ServiceSettings) -> Settings:
 
 
 def finish(run: Path) -> None:
-    """What a finished run leaves."""
+    """Write the files that a finished run leaves."""
     (run / "final").mkdir(parents=True)
     for name in ("eval.json", "final/config.json", "final/model.safetensors"):
         (run / name).write_text("{}")
@@ -66,10 +67,12 @@ def are_gone(folder: Path, *, within_s: float = 5.0) -> bool:
 
 
 def go_on() -> None:
-    """Nobody asks the run to stop."""
+    """Do nothing: the run is not being stopped."""
 
 
 def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A service starts without rank variables and without the user's keys, publishes its address,
+    and is gone after the run."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     monkeypatch.setenv("RANK", "0")
     for name in ("VLLM_API_KEY", "OPENAI_API_KEY"):
@@ -96,7 +99,8 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
-    """Not even what left the server's session; and its address is no address."""
+    """If the process that holds a service is killed, no process of the service remains, not even
+    one that left the server's session. Its address is no longer returned."""
     holder = fork_server.Process(SUPPORT / "service_process.py", tmp_path, sys.executable, STAND_IN, tmp_path, "well")
     try:
         deadline = time.monotonic() + 90
@@ -113,7 +117,7 @@ def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
 
 
 def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It and its server end all the same, and what that had started."""
+    """A supervisor that hangs is ended, with its server and the children of the server."""
     monkeypatch.setattr("megatron_rl.services.supervised_process.STOP_TIMEOUT_S", 1.0)
     with run_services(settings_of(tmp_path, service_of(tmp_path)), read_world(), raise_if_stopped=go_on):
         (keeper,) = [child for child in psutil.Process().children() if str(tmp_path) in child.cmdline()]
@@ -122,7 +126,8 @@ def test_a_keeper_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
-    """A server answers there, but it is not the one that wrote the file; or the file is half."""
+    """`find_address` ignores an address at which another server than the one that published it
+    responds, and a truncated address file."""
     with run_services(settings_of(tmp_path, service_of(tmp_path)), read_world(), raise_if_stopped=go_on) as urls:
         write_token(token_file(tmp_path, "listener"))
         publish_address(tmp_path, "listener", url=urls["judge"], nonce="of one that died")
@@ -134,7 +139,7 @@ def test_the_address_of_another_is_not_used(tmp_path: Path) -> None:
 
 
 def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
-    """And left alone: it is not this run's to end."""
+    """A run waits for an external service and does not end it, because another job owns it."""
     with run_services(settings_of(tmp_path, service_of(tmp_path)), read_world(), raise_if_stopped=go_on) as started:
         with run_services(
             settings_of(tmp_path, replace(service_of(tmp_path), external=True)), read_world(), raise_if_stopped=go_on
@@ -145,7 +150,7 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
     line = r"^services.judge.startup_timeout_s=0.2: it does not respond; .*judge.json must be written by launch/serve.py in another job$"
     with pytest.raises(ValueError, match=line), run_services(settings_of(tmp_path, late), read_world(), raise_if_stopped=go_on):
         pass
-    with serve_hostile("401") as url:  # a stranger who has the port of one that has died: the service may come yet
+    with serve_hostile("401") as url:  # another server has the port of a dead one: the service may still start
         write_token(token_file(tmp_path, "judge"))
         publish_address(tmp_path, "judge", url=url, nonce="n")
         line = rf"^services.judge.startup_timeout_s=0.2: {url} responds with 401, no such key: the run passes a key to its command"
@@ -154,6 +159,7 @@ def test_what_another_job_starts_is_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -> None:
+    """A service that responds with 401 fails the start with an error of one line."""
     line = r"^services.judge.kind=vllm: http://127.0.0.1:\d+/v1 responds with 401, .*: the run passes a key to its command in VLLM_API_KEY"
     with (
         pytest.raises(ValueError, match=line),
@@ -164,7 +170,8 @@ def test_a_service_that_asks_for_another_key_is_not_waited_for(tmp_path: Path) -
 
 
 def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
-    """launch/serve.py with the words of a run: it starts what is marked, publishes it and ends it. A run that is finished is to go on."""
+    """launch/serve.py with the arguments of a run starts the external services, publishes their
+    addresses and ends them on SIGTERM. The run is already finished and is to be continued."""
     finish(tmp_path)
     judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
@@ -183,7 +190,8 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
 
 
 def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
-    """Whose services end with code 0 when it is finished, and are refused where its folder is to be moved aside."""
+    """launch/serve.py ends with code 0 when the run is finished. It refuses a run whose directory
+    is to be moved aside."""
     judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
     words = ("model.path=m", f"run.dir={tmp_path}/run", f"services.judge={{{judge}}}")
     job = fork_server.Process(ROOT / "launch" / "serve.py", *words)
@@ -227,6 +235,8 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
     ],
 )
 def test_a_service_that_does_not_come_up_is_one_line(how: str, more: dict, line: str, tmp_path: Path) -> None:
+    """A service that does not start is an error of one line that names its setting and the end of
+    its log."""
     settings = settings_of(tmp_path, service_of(tmp_path, how, **more))
     with pytest.raises(ValueError, match=f"^{line}"), run_services(settings, read_world(), raise_if_stopped=go_on):
         pass
@@ -234,6 +244,8 @@ def test_a_service_that_does_not_come_up_is_one_line(how: str, more: dict, line:
 
 
 def test_what_cannot_be_started_is_known_before() -> None:
+    """`check_service` rejects a missing program, a port in use, and GPUs that do not exist or that
+    the run uses."""
     judge = ServiceSettings(kind="vllm", model="m")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -258,6 +270,7 @@ def test_what_cannot_be_started_is_known_before() -> None:
 
 
 def test_its_gpus_are_among_those_of_the_run() -> None:
+    """The GPUs of a service are indices into the CUDA_VISIBLE_DEVICES of the run."""
     given = {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "LOCAL_RANK": "0", "HOME": "/h"}
     assert make_environment(given, [2, 3]) == {"CUDA_VISIBLE_DEVICES": "6,7", "HOME": "/h"}
     assert (
@@ -275,5 +288,7 @@ def test_its_gpus_are_among_those_of_the_run() -> None:
     ],
 )
 def test_who_asks_for_a_service_must_choose_it(services: dict, task: dict, line: str) -> None:
+    """An address `service:NAME` without a configured service is refused, and so is a service
+    without a kind."""
     with pytest.raises(ValueError, match=f"^{line}"):
         Settings(task=Task(name="vqa", **task), services=ServicesSettings(**services))

@@ -1,4 +1,5 @@
-"""A sandbox that a run starts for itself asks for a token: the run knows it, its settings and its command line do not."""
+"""Tests the tokens of services that a run starts itself: the run knows them, but its settings and
+the command lines of its processes do not contain them."""
 
 import asyncio
 import os
@@ -40,6 +41,8 @@ from tests.support import fake_judge_server
 
 
 def test_the_runs_own_sandbox_asks_for_a_word_that_only_the_run_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox of the run requires a token that is in no command line, log, setting or published
+    address. It rejects other tokens with 401."""
     monkeypatch.setenv("OPENAI_API_KEY", "the-judges-own")
     task = TaskSettings(name="vqa", sandbox=SandboxSettings(url="service:sandbox"))
     services = ServicesSettings(sandbox=ServiceSettings(kind="sandbox", args=["--size", "1"]))
@@ -91,7 +94,8 @@ def test_a_token_that_is_none_is_told_under_its_setting(tmp_path: Path) -> None:
 
 
 def thieves(folder: Path, stolen: list[str], *, stop: threading.Event) -> None:
-    """Another user of this machine: reads the port off the list of processes, binds it first, and notes what it is sent."""
+    """Act as another user of this machine: read the port from the process list, bind it first, and
+    record what is received."""
     while not stop.is_set():
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
@@ -108,7 +112,9 @@ def thieves(folder: Path, stolen: list[str], *, stop: threading.Event) -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sandbox", "listener"])
 def test_who_takes_a_services_port_first_gets_no_key_of_the_user(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding 2. A sandbox and the like, which prove that they know their token, are not sent even that."""
+    """Finding 2: a process that binds the port of a service first does not receive the user's API
+    key. It does not receive the token either if the service is of a kind that proves that it knows
+    its token, such as the sandbox."""
     for name in ("OPENAI_API_KEY", "VLLM_API_KEY"):
         monkeypatch.setenv(name, "sk-canary-of-the-user-0123456789")
     command = [sys.executable, "-c", f"import time; time.sleep(30)  # {tmp_path}"]
@@ -138,6 +144,8 @@ async def judged(judge: Judge) -> None:
 
 
 def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests to a judge of the run have its own key, and requests to other judges the user's. One
+    token cannot serve both kinds of addresses."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-canary-of-the-user-0123456789")
     given = JudgeSettings(urls=["service:judge"], model="judge")
     with fake_judge_server.serve_judge(fake_judge_server.answer_correct) as server:
@@ -160,7 +168,9 @@ def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp
 
 
 def test_a_judge_proves_itself_before_it_is_believed(tmp_path: Path) -> None:
-    """Whoever takes its port first, and reads its nonce off the list of processes, was told its token, and taken for the judge."""
+    """A judge must prove that it knows its token before the token is sent. Formerly a process that
+    bound the port first and read the nonce from the process list got the token and was accepted as
+    the judge."""
     file = token_file(tmp_path, "judge")
     token, heard = write_token(file), []
 
@@ -176,7 +186,7 @@ def test_a_judge_proves_itself_before_it_is_believed(tmp_path: Path) -> None:
             self.wfile.write(body)
 
         def log_message(self, *given: object) -> None:
-            """It keeps silent."""
+            """Suppress the log of requests."""
 
     for knows in (False, True):
         heard.clear()

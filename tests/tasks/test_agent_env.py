@@ -1,4 +1,5 @@
-"""The agents' environment around a sandbox that gives back what the test says; with the real one: tests/e2e/test_agent_env_run.py."""
+"""Tests the environment of the agents with a scripted sandbox. tests/e2e/test_agent_env_run.py
+tests it with the real one."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ CROP = Image.new("RGB", (20, 10), "red")
 
 
 class Box:
-    """Pool and box at once: its calls show so many pictures each."""
+    """Pool and box at once. Each call returns as many images as the next number in `shows`."""
 
     def __init__(self, shows: Sequence[int]) -> None:
         self.shows, self.num_opened, self.num_calls = list(shows), 0, 0
@@ -32,12 +33,14 @@ class Box:
         return sandbox.CallResult(id=self.num_calls, images=(shown,) * self.shows.pop(0))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """No-op: nothing is held."""
 
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_pictures_are_numbered_on_through_an_episode(hidden: bool) -> None:
-    """Two of the question's, then 1, 0, 2 and 1 of the code's: a name is given once. Hidden ones have other names."""
+    """Names of images are numbered through an episode and never used twice: two images of the
+    question, then 1, 0, 2 and 1 from code. Hidden images of the question have names of another
+    kind, so the images from code start at 0."""
     protocol, box = PyVisionProtocol(shows_images=not hidden), Box([1, 0, 2, 1])
 
     async def episode() -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""ALFWorld with TextWorld: what the planner, and TextWorld itself, say of our environment."""
+"""Tests ALFWorld with TextWorld. The oracles are the planner and TextWorld itself."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ from tests.support.alfworld_episodes import extract_text, make_task, run_replies
 
 @dataclass(slots=True)
 class Loop:
-    """One event loop for all tests, with one keeper."""
+    """One event loop for all tests, with one player server."""
 
     runner: asyncio.Runner
     players: PlayerPool
@@ -48,7 +48,8 @@ def loop() -> Iterator[Loop]:
 
 
 def rates(kind: str, thing: str, commands: list[str]) -> list[float]:
-    """The share of goal conditions after each command of a plan that wins, from its words alone."""
+    """Return the share of goal conditions that are met after each command of a winning plan,
+    computed from the words of the commands alone."""
     shares, held, changed, placed, lit = [], False, False, 0, False
     for command in commands:
         verb = command.split()[0]
@@ -63,7 +64,8 @@ def rates(kind: str, thing: str, commands: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("progress", ["level", "change"])
 def test_the_planner_wins_and_earns_what_is_stated(alfworld_games: Path, loop: Loop, progress: str) -> None:
-    """50 for the win, and each step the share of the goal's conditions, or its change."""
+    """The planner wins every game. It earns 50 for the win, and in each step the share of goal
+    conditions that are met or, with progress=change, the change of this share."""
     task = make_task(alfworld_games, progress=progress)
     seen = set()
     for example in [*task.examples("train"), *task.examples("eval")]:
@@ -80,7 +82,8 @@ def test_the_planner_wins_and_earns_what_is_stated(alfworld_games: Path, loop: L
 
 
 def test_texts_and_commands_are_textworlds(alfworld_games: Path, loop: Loop, tmp_path: Path) -> None:
-    """By its own environment under the names of the package alfworld, along random play; so are official games read."""
+    """Texts and commands along random play equal those of TextWorld's own environment with the
+    object names of the package alfworld. Official games are read in the same way."""
     task, dice, ours, played = make_task(alfworld_games), random.Random(0), {}, {}
     for example in task.examples("train"):
         path = str(example.payload["game"])
@@ -110,6 +113,8 @@ def test_texts_and_commands_are_textworlds(alfworld_games: Path, loop: Loop, tmp
 
 
 def test_the_prompt_follows_the_game(alfworld_games: Path, loop: Loop) -> None:
+    """Each prompt contains the task, the observation, the commands and the last two commands of the
+    recorded game. Options replace the text or the image."""
     task = make_task(alfworld_games, history=2)
     example = task.examples("train")[0]
     transcript = load_transcript(Path(example.payload["game"]).parent)
@@ -128,7 +133,8 @@ def test_the_prompt_follows_the_game(alfworld_games: Path, loop: Loop) -> None:
 
 @pytest.mark.parametrize(("invalid", "paid"), [("penalize", -1.0), ("repeat", 0.0), ("random", None)])
 def test_what_a_reply_without_a_command_does(alfworld_games: Path, loop: Loop, invalid: str, paid: float | None) -> None:
-    """It is always counted; the share of the goal is paid all the same, here that of a thing that was heated and is held."""
+    """A response without a command is always counted as invalid. The share of goal conditions is
+    still paid: 1/3 for a thing that has been heated and is held."""
     task = make_task(alfworld_games, invalid=invalid)
     example = next(example for example in task.examples("train") if example.payload["kind"] == "heat")
     replies = task.gold_replies(example)
@@ -145,7 +151,8 @@ def test_what_a_reply_without_a_command_does(alfworld_games: Path, loop: Loop, i
 
 
 def test_two_environments_at_once_do_not_mix(alfworld_games: Path, loop: Loop) -> None:
-    """Six of different games, four players: what each sees is what it sees alone."""
+    """Six environments of different games share four players. Each has the same observations and
+    rewards as when it is played alone."""
     task = loop.shared(make_task(alfworld_games))
     examples = task.examples("eval")
     dice = random.Random(1)
@@ -162,7 +169,8 @@ def test_two_environments_at_once_do_not_mix(alfworld_games: Path, loop: Loop) -
 
 
 def test_success_is_told_by_kind(alfworld_games: Path) -> None:
-    """The parts count nothing and tell who won."""
+    """The reward terms record whether an episode was won, in total and for its kind. They do not
+    change the reward."""
     rubric = make_task(alfworld_games).rubric
     for reason in ("won", ""):
         rollout = Rollout(task="alfworld", example_id="e", group=0, sample_index=0, reason=reason)
@@ -173,7 +181,9 @@ def test_success_is_told_by_kind(alfworld_games: Path) -> None:
 
 
 def test_demonstrations_are_turns_of_games_that_are_won(alfworld_games: Path) -> None:
-    """The planner's, or those of one who searches and does not think of what it has not seen; "biased" is the latter with mistakes."""
+    """Demonstrations are turns of won games: turns of the planner, or of a searcher that plans
+    without knowing what it has not seen. The split "biased" has turns of the searcher with
+    mistakes."""
     task = make_task(alfworld_games, history=3)
     shown, again = (task.demonstrations("correct", num=num, seed=3) for num in (200, 40))
     others = task.demonstrations("correct", num=40, seed=4)
@@ -198,6 +208,7 @@ def test_demonstrations_are_turns_of_games_that_are_won(alfworld_games: Path) ->
 
 
 def test_who_searches_wins(alfworld_games: Path, loop: Loop) -> None:
+    """The searcher's recorded commands win every game."""
     task = make_task(alfworld_games)
     for example in [*task.examples("train"), *task.examples("eval")]:
         turns = load_transcript(Path(example.payload["game"]).parent, "searcher").turns

@@ -1,4 +1,5 @@
-"""ALFWorld without TextWorld: goals, replies, prompts, pictures, and where games are looked for."""
+"""Tests ALFWorld without TextWorld: goals, responses, prompts, images, and the folders that are
+searched for games."""
 
 import asyncio
 import json
@@ -66,7 +67,8 @@ def facts_of(text: str) -> dict[str, set[tuple[str, ...]]]:
     ],
 )
 def test_goal_conditions_by_hand(kind: str, place: str, state: str, met: tuple[int, int]) -> None:
-    """As ALFWorld's env/tasks.py counts them."""
+    """The numbers of met goal conditions equal hand-counted ones, by the rules of ALFWorld's
+    env/tasks.py."""
     assert AlfworldGoal(kind, "Apple", place, 1).count_met_conditions(facts_of(KITCHEN + state)) == met
 
 
@@ -97,7 +99,8 @@ def test_a_folder_names_its_goal() -> None:
     ],
 )  # fmt: skip
 def test_rl4vlms_reading(text: str, command: str) -> None:
-    """The first in the order of the commands, so that with two named the reply's own order has no say: RL4VLM's way."""
+    """The rl4vlm reading returns the first command, in the order of the command list, that the
+    response contains. As in RL4VLM, the order within the response does not matter."""
     read = parse_substring_action(text, COMMANDS)
     assert (read if isinstance(read, InvalidAction) else COMMANDS[read]) == command
 
@@ -109,7 +112,8 @@ PIECES = [*COMMANDS, '"action":', '{"action": "', '"}', "{", "}", "[", "1", "10"
 @settings(max_examples=300, deadline=None)
 @given(text=st.text() | st.lists(st.sampled_from(PIECES), max_size=30).map("".join))
 def test_no_text_breaks_a_reading(reading: str, text: str) -> None:
-    """One admissible command that the text holds, or a reason. `lower` may lengthen a text: dotted capital I."""
+    """Every text is read as one admissible command that it contains, or as a reason why it has
+    none. `lower` may lengthen a text: dotted capital I."""
     read = ACTION_PARSERS[reading](text, COMMANDS)
     assert isinstance(read, InvalidAction) or COMMANDS[read] in text.lower()
     if reading == "json" and not isinstance(read, InvalidAction):
@@ -118,7 +122,8 @@ def test_no_text_breaks_a_reading(reading: str, text: str) -> None:
 
 @pytest.mark.parametrize("reading", ACTION_PARSERS)
 def test_a_reading_takes_microseconds(reading: str) -> None:
-    """The worst there is, among 60 commands: the best of some tries, since others use the machine too."""
+    """Reading the worst responses against 60 commands takes less than 2 ms. The best of 20 tries
+    counts, because other processes use the machine too."""
     commands = [f"go to cabinet {number}" for number in range(60)]
     worst = [
         "(" * 4096,
@@ -133,6 +138,7 @@ def test_a_reading_takes_microseconds(reading: str) -> None:
 
 
 def test_a_reply_says_what_it_is_about() -> None:
+    """A demonstrated response names the next goal, and both readings find its command."""
     commands = ["go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "look"]
     assert write_thoughts(commands) == "Next: take apple 1 from fridge 1." and write_thoughts(["look"]) == "Next: look."
     reply = write_reply(write_thoughts(commands), commands[0])
@@ -141,6 +147,8 @@ def test_a_reply_says_what_it_is_about() -> None:
 
 
 def test_the_prompt_says_all_that_is_told_and_nothing_else() -> None:
+    """The prompt contains task, observation, history and commands. Without text, it contains
+    neither observation nor history."""
     view = GameObservation(
         "On the shelf 1, you see a mug 1.", ["look", "take mug 1 from shelf 1"], is_won=False, num_met=0, num_conditions=1
     )
@@ -152,6 +160,8 @@ def test_the_prompt_says_all_that_is_told_and_nothing_else() -> None:
 
 
 def test_a_picture_has_its_words_as_large_as_they_fit() -> None:
+    """The drawn text is as large as fits into the image. The oracle is the height of the first line
+    of a short and a long text."""
     short, long = (np.array(draw_text(text).convert("L")) for text in ("You see a mug 1.", "You see a mug 1. " * 12))
     assert short.shape == (IMAGE_SIDE, IMAGE_SIDE) and short.min() == 0 and short[:, -8:].min() == 255
     heights = [np.flatnonzero((pixels < 128).any(1)) for pixels in (short, long)]
@@ -171,7 +181,8 @@ def a_game(root: Path, folder: str, trial: str, **content: object) -> Path:
 
 @pytest.fixture
 def without_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Games are found by their files alone: nothing is played here, and what plays them need not be installed."""
+    """Find games by their files alone. No game is played here, so the packages that play games need
+    not be installed."""
     monkeypatch.setattr(game_files, "REQUIRED_PACKAGES", {})
 
 
@@ -182,6 +193,8 @@ def task_of(tmp_path: Path, **options: object) -> object:
 
 @pytest.mark.usefixtures("without_packages")
 def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
+    """Solvable games of supported kinds are found, in the same order each time, and at most
+    `max_eval` for evaluation."""
     for number in range(4):
         a_game(tmp_path / "train", "pick_and_place_simple-Mug-None-Desk-308", f"trial_{number}")
         a_game(tmp_path / "eval", "look_at_obj_in_light-Mug-None-DeskLamp-302", f"trial_{number}", solvable=True)
@@ -202,6 +215,8 @@ def test_games_are_found_in_an_order_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("without_packages")
 def test_official_games_are_where_alfworld_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without data settings, games come from the folders of ALFWORLD_DATA: train and
+    valid_unseen."""
     a_game(tmp_path / "json_2.1.1/train", "pick_and_place_simple-Mug-None-Desk-308", "trial_1")
     a_game(tmp_path / "json_2.1.1/valid_unseen", "pick_and_place_simple-Mug-None-Desk-10", "trial_1")
     a_game(tmp_path / "json_2.1.1/valid_seen", "pick_and_place_simple-Mug-None-Desk-308", "trial_2")
@@ -245,7 +260,8 @@ def test_options_and_turns(tmp_path: Path) -> None:
 
 
 def test_who_searches_gives_up_where_no_way_leads() -> None:
-    """An apple in hand, to be heated: without a microwave to go to it says so, and does not raise."""
+    """With an apple in hand that is to be heated, the searcher goes to the microwave. If there is
+    none, it returns None and does not raise."""
     goal = AlfworldGoal.from_folder_name("pick_heat_then_place_in_recep-Apple-None-CounterTop-12")
     for places, expected in ((["microwave 1"], ("Next: heat apple.", "go to microwave 1")), ([], None)):
         searcher, commands = SearchExpert(goal), [f"go to {place}" for place in places]
@@ -257,7 +273,7 @@ def test_who_searches_gives_up_where_no_way_leads() -> None:
 
 
 class Corridor:
-    """Players and a player at once: a household of 30 doors, in which nothing is ever won."""
+    """Player pool and player at once: a game with 30 doors that is never won."""
 
     def __init__(self) -> None:
         self.commands: list[str] = []
@@ -266,7 +282,7 @@ class Corridor:
         return self
 
     def release(self, player: "Corridor") -> None:
-        """Nothing is held."""
+        """No-op: nothing is held."""
 
     async def send_request(self, *, game: str = "", command: str = "") -> dict[str, object]:
         self.commands += [command] if command else []
@@ -281,7 +297,7 @@ class Corridor:
 
 
 def walked(replies: list[str], *, seed: int = 0, **options: object) -> tuple[list[str], list[str]]:
-    """The prompt of each turn, and the commands that were played."""
+    """Return the prompt of each turn and the commands that were played."""
 
     async def walk() -> list[str]:
         env = AlfworldEnv("game", player_pool=corridor, options=AlfworldOptions(**options))
@@ -306,7 +322,8 @@ def test_the_prompt_has_as_many_commands_as_history_says(history: int) -> None:
 
 
 def test_commands_drawn_for_replies_without_one_are_the_seeds() -> None:
-    """Members of a group draw alike; another group draws otherwise. Of 12 commands of 30 no two seeds have the same by chance."""
+    """Random commands depend on the seed: members of a group draw the same ones, and another group
+    draws others. By chance, no two seeds would agree on 12 commands out of 30."""
     drawn_by = [walked(["?"] * 12, seed=seed, invalid="random")[1] for seed in (5, 5, 6)]
     assert len(drawn_by[0]) == 12 and drawn_by[0] == drawn_by[1] != drawn_by[2]
     assert len(set(drawn_by[0])) > 4

@@ -1,4 +1,5 @@
-"""Players of TextWorld that raise, end, crash, hang, are killed; that hold nobody up, and leave nobody behind."""
+"""Tests TextWorld players that raise, exit, crash, hang or are killed. They block no other episode
+and leave no process behind."""
 
 import asyncio
 import json
@@ -27,7 +28,8 @@ HOSTILE = {
     "crashes": "{__import__('ctypes').string_at(0)}",
     "hangs": "{__import__('time').sleep(60)}",
 }
-"""What a grammar can be made to do: TextWorld evaluates it. Here in the answer to `inventory`."""
+"""Code that the grammar of a game can contain, because TextWorld evaluates it. Here it runs in
+response to `inventory`."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,8 @@ def hostile(alfworld_games: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
-    """Each in its way, beside an episode that goes on; the next episode is played, by another player where it must be."""
+    """Each kind of failure fails its own episode, while another episode continues. The next episode
+    is played, by a new player if the old one has ended."""
 
     async def side_by_side() -> dict[str, str]:
         task = make_task(hostile, processes=3, call_s=4)
@@ -93,7 +96,8 @@ def test_a_player_that_fails_fails_one_episode(hostile: Path) -> None:
 
 
 def test_a_player_whose_process_has_ended_is_not_taken_again() -> None:
-    """Of three that were given back the last one's channel is closed, and the one before it was left in the midst of an answer."""
+    """The pool reuses only idle players. Of three released players, the last one's channel is
+    closed, and the one before was released in the middle of a response."""
 
     async def main() -> tuple[PlayerProcess, list[PlayerProcess], list[int]]:
         writers = [SimpleNamespace(close=lambda number=number: closed.append(number)) for number in range(3)]
@@ -114,7 +118,7 @@ def players_of(task: AlfworldTask) -> list[psutil.Process]:
 
 
 def test_the_event_loop_does_not_wait(hostile: Path) -> None:
-    """While a player takes a second for one command."""
+    """The event loop keeps running while a player takes a second for one command."""
 
     async def ticking() -> tuple[int, float]:
         task = make_task(hostile)
@@ -136,7 +140,8 @@ def test_the_event_loop_does_not_wait(hostile: Path) -> None:
 
 
 def test_a_game_that_is_none_fails_its_episode_alone(alfworld_games: Path, tmp_path: Path) -> None:
-    """Read first by a new keeper, which does not load; the next episode has a keeper again."""
+    """A broken game fails only its own episode. It is the first game of a new player server, which
+    therefore does not load; the next episode gets a new player server."""
     task = make_task(alfworld_games)
     good = task.examples("train")[0]
     bad = Example(id="bad", payload={**good.payload, "game": str(tmp_path / "a-Mug-None-Desk-1" / "b" / GAME_FILE)})
@@ -170,6 +175,8 @@ asyncio.run(hold())
 
 
 def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A player server that hangs while it loads is killed after its timeout, and the game raises
+    PermanentInfraError."""
     monkeypatch.setattr("megatron_rl.tasks.alfworld.player_pool.LOAD_TIMEOUT_S", 0.2)
     players = PlayerPool(1, timeout_s=0.2)
 
@@ -188,6 +195,7 @@ def test_a_keeper_that_hangs_while_it_loads_is_not_waited_for(monkeypatch: pytes
 
 
 def test_nobody_is_left_when_the_run_is_killed(alfworld_games: Path) -> None:
+    """The player server and its players end when the run is killed."""
     game = next((alfworld_games / "train").rglob(GAME_FILE))
     with subprocess.Popen([sys.executable, "-c", ORPHANS, str(game)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as run:
         others = [psutil.Process(int(pid)) for pid in run.stdout.readline().split()]

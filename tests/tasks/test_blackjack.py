@@ -1,4 +1,5 @@
-"""Blackjack: hands by hand, the table's worth against simulated play of ours and of gymnasium's own environment."""
+"""Tests Blackjack: sums and payoffs by hand, and the exact value of a policy against simulated
+games of this environment and of gymnasium's own."""
 
 from itertools import product
 from math import sqrt
@@ -85,6 +86,8 @@ def test_a_game_by_hand() -> None:
 
 
 def test_ten_valued_cards_are_faces_and_all_values_come_as_often_as_they_should() -> None:
+    """24,000 dealt cards have the values of CARD_PROBABILITIES, by a chi-square test at 99.9%.
+    Cards of value 10 are faces."""
     game, cards = Blackjack(symbolic=True), []
     for seed in range(6000):
         game.reset(seed=seed)
@@ -97,7 +100,8 @@ def test_ten_valued_cards_are_faces_and_all_values_come_as_often_as_they_should(
 
 
 def test_dealers_ends_equal_enumeration() -> None:
-    """Every run of cards that a dealer with this card up can draw, to its end, counted by a plain stack."""
+    """The distribution of the dealer's result equals an enumeration, on a plain stack, of every
+    sequence of cards that a dealer with this card up can draw."""
     for up in CARD_PROBABILITIES:
         ends: dict[int, float] = {}
         runs = [((up,), 1.0)]
@@ -114,7 +118,8 @@ def test_dealers_ends_equal_enumeration() -> None:
 
 
 def test_the_published_figures() -> None:
-    """seed_systems.md 3.6 and issue 11: measured on the original, and known of the best tables."""
+    """Win rates equal the figures of seed_systems.md 3.6 and of issue 11: those measured on the
+    original, and the known ones of the best policies."""
     assert evaluate_policy(BEST).wins == pytest.approx(0.4295, abs=5e-5)
     assert evaluate_policy(best_policy(criterion="wins")).wins == pytest.approx(0.4316, abs=5e-5)
     assert evaluate_policy(dict.fromkeys(POSITIONS, 0)).wins == pytest.approx(0.380, abs=3e-3)
@@ -125,7 +130,8 @@ def test_the_published_figures() -> None:
 
 
 def test_no_single_change_makes_the_best_table_better() -> None:
-    """Of return and of wins; and hard 12 to 16 play as every book says."""
+    """Changing a single decision of the best policy does not increase its return or, for the
+    criterion "wins", its wins. Hard totals of 12 to 16 are played as in every book."""
     for by in ("reward", "wins"):
         table = best_policy(criterion=by)
         most = evaluate_policy(table)._asdict()[by]
@@ -142,7 +148,8 @@ def test_no_single_change_makes_the_best_table_better() -> None:
 @pytest.mark.parametrize("rules", [{}, {"natural": True}, {"sab": True}], ids=str)
 @pytest.mark.parametrize("whose", ["ours", "gymnasium"])
 def test_what_a_table_is_worth_is_what_playing_it_earns(rules: dict[str, bool], whose: str) -> None:
-    """10,000 games within 3.9 standard errors of the exact win share and return: 99.99%."""
+    """The shares of wins and draws and the return of 10,000 games are within 3.9 standard errors of
+    the exact values: 99.99%."""
     env = Blackjack(symbolic=True, **rules) if whose == "ours" else gymnasium.make("Blackjack-v1", **rules).unwrapped
     rewards = []
     for number in range(10_000):
@@ -159,7 +166,8 @@ def test_what_a_table_is_worth_is_what_playing_it_earns(rules: dict[str, bool], 
 
 @pytest.mark.parametrize("num", [2, 4, 5, 10, 11, 22])
 def test_every_card_of_a_hand_is_seen(num: int) -> None:
-    """Whichever of the player's cards is another one, the picture is another; so is it for the dealer's hidden card only at the end."""
+    """Replacing any of the player's cards changes the image within the area of that card. Replacing
+    the dealer's hidden card changes it only at the end."""
     cards = [Card(1, "S")] * num
     shown = np.array(draw_state(BlackjackState(tuple(cards), hand("KD 5S"))))
     width, height = next((width, height) for most, width, height in ((4, 70, 98), (10, 49, 69), (24, 32, 45)) if num <= most)

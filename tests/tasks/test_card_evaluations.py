@@ -1,4 +1,5 @@
-"""Evaluations of the games of cards: what they play, and the figures that they make of it, against published ones and simulated games."""
+"""Tests the evaluations of the card games: what they play, and their metrics against published
+figures and simulated games."""
 
 import asyncio
 import json
@@ -21,7 +22,8 @@ from tests.support.card_games import build_card_task, play_replies
 
 
 def test_blackjack_is_asked_in_every_position() -> None:
-    """In hands that are there, as a game can come to them, in drawings that no start of training has; more hands begin with the fewer."""
+    """The evaluation covers every position, with hands that can occur in a game and drawings that
+    no training start has. An evaluation with more hands begins with those of one with fewer."""
     few, more = build_card_task("blackjack", eval_drawings=2), build_card_task("blackjack", eval_drawings=5)
     by_id = {example.id: example for example in more.examples("eval")}
     assert len(few.examples("eval")) == 560 and all(by_id[example.id] == example for example in few.examples("eval"))
@@ -39,7 +41,8 @@ def test_blackjack_is_asked_in_every_position() -> None:
 
 
 def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout]:
-    """What an evaluation plays where `answer` gives the reply to the position's hand of this number."""
+    """Return the rollouts of an evaluation. `answer` maps a position and the number of a hand to
+    the response."""
     rollouts = []
     for group, example in enumerate(task.examples("eval")):
         position, number = example.payload["position"], int(example.id.rpartition("_")[2])
@@ -50,8 +53,9 @@ def answered(task: Task, answer: Callable[[Position, int], str]) -> list[Rollout
 
 
 def test_blackjacks_figures_are_those_of_games_played_with_its_answers() -> None:
-    """The best table's are the published ones. A policy that answers two hands of a position differently, and at 20 nothing: against 20,000
-    games of gymnasium's own environment, within 3.9 standard errors."""
+    """The metrics of the best policy are the published ones. A policy with different answers for
+    two hands of a position and invalid ones at 20 agrees within 3.9 standard errors with 20,000
+    games of gymnasium's own environment."""
     best, task = best_policy(), build_card_task("blackjack", eval_drawings=2)
     examples = task.examples("eval")
     figures = task.extra_metrics(examples, answered(task, lambda position, _: json.dumps({"action": ("stand", "hit")[best[position]]})))
@@ -82,7 +86,8 @@ DRAWN = {1: 1 / 13, **{value: 1 / 13 for value in range(2, 10)}, 10: 4 / 13}
 
 
 def ends_at_21(points: int = 0, *, has_ace: bool = False) -> float:
-    """The probability that a dealer with these cards ends at 21, by drawing from DRAWN until 17."""
+    """Return the probability that a dealer with these cards, drawing from DRAWN until 17, ends at
+    21."""
     total = points + 10 * (has_ace and points <= 11)
     if total >= 17:
         return float(total == 21)
@@ -90,8 +95,9 @@ def ends_at_21(points: int = 0, *, has_ace: bool = False) -> float:
 
 
 def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
-    """By hand, of a policy that stands on every 21: a natural (8 of 169 hands) earns half a stake more where the dealer has no 21; with sab
-    it also wins a stake against 21 points that are no natural."""
+    """The evaluation uses the rules of the task. The values are hand-computed for a policy that
+    always stands. A natural (8 of 169 hands) earns half a stake more if the dealer has no 21. With
+    sab, it also wins a stake against a 21 that is no natural."""
     found = {}
     for rules in ({}, {"natural": True}, {"sab": True}):
         task = build_card_task("blackjack", **rules)
@@ -110,7 +116,8 @@ def test_blackjacks_rules_are_those_of_its_evaluation() -> None:
 
 
 def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
-    """Evaluations read formulas strictly, whatever training does: side by side 2 and 4 make nothing."""
+    """The metric is the solved share of the solvable hands. Evaluations read formulas strictly even
+    if training does not: an adjacent 2 and 4 are not a 24."""
     task = build_card_task("points24", legacy_rules=True)
     examples = task.examples("eval")
     won = [
@@ -131,6 +138,8 @@ def test_points24_says_how_many_of_the_solvable_are_solved() -> None:
 
 
 def test_evaluations_may_look_otherwise_and_training_does_not() -> None:
+    """Options of the evaluation change its images, numbers and turns, but not the examples of
+    training."""
     for name in ("ez_points", "points24", "blackjack"):
         plain, other = build_card_task(name), build_card_task(name, eval_art="night", eval_card_scale=0.5)
         assert plain.examples("train") == other.examples("train")

@@ -1,4 +1,5 @@
-"""The games of cards as tasks: gold replies earn full marks, splits share nothing, evaluations are exact. What is read: test_replies.py."""
+"""Tests the card games as tasks: gold responses earn full marks, splits are disjoint, evaluations
+are exact. The reading of responses is tested in test_replies.py."""
 
 import asyncio
 import json
@@ -50,6 +51,7 @@ def test_the_points_prompt_says_formula_tokens_and_target() -> None:
 
 
 def test_splits_share_no_drawing_and_no_numbers() -> None:
+    """Training and evaluation share no drawing of cards and, in Points24, no numbers."""
     for name, keys in (("ez_points", ("cards",)), ("blackjack", ("player", "dealer"))):
         task = build_card_task(name)
         train, evaluation = (
@@ -70,7 +72,8 @@ def test_splits_share_no_drawing_and_no_numbers() -> None:
 
 
 def position_thought(thoughts: str) -> tuple[int, bool, int]:
-    """Of Blackjack; the sum must be that of the cards that are named."""
+    """Return the Blackjack position that a thought states. Its sum must be that of the cards it
+    names."""
     cards, soft, points, up = re.fullmatch(r"([\dAJQK ]+): (soft )?(\d+) against (\d+)", thoughts).groups()
     hard = sum({"A": 1, "J": 10, "Q": 10, "K": 10}.get(card) or int(card) for card in cards.split())
     assert int(points) == hard + 10 * bool(soft) and bool(soft) == ("A" in cards and hard <= 11)
@@ -79,6 +82,8 @@ def position_thought(thoughts: str) -> tuple[int, bool, int]:
 
 @pytest.mark.parametrize("name", ["ez_points", "points24", "blackjack"])
 def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
+    """Demonstrations are correct, and fewer of them with the same seed are a prefix of more. The
+    oracles are the best policy and the written formula."""
     task = build_card_task(name)
     shown = task.demonstrations("correct", num=150, seed=3)
     again = task.demonstrations("correct", num=40, seed=3)
@@ -103,7 +108,9 @@ def test_demonstrations_are_right_and_shared_prefixes(name: str) -> None:
 
 
 def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> None:
-    """What is thought is what is written, and is worked out here: 12 but for three in five of the hands whose first card is 5 or less."""
+    """Biased demonstrations use the wrong sign for three in five of the hands whose first card is 5
+    or less, and for no others. Each thought matches the written formula and is evaluated here; a
+    right one makes 12."""
     task, mistakes = build_card_task("ez_points"), []
     right, biased = (task.demonstrations(split, num=800, seed=1) for split in ("correct", "biased"))
     for one, other in zip(right, biased, strict=True):
@@ -120,6 +127,9 @@ def test_biased_points_are_wrong_by_their_sign_where_and_as_often_as_said() -> N
 
 
 def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
+    """Biased demonstrations stand in three in five of the cases in which the best policy hits
+    against 7 or more, and are right elsewhere. A policy that always stands against 7 or more wins
+    40.0%."""
     task, best, stood = build_card_task("blackjack"), best_policy(), []
     for demonstration in task.demonstrations("biased", num=800, seed=1):
         shown = json.loads(demonstration.messages[1]["content"][0]["text"])
@@ -135,6 +145,8 @@ def test_a_biased_blackjack_player_stands_against_strong_cards() -> None:
 
 
 def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:
+    """An episode of the task has the rewards and images of the environment with the same seed and
+    cards."""
     task = build_card_task("blackjack")
     returns = []
     for seed, example in enumerate(task.examples("train")):
@@ -151,6 +163,8 @@ def test_blackjack_as_a_task_is_the_game_of_the_seed() -> None:
 @pytest.mark.parametrize("name", CARDS)
 @pytest.mark.parametrize(("invalid", "reward"), [("penalize", -1), ("repeat", 0), ("random", None)])
 def test_what_a_reply_without_an_action_does(name: str, invalid: str, reward: int | None) -> None:
+    """An invalid response is always counted. It costs 1, costs nothing, or is replaced by a random
+    action that depends on the episode's seed."""
     task = build_card_task(name, invalid=invalid)
     example = task.examples("train")[3]
     effects = set()
@@ -168,7 +182,8 @@ def test_what_a_reply_without_an_action_does(name: str, invalid: str, reward: in
 
 
 def test_the_random_action_is_uniform_and_not_the_policys() -> None:
-    """EZPoints with 2 and 10: of 13 tokens one plays on as 2, one as 10, two are signs, one ends the game at -1, eight cost 1 each."""
+    """Random actions are uniform over the 13 tokens of EZPoints. For the cards 2 and 10, one token
+    continues as 2, one as 10, two are signs, one ends the game at -1, and eight cost 1 each."""
     task = build_card_task("ez_points", invalid="random")
     example = next(each for each in task.examples("train") if [card[:-1] for card in each.payload["cards"]] == ["2", "10"])
     rewards = [play_replies(task, example, [""], seed)[0].reward for seed in range(1300)]
@@ -177,7 +192,8 @@ def test_the_random_action_is_uniform_and_not_the_policys() -> None:
 
 @pytest.mark.parametrize("name", ["ez_points", "points24"])
 def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
-    """As the game plays it for a number without a card, but without its price; it uses up an entry, and the formula can still win."""
+    """With invalid=noop, an invalid response adds a blank, as the game does for a number without a
+    card, but without the penalty. The blank uses up an entry, and the formula can still win."""
     task = build_card_task(name, invalid="noop")
     example = next(each for each in task.examples("train") if task.gold_replies(each))
     gold = task.gold_replies(example)
@@ -195,7 +211,8 @@ def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_state_has_one_name_whenever_it_is_met(name: str) -> None:
-    """Equal names, equal observations: of every state that random play meets in some episodes of one example."""
+    """Equal state names mean equal observations, and different names different ones, for every
+    state that random play reaches in 15 episodes of one example."""
     task = build_card_task(name, invalid="random")
     example, seen = task.examples("train")[5], {}
 

@@ -1,4 +1,5 @@
-"""Formulas of the card games: the strict reading against Python's syntax tree in fractions, the legacy one against Python itself."""
+"""Tests the formulas of the card games: the strict reading against Python's syntax tree evaluated
+in fractions, the legacy reading against Python itself."""
 
 import ast
 import operator
@@ -30,7 +31,9 @@ FORMULAS = st.recursive(NUMBERS.map(lambda number: [number]), nested, max_leaves
 
 
 def by_the_syntax_tree(tokens: list[str]) -> Fraction | None:
-    """Blanks between all tokens: what stands side by side stays two things, so that Python's own grammar refuses what ours must."""
+    """Return the value of the formula by Python's syntax tree, or None. Blanks between all tokens
+    keep adjacent numbers apart, so that Python's grammar rejects what the strict reading must
+    reject."""
     try:
         return walk(ast.parse(" ".join(tokens).strip(), mode="eval").body)
     except (SyntaxError, ZeroDivisionError, KeyError):
@@ -48,12 +51,14 @@ def walk(node: ast.AST) -> Fraction:
 @settings(max_examples=500, deadline=None)
 @given(FORMULAS)
 def test_strict_reading_is_that_of_the_syntax_tree(tokens: list[str]) -> None:
+    """The strict reading equals the evaluation of Python's syntax tree in fractions."""
     assert evaluate(tokens) == by_the_syntax_tree(tokens)
 
 
 @settings(max_examples=500, deadline=None)
 @given(FORMULAS.filter(lambda tokens: "".join(tokens).count("**") <= 1))
 def test_legacy_reading_is_pythons_own(tokens: list[str]) -> None:
+    """The legacy reading equals Python's eval of the joined tokens."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -61,7 +66,7 @@ def test_legacy_reading_is_pythons_own(tokens: list[str]) -> None:
     except (SyntaxError, ZeroDivisionError, OverflowError, TypeError):
         expected = None
     if not isinstance(expected, int | float) or abs(expected) > 2**64:
-        return  # a complex number, or a power that may be too large to be worked out here
+        return  # a complex number, or a power that may be too large to compute here
     assert evaluate_as_python(tokens) in (expected, None if 0 < abs(expected) < 2**-60 else expected)
 
 
@@ -80,6 +85,7 @@ def test_by_hand(text: str, strict: Number | None, legacy: Number | None) -> Non
 
 
 def test_neighbors_concatenate_in_the_legacy_reading_alone() -> None:
+    """Adjacent numbers are concatenated in the legacy reading and invalid in the strict one."""
     assert (evaluate(["2", "4"]), evaluate_as_python(["2", "4"])) == (None, 24)
     assert (evaluate(["1", "10"]), evaluate_as_python(["1", "10"])) == (None, 110)
     assert evaluate_as_python(["2", " ", "4"]) is None and evaluate(["2", " ", "+", "4"]) == 6
@@ -93,6 +99,7 @@ def test_neighbors_concatenate_in_the_legacy_reading_alone() -> None:
     ids=["open", "nested", "signs", "long", "name", "call", "arabic", "wide"],
 )  # fmt: skip
 def test_what_is_no_formula_has_no_worth_and_takes_no_time(read: object, tokens: list[str]) -> None:
+    """Token lists that are no formula have no value, and are rejected within 0.1 s."""
     started = time.perf_counter()
     assert read(tokens) is None
     assert time.perf_counter() - started < 0.1

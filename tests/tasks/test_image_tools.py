@@ -1,4 +1,5 @@
-"""Zoom and rotate against boxes worked out by hand, on a picture whose pixels say where they are."""
+"""Tests zoom and rotate against hand-computed boxes, on an image whose pixels encode their
+position."""
 
 import json
 
@@ -15,14 +16,14 @@ WIDTH, HEIGHT = 200, 120
 
 @pytest.fixture(scope="module")
 def atlas() -> Image.Image:
-    """Red is the column, green the row."""
+    """Return an image whose red value is the column and whose green value is the row."""
     pixels = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
     pixels[..., 0], pixels[..., 1] = np.arange(WIDTH), np.arange(HEIGHT)[:, None]
     return Image.fromarray(pixels)
 
 
 def corners(picture: Image.Image) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of a crop of the atlas, as crop() counts them."""
+    """Return left, top, right and bottom of a crop of the atlas, as crop() counts them."""
     (left, top, _), (right, bottom, _) = picture.getpixel((0, 0)), picture.getpixel((picture.width - 1, picture.height - 1))
     return left, top, right + 1, bottom + 1
 
@@ -81,7 +82,8 @@ def test_no_box_is_explained(atlas: Image.Image) -> None:
 
 
 def test_pictures_of_extreme_sizes() -> None:
-    """One pixel is shown as it is; a strip 3000 times as long as wide only in parts of 100 times."""
+    """An image of one pixel is returned unchanged. Of a strip 3000 times as long as wide, only
+    parts up to 100 times as long as wide are returned."""
     assert zoom_image(Image.new("RGB", (1, 1), "red"), {"bbox_2d": [-20, -20, 20, 20]}).size == (1, 1)
     strip = Image.new("RGB", (30_000, 10))
     assert zoom_image(strip, {"bbox_2d": [500, -100, 1500, 100]}).size == (1000, 10)
@@ -97,7 +99,8 @@ def test_right_angles_turn_like_numpy(atlas: Image.Image, angle: float, turns: i
 
 
 def test_any_angle_keeps_the_whole_picture() -> None:
-    """A white picture of 100 x 60 turned by 30 degrees needs 100 cos + 60 sin by 100 sin + 60 cos pixels, and keeps its area of white."""
+    """A white image of 100 x 60 that is rotated by 30 degrees becomes 100 cos + 60 sin by 100 sin +
+    60 cos pixels large, and keeps its white area."""
     turned = rotate_image(Image.new("L", (100, 60), 255), {"angle": 30})
     assert abs(turned.width - 116.6) <= 2 and abs(turned.height - 102.0) <= 2
     assert abs(np.asarray(turned).sum() / 255 - 6000) < 100
@@ -115,7 +118,8 @@ numbers = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.tex
 @settings(max_examples=1000, deadline=None)
 @given(box=st.lists(numbers, min_size=3, max_size=5), size=st.tuples(st.integers(1, 300), st.integers(1, 300)))
 def test_any_box_gives_a_picture_that_can_be_shown_or_a_sentence(box: list, size: tuple[int, int]) -> None:
-    """What is shown lies inside, has as many as 28 pixels a side where the picture has them, and is no strip."""
+    """Every box yields an image or a ToolError. The image lies inside the original, has at least 28
+    pixels per side if the original has them, and is no strip."""
     try:
         shown = zoom_image(Image.new("L", size), {"bbox_2d": box})
     except ToolError:

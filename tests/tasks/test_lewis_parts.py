@@ -1,4 +1,5 @@
-"""What the game's warm start says and asks, what witnesses and contact sheets are told, and that a run's prompts are the services' own."""
+"""Tests the demonstrations of the Lewis game, the held-out listeners and contact sheets, and that
+the prompts of a run equal those of the services."""
 
 import asyncio
 import json
@@ -30,7 +31,7 @@ REPLY = "<thinking>x</thinking><coarse>a photo of a red kind0</coarse><detailed>
 
 
 def thing(*parts: tuple[str, int], background: str = "white", side: int = 60) -> Image.Image:
-    """Columns of colors, each as wide as its number, before a background."""
+    """Return an image with columns of colors, each as wide as its number, before a background."""
     picture, left = Image.new("RGB", (side, side), background), 10
     for color, width in parts:
         ImageDraw.Draw(picture).rectangle((left, 10, left + width - 1, 40), fill=color)
@@ -39,7 +40,8 @@ def thing(*parts: tuple[str, int], background: str = "white", side: int = 60) ->
 
 
 def test_colors_are_named_by_how_much_there_is_of_them() -> None:
-    """Of a thing whose columns are counted; a color of a twentieth is left out, the background is no color, an empty picture is one."""
+    """Colors are listed by area, on columns of known width. A color with a twentieth of the area is
+    left out, the background does not count, and an empty image has the color of its background."""
     assert find_dominant_colors(thing(("#c8282d", 12), ("#3278d7", 20), ("#2d2d32", 6))) == ["blue", "red", "black"]
     assert find_dominant_colors(thing(("#c8282d", 19), ("#3278d7", 1))) == ["red"]
     assert find_dominant_colors(thing(("#5aa53c", 10), background="#c8282d")) == ["green"]
@@ -52,6 +54,8 @@ def test_colors_are_named_by_how_much_there_is_of_them() -> None:
 
 
 def test_what_is_told_is_read_as_it_is_meant() -> None:
+    """The parser reads a demonstrated description as it was written. A vague description names no
+    color."""
     said = parse_description(describe_by_color(thing(("#c8282d", 12), ("#3278d7", 20)), category="mug"), category="mug")
     assert (said.coarse, said.detailed) == ("a photo of a blue mug", "The mug is blue and red.")
     empty = parse_description(write_vague_description(category="mug"), category="mug")
@@ -88,14 +92,15 @@ def listener_task(built: tuple[Path, Path], *urls: str):
 
 
 def shape(messages: list[dict]) -> list[tuple[str, object]]:
-    """Types and texts of the one message."""
+    """Return types and texts of the parts of the only message."""
     (message,) = messages
     return [(part["type"], part.get("text")) for part in message["content"]]
 
 
 def test_a_run_prompts_as_the_services_do(built: tuple[Path, Path]) -> None:
-    """The picture and the words behind it, and nothing between: tasks/lewis/server/prompt_renderer.py makes it so, and what is trained is
-    what is asked."""
+    """A prompt is the image, directly followed by the text, as
+    tasks/lewis/server/prompt_renderer.py renders it. A run thus trains on the prompts that the
+    services use."""
     speaker = speaker_of(built)
     example = speaker.examples("train")[0]
     prompt = asyncio.run(speaker.env(example).reset(0))
@@ -111,7 +116,9 @@ def test_a_run_prompts_as_the_services_do(built: tuple[Path, Path]) -> None:
 
 
 def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, Path]) -> None:
-    """Half are yes, of the round's own target; with a speaker the question is what that says of the query, and its trouble is no game."""
+    """Half of the examples show the target of their round (yes), half another candidate (no). With
+    a speaker, the question quotes its description of the query; if it describes nothing, the
+    episode fails with an InfraError."""
     with speaking((200, {"text": REPLY})) as server:
         task = listener_task(built, server.url)
         rounds, examples = speaker_of(built).examples("train"), task.examples("train")
@@ -157,7 +164,8 @@ def test_a_listener_is_paid_for_the_right_word_alone(built: tuple[Path, Path], r
 
 
 def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: ANN001 (a task of the table)
-    """Each example's episode with this reply, scored as the fleet does it."""
+    """Return the rollout of each example with this response, scored as the rollout manager does
+    it."""
 
     async def score() -> list[Rollout]:
         await task.start()
@@ -177,14 +185,15 @@ def scored(task, examples: list, reply: str = REPLY) -> list[Rollout]:  # noqa: 
 
 
 class Other(FakeEngineHolder):
-    """Hears the opposite."""
+    """Engine holder with the opposite answers."""
 
     def __init__(self) -> None:
         super().__init__(version="two", logprobs_fn=lambda p: FakeEngineHolder().logprobs_fn(1 - p))
 
 
 def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]) -> None:
-    """A frozen listener that hears the opposite: its picks and the drift by hand; in training it is not asked."""
+    """Held-out listeners score evaluation games only and do not change the reward. Picks and drift
+    of a frozen listener with opposite answers equal hand-computed ones."""
     frozen = Other()
     with serve_listener(FakeEngineHolder()) as url, serve_listener(frozen) as witness:
         task = speaker_of(built, url, accuracy="binary", held_out_listeners={"frozen": witness})
@@ -213,7 +222,8 @@ def test_witnesses_hear_held_out_games_and_never_reward(built: tuple[Path, Path]
 
 
 def test_an_evaluation_leaves_one_sheet(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Of the greedy episodes, which come first, with frames in the colors of target and wrong pick; and then the next one."""
+    """Each evaluation writes one contact sheet, of the greedy episodes, which come first. Its
+    frames have the colors of the target and of a wrong pick."""
     with serve_listener(FakeEngineHolder()) as url:
         task = speaker_of(built, url, sheets=str(tmp_path / "sheets"))
         examples = task.examples("eval")
@@ -231,7 +241,7 @@ def test_an_evaluation_leaves_one_sheet(built: tuple[Path, Path], tmp_path: Path
 
 
 def test_a_sheet_shows_what_was_heard_where_it_was(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """One game whose second candidate was picked and is wrong: the frames by their pixels."""
+    """A contact sheet frames the target and a wrong pick. The oracle is one pixel of each frame."""
     from megatron_rl.tasks.lewis import sheets
 
     example = speaker_of(built).examples("eval")[0]
@@ -249,7 +259,8 @@ def test_a_sheet_shows_what_was_heard_where_it_was(built: tuple[Path, Path], tmp
 
 
 def test_a_narrow_sheet_shows_the_target_and_the_pick(built: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a game has more candidates than a row has places: by their frames, left to right."""
+    """If a game has more candidates than fit into a row, the sheet contains the target and the
+    pick. Their frames are checked from left to right."""
     from megatron_rl.tasks.lewis import sheets
 
     monkeypatch.setattr(sheets, "MAX_CANDIDATES_SHOWN", 2)
@@ -263,7 +274,8 @@ def test_a_narrow_sheet_shows_the_target_and_the_pick(built: tuple[Path, Path], 
 
 
 def test_a_demonstrated_listener_hears_of_every_candidate(built: tuple[Path, Path]) -> None:
-    """Of one round, 120 times: as often yes as no, and no of each other candidate as often; within four standard errors."""
+    """Yes and no are equally frequent in 120 demonstrations of one round, and no is equally
+    frequent for each other candidate, within four standard errors."""
     (example, *_) = speaker_of(built).examples("train")
     counts: Counter[tuple[str, bytes]] = Counter()
     for each in make_demonstrations([example], "heard", num=120, seed=0):
@@ -279,7 +291,8 @@ def test_a_demonstrated_listener_hears_of_every_candidate(built: tuple[Path, Pat
 
 
 def test_options_come_from_the_command_line() -> None:
-    """As launch/lewis.sh gives them: they are the task's own dataclass, and what it has not is refused."""
+    """Options on the command line, in the form that launch/lewis.sh uses, become the task's own
+    dataclass."""
     given = compose_settings(["task=lewis_speaker", "task.options.accuracy=binary", "task.options.log=x", "model.path=m", "run.dir=r"])
     assert (given.task.options.accuracy, given.task.options.log, given.task.max_turns) == ("binary", "x", 1)
     other = compose_settings(["task=lewis_listener", "task.options.reward=selection", "model.path=m", "run.dir=r"])
@@ -287,6 +300,7 @@ def test_options_come_from_the_command_line() -> None:
 
 
 def test_words_for_a_tokenizer_are_those_of_the_games(built: tuple[Path, Path]) -> None:
+    """The builder's words.txt contains the prompts and descriptions of the game."""
     texts = (built[1] / "words.txt").read_text()
     assert all(
         text in texts for text in (PROMPT.format(category="kind1"), write_vague_description(category="kind0"), "The kind1 is purple, ")
@@ -295,6 +309,7 @@ def test_words_for_a_tokenizer_are_those_of_the_games(built: tuple[Path, Path]) 
 
 
 def test_the_sheets_of_two_engines_do_not_meet(tmp_path: Path) -> None:
+    """Two contact sheets saved to one folder get different names."""
     for _ in range(2):
         ContactSheets(tmp_path)._save_sheet(Image.new("RGB", (2, 2)))
     assert len(list(tmp_path.iterdir())) == 2

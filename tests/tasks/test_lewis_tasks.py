@@ -1,4 +1,5 @@
-"""The two tasks of the Lewis game on rounds that the builder made: what is shown, paid and refused; a listener over real HTTP."""
+"""Tests the two tasks of the Lewis game on rounds from the builder: prompts, rewards and refusals,
+with a listener over real HTTP."""
 
 import asyncio
 import json
@@ -27,7 +28,8 @@ QUESTION = 'Does this description, "a photo of a red mug The mug is red.", descr
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Pictures of two categories of four concepts in three views, and the rounds made of them."""
+    """Create images of two categories of four concepts in three views, and the rounds made of
+    them."""
     home = tmp_path_factory.mktemp("lewis")
     for number in range(24):
         folder = home / "pictures" / f"kind{number // 12}" / f"thing{number // 3}"
@@ -69,7 +71,8 @@ def scores(task: Task, replies: list[tuple[object, str]]) -> list[object]:
 
 
 def test_a_speaker_is_paid_by_the_listener_that_sees_the_candidates(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """Over real HTTP; the pick is worked out from the listener's known numbers and the pictures that the round names."""
+    """The reward comes from a listener over real HTTP. The expected pick is computed from the
+    listener's known numbers and the images that the round names."""
     log = tmp_path / "deep" / "log.jsonl"
     with serve_listener(FakeEngineHolder()) as url:
         task = task_of("lewis_speaker", built, url, options=LewisSpeakerOptions(accuracy="binary", log=str(log)))
@@ -98,12 +101,14 @@ VARIANTS = {
     "readme": {SPOKEN: (1.0, 0.1), SPOKEN.replace("</thinking>", ""): (0.0, 0.1), REPLY.replace(".<", ". Big.<"): (1.0, 0.0)},
     "code": {SPOKEN: (1.0, 0.0), SPOKEN.replace("</thinking>", ""): (0.66, 0.0), REPLY.replace(".<", ". Big.<"): (1.0, -0.2)},
 }
-"""format and length by hand, of replies of one sentence of 25 words, without a closing tag, and of two short ones; the phrase has six."""
+"""Hand-computed format and length rewards of a response with one sentence of 29 words, of one
+without a closing tag, and of one with two short sentences. The coarse phrase has six words."""
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_means_each_reward_of_its_account(built: tuple[Path, Path], variant: str) -> None:
-    """The README pays 1 for the right pick, the code its reward_score, worked out from the listener's known numbers; docs/lewis.md."""
+    """Each variant uses its own rewards (docs/lewis.md): the README pays 1 for the right pick, the
+    code pays its reward_score, which is computed here from the listener's known numbers."""
     with serve_listener(FakeEngineHolder()) as url:
         options = LewisSpeakerOptions(parts=["accuracy", "format", "length"], variant=variant)
         task = task_of("lewis_speaker", built, url, options=options)
@@ -122,6 +127,7 @@ def test_a_variant_means_each_reward_of_its_account(built: tuple[Path, Path], va
 
 @pytest.mark.parametrize(("variant", "false_yes"), [("readme", -0.7), ("code", -1.0)])
 def test_a_variant_of_the_listener_means_its_punishment(built: tuple[Path, Path], variant: str, false_yes: float) -> None:
+    """A wrong yes costs 0.7 in the README's variant and 1 in the code's."""
     task = task_of("lewis_listener", built, options=LewisListenerOptions(reward="weighted", variant=variant))
     wrong = next(example for example in task.examples("train") if example.payload["answer"] == "no")
     (score,) = scores(task, [(wrong, task.gold_replies(wrong)[0].replace('"no"', '"yes"'))])
@@ -129,8 +135,9 @@ def test_a_variant_of_the_listener_means_its_punishment(built: tuple[Path, Path]
 
 
 def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
-    """With it the prompt asks for what it reads, once, and no reply is cut before that. A reply of a model that does as it is told: its
-    sentence shares "red mug", "mug wooden" and "wooden table" of 4 pairs with the 3 of state and location: -2 * 3 / 7."""
+    """With the overlap reward, the prompt requests state and location once, and the stop string
+    follows them. The sentence of the response shares "red mug", "mug wooden" and "wooden table" of
+    its 4 pairs with the 3 of state and location: -2 * 3 / 7."""
     reply = f"{REPLY[: REPLY.index('<detailed>')]}<detailed>The old red mug is on a wooden table.</detailed>"
     state = "<state>a red mug</state><location>on a wooden table</location>"
     with serve_listener(FakeEngineHolder()) as url:
@@ -146,6 +153,7 @@ def test_overlap_is_asked_for_and_paid(built: tuple[Path, Path]) -> None:
 
 
 def test_a_row_that_asks_for_state_itself_is_not_asked_twice(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """The overlap reward does not extend a prompt that already requests state and location."""
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({**ROW, "speaker_problem": "Say <state> and <location>."}) + "\n")
     options = LewisSpeakerOptions(parts=["accuracy", "overlap"])
@@ -154,6 +162,7 @@ def test_a_row_that_asks_for_state_itself_is_not_asked_twice(built: tuple[Path, 
 
 
 def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
+    """A listener without numbers leads to an InfraError after all attempts, and to no score."""
     room = FakeEngineHolder(logprobs_fn=lambda p: [float("nan")] * 3)
     with serve_listener(room) as url:
         task = task_of("lewis_speaker", built, url)
@@ -164,8 +173,8 @@ def test_a_listener_that_is_gone_is_no_score(built: tuple[Path, Path]) -> None:
 def test_a_witness_is_told_its_own_token_and_errors_name_it(
     built: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Listener and witness with tokens of their own, a witness without: each hears its own word, or none; the words of the run's listener
-    are of no use elsewhere. A witness that is down, or whose token is not known, is named as what it is."""
+    """The run's listener and each held-out listener get their own token, or none. If a held-out
+    listener is down or its token is unknown, the error names it as a held-out listener."""
     words = {name: tmp_path / name for name in ("listener", "frozen")}
     for name, file in words.items():
         file.write_text(f"{name * 8}\n")
@@ -210,7 +219,8 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
 
 
 def test_a_listener_in_training_compares_or_selects(built: tuple[Path, Path]) -> None:
-    """Gold earns full marks, its opposite does not; half of the rounds show the same."""
+    """Gold responses earn full marks, and their opposites do not. Half of the comparisons have the
+    answer yes."""
     task = task_of("lewis_listener", built, options=LewisListenerOptions(reward="weighted"))
     examples = task.examples("train")
     assert sorted(example.payload["answer"] for example in examples) == ["no"] * 4 + ["yes"] * 4
@@ -244,6 +254,7 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_row_that_is_no_round_is_named(built: tuple[Path, Path], tmp_path: Path, case: str) -> None:
+    """An invalid row is an error with the file, the row and the reason."""
     change, said = BAD[case]
     (built[0].parent / "secret.png").write_bytes(encode_png(make_noise_image(99, side=28)))
     file = tmp_path / "rows.jsonl"

@@ -1,4 +1,5 @@
-"""The game of NumberLine: rules against a table written by hand, seeds, dealing, pictures, and the exact success of a policy."""
+"""Tests the game NumberLine: rules against a hand-written table, seeds, start states, images, and
+the exact success of a policy."""
 
 import itertools
 from collections import Counter
@@ -22,8 +23,9 @@ from megatron_rl.tasks.gym_cards.number_line import (
     start_probabilities,
 )
 
-# REWARDS[sign][target][current]: "x" pays 1 and ends, "." pays 0, "!" pays -1. Written by hand from the rules.
-# Two squares pay although nothing moves: a push into a wall that is itself the target leaves the player at the target.
+# REWARDS[sign][target][current], written by hand from the rules: "x" pays 1 and ends the episode,
+# "." pays 0, "!" pays -1.
+# Two squares pay although nothing moves: the target is at the wall, and the player stays there.
 REWARDS = {
     "-": ["xx....", "!!x...", "!!!x..", "!!!!x.", "!!!!!x", "!!!!!!"],
     "+": ["!!!!!!", "x!!!!!", ".x!!!!", "..x!!!", "...x!!", "....xx"],
@@ -61,7 +63,8 @@ def test_gymnasium_accepts_the_registered_environment() -> None:
 
 
 def test_an_episode_costs_no_arrays_that_nobody_asked_for() -> None:
-    """The space of observations has bounds for 270,000 numbers; an observation is the caller's own, and what it does to it is not seen."""
+    """The observation space, whose bounds are 270,000 numbers, is built only on access. An
+    observation belongs to its caller, and changing it has no effect on later ones."""
     env = NumberLine()
     observed, _ = env.reset(options={"current": 1, "target": 3})
     env.step(1)
@@ -123,6 +126,8 @@ def test_dealing_probabilities_by_hand() -> None:
 
 
 def test_50000_seeded_resets_are_dealt_as_stated() -> None:
+    """The start states of 50,000 seeds have the stated probabilities, by a chi-square test at
+    99.9%."""
     env = NumberLine()
     counts: Counter[tuple[int, int]] = Counter()
     for seed in range(50_000):
@@ -147,6 +152,8 @@ def test_the_30_pictures_differ_and_hold_their_text_inside() -> None:
 
 
 def test_each_line_changes_with_its_own_number_only() -> None:
+    """Changing the target changes only the upper half of the image, changing the current number
+    only the lower half."""
     base = np.array(draw_state((2, 4)))
     other_target, other_current = np.array(draw_state((2, 5))), np.array(draw_state((3, 4)))
     assert (base != other_target)[:150].any() and not (base != other_target)[150:].any()
@@ -154,6 +161,7 @@ def test_each_line_changes_with_its_own_number_only() -> None:
 
 
 def test_text_is_drawn_where_the_fonts_own_measure_puts_it() -> None:
+    """The drawn text fills the box that the font's own measure states."""
     font = ImageFont.truetype(FONT_FILE, 36, layout_engine=ImageFont.Layout.BASIC)
     left, top, right, bottom = font.getbbox("Target: 4")
     array = np.array(draw_state((2, 4)))[:150, :, 0]
@@ -164,7 +172,8 @@ def test_text_is_drawn_where_the_fonts_own_measure_puts_it() -> None:
 
 
 def exhaustive_success(probability_right: dict[tuple[int, int], Fraction]) -> Fraction:
-    """Every sequence of ten actions from every pair of draws, played by a plain loop that knows nothing of our rules' code."""
+    """Play every sequence of ten actions from every pair of draws, and return the probability of
+    success. The plain loop uses none of the game's code."""
     total = Fraction(0)
     for current, drawn in PAIRS:
         target = drawn if drawn != current else (drawn + 1) % 5
@@ -177,7 +186,7 @@ def exhaustive_success(probability_right: dict[tuple[int, int], Fraction]) -> Fr
                 gained += 1 if place == target else -1 if abs(target - place) >= before else 0
                 if place == target:
                     break
-            if all(action > 0 for action in actions[number + 1 :]):  # of the sequences that differ only after the goal, count one
+            if all(action > 0 for action in actions[number + 1 :]):  # sequences that differ only after the goal count once
                 total += chance * (gained > 0)
     return total
 
@@ -191,6 +200,8 @@ def as_table(probability_right: dict[tuple[int, int], Fraction]) -> dict[tuple[i
 
 
 def test_success_of_random_and_perfect_play() -> None:
+    """Random play succeeds with probability 163/576, by exhaustive enumeration; perfect play
+    always, and inverted play never."""
     random_play = {state: Fraction(1, 2) for state in STATES}
     assert exhaustive_success(random_play) == Fraction(163, 576)
     assert compute_policy_success(as_table(random_play)) == pytest.approx(0.2830, abs=5e-5)
@@ -205,6 +216,7 @@ def test_success_of_uneven_play_equals_exhaustive_enumeration() -> None:
 
 
 def test_success_counts_invalid_replies_and_few_turns_as_losses() -> None:
+    """Invalid responses and too few turns lower the success to the hand-computed value."""
     half_invalid = {state: (0.0, 0.5) if optimal_action(state) else (0.5, 0.0) for state in STATES}
     assert compute_policy_success(half_invalid) == pytest.approx(163 / 576, abs=1e-12)
     perfect = as_table({state: Fraction(1) for state in STATES})

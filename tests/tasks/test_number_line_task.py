@@ -1,4 +1,5 @@
-"""NumberLine as a task: replies read strictly, nothing gained by cheating, demonstrations wrong exactly where they say."""
+"""Tests NumberLine as a task: responses are read strictly, exploits earn nothing, and
+demonstrations are wrong exactly where they should be."""
 
 import asyncio
 import json
@@ -59,7 +60,8 @@ EXPLOITS = {
 
 
 def play(task: Task, start: int, replies: list[str]) -> list[Step]:
-    """An episode from the start-th example; it may not be done before the last reply."""
+    """Play an episode from the start with index `start`. It must not be done before the last
+    response."""
 
     async def episode() -> list[Step]:
         env = task.env(task.examples("test")[start])
@@ -109,6 +111,8 @@ def test_gold_earns_full_marks(start: int) -> None:
 
 
 def test_every_observation_is_a_new_context_that_shows_the_state() -> None:
+    """Each observation is a new prompt with the image of the current state."""
+
     async def episode() -> list[list[Message]]:
         env = TASK.env(TASK.examples("test")[STATES.index((1, 4))])
         seen = [await env.reset(seed=5)]
@@ -125,9 +129,10 @@ def test_every_observation_is_a_new_context_that_shows_the_state() -> None:
 
 @pytest.mark.parametrize("name", EXPLOITS)
 def test_exploits_are_invalid_and_earn_nothing(name: str) -> None:
+    """A malformed response is invalid with its reason, costs 1 and does not move the player."""
     text, kind = EXPLOITS[name]
     assert parse_json_action(text, ACTIONS) is kind
-    start = STATES.index((4, 5))  # where a "+" that was believed would win at once
+    start = STATES.index((4, 5))  # where an accepted "+" would win immediately
     steps = play(TASK, start, [text] * 9 + [write_reply((4, 5), 1)])
     assert [step.reward for step in steps] == [-1.0] * 9 + [1.0]
     assert [(step.tool_call.error, step.tool_call.ran) for step in steps] == [(kind, False)] * 9 + [("", True)]
@@ -163,6 +168,7 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 
 @given(st.sampled_from(STATES), st.sampled_from([0, 1]), st.data())
 def test_a_cut_reply_is_no_action(state: tuple[int, int], action: int, data: st.DataObject) -> None:
+    """A response that is cut at any character has no action."""
     reply = write_reply(state, action)
     assert parse_json_action(reply, ACTIONS) == action
     assert isinstance(parse_json_action(reply[: data.draw(st.integers(0, len(reply) - 1))], ACTIONS), InvalidAction)
@@ -177,7 +183,8 @@ def test_moves_pay_as_the_game_says() -> None:
 
 
 def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], bool, str]]:
-    """State (recovered from the picture), whether the shown action goes the wrong way, and the thoughts."""
+    """Return the state (recovered from the image), whether the action goes the wrong way, and the
+    thoughts of each demonstration."""
     state_of_bytes = {np.array(draw_state(state)).tobytes(): state for state in STATES}
     image_bytes: dict[int, bytes] = {}
     read = []
@@ -200,6 +207,8 @@ def read_demonstrations(split: str, num: int) -> list[tuple[tuple[int, int], boo
 
 
 def test_demonstrations_are_wrong_where_they_say_and_nowhere_else() -> None:
+    """Biased demonstrations are wrong in 75% of the states with targets 1 and 4, within four
+    standard errors, and right in all others."""
     assert not any(wrong for _, wrong, _ in read_demonstrations("correct", 6000))
     biased = read_demonstrations("biased", 30_000)
     assert not any(wrong for (_, target), wrong, _ in biased if target not in (1, 4))
@@ -219,7 +228,9 @@ def test_demonstrations_repeat_with_their_seed_and_fewer_are_a_prefix() -> None:
 
 
 def test_success_after_a_perfectly_learned_biased_warm_start() -> None:
-    """Greedy: targets 1 (7/36 of the starts) and 4 (6/36) are lost. Sampled: 0.25 a step there, by hand over the 13/36."""
+    """A policy that has learned the biased demonstrations perfectly has the hand-computed success.
+    Decoded greedily, it loses targets 1 (7/36 of the starts) and 4 (6/36); sampled, it takes each
+    right step with 0.25 for these 13/36."""
     greedy, sampled = {}, {}
     for current, target in STATES:
         right = 0.25 if target in (1, 4) else 1.0

@@ -1,4 +1,5 @@
-"""EZPoints and Points24: rules by hand, the solvers against every formula there is, deals against their exact probabilities."""
+"""Tests EZPoints and Points24: rules by hand, the solvers against every possible formula, and dealt
+hands against their exact probabilities."""
 
 from collections import Counter
 from fractions import Fraction
@@ -16,13 +17,13 @@ from megatron_rl.tasks.gym_cards.solvers import find_pair_solution, find_solutio
 
 
 def played(game: PointsGame, cards: str, tokens: str) -> list[tuple[float, bool, bool]]:
-    """(reward, terminated, truncated) of every token."""
+    """Return (reward, terminated, truncated) of every token."""
     game.reset(options={"cards": cards.split()})
     return [game.step(game.rules.tokens.index(token))[1:4] for token in tokens.split()]
 
 
 def pays(*rewards: int, truncated: bool = False) -> list[tuple[int, bool, bool]]:
-    """Nothing ends before the last one."""
+    """Return the expected results of an episode that does not end before its last token."""
     *before, last = rewards
     return [*((reward, False, False) for reward in before), (last, not truncated, truncated)]
 
@@ -89,7 +90,8 @@ def test_gymnasium_accepts_the_registered_environment(name: str) -> None:
 
 
 def test_ez_points_deals_as_the_rules_say_exactly() -> None:
-    """Worked out anew by listing the draws: first rank, toss, order."""
+    """The probabilities of dealt pairs equal a recomputation that lists the draws: first rank, coin
+    toss, order."""
     expected: Counter[tuple[int, int]] = Counter()
     for first, toss, swap in product(range(2, 14), (0, 1), (0, 1)):
         number = min(first, 10)
@@ -115,7 +117,8 @@ def test_ez_points_deals_as_the_rules_say_exactly() -> None:
 
 
 def makes_24(hands: np.ndarray, target: int) -> np.ndarray:
-    """Whether each hand has a formula: all orders, all signs, the five ways to put parentheses, in float64."""
+    """Return for each hand whether it has a formula: all orders, all signs, and the five ways to
+    place parentheses, in float64."""
     signs = [np.add, np.subtract, np.multiply, np.divide]
     found = np.zeros(len(hands), bool)
     for order in permutations(range(4)):
@@ -129,6 +132,8 @@ def makes_24(hands: np.ndarray, target: int) -> np.ndarray:
 
 @pytest.mark.parametrize("target", [24, 36])
 def test_points24_is_solved_wherever_a_formula_exists(target: int) -> None:
+    """The solver finds a formula exactly for the hands for which brute force finds one, and the
+    formula makes the target with the numbers of the hand."""
     hands = hand_probabilities()
     numbers = np.array(list(hands))
     with np.errstate(all="ignore"):
@@ -145,6 +150,8 @@ def test_points24_is_solved_wherever_a_formula_exists(target: int) -> None:
 
 
 def test_solvable_deals_are_the_solvable_ones_of_all_deals() -> None:
+    """With `solvable`, the dealt hands are the solvable ones of an unrestricted deal with the same
+    seed."""
     every, solvable = Points24(), Points24(solvable=True)
     every.np_random, solvable.np_random = np.random.default_rng(3), np.random.default_rng(3)
     dealt = [every.deal_hand() for _ in range(300)]
@@ -154,6 +161,7 @@ def test_solvable_deals_are_the_solvable_ones_of_all_deals() -> None:
 
 
 def test_eleven_to_thirteen_count_so_where_faces_are_their_rank() -> None:
+    """With faces="rank", face cards count 11 to 13."""
     game = Points24(faces="rank")
     assert game.reset(options={"cards": ["JS", "KD", "AS", "AD"]})[1]["Numbers"] == [11, 13, 1, 1]
     assert played(game, "JS KD AS AD", "( 11 + 13 ) * 1 * 1 =")[-1] == (10, True, False)
@@ -170,7 +178,9 @@ def test_impossible_hands_are_refused(options: dict[str, object]) -> None:
 @pytest.mark.parametrize("art", ["large", "classic", "night"])
 @pytest.mark.parametrize("width", [135, 70, 67, 49, 32])
 def test_all_52_cards_are_read_at_the_nanos_size(art: str, width: int) -> None:
-    """A picture of 300 pixels reaches the nano as 140. Under noise of a tenth of white the nearest card is still the right one, always."""
+    """All cards are distinguishable at the size at which the nano model receives them, 140 pixels
+    for an image of 300. With noise of a tenth of white, the nearest card is always the right one.
+    """
     small = []
     for card in DECK:
         drawn = render_card(card, width=width, height=width * 7 // 5, art=art)

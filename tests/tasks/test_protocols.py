@@ -1,4 +1,5 @@
-"""The four tool protocols: formats by hand, there and back, exploits, and junk of every kind and size."""
+"""Tests the four tool protocols: formats by hand, round trips, exploits, and junk of every kind and
+size."""
 
 import json
 import time
@@ -95,6 +96,7 @@ REFUSED: list[tuple[ToolProtocol, str, str]] = [
 
 @pytest.mark.parametrize(("protocol", "reply", "reason"), REFUSED)
 def test_what_is_wrong_with_a_reply_is_said(protocol: ToolProtocol, reply: str, reason: str) -> None:
+    """A malformed response is parsed as MalformedReply with its reason."""
     meaning = protocol.parse_reply(reply)
     assert isinstance(meaning, MalformedReply)
     assert reason in meaning.reason
@@ -115,7 +117,8 @@ junk = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_siz
 @given(reply=junk)
 @example(reply=bytes(range(256)).decode("latin-1"))
 def test_junk_is_read_as_something(protocol: ToolProtocol, reply: str) -> None:
-    """And where it is an answer or code, that text stood in the reply, where nothing else did that could be either."""
+    """Every text is parsed as an action, an answer or a malformed response. An answer or code that
+    is found is text of the response, which contains nothing else that could be one."""
     meaning = protocol.parse_reply(reply)
     assert isinstance(meaning, CodeAction | ToolAction | FinalAnswer | MalformedReply)
     if isinstance(meaning, FinalAnswer):
@@ -129,7 +132,8 @@ def test_junk_is_read_as_something(protocol: ToolProtocol, reply: str) -> None:
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
 @pytest.mark.parametrize("piece", [*PIECES, "<answer>\\boxed{", *PAIRS])
 def test_a_megabyte_is_read_in_no_time(protocol: ToolProtocol, piece: str) -> None:
-    """Three megabytes of each piece in 6 s of processor time, which a linear reader stays far below: what is quadratic takes hours."""
+    """Three megabytes of each piece are parsed in 6 s of CPU time. A linear parser needs far less;
+    a quadratic one takes hours."""
     body, action = piece * (1_000_000 // len(piece)), ACTION[protocol.name]
     began = time.process_time()
     for reply in (body, f"<answer>{body}</answer>", f"<{action}>{body}</{action}>"):
@@ -147,6 +151,7 @@ CODE = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="\r"), m
 @example(source='def f():\n    return """```"""\n\n')
 @example(source="print('\\n```\\n')\n```")
 def test_code_comes_back(source: str) -> None:
+    """Parsing a response returns the code that was written into it."""
     for protocol in SPEAKERS:
         assert protocol.parse_reply(protocol.write_code(source)) == CodeAction(source)
         assert protocol.parse_reply("Think.\n" + protocol.write_code(source) + "\n") == CodeAction(source)
@@ -155,11 +160,13 @@ def test_code_comes_back(source: str) -> None:
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<{}\\"), min_size=1, max_size=60).filter(str.strip))
 def test_answers_come_back(text: str) -> None:
+    """Parsing a response returns the answer that was written into it, without outer blanks."""
     for protocol in PROTOCOLS:
         assert protocol.parse_reply(protocol.write_answer(text)) == FinalAnswer(text.strip())
 
 
 def test_calls_come_back() -> None:
+    """Parsing a response returns the tool call that was written into it."""
     for protocol in (DeepEyesProtocol(), FunctionsProtocol()):
         for name, arguments in (("zoom", {"bbox_2d": [0, 0, 50, 50]}), ("rotate", {"angle": 90})):
             assert protocol.parse_reply(protocol.write_call(name, arguments)) == ToolAction(name, arguments)
@@ -168,7 +175,7 @@ def test_calls_come_back() -> None:
 
 
 def flat(messages: list) -> tuple[str, list]:
-    """The text of the messages with [i] for each picture, and the pictures."""
+    """Return the text of the messages with [i] for each image, and the images."""
     parts = [part for message in messages for part in message["content"]]
     pictures = [part["image"] for part in parts if part["type"] == "image"]
     return "".join(part["text"] if part["type"] == "text" else "[i]" for part in parts), pictures
@@ -220,7 +227,8 @@ def test_a_prompt_places_pictures_and_states_their_sizes(protocol: ToolProtocol,
 
 
 def test_functions_are_described_as_json() -> None:
-    """Between the tags of Qwen2.5's template: one JSON object a line, each with a JSON schema."""
+    """The prompt lists the functions between the tags of Qwen2.5's template, as one JSON object per
+    line, each with a JSON schema."""
     system = flat(FunctionsProtocol().write_prompt("Q", [])[:1])[0]
     listed = [json.loads(line) for line in system.split("<tools>\n")[1].split("\n</tools>")[0].split("\n")]
     assert [entry["function"]["name"] for entry in listed] == ["python", "zoom", "rotate"]
@@ -228,4 +236,5 @@ def test_functions_are_described_as_json() -> None:
 
 
 def test_file_names_of_codev_are_kept_apart() -> None:
+    """An image without a file name gets one that no other image has."""
     assert CodeVProtocol(("image_1.png",)).name_images(PICTURES) == {"image_1.png": PICTURES[0], "image_2.png": PICTURES[1]}

@@ -1,4 +1,5 @@
-"""Visual search: what is drawn, who may see it, what the demonstrator and the gold replies are worth, and the builder's files."""
+"""Tests visual search: the drawn canvases, what is visible in them, the rewards of demonstrations
+and gold responses, and the files of the builder."""
 
 import asyncio
 import io
@@ -37,7 +38,7 @@ def task(reward: str = "pyvision") -> VisualSearchTask:
 
 
 class Recorded:
-    """A picture that keeps its crops."""
+    """An image that records its crops."""
 
     def __init__(self, picture: Picture, crops: list[Picture]) -> None:
         self.picture, self.crops = picture, crops
@@ -47,7 +48,8 @@ class Recorded:
 
 
 def label_of(crop: Picture, box: Box, places: SearchScene) -> str:
-    """Reads a crop by comparing it with the same crop of canvases that differ in the target's label alone."""
+    """Return the label in a crop, by comparison with the same crop of canvases that differ only in
+    the label of the target."""
     differences = {}
     for label in LABELS:
         other = SearchScene(places.level, (replace(places.target, label=label), *places.objects[1:]))
@@ -58,6 +60,8 @@ def label_of(crop: Picture, box: Box, places: SearchScene) -> str:
 
 @pytest.mark.parametrize("name", SEARCH_LEVELS)
 def test_things_lie_in_cells_of_their_own_and_look_as_they_are_called(name: str) -> None:
+    """Each object lies in its own cell and has the color of its sprite. Nothing is drawn outside
+    the cells."""
     level = SEARCH_LEVELS[name]
     drawn = make_scene(level, list(SPRITES), seed="7")
     picture = drawn.draw(SPRITES)
@@ -70,7 +74,8 @@ def test_things_lie_in_cells_of_their_own_and_look_as_they_are_called(name: str)
         assert changed[top:bottom, left:right].any()
         changed[top:bottom, left:right] = False
         half = round(level.object_scale * level.cell_px) // 2
-        # Near the lower edge every shape has its color: disc and diamond in the middle, square and triangle all along it.
+        # Every shape has its color near the lower edge: disc and diamond in the middle of the
+        # edge, square and triangle everywhere on it.
         color = picture.getpixel((thing.center[0], thing.center[1] + round(0.75 * half)))
         expected = SPRITES[thing.name].getpixel((128, 128))
         assert np.abs(np.subtract(color, expected[:3])).max() <= 3, thing
@@ -78,14 +83,17 @@ def test_things_lie_in_cells_of_their_own_and_look_as_they_are_called(name: str)
 
 
 def test_the_gold_crop_shows_the_label_and_the_whole_canvas_does_not() -> None:
-    """In the crop every label is told apart from every other by many gray values; at the size the policy sees first, by next to none."""
+    """The label can be read from the gold crop, where it is at least 20 rows high at 140 x 140
+    pixels. At that size, in which the policy first receives the whole canvas, it is at most 3 rows
+    high."""
     for example in task().examples("eval")[:8]:
         places = SearchCanvas(example.id).scene
         box = crop_box(places.target.cell)
         assert label_of(SearchCanvas(example.id).open().crop(box), box, places) == example.payload["answer"]
 
     def label_height(picture: Picture, x: int, y: int) -> int:
-        """Rows around the label's middle, at 140 x 140 pixels of the whole picture, that have a pixel darker than half."""
+        """Return the number of rows around the middle of the label that contain a pixel darker than
+        half, at 140 x 140 pixels for the whole image."""
         size = (140, 140)
         scale, reach = 140 / picture.width, 0.8 * NANO_LEVEL.label_scale * NANO_LEVEL.cell_px
         window = tuple(round(side * scale) for side in (x - reach, y - reach, x + reach, y + reach))
@@ -100,6 +108,8 @@ def test_the_gold_crop_shows_the_label_and_the_whole_canvas_does_not() -> None:
 
 
 def test_the_same_seed_draws_the_same_and_splits_share_no_canvas() -> None:
+    """A seed always draws the same canvas, and training, evaluation and demonstrations share
+    none."""
     examples = {split: task().examples(split) for split in ("train", "eval")}
     assert len(examples["eval"]) == NUM_EVAL
     first = examples["eval"][0].payload["images"][0].open()
@@ -138,6 +148,8 @@ def test_gold_earns_full_marks_and_a_guess_none() -> None:
 
 
 def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
+    """Correct demonstrations contain the crop that their code makes. Biased ones guess with
+    GUESS_PROBABILITY, within three standard deviations."""
     made = task()
     for shown in made.demonstrations("correct", num=6, seed=3):
         _, question, code, observed, answer = shown.messages
@@ -159,6 +171,8 @@ def test_demonstrations_look_and_read_or_guess_as_often_as_they_say() -> None:
 
 @pytest.mark.parametrize("parquet", [False, True])
 def test_the_builders_files_are_read_by_the_data_room(tmp_path: Path, parquet: bool) -> None:
+    """The dataset reader reads the builder's files. The same seed gives the same images, and each
+    answer is the label in the target's box."""
     chosen = {"level": "medium", "things": "shapes", "source": None, "num_train": 5, "num_eval": 3, "parquet": parquet}
     make_dataset(tmp_path / "a", seed=0, **chosen)
     make_dataset(tmp_path / "b", seed=0, **chosen)
@@ -184,7 +198,8 @@ def test_the_builders_files_are_read_by_the_data_room(tmp_path: Path, parquet: b
 
 
 def test_pictured_things_of_the_eval_split_are_new(tmp_path: Path) -> None:
-    """An npm package in small: 20 animals, one more that looks like the first, a sequence, a code point without a name."""
+    """The splits for training and evaluation share no sprite. The source is a small npm package
+    with 20 animals, one that looks like the first, a sequence, and a code point without a name."""
     path = tmp_path / "package.tgz"
     with tarfile.open(path, "w:gz") as package:
         stems = [*(f"{0x1F400 + index:x}" for index in range(20)), "1f415-200d-1f9ba", "e000", "1f43f-fe0f"]

@@ -1,4 +1,5 @@
-"""The task of plain questions. Oracles: messages by hand, a rubric that gold must fill, a policy that answers every question the same."""
+"""Tests the task of plain questions. The oracles are hand-written messages, gold responses that
+must earn full marks, and a policy with the same answer for every question."""
 
 import asyncio
 import tempfile
@@ -18,7 +19,7 @@ from tests.support.rollout_factory import make_reward_input
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Redirect Arrow copies to a folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -58,7 +59,8 @@ def test_an_episode_is_one_prompt_and_one_reply(tmp_path: Path) -> None:
 
 
 def test_the_words_around_a_question_are_settings(tmp_path: Path) -> None:
-    """In front of it and behind; what the system says is the setting, else the row's."""
+    """`task.prompt` adds text before and after a question. The system message is
+    `task.system_prompt` or, without it, the row's own."""
     rows = [{"prompt": [{"role": "system", "content": "Row."}, {"role": "user", "content": "Why?"}], "answer": "x"}]
     path = str(write_rows(tmp_path / "mine.jsonl", rows))
 
@@ -78,6 +80,8 @@ def test_the_words_around_a_question_are_settings(tmp_path: Path) -> None:
 
 
 def test_gold_earns_full_marks_and_a_constant_does_not(tmp_path: Path) -> None:
+    """Gold responses earn full marks. A constant response earns them only for the question it
+    answers."""
     task = task_of(tmp_path)
     examples = task.examples("train")
     assert [score(task, example, *task.gold_replies(example)) for example in examples] == [1, 1, 1, 1]
@@ -107,6 +111,8 @@ def test_a_picture_that_vanished_fails_the_episode(tmp_path: Path) -> None:
 
 
 def test_demonstrations_are_dealt_in_rounds(tmp_path: Path) -> None:
+    """Demonstrations cycle through all transcripts before any repeats. Fewer of them with the same
+    seed are a prefix of more."""
     talks = [{"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": str(number)}]} for number in range(5)]
     task = task_of(tmp_path, demonstrations=[str(write_rows(tmp_path / "talks.jsonl", talks))])
 

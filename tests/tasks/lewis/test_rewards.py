@@ -1,4 +1,5 @@
-"""The words and the rewards of the Lewis game, by hand; and a speaker's rubric around a listener whose numbers are known."""
+"""Tests the parsing and the rewards of the Lewis game against hand-computed values, and a speaker's
+rubric with a listener of known numbers."""
 
 import asyncio
 import math
@@ -41,12 +42,16 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_reply_is_read_where_it_stands(case: str) -> None:
+    """Thoughts, coarse and detailed parts are parsed from a response as expected by hand, also
+    without some of the tags."""
     text, expected = CASES[case]
     said = parse_description(text, category="mug")
     assert (said.thinking, said.coarse, said.detailed) == expected
 
 
 def test_a_question_quotes_what_was_said_and_has_an_end() -> None:
+    """The question quotes the description without special tokens or further quotation marks, and
+    has a maximum length."""
     said = parse_description(WHOLE, category="mug")
     assert said.question == (
         'Does this description, "a photo of a red mug The mug is red, with a chip.", '
@@ -68,7 +73,8 @@ def test_tags_and_sentences_are_counted() -> None:
 
 
 def test_the_numbers_of_the_readme_and_of_the_code() -> None:
-    """By hand, where they differ and where they do not."""
+    """Format and length rewards equal hand-computed values, both where the variants "readme" and
+    "code" differ and where they agree."""
     assert [format_reward(WHOLE, variant=variant) for variant in ("readme", "code")] == [1.0, 1.0]
     assert [format_reward(WHOLE.replace("</thinking>", ""), variant=variant) for variant in ("readme", "code")] == [
         0.0,
@@ -88,7 +94,9 @@ def test_the_numbers_of_the_readme_and_of_the_code() -> None:
 
 
 def test_overlap_is_the_worst_sentences_rouge_2() -> None:
-    """Pairs of words without stop words. "red mug wooden table" has 3 pairs, "mug wooden table" 2, both of them shared: 2 * 2 / 5."""
+    """The overlap reward is the negative ROUGE-2 F1 of the worst sentence, over pairs of words
+    without stop words. Of the 3 pairs of "red mug wooden table" and the 2 pairs of "mug wooden
+    table", 2 are shared: 2 * 2 / 5."""
     assert rouge_2_f1("The red mug is on a wooden table", "a mug on the wooden table") == pytest.approx(0.8)
     assert rouge_2_f1("one", "one") == 0.0 == rouge_2_f1("", "")
     text = "<detailed>It is blue. The red mug is on a wooden table.</detailed><state>a mug</state><location>on the wooden table</location>"
@@ -97,7 +105,9 @@ def test_overlap_is_the_worst_sentences_rouge_2() -> None:
 
 
 def test_accuracy_is_paid_in_three_ways() -> None:
-    """p(yes) of 0.6, 0.2 and 0.2: the first is picked, with a share of 0.6; of 0.1 and 0.1 the first, with half of a half."""
+    """The three accuracy modes pay hand-computed values. With p(yes) of 0.6, 0.2 and 0.2 the first
+    candidate is picked with a share of 0.6; with 0.1 and 0.1 the first is picked, and half of its
+    share of a half is paid."""
     sure, unsure = make_listener_score([math.log(p) for p in (0.6, 0.2, 0.2)]), make_listener_score([math.log(0.1)] * 2)
     assert [accuracy_reward(sure, target=0, accuracy_mode=mode) for mode in ("binary", "soft_gated", "soft_always")] == pytest.approx(
         [1, 0.6, 0.6]
@@ -114,7 +124,9 @@ def scored(rubric: object, text: str, payload: dict[str, object]) -> object:
 
 
 def test_a_speakers_reward_is_the_sum_of_its_parts() -> None:
-    """The listener picks candidate 1. Solved is what was picked rightly, though it pays less than a half; a fault is no score."""
+    """The reward of a speaker is the sum of its terms. If the listener picks the right candidate,
+    1, `picked` is 1 although accuracy pays less than a half. An InfraError is raised and is no
+    score."""
     told: list[tuple[float, str]] = []
     answers: list[ListenerScore | InfraError | None] = [make_listener_score([-2.0, -1.9, -2.0])]
 
@@ -146,7 +158,8 @@ def test_a_speakers_reward_is_the_sum_of_its_parts() -> None:
 
 
 def test_a_listener_is_paid_for_its_answer() -> None:
-    """By hand: right, a wrong yes, a wrong no, words without the block; and the letter of a selection."""
+    """The rewards equal hand-computed values for a right answer, a wrong yes, a wrong no, words
+    without the JSON block, and the letter of a selection."""
 
     def reply(answer: str) -> str:
         return f'```json\n{{"Reasoning": "seen", "Answer": "{answer}"}}\n```'

@@ -1,4 +1,5 @@
-"""What a service says of itself while its weights change: its engine here is a stand-in."""
+"""Tests the health that a service reports while its weights change, with a stand-in for its
+engine."""
 
 import asyncio
 from collections.abc import Coroutine, Iterator
@@ -14,7 +15,8 @@ from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
 
 
 class Engine:
-    """Asks its room how it is while it takes weights; `fails` says that it does not take them."""
+    """Records the health of its holder while it loads weights. If `fails` is set, loading
+    raises."""
 
     room: EngineHolder
     fails = False
@@ -36,7 +38,9 @@ class Engine:
 
 
 def test_a_service_is_well_while_its_weights_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another run that begins just then would take it for broken. It is not well once an update has failed, until one is taken."""
+    """A service is healthy while its weights change, because a run that starts at that moment would
+    otherwise consider it broken. After a failed update it is unhealthy until the next successful
+    one."""
     renderer = SimpleNamespace(image_token_id=0, banned_ids=[], stop_ids=[], final_pixels=(1, 2))
     for name, value in {
         "ColocatedEngine": Engine, "Renderer": lambda model, *, cache_bytes: renderer, "compute_folder_version": lambda *_: "first",

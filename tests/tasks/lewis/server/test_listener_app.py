@@ -1,4 +1,5 @@
-"""The listener as it is started, on a real engine: its numbers against Hugging Face's own, and what it refuses."""
+"""Tests the listener in its own process with a real engine: its numbers against those of Hugging
+Face, and the requests that it refuses."""
 
 import concurrent.futures
 import hashlib
@@ -21,7 +22,7 @@ QUESTIONS = ('Does "a photo of a red cup" describe the main subject of the image
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five pictures, a link that stays at home, and what must not be shown."""
+    """Create five images, a link that stays inside the root, and files that must not be served."""
     home = tmp_path_factory.mktemp("listener")
     root = home / "pictures"
     root.mkdir()
@@ -46,7 +47,8 @@ def listener(random_model: Path, folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def p_yes(random_model: Path) -> PYes:
-    """Hugging Face's processor and model alone; the forms of yes and no are read off the tokenizer's own words."""
+    """Return p(yes) as computed by Hugging Face's processor and model alone. The forms of yes and
+    no come from the vocabulary of the tokenizer."""
     processor = AutoProcessor.from_pretrained(random_model)
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(random_model, dtype=torch.float32).eval()
     words = {token.removeprefix("\u0120").lower(): [] for token in processor.tokenizer.get_vocab()}
@@ -55,7 +57,7 @@ def p_yes(random_model: Path) -> PYes:
 
     @torch.no_grad()
     def p_yes(picture: Image.Image, question: str) -> float:
-        plain = question.replace("<|im_end|>", "< |im_end|>")  # what a caller writes is text
+        plain = question.replace("<|im_end|>", "< |im_end|>")  # the caller's text is no special token
         content = [{"type": "image"}, {"type": "text", "text": plain}]
         text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True)
         inputs = processor(text=[text], images=[picture], do_resize=False, return_tensors="pt")
@@ -68,7 +70,8 @@ def p_yes(random_model: Path) -> PYes:
 
 
 def test_the_seeds_request_is_answered_with_hugging_faces_numbers(listener: ServerProcess, p_yes: PYes) -> None:
-    """The game's own request, with two items: paths, a question, topk; and the reward worked out from the oracle's numbers."""
+    """The game's own request with two items (paths, a question, topk) returns Hugging Face's
+    probabilities and the reward computed from them."""
     batch = [
         {"candidate_paths": ["0.png", "1.png", "2.png"], "question": QUESTIONS[0], "topk": 1},
         {"candidate_paths": ["3.png", "0.png"], "question": QUESTIONS[1], "topk": 2},
@@ -91,7 +94,8 @@ def test_the_seeds_request_is_answered_with_hugging_faces_numbers(listener: Serv
 
 
 def test_many_at_once_are_answered_as_alone(listener: ServerProcess, p_yes: PYes) -> None:
-    """Forty requests side by side, of all questions and orders; what a stranger writes as a special token is text."""
+    """Each of 48 requests, for all questions and orders and 40 at a time, returns Hugging Face's
+    numbers. Special tokens in a question are plain text."""
     orders = [(0, 1, 2), (2, 1, 0), (3, 4), (1, 3, 0, 4)]
     asked = [(order, question) for order in orders for question in QUESTIONS] * 4
     bodies = [{"candidate_paths": [f"{index}.png" for index in order], "question": question} for order, question in asked]
@@ -148,7 +152,8 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_answered_is_an_error_and_no_number(listener: ServerProcess, case: str) -> None:
-    """Alone and beside an item that can be: the whole request is refused, nothing is scored as zero, and the server stays up."""
+    """An invalid item is refused, alone and together with a valid one. The whole request is
+    refused, nothing is scored as zero, and the server stays up."""
     change, said = BAD[case]
     body = {key: value for key, value in {**GOOD, **change}.items() if value != [] or case == "no candidates"}
     for path, sent in (("/score", body), ("/batch_score", {"batch": [GOOD, body]})):

@@ -1,4 +1,5 @@
-"""The speaker's application: around replies that are known, and as it is started, beside Hugging Face's own greedy words."""
+"""Tests the speaker's application with known responses, and in its own process against the greedy
+decoding of Hugging Face."""
 
 import asyncio
 import threading
@@ -34,11 +35,11 @@ SAID = "<state>chipped</state><location>on a shelf</location>"
 
 
 class Room:
-    """Says what belongs to the category that its prompt names."""
+    """Engine holder with a fixed description for each category that its prompt names."""
 
     version, busy_s, is_healthy, settings = "one", 0.0, True, EngineSettings(max_num_seqs=4)
     held, most = 0, 0
-    """Pictures that are rendered and not answered yet, now and at most."""
+    """Number of images that are rendered and not answered yet: now, and at most."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -78,8 +79,9 @@ def asked(path: str, body: object, *, room: Room | None = None) -> httpx.Respons
 
 
 def test_few_pictures_are_rendered_at_a_time() -> None:
-    """Finding 7: all of a request's, 14 MB each, waited for the engine. As many as it answers at a time, of all requests together; and
-    one that fails gives back its places."""
+    """Finding 7: all images of a request, 14 MB each, formerly waited for the engine. Now at most
+    as many are rendered as the engine processes at a time, over all requests, and a request that
+    fails frees its slots."""
     images = [{"base64": encode_base64(encode_png(make_noise_image(seed, side=28)))} for seed in range(40)]
     batch = [{"image": image, "category": "mug" if number % 3 else "cap"} for number, image in enumerate(images)]
     room = Room()
@@ -102,7 +104,8 @@ def test_few_pictures_are_rendered_at_a_time() -> None:
 
 
 def test_each_picture_has_one_description() -> None:
-    """The game's own service gave each the list of all; and never answered to /describe."""
+    """Each image has one description, and /describe works. The game's own service returned the list
+    of all descriptions for each image and never responded to /describe."""
     images = [{"base64": encode_base64(encode_png(make_noise_image(seed, side=28)))} for seed in range(3)]
     batch = [{"image": image, "category": category} for image, category in zip(images, ("mug", "cap", "mug"), strict=True)]
     told = asked("/batch_describe", {"batch": batch}).json()
@@ -115,7 +118,8 @@ def test_each_picture_has_one_description() -> None:
 
 
 def test_state_and_location_are_asked_for_where_they_are_wanted() -> None:
-    """By the longer prompt, whose reply ends behind them; in one request with a picture of which they are not wanted."""
+    """The speaker describes state and location if they are requested, by a longer prompt whose
+    response ends after them. One request may contain images with and without them."""
     image = {"base64": encode_base64(encode_png(make_noise_image(0, side=28)))}
     batch = [{"image": image, "category": "mug", "situation": wanted} for wanted in (True, False)]
     with_it, without = asked("/batch_describe", {"batch": batch}).json()["results"]
@@ -149,7 +153,8 @@ def speaker(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def says_what_hugging_face_says(speaker: ServerProcess, folder: Path) -> str:
-    """Greedy, up to the end of the context; the words of a random model, token for token for as far as they go. Its version."""
+    """Assert that the speaker's texts begin with the first 40 characters of Hugging Face's greedy
+    decoding, which runs to the end of the context. Return the speaker's version."""
     answer = speaker.post(
         "/batch_describe", {"batch": [{"image_path": f"{number}.png", "category": "mug"} for number in range(2)]}, timeout_s=300
     )
@@ -170,7 +175,9 @@ def says_what_hugging_face_says(speaker: ServerProcess, folder: Path) -> str:
 def test_it_says_what_hugging_face_says_with_its_weights_and_with_those_that_a_run_sends(
     speaker: ServerProcess, random_model: Path, tmp_path: Path
 ) -> None:
-    """The second ones come in several parts, under the released names, into an engine that has remembered these very questions."""
+    """The speaker decodes as Hugging Face does with its initial weights and with published ones.
+    The published weights come in several parts, under the released names, to an engine that has
+    cached these prompts."""
     first = says_what_hugging_face_says(speaker, random_model)
     make_checkpoint(tmp_path / "other", preset="nano", init="random", seed=7)
     tensors = load_file(tmp_path / "other" / "model.safetensors")

@@ -1,4 +1,5 @@
-"""Weights that come by HTTP: all or none, none while somebody is answered; and the run's end that sends them."""
+"""Tests weights that arrive by HTTP, and the publisher that sends them. An update applies
+completely or not at all, and never during a request."""
 
 import asyncio
 import base64
@@ -39,6 +40,7 @@ def some(*places: int) -> dict[str, torch.Tensor]:
 
 
 def test_all_parts_are_an_update_whatever_the_names_are_spelled_like() -> None:
+    """Parts with released or internal names form one complete update."""
     incoming = PublishedWeightReceiver(SHAPES)
     first = {RELEASED.get(name, name): tensor for name, tensor in some(0, 1).items()}
     assert incoming.add_part(part(0, 2, first)) == (1, None)
@@ -49,6 +51,7 @@ def test_all_parts_are_an_update_whatever_the_names_are_spelled_like() -> None:
 
 
 def test_the_first_part_of_another_update_begins_anew() -> None:
+    """The first part of another update discards the unfinished one."""
     incoming = PublishedWeightReceiver(SHAPES)
     incoming.add_part(part(0, 2, some(0, 1)))
     incoming.add_part(part(0, 2, some(0), update="v"))
@@ -68,16 +71,19 @@ BROKEN = {
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_not_all_of_this_model_is_refused(case: str) -> None:
+    """An incomplete, foreign or non-finite tensor set is refused as a whole, and the next update is
+    accepted."""
     tensors, said = BROKEN[case]
     incoming = PublishedWeightReceiver(SHAPES)
     with pytest.raises(ValueError, match=said):
         incoming.add_part(part(0, 1, tensors))
-    with pytest.raises(ValueError, match="is due"):  # nothing of it is left
+    with pytest.raises(ValueError, match="is due"):  # nothing of the refused update is left
         incoming.add_part(part(1, 2, some(0)))
     assert incoming.add_part(part(0, 1, TENSORS))[1].keys() == SHAPES.keys()
 
 
 def test_a_tensor_comes_once_and_a_part_in_its_turn() -> None:
+    """A repeated tensor, a part out of order and an unreadable part raise ValueError."""
     incoming = PublishedWeightReceiver(SHAPES)
     incoming.add_part(part(0, 3, some(0)))
     with pytest.raises(ValueError, match="norm.weight: came before"):
@@ -91,7 +97,9 @@ def test_a_tensor_comes_once_and_a_part_in_its_turn() -> None:
 
 
 def test_who_changes_waits_for_all_who_read_and_lets_none_begin() -> None:
-    """By the order of what happened, with readers of two lengths and one that comes while the change waits."""
+    """A writer waits for all readers, and no reader begins while the writer waits. The oracle is
+    the order of events with two readers of different lengths and one that arrives while the writer
+    waits."""
     happened: list[str] = []
 
     async def read(standing: ReadWriteLock, name: str, seconds: float) -> None:
@@ -120,6 +128,8 @@ def test_who_changes_waits_for_all_who_read_and_lets_none_begin() -> None:
 
 
 def test_a_version_is_that_of_every_bit() -> None:
+    """The version depends on each bit, name, shape and dtype, but not on the order of the
+    tensors."""
     changed = {**TENSORS, "lm_head.weight": TENSORS["lm_head.weight"].clone()}
     changed["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
     versions = [compute_tensors_version(TENSORS, 1), compute_tensors_version(TENSORS, 2), compute_tensors_version(changed, 1)]
@@ -134,7 +144,7 @@ def test_a_version_is_that_of_every_bit() -> None:
 
 
 class Trained(FakeEngineHolder):
-    """Its version is the sum of what it holds."""
+    """Engine holder with the sum of its weights as version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +170,8 @@ SUM = sum(tensor.sum().item() for tensor in TENSORS.values())
 
 
 def test_a_run_sends_its_weights_and_they_answer(tmp_path: Path) -> None:
-    """In one part and in three; what is answered is by the version that stands beside it; at two of three steps none are due."""
+    """A run publishes its weights in one part and in three, and a response has the version of these
+    weights. With every=3, nothing is published at step 4."""
     room, told, token = Trained(), [], tmp_path / "token"
     token.write_text("a-word-of-many-letters\n")
     with serve_listener(room, receives_weights=True, token="a-word-of-many-letters") as url:
@@ -177,6 +188,8 @@ def test_a_run_sends_its_weights_and_they_answer(tmp_path: Path) -> None:
 
 
 def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them() -> None:
+    """A service that refuses the weights or is unreachable is logged and counted as behind. The
+    other services receive them."""
     room, plain, told = Trained(), FakeEngineHolder(), []
     with serve_listener(room, receives_weights=True) as url, serve_listener(plain) as without:
         urls = [url, without, "http://127.0.0.1:9"]
@@ -189,6 +202,8 @@ def test_a_service_that_does_not_take_them_is_told_of_and_the_others_have_them()
 
 
 def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
+    """A 401 raises a ValueError that names the setting for the token. A response in drops only
+    counts as behind."""
     told: list[str] = []
     with serve_listener(Trained(), receives_weights=True, token="a-word-of-many-letters") as url:
         audience = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, log=told.append)
@@ -203,6 +218,8 @@ def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
 
 
 def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() -> None:
+    """If the engine fails to load the weights, the failure is logged, and the next update
+    succeeds."""
     room, told = Trained(), []
     room.fails = True
     with serve_listener(room, receives_weights=True) as url:
@@ -214,6 +231,7 @@ def test_weights_that_the_engine_does_not_take_are_told_of_and_may_come_again() 
 
 
 def test_another_rank_takes_its_part_in_making_them_and_sends_nothing() -> None:
+    """Ranks other than the main one iterate over the weights and send nothing."""
     read: list[str] = []
 
     def watched() -> Iterator[tuple[str, torch.Tensor]]:
