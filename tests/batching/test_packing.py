@@ -373,7 +373,7 @@ def test_contexts_stay_aligned() -> None:
     made.extend([3], logprobs=[-0.1], versions=[4])
     assert (made.loss_mask, made.rollout_logprobs) == ([0, 0, 1, 1, 1], [0.0, 0.0, -0.5, -0.5, -0.1])
     assert made.weight_versions == [-1, -1, 0, 0, 4]
-    with pytest.raises(AssertionError, match="has no version"):
+    with pytest.raises(AssertionError, match="have no weight version"):
         made.extend([1], versions=[3])
     with pytest.raises(AssertionError, match="2 values for 5 tokens"):
         made.set_column("values", [1.0, 2.0])

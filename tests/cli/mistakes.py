@@ -108,7 +108,7 @@ MISTAKES = {
     "task.judge.urls=http://me:SECRET@judge:1/v1": "task.judge.urls=http://***: expects a list; write 'task.judge.urls=[http://***",
     "task.sandbox.url=http://me:SECRET@box:1": "task.sandbox.url=...: contains @, ? or #; ...",
     "task.sandbox.urls=http://me:SECRET@box:1": "task.sandbox.urls=http://***: no such key; did you mean task.speaker.urls?",
-    "task.judge.urls=[http://me:SECRET@judge:1/v1": "task.judge.urls=[http://***: the brackets [] do not close; ...",
+    "task.judge.urls=[http://me:SECRET@judge:1/v1": "task.judge.urls=[http://***: the brackets [] are not closed; ...",
     "task.judge.urls=[http://judge:1/v1?key=SECRET]": "task.judge.urls=[http://***: contains a special character; ...",
     "services.judge={kind:vllm,model:7b,args:[--api-key,SECRET]}": "services.judge.args=...: contains --api-key, ...",
     "services.judge.kind=vlm": "services.judge.kind=vlm: choose one of vllm, sandbox, listener, speaker",

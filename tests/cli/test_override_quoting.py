@@ -37,7 +37,7 @@ def remedy_of(word: str) -> str | None:
         OverridesParser.create().parse_override(word)
     except HydraException:
         line = malformed_override_line(word, [word])
-        found = re.search(r"(?:for the shell|of the shell|write): (.*)$", line, re.DOTALL)
+        found = re.search(r"(?:for the shell|shell quotes|write): (.*)$", line, re.DOTALL)
         assert found, line
         return found[1]
     return None

@@ -93,7 +93,7 @@ def test_what_the_build_lacks_is_named(checkout: Path) -> None:
     (checkout / "bin" / "g++").unlink()
     assert refused().startswith("install_te: error: needs g++ to build")
     write_script(checkout / "bin" / "nvcc", 'echo "Cuda compilation tools, release 12.8, V12.8.93"')
-    assert refused().startswith("install_te: error: nvcc is not of CUDA 13, which torch is built for")
+    assert refused().startswith("install_te: error: nvcc is not from CUDA 13, for which torch is built")
     (checkout / "bin" / "nvcc").unlink()
     assert refused().startswith("install_te: error: needs nvcc of CUDA 13 to build")
 

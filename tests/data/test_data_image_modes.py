@@ -101,7 +101,7 @@ def test_gray_tiffs_of_all_depths(bits: int, photometric: int, order: str) -> No
     content = write_tiff(values, photometric=photometric, order=order, bits=bits if bits < 8 else 0)
     shown = values if photometric == tiff.BLACK_IS_ZERO else (1 << bits) - 1 - values.astype(int)
     if (bits, photometric, order) == (16, tiff.WHITE_IS_ZERO, ">"):  # Pillow 13 has no mode for this layout
-        assert "begins like a TIFF, but its header is damaged, or of a kind that is not read" in refusal(content)
+        assert "begins like a TIFF, but its header is damaged or not supported" in refusal(content)
         return
     levels = shown >> 8 if bits == 16 else shown * (255 // ((1 << bits) - 1))
     np.testing.assert_array_equal(opened(content), gray(levels))
@@ -300,7 +300,7 @@ def test_color_pngs(depth: int) -> None:
         assert np.abs(got - over_white(levels[:, :, :samples])).max() <= 1
     with_color = write_png(values[:, :, :3], color=COLOR, depth=depth, transparent=[7, 7, 7])
     if depth == 16:
-        assert "one transparent color among samples of 16 bits" in refusal(with_color)
+        assert "16-bit samples with one transparent color" in refusal(with_color)
         return
     levels[(values[:, :, :3] == 7).all(axis=2)] = 255
     np.testing.assert_array_equal(opened(with_color), levels[:, :, :3])

@@ -200,7 +200,7 @@ def test_mistakes_are_told_once_a_kind(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^alike.jsonl row 0: messages\[1\].mood: .* \(in all 5 rows\)$"):
         load_transcripts([alike], images_root="")
     mixed = str(write_rows(tmp_path / "mixed.jsonl", [reply_pair_row(loss=False), *rows[2:4]]))
-    with pytest.raises(ValueError, match=r"^mixed.jsonl row 1: .* \(and so in 2 of 3 rows\)$"):
+    with pytest.raises(ValueError, match=r"^mixed.jsonl row 1: .* \(in 2 of 3 rows\)$"):
         load_transcripts([mixed], images_root="")
 
 

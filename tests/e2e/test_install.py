@@ -75,7 +75,7 @@ def test_a_cuda_torch_without_cuda_is_refused_and_the_next_run_starts_over(check
     """
     first = install(checkout)
     assert first.returncode == 1
-    assert "error: pip installed torch built for CUDA 13.0, and this is for machines without a CUDA device" in first.stderr
+    assert "error: pip installed torch built for CUDA 13.0, but this installation is for machines without a CUDA device" in first.stderr
     assert "CPU wheel index" in first.stderr
     assert not (checkout / ".venv" / "megatron_rl.stamp").exists()
 
@@ -109,7 +109,7 @@ def test_another_kind_of_machine_is_named(checkout: Path):
         and "error: pip installed the CPU build of torch" in result.stderr
     )
     other = install(checkout, "tpu")
-    assert other.returncode == 1 and "error: tpu: is no kind of machine; say cpu or gpu" in other.stderr
+    assert other.returncode == 1 and "error: tpu: unknown kind of machine; use cpu or gpu" in other.stderr
 
 
 def test_the_image_is_made_of_what_is_there():
@@ -136,7 +136,7 @@ def test_a_driver_that_is_too_old_is_named(checkout: Path):
     (checkout / "requirements" / "torch.txt").write_text(f"# torch==9.9\n{wheel}\n")
     result = install(checkout)
     assert result.returncode == 1
-    assert "error: torch finds no GPU: NVIDIA's driver is 535.183.01, and CUDA 13 needs 580 or newer" in result.stderr
+    assert "error: torch finds no GPU: NVIDIA's driver is 535.183.01, but CUDA 13 needs 580 or newer" in result.stderr
     assert not (checkout / ".venv" / "megatron_rl.stamp").exists()
 
 

@@ -227,5 +227,5 @@ def test_a_table_of_a_folder(bench: Path, capsys: pytest.CaptureFixture[str]) ->
         "runs/sweep.png",
     ]
     assert Path("runs/sweep.png").read_bytes()[:4] == b"\x89PNG"
-    for words, line in ((["nowhere"], "nowhere: no such file or folder"), (["runs/empty"], "runs/empty: holds no run")):
+    for words, line in ((["nowhere"], "nowhere: no such file or folder"), (["runs/empty"], "runs/empty: contains no run")):
         assert main(words) == 1 and capsys.readouterr().err.startswith(f"error: {line}")

@@ -132,7 +132,7 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
     bare, warning, unread = report.warnings
     assert bare.startswith("task.data.train: a.jsonl row 2: 1 of 3 rows have no image in column image: ")
     assert unread.startswith("task.data.train: a.jsonl row 0: columns shot, look are not read: ")
-    assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): the row's other pictures are read; ")
+    assert warning.startswith(f"task.data.train: a.jsonl row 0: column shot {shows} (2 of 3 rows): other images of the row are read; ")
     assert dict(report.findings)["data.train"].startswith("30 rows, 0 images; ")
 
 

@@ -249,7 +249,7 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
         held(listener_settings(url, token_file=str(word)), nothing)
     with (
         serve_listener(FakeEngineHolder(is_healthy=False)) as url,
-        pytest.raises(InfraError, match="EndpointError: HTTP 503: .*the engine has failed; start"),
+        pytest.raises(InfraError, match="EndpointError: HTTP 503: .*the engine has failed; restart"),
     ):
         held(listener_settings(url), nothing)
 

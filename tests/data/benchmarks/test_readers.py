@@ -333,13 +333,13 @@ def test_dynamath_as_its_repository_has_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"1": {"a": 1}, "x": {}}', 'its key "x" is no whole number'),
-        ('{"1": {"a": 1}, "-2": {}}', 'its key "-2" is no whole number'),
-        ('{"1": "Hint: ...", "2": "Hint: ..."}', "the value of its key 1 is no object"),
-        ('{"1": {}, "2": [1]}', "the value of its key 2 is no object"),
+        ('{"1": {"a": 1}, "x": {}}', 'the key "x" is not a whole number'),
+        ('{"1": {"a": 1}, "-2": {}}', 'the key "-2" is not a whole number'),
+        ('{"1": "Hint: ...", "2": "Hint: ..."}', "the value of the key 1 is not an object"),
+        ('{"1": {}, "2": [1]}', "the value of the key 2 is not an object"),
         ('{"1": {}, "01": {}}', "has the key 01 twice"),
-        ('{"1": {"a": 1}, "2": {"a"', "is cut off or no JSON: byte 14"),
-        ('{"1": {"a": 1}} {"2": {}}', "is cut off or no JSON: byte 14"),
+        ('{"1": {"a": 1}, "2": {"a"', "is truncated or not valid JSON: byte 14"),
+        ('{"1": {"a": 1}} {"2": {}}', "is truncated or not valid JSON: byte 14"),
     ],
 )
 def test_objects_by_number_of_another_kind_are_refused_by_name(text: str, reason: str, tmp_path: Path) -> None:
