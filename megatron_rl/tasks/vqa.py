@@ -61,7 +61,7 @@ class VqaTask(Task):
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
-        require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "give the files of questions that are held out")
+        require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files of held-out questions")
         self.prompt, self.system = settings.prompt or PROMPT, settings.system_prompt
         self.judge = make_judge(settings.judge)
         self.rubric = rubrics.build_rubric("accuracy", judge=self.judge, tool_format="")

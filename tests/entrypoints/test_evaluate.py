@@ -181,7 +181,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
             "engine.num_local_servers=1",
             f"run.dir={tmp_path}/no",
         ): "engine.num_local_servers=1: is only for training; give running servers",
-        ("evaluation.split=train", f"run.dir={tmp_path}/no"): "task.data.train=[]: give the files of questions",
+        ("evaluation.split=train", f"run.dir={tmp_path}/no"): "task.data.train=[]: set the question files",
     }
     for words, line in refusals.items():
         result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), *words, timeout_s=120)
