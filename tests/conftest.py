@@ -1,4 +1,6 @@
-"""Shared pieces: tiny checkpoints made once a session, and a runner that starts real processes with a time limit."""
+"""Shared fixtures: tiny checkpoints that are created once per session, and a runner that starts
+processes with a time limit.
+"""
 
 import os
 import subprocess
@@ -14,7 +16,7 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
-"""Helpers of several tests, and the scripts that tests run as processes."""
+"""Test helpers, and scripts that tests run as processes."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -23,7 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A nano Qwen2.5-VL whose random weights are large enough that no parameter is a no-op."""
+    """Create a nano Qwen2.5-VL checkpoint with random weights large enough that every parameter
+    affects the output.
+    """
     out = tmp_path_factory.mktemp("models") / "random"
     make_checkpoint(out, preset="nano", init="random", seed=1)
     return out
@@ -31,7 +35,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with its embeddings as output layer."""
+    """Create a checkpoint like random_model, but with tied embeddings."""
     out = tmp_path_factory.mktemp("models") / "tied"
     make_checkpoint(out, preset="nano", init="random", seed=1, tied=True)
     return out
@@ -39,7 +43,7 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def learning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The nano that the quickstart trains: it can learn to read."""
+    """Create the nano checkpoint that the quickstart trains; it can learn to read."""
     out = tmp_path_factory.mktemp("models") / "learning"
     make_checkpoint(out, preset="nano", init="learn", seed=0)
     return out
@@ -47,7 +51,7 @@ def learning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
-    """'untied', 'tied': (Hugging Face folder, the checkpoint that the converter made of it)."""
+    """Return {"untied" or "tied": (Hugging Face folder, its conversion to Megatron's format)}."""
     folder = tmp_path_factory.mktemp("mcore")
     for name, model in (("untied", random_model), ("tied", tied_model)):
         assert converter_hf_to_mcore.main(["--hf", str(model), "--out", str(folder / name), "--tp", "2"]) == 0
@@ -56,7 +60,9 @@ def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="session")
 def alfworld_games(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with train/, eval/ (one game of each kind) and words.txt."""
+    """Create ALFWorld games; return the folder with train/, eval/ (one game of each kind) and
+    words.txt.
+    """
     pytest.importorskip("fast_downward", reason="without launch/install_alfworld.sh")
     out = tmp_path_factory.mktemp("alfworld") / "games"
     assert make_alfworld.main(["--out", str(out), "--num-train", "6", "--num-eval", "6", "--processes", "2"]) == 0
@@ -65,7 +71,9 @@ def alfworld_games(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def torchrun():
-    """torchrun(num_processes, script, *arguments): what torchrun would start; fails with their output unless all exit 0."""
+    """Return torchrun(num_processes, script, *arguments), which starts the processes as torchrun
+    would and returns their output. It fails with the output unless all processes exit with 0.
+    """
 
     def run(num_processes: int, script: str | Path, *arguments: object, timeout_s: float = 240) -> str:
         result = fork_server.run_world(num_processes, script, *arguments, timeout_s=timeout_s)
@@ -78,7 +86,9 @@ def torchrun():
 def start(
     num_processes: int, script: str | Path, *arguments: object, timeout_s: float, launcher: str = "-mtorch.distributed.run"
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script by torchrun itself, or by our launcher; standard error joins standard output. TimeoutExpired: nobody is left behind."""
+    """Run a script with torchrun itself or with this project's launcher. Standard error is merged
+    into standard output. On TimeoutExpired, no process is left behind.
+    """
     command = [sys.executable, launcher, "--standalone", "--nproc_per_node", str(num_processes), str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     world = subprocess.Popen(
@@ -87,7 +97,7 @@ def start(
     try:
         output, _ = world.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as late:
-        world.terminate()  # torchrun passes it on to its workers and kills them after 30 s; killed itself, it would orphan them
+        world.terminate()  # torchrun ends its workers, after 30 s with SIGKILL; killing torchrun would orphan them
         late.output, _ = world.communicate()
         print(late.output)
         raise

@@ -1,4 +1,6 @@
-"""The composition root's wiring: which setting goes where, each with a value of its own. Whole runs: tests/e2e."""
+"""Wiring in build.py: each setting, with a distinct value, reaches the object that uses it.
+tests/e2e runs complete runs.
+"""
 
 import os
 from dataclasses import replace
@@ -48,7 +50,9 @@ SETTINGS = Settings(
 
 @pytest.mark.parametrize(("tp", "index", "num_engines"), [(1, 5, 6), (2, 2, 3)])
 def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: int, index: int, num_engines: int) -> None:
-    """Rank 5 of 6, with an engine on every rank and with one over two neighbors each."""
+    """The rollout manager of rank 5 of 6 gets its settings, with one engine per rank and with one
+    engine per two neighboring ranks.
+    """
     groups: list[list[int]] = []
     monkeypatch.setattr(build.dist, "new_group", lambda ranks, backend, timeout: groups.append(ranks) or ranks)
     monkeypatch.setattr(build, "ColocatedEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
@@ -87,8 +91,10 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
 @pytest.mark.parametrize("is_own", [False, True])
 @pytest.mark.parametrize(("rank", "device", "kind"), [(0, "cpu", "gloo"), (0, "cuda", "nccl"), (2, "cpu", None)])
 def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int, device: str, kind: str | None, is_own: bool) -> None:
-    """Every rank asks all of them, another one first; the main one has them, and gives them their weights. Those that the run has started
-    need not be claimed: one that is down when the engines are opened is one that has fallen."""
+    """Every rank uses all servers, and each rank starts with a different one. Rank 0 locks the
+    servers and sends them weights. Servers that the run has started itself need not be locked: one
+    of them that is down at startup has failed.
+    """
     monkeypatch.setattr(build, "default_store", lambda: "store")
     monkeypatch.setattr(build, "run_on_rank_zero", lambda act: act() if rank == 0 else "0123abcd")
     monkeypatch.setattr(build, "expected_engine_fingerprint", lambda settings, renderer: "wanted")
@@ -123,7 +129,9 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
 
 @pytest.mark.parametrize("folder", ["/home/a/runs/mine", "/tmp/runs/mine", "/data.d/x/runs/mine", "runs/mine"])
 def test_whose_a_server_is_passes_what_vllm_strikes(folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """vLLM's own function is the oracle; the whole folder's name would not pass it."""
+    """The owner name contains no path that vLLM removes from messages. Oracle: vLLM's
+    sanitize_message, which would change the full path of the run directory.
+    """
     monkeypatch.chdir(tmp_path)
     line = f"this engine is in use by {build.make_owner_name(replace(SETTINGS, run=replace(SETTINGS.run, dir=folder)), '0a1b')}"
     assert sanitize_message(line) == line and "by runs/mine (" in line
@@ -138,7 +146,9 @@ def test_a_policy_is_built_of_its_settings(
     monkeypatch: pytest.MonkeyPatch, is_rl: bool, kl_coef: float, temperature: float, keep: bool, trunk: str, has_values: bool,
     has_head: bool,
 ) -> None:  # fmt: skip
-    """In the warm start at temperature 1 and without a reference, whatever algo says; a head where values are read off its trunk."""
+    """The policy gets its settings. SFT uses temperature 1 and no reference model, regardless of
+    algo. A value head is built if values are computed from the policy's backbone.
+    """
     monkeypatch.setattr(build, "Policy", lambda model, layout, **given: {"model": model, "layout": layout, **given})
     settings = replace(
         SETTINGS, algo=AlgoSettings(temperature=0.7, kl_coef=kl_coef), optim=OptimSettings(lr=0.25), lora=LoraSettings(rank=3),
@@ -155,7 +165,7 @@ def test_a_policy_is_built_of_its_settings(
 
 
 def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its optimizer is the policy's but for the learning rate."""
+    """The critic's optimizer has the policy's settings except for the learning rate."""
     monkeypatch.setattr(build, "Critic", lambda critic, layout, **given: {"critic": critic, "layout": layout, **given})
     optim = OptimSettings(lr=0.25, lr_by_module={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
     settings = replace(SETTINGS, optim=optim, critic=CriticSettings(backbone="own", lr=0.125))
@@ -166,7 +176,9 @@ def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_policy_and_critic_leave_and_come_back_together() -> None:
-    """The policy, whose weights are streamed to the engine, is the last to go and the first to come."""
+    """The policy is offloaded last and reloaded first, because its weights are streamed to the
+    engine.
+    """
     said: list[str] = []
     policy, critic = (
         SimpleNamespace(sleep=partial(said.append, f"{name} sleeps"), wake=partial(said.append, f"{name} wakes"))
@@ -179,6 +191,9 @@ def test_policy_and_critic_leave_and_come_back_together() -> None:
 
 
 def test_stages_say_what_they_span_and_read() -> None:
+    """Each stage has its number of steps, the splits that it reads, and whether it uses
+    rollouts.
+    """
     settings = replace(SETTINGS, run=RunSettings(steps=7), sft=SftSettings(splits=["a", "b"], steps=[30, 4]))
     found = {name: (stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in train.STAGES.items()}
     assert found == {"rl": (7, ("train", "eval"), True), "sft": (34, ("eval",), False)}

@@ -1,5 +1,7 @@
-"""A step under each correction, from rollouts over ranks, micro-batches and shared beginnings to loss and gradient, against plain loops
-over contexts. The policy says what a script says of each token."""
+"""A training step with each rollout correction, from rollouts on several ranks, micro-batches and
+shared prompts to loss and gradient. Oracle: plain loops over sequences. The policy's logprobs are
+scripted per token.
+"""
 
 import math
 from dataclasses import replace
@@ -22,12 +24,14 @@ BOUNDS |= {"token_mask_low": 0.8, "token_mask_high": 1.25, "is_weight_cap": 1.15
 
 
 def engine(token: int) -> float:
-    """Logprob of a sampled token under the engine: off the trainer's by 0.3 at most."""
+    """Return a sampled token's logprob under the engine, which differs from the trainer's by at
+    most 0.3.
+    """
     return SAYS["current"](token) + 0.3 * math.sin(token)
 
 
 def now(token: int) -> float:
-    """The trainer's in a later update of the step."""
+    """Return a token's logprob under the trainer in a later update of the step."""
     return SAYS["current"](token) + 0.25 * math.cos(3 * token)
 
 
@@ -39,7 +43,9 @@ def off_policy() -> list[Rollout]:
 
 
 def expected(rollouts: list[Rollout], algo: AlgoSettings) -> tuple[float, dict[int, float]]:
-    """PPO's clipped loss, the mean over the sampled tokens of what is trained on, and its gradient by token, context after context."""
+    """Return PPO's clipped loss, averaged over the sampled tokens that are trained on, and its
+    gradient per token, computed sequence by sequence.
+    """
     num = sum(rollout.num_sampled for rollout in rollouts if rollout.is_trained_on)
     bypass, total, gradient = "bypass" in algo.rollout_correction, 0.0, {}
     for context in (context for rollout in rollouts if rollout.is_trained_on for context in rollout.sequences):
@@ -61,7 +67,9 @@ def expected(rollouts: list[Rollout], algo: AlgoSettings) -> tuple[float, dict[i
 
 
 def update(batches: list[MicroBatch], algo: AlgoSettings) -> tuple[float, dict[int, float], float, int, int]:
-    """Summed over these micro-batches: loss, gradient by token, masked tokens, tokens, denominator."""
+    """Return loss, gradient by token, number of masked tokens, number of tokens and denominator,
+    summed over these micro-batches.
+    """
     total, gradient, masked, num = 0.0, {}, 0.0, 0
     for batch in batches:
         rows_R = batch.mask_T.nonzero().flatten()
@@ -81,7 +89,10 @@ def update(batches: list[MicroBatch], algo: AlgoSettings) -> tuple[float, dict[i
 def test_a_step_does_not_depend_on_how_it_was_cut(
     correction: str, ranks: int, max_tokens: int, share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two epochs, so that the old logprobs are read; the second one is looked at. What is masked stays in the denominator."""
+    """The loss and gradient do not depend on the number of ranks, the micro-batch size or shared
+    prompts. With two epochs, the old logprobs are computed; the second epoch is checked. Masked
+    tokens stay in the denominator.
+    """
     monkeypatch.setattr("tests.test_training_loop.step", off_policy)
     algo = AlgoSettings(name="rloo", rollout_correction=correction, **BOUNDS)
     settings = Settings(algo=algo, batch=BatchSettings(prompts_per_step=4, micro_batch_tokens=max_tokens, epochs=2))
@@ -99,7 +110,9 @@ def test_a_step_does_not_depend_on_how_it_was_cut(
 
 
 def test_with_bypass_the_kl_in_the_reward_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """kl_coef * (engine - reference logprob) comes off each token's reward: nothing is read for it but the reference."""
+    """kl_coef * (engine logprob - reference logprob) is subtracted from each token's reward, so
+    only the reference model's logprobs are computed.
+    """
     monkeypatch.setattr("tests.test_training_loop.step", off_policy)
     algo = AlgoSettings(name="rloo", kl_coef=COEF, use_kl_in_reward=True, rollout_correction="bypass")
     ((rollouts, policy, minibatches),) = credited_on(1, Settings(algo=algo, batch=BatchSettings(prompts_per_step=4)), monkeypatch)
@@ -117,7 +130,9 @@ def test_with_bypass_the_kl_in_the_reward_is_the_engines(monkeypatch: pytest.Mon
 
 
 def test_dropping_a_sequence_takes_nothing_off_the_denominator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All are masked: a loss and a gradient of 0, divided by as much as ever."""
+    """If all sequences are masked, loss and gradient are 0, and the denominator is the same as
+    without masking.
+    """
     monkeypatch.setattr("tests.test_training_loop.step", off_policy)
     algo = AlgoSettings(name="rloo", rollout_correction="geo_mask", geo_mask_low=1.0, geo_mask_high=1.0)
     settings = Settings(algo=algo, batch=BatchSettings(prompts_per_step=4))

@@ -1,4 +1,6 @@
-"""The warm start's demonstrations: rendered when needed, kept within a bound, and the same as if all had been rendered at once."""
+"""SFT demonstrations are rendered when they are needed and cached up to a limit. They equal
+demonstrations that are rendered all at once.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,7 +22,9 @@ from tests.support.transcripts import REPLY, USER
 
 
 class Counted(Sequence[Demonstration]):
-    """Three transcripts with one picture of 56 x 56 each, and how often each was asked for."""
+    """Three transcripts with one 56 x 56 image each. Counts how often each transcript
+    is requested.
+    """
 
     def __init__(self) -> None:
         self.asked = [0, 0, 0]
@@ -37,6 +41,9 @@ class Counted(Sequence[Demonstration]):
 
 @pytest.mark.parametrize(("kept_bytes", "asked"), [(1 << 30, [1, 1, 1]), (2 * 56 * 56 * 3, [1, 1, 3]), (0, [3, 3, 3])])
 def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int, asked: list[int]) -> None:
+    """Three demonstrations, used three times each, are rendered once if the cache is large enough
+    and again whenever it is not. Oracle: transcripts rendered directly.
+    """
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
     positions = read_spec(random_model).rope_positions
     whole = [renderer.transcript(Counted()[index].messages) for index in range(3)]
@@ -55,7 +62,9 @@ def test_round_and_round_within_the_bound(random_model: Path, monkeypatch: pytes
 
 
 def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: Path) -> None:
-    """Before the first step, of two stages that learn from the same files. Packing ends each stage here."""
+    """Unread columns are reported once, before the first step, although two SFT stages use the same
+    files. Packing returns nothing here, which ends each stage.
+    """
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=3136))
     path = write_rows(tmp_path / "t.jsonl", [{"messages": [USER, REPLY], "no_loss": True}])
     lines: list[str] = []

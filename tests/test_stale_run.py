@@ -1,4 +1,5 @@
-"""The training loop around a real fleet whose episodes go on over an update, in several lives: what is trained on, and what is counted.
+"""The training loop with a real rollout manager whose episodes span weight updates, over several
+attempts: which rollouts are trained on, and which are counted.
 
 Engine, tools and networks are scripted.
 """
@@ -47,7 +48,9 @@ def alone() -> Iterator[None]:
 
 @dataclass
 class SlowTask(BlockingTask):
-    """The tools of two examples take their time: of one as long as a step or two take, of the other longer, so that a step waits."""
+    """The tools of two examples are slow: one needs about one or two steps, and the other needs
+    longer, so that a step waits.
+    """
 
     began: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -57,7 +60,9 @@ class SlowTask(BlockingTask):
 
 
 class Slept(Learner):
-    """Its updates take a while, in which tools go on; that of one step nobody survives."""
+    """A policy whose updates take a while, during which tools continue. SIGKILL ends the process in
+    one step's update.
+    """
 
     killed_in = -1
 
@@ -71,8 +76,10 @@ class Slept(Learner):
 def live(
     settings: Settings, *, stopped_after: int | None = None, given_up_in: int | None = None, killed_in: tuple[str, int] = ("", -1)
 ) -> Run:  # fmt: skip
-    """A life of the run: to its end, stopped after a step, stopped in the middle of one whose rollouts were given up, or ended by SIGKILL
-    in the rollouts, the update, the checkpoint (begun and not complete) or the sync of one."""
+    """Run one attempt: to the end of the run, stopped after a step, stopped within a step whose
+    rollouts were cancelled, or killed with SIGKILL during the rollouts, the update, the checkpoint
+    (started but incomplete) or the weight sync of a step.
+    """
     policy, (checkpoint, state) = Slept(), find_checkpoint(settings)
     run = Run(settings, read_world(), num_steps=STEPS, first_step=state.step, history=state.history)
     checkpoints = Checkpoints(settings, policy, resume_from=checkpoint, inputs=InputDigests())
@@ -89,7 +96,7 @@ def live(
     async def within_grace(play: object) -> object:
         if (where, run.num_done) == ("rollouts", killed_in[1]):
             begun = asyncio.create_task(play())
-            for _ in range(20):  # turns are under way
+            for _ in range(20):  # until turns are in progress
                 await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGKILL)
             await begun
@@ -143,7 +150,9 @@ def settings_of(folder: Path, model: Path, *, max_staleness: int) -> Settings:
 def test_every_prompt_is_trained_on_once_in_whichever_life(
     max_staleness: int, ends: dict[str, int], random_model: Path, tmp_path: Path
 ) -> None:
-    """Dealt again is what was under way when the run was stopped, and nothing else: no reward is lost, none is counted twice."""
+    """Only prompts that were in flight when the run stopped are sampled again by the next attempt.
+    No reward is lost, and none is counted twice.
+    """
     settings = settings_of(tmp_path, random_model, max_staleness=max_staleness)
     if ends:
         first = live(settings, **ends)
@@ -163,7 +172,9 @@ def test_every_prompt_is_trained_on_once_in_whichever_life(
 
 @pytest.mark.parametrize(("where", "step"), [("rollouts", 2), ("update", 3), ("checkpoint", 2), ("sync", 2)])
 def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: Path, tmp_path: Path) -> None:
-    """By SIGKILL, while episodes are under way in the middle of a step. The next life goes on from the last complete checkpoint."""
+    """The run is killed by SIGKILL within a step while episodes are in progress. The next attempt
+    resumes from the last complete checkpoint, and every prompt is counted exactly once.
+    """
     killed = fork_server.run_script(SUPPORT / "killed_attempt.py", random_model, tmp_path, where, step, timeout_s=120)
     assert killed.returncode == -signal.SIGKILL and len(read_metrics(tmp_path / "metrics.jsonl")) == step, killed.stdout
     partial = [path.name for path in (tmp_path / "checkpoints").glob(".step_*")]
@@ -178,6 +189,7 @@ def test_a_killed_run_counts_nothing_twice(where: str, step: int, random_model: 
 
 
 def test_a_synchronous_run_has_none_of_these_metrics(random_model: Path, tmp_path: Path) -> None:
+    """With max_staleness=0, no metric of staleness, idle time or weight versions is logged."""
     run = live(settings_of(tmp_path, random_model, max_staleness=0))
     assert run.num_done == STEPS and run.history.in_flight_prompts == []
     names = {name for line in read_metrics(tmp_path / "metrics.jsonl") for name in line}

@@ -1,4 +1,6 @@
-"""How a step's credit, packing and reading meet in train.credited, with a policy that says what a script says of each token."""
+"""Advantages, packing and logprob computation in training_batch.prepare_training_batch, with a
+policy whose logprobs are scripted per token.
+"""
 
 import math
 import threading
@@ -20,23 +22,27 @@ from tests.support.rollout_factory import make_rollout
 
 COEF = 0.25
 SAYS: dict[str, Callable] = {"current": lambda token: -token / 64, "reference": lambda token: -(token % 7) / 8}
-"""Logprob of a sampled token, of which each has its own id, under each policy's weights: exact in float32."""
+"""Logprob of a sampled token under each set of weights, exact in float32. Each sampled token has an
+id of its own.
+"""
 NO_IMAGE = 99
 
 
 def VALUE(token: int) -> float:
-    """Of the state before a sampled token: exact in float32, too."""
+    """Return the value of the state before a sampled token, exact in float32."""
     return (token % 5) / 4
 
 
 def straight(token_ids: Sequence[int], images: Sequence[object]) -> torch.Tensor:
-    """Rotary positions of words alone."""
+    """Return rotary positions for text without images."""
     return torch.arange(len(token_ids)).expand(3, -1)
 
 
 @dataclass(slots=True)
 class Scripted:
-    """One data-parallel rank's policy: packs as the real one does, says what SAYS says, and garbage of what was not sampled."""
+    """The policy of one data-parallel rank. It packs like the real policy, returns the logprobs of
+    SAYS, and returns 77 for tokens that were not sampled.
+    """
 
     rank: int = 0
     ranks: int = 1
@@ -53,7 +59,7 @@ class Scripted:
         ]
 
     def images(self, dealt: RankShares) -> dict[int, list[Image]]:
-        """One for each update, which names the rank."""
+        """Return one image for each rank, whose key names the rank."""
         return {rank: [Image(None, None, (1, 2, 2), f"{rank}, {len(parts)}", 2)] for rank, parts in enumerate(dealt)}
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
@@ -96,7 +102,7 @@ class Scripted:
 
 
 class Peers:
-    """world.gather for ranks that are threads."""
+    """A gather function for ranks that are threads."""
 
     def __init__(self, num: int) -> None:
         self.handed_in, self.barrier, self.mine = [None] * num, threading.Barrier(num, timeout=20), threading.local()
@@ -110,7 +116,8 @@ class Peers:
 
 
 def step() -> list[Rollout]:
-    """Four groups whose members share their prompt, some in a second context too; every sampled token has an id of its own.
+    """Return four groups whose members share their prompt. Some members have a second sequence, and
+    every sampled token has an id of its own.
 
     Member 1 of group 0 failed, group 1 is left with one member, and member 2 of group 2 is dropped.
     """
@@ -150,7 +157,9 @@ def kl(token: int) -> float:
 
 
 def leave_one_out(rollouts: list[Rollout]) -> dict[int, float]:
-    """By sampled token, in plain loops: what an episode earned less its KL against the others of its group."""
+    """Return each sampled token's advantage, computed in plain loops: the episode's reward minus
+    its KL, minus the mean of the other members of its group.
+    """
     worth = {
         id(each): each.reward - (0 if each.filter_reason else sum(map(kl, sampled(each)))) for each in rollouts if each.reward is not None
     }
@@ -163,7 +172,9 @@ def leave_one_out(rollouts: list[Rollout]) -> dict[int, float]:
 
 
 def whitened(rollouts: list[Rollout]) -> dict[int, float]:
-    """By sampled token, in plain loops: its return, whitened over all that are trained on."""
+    """Return each sampled token's return, computed in plain loops and whitened over all tokens that
+    are trained on.
+    """
     returns = {}
     for rollout in rollouts:
         tokens = sampled(rollout) if rollout.is_trained_on else []
@@ -176,7 +187,7 @@ def whitened(rollouts: list[Rollout]) -> dict[int, float]:
 def credited_on(
     ranks: int, settings: Settings, monkeypatch: pytest.MonkeyPatch, *, share: bool = True, own_critic: bool = False
 ) -> list[tuple]:
-    """For each rank its rollouts, policy, and minibatches."""
+    """Return (rollouts, policy, mini-batches) for each rank."""
     peers = Peers(ranks)
     monkeypatch.setattr(token_stats, "all_gather_large_object", peers.gather)
 
@@ -200,6 +211,9 @@ def credited_on(
 def test_the_kl_that_is_read_goes_back_to_the_contexts_and_into_the_advantages(
     name: str, textbook: Callable, ranks: int, share: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Old and reference logprobs are stored in the sequences on every rank, and the KL computed
+    from them is part of the advantages. Oracle: plain loops over rollouts.
+    """
     settings = settings_of(AlgoSettings(name=name, kl_coef=COEF, use_kl_in_reward=True), minibatches=2)
     done, trained, expected = credited_on(ranks, settings, monkeypatch, share=share), [], textbook(step())
     for rollouts, policy, minibatches in done:
@@ -223,7 +237,10 @@ def test_the_kl_that_is_read_goes_back_to_the_contexts_and_into_the_advantages(
 
 
 def generalized(rollouts: list[Rollout], over: str) -> tuple[dict[int, float], dict[int, float]]:
-    """By sampled token, in plain loops: its advantage and its return with gamma 0.5 and lambda 0.25; all is earned at the end."""
+    """Return each sampled token's advantage and return, computed in plain loops with gamma 0.5 and
+    lambda 0.25. The outcome reward is earned at the end, and reward deltas at the end of their
+    turns.
+    """
     advantages, returns = {}, {}
     for rollout in rollouts:
         if not rollout.is_trained_on:
@@ -248,6 +265,9 @@ def generalized(rollouts: list[Rollout], over: str) -> tuple[dict[int, float], d
 def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_returns(
     over: str, ranks: int, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Advantages and returns computed from the critic's values equal those of plain loops. With a
+    shared backbone, one forward pass computes logprobs and values.
+    """
     algo = AlgoSettings(name="ppo", gae_level=over, gamma=0.5, lam=0.25, whiten_advantages=False)
     done = credited_on(ranks, settings_of(algo, minibatches=2), monkeypatch, own_critic=own)
     advantages, returns = generalized(step(), over)
@@ -271,7 +291,7 @@ def test_a_critics_values_go_to_the_contexts_and_come_back_as_advantages_and_ret
 
 
 def test_thoughts_count_less_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coefficient stands on the tokens before each turn's action, 1 on all others."""
+    """Tokens before each turn's action have the coefficient of 0.5, and all other tokens have 1."""
     made = step()
     for rollout in made:
         for turn in rollout.turns:
@@ -288,7 +308,7 @@ def test_thoughts_count_less_where_they_are(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("name", "trunk", "step", "policy", "critic"),
     [
-        ("grpo", "shared", 0, [("make_policy_objective", False)], []),  # without values there is no warm-up
+        ("grpo", "shared", 0, [("make_policy_objective", False)], []),  # without values there is no warmup
         ("ppo", "shared", 1, [("warmup_value_loss", True)], []),
         ("ppo", "shared", 2, [("shared_value_loss", False)], []),
         ("ppo", "own", 1, [], ["make_value_objective"]),
@@ -296,7 +316,7 @@ def test_thoughts_count_less_where_they_are(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_learns_in_a_step(name: str, trunk: str, step: int, policy: list, critic: list) -> None:
-    """Two steps of warm-up."""
+    """Only the value head or the critic is updated during the two steps of critic warmup."""
     settings = Settings(algo=AlgoSettings(name=name), critic=CriticSettings(backbone=trunk, warmup_steps=2))
     ours, theirs = Scripted(), Scripted() if trunk == "own" else None
     training_loop.make_updaters(settings, ours, theirs, ALGORITHMS)(["batch"], step)
@@ -305,7 +325,9 @@ def test_what_learns_in_a_step(name: str, trunk: str, step: int, policy: list, c
 
 
 def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credit comes first, then what has none is left out; ranks need not talk."""
+    """An on-policy step computes no logprobs. Advantages are computed first, and sequences with
+    only zero advantages are omitted. The ranks need not communicate.
+    """
     monkeypatch.setattr(token_stats, "all_gather_large_object", lambda _: pytest.fail("ranks talked"))
     rollouts, policy = step(), Scripted()
     rollouts[9].reward = rollouts[10].reward = rollouts[11].reward = 1.0
@@ -314,7 +336,7 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert policy.asked == []
     assert {(batch.old_logprob_T, batch.ref_logprob_T) for batch in batches} == {(None, None)}
-    left = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # 1 against 3; 1.5 against 2 and the dropped -1, 2 against 1.5 and -1
+    left = {0: -2.0, 2: 2.0, 6: 1.0, 7: 1.75}  # 1 vs. 3; 1.5 vs. 2 and the dropped -1; 2 vs. 1.5 and -1
     found = {token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()}
     assert found == {token: value for index, value in left.items() for token in sampled(rollouts[index])}
     assert [id(context) for context in policy.seen_packed] == [id(context) for index in left for context in rollouts[index].sequences]
@@ -343,6 +365,9 @@ def test_on_policy_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
     algo: dict, batch: dict, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each mini-batch gets one forward pass per model whose output the settings need, and none
+    otherwise.
+    """
     ((_, policy, minibatches),) = credited_on(1, settings_of(AlgoSettings(**algo), **batch), monkeypatch)
     assert policy.asked == asked
     batches = [each for batches in minibatches for each in batches]
@@ -352,7 +377,9 @@ def test_every_minibatch_is_read_once_by_each_network_that_is_needed(
 
 
 def test_the_pictures_of_a_whole_step_are_shown_before_any_of_it_is_packed() -> None:
-    """To each rank those of its share of every update."""
+    """The images of the whole step are fetched once before packing; each rank gets those of its
+    share of every update.
+    """
     policy, settings, shown = Scripted(ranks=2), settings_of(AlgoSettings(name="rloo"), minibatches=2), []
 
     def show(needed: dict[int, list[Image]]) -> None:
@@ -366,7 +393,9 @@ def test_the_pictures_of_a_whole_step_are_shown_before_any_of_it_is_packed() -> 
 
 
 def test_a_batch_knows_which_tokens_the_steps_own_weights_sampled() -> None:
-    """Every third sampled token is of the version before; in a synchronous run nobody asks."""
+    """Every third sampled token has the previous weight version and is marked as off-policy. In a
+    synchronous run, no token is marked.
+    """
     rollouts, current = step(), {}
     for rollout in rollouts:
         for context in rollout.sequences:
@@ -390,6 +419,9 @@ def test_a_batch_knows_which_tokens_the_steps_own_weights_sampled() -> None:
 
 @pytest.mark.parametrize("in_reward", [True, False])
 def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If all rollouts are filtered, nothing is packed and no forward pass runs, but the recorded
+    rollouts still have advantages.
+    """
     monkeypatch.setattr(token_stats, "all_gather_large_object", lambda mine: [mine])
     rollouts, policy = step(), Scripted()
     for rollout in rollouts:
@@ -406,7 +438,10 @@ def test_where_nothing_is_trained_on_nothing_is_packed_or_read(in_reward: bool, 
 
 
 def test_enough_is_as_many_groups_as_a_step_wants_by_the_credit_it_uses() -> None:
-    """Two groups of equal rewards, one of which differs by turns, and one group that deviates."""
+    """One group has equal rewards, one has rewards that are equal in total but differ by turn, one
+    has different rewards, and one has a single scored member. The number of usable groups depends
+    on the turn credit and the filter.
+    """
 
     def made() -> list[Rollout]:
         by_turn = [make_rollout(1, outcome_reward=0.0, reward_deltas=gains) for gains in ((1.0, 0.0), (0.0, 1.0))]

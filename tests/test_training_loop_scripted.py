@@ -1,5 +1,7 @@
-"""The training loop with its real records and checkpoints, around a fleet and networks that are scripted: when AdamW starts anew, and
-which weight the KL has in which step and in which of a run's lives."""
+"""The training loop with real records and checkpoints, around a scripted rollout manager and
+scripted networks. Tests when AdamW is restarted, and the KL coefficient of each step, also across
+attempts.
+"""
 
 import gc
 import operator
@@ -34,7 +36,7 @@ from tests.test_training_loop import Scripted, by_token, step
 NO_UPDATE = 2
 """The step whose rollouts are all dropped."""
 KLS = [0.3, 0.0, None, 0.11, 0.0, 0.1]
-"""What each step's update measures."""
+"""KL measured by each step's update."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,7 +47,7 @@ def alone() -> Iterator[None]:
 
 
 class Played:
-    """A fleet that plays the same rollouts in every step."""
+    """A rollout manager that returns the same rollouts in every step."""
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(num_generation_batches=0, pending_prompt_indices=[], unfinished_prompt_indices=[])
@@ -72,12 +74,12 @@ class Played:
 
 @dataclass(slots=True)
 class Learner(Scripted, SlowPolicy):
-    """Keeps what it is told to do; its KL is KLS'."""
+    """Records the calls that it receives; its KL values are KLS."""
 
     saves: list = field(default_factory=list)
     told: list[str] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    """Of the KL in each update's loss."""
+    """KL coefficient in the loss of each update."""
     trained: list[dict[int, float]] = field(default_factory=list)
     """Advantages of each update, by token."""
 
@@ -95,7 +97,7 @@ class Learner(Scripted, SlowPolicy):
         self.seen_packed.clear()
         self.trained.append({token: value for batch in batches for token, value in by_token(batch, batch.advantage_T).items()})
         if loss.__qualname__.startswith("make_policy_objective"):
-            one_off = make_loss_inputs([0.0], [0.0], old=[-1.0], ref_logprob=[-2.0])  # k1 is 1, and nothing else is lost
+            one_off = make_loss_inputs([0.0], [0.0], old=[-1.0], ref_logprob=[-2.0])  # k1 is 1, and the loss has no other term
             self.weights.append(loss(one_off)[0].item())
         return {"policy/ratio": 1.0, "rollout_mismatch/logprob_abs_diff_max": 0.0, "policy/kl_ref": KLS[step], "value/loss": 1.0}
 
@@ -110,7 +112,7 @@ class Learner(Scripted, SlowPolicy):
 
 
 class Watching(Played):
-    """Counts what of earlier steps is there when the next one begins to roll out."""
+    """Counts the objects of earlier steps that exist when the next step starts to roll out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +130,9 @@ def live(
     settings: Settings, *, critic: Learner | None = None, stopped_after: int | None = None, fleet: Played | None = None,
     evaluation: dict[str, float] | None = None,
 ) -> Learner:  # fmt: skip
-    """A life of the run, from where the last one stopped. With a final evaluation it finishes, as start.finish does it."""
+    """Run one attempt, resuming from the last one. With an evaluation, the run is finished as the
+    entry point does it.
+    """
     policy = Learner()
     checkpoint, state = find_checkpoint(settings)
     run = Run(settings, read_world(), num_steps=settings.run.steps, first_step=state.step, history=state.history)
@@ -175,7 +179,10 @@ def settings_of(folder: Path, model: Path, algo: AlgoSettings, **critic: object)
 def test_adamw_starts_anew_when_a_shared_trunk_begins_to_learn(
     trunk: str, warmup: int, restarts: int, random_model: Path, tmp_path: Path
 ) -> None:
-    """After the last step of the head alone, before the first of both, and never again; an own critic goes on with what it has."""
+    """AdamW is restarted once: after the last step of value head warmup with a shared backbone, and
+    before the first step that trains both. With its own backbone, the critic keeps its optimizer
+    state.
+    """
     critic = Learner() if trunk == "own" else None
     policy = live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo"), backbone=trunk, warmup_steps=warmup), critic=critic)
     steps = [f"update {number}" for number in range(6) if number != NO_UPDATE]
@@ -187,7 +194,9 @@ def test_adamw_starts_anew_when_a_shared_trunk_begins_to_learn(
 
 @pytest.mark.parametrize("record", ["best", "all"])
 def test_nothing_of_a_step_is_left_when_the_next_one_rolls_out(record: str, random_model: Path, tmp_path: Path) -> None:
-    """Neither its rollouts, whose pictures a node may hold once and not twice, nor its batches, nor what was noted of them."""
+    """When the next step starts to roll out, no rollout, sequence or micro-batch of the previous
+    step remains. A node has memory for the images of one step only, not two.
+    """
     settings, fleet = settings_of(tmp_path, random_model, AlgoSettings(name="rloo")), Watching()
     live(replace(settings, rollouts=replace(settings.rollouts, save=record)), fleet=fleet)
     first, *others = fleet.left
@@ -195,7 +204,10 @@ def test_nothing_of_a_step_is_left_when_the_next_one_rolls_out(record: str, rand
 
 
 def expected_weights() -> list[float]:
-    """By hand: KLs of 0.3, 0, none, 0.11 and 0 on a target of 0.1, 8 episodes of a horizon of 32: a quarter of each error, 0.2 at most."""
+    """Return the KL coefficients, computed by hand. KLs of 0.3, 0, none, 0.11 and 0 with a target
+    of 0.1 change the coefficient by a quarter of each relative error, which is clipped to 0.2,
+    because a step has 8 episodes and the horizon is 32.
+    """
     return list(accumulate([1.05, 0.95, 1.0, 1.025, 0.95], operator.mul, initial=0.5))
 
 
@@ -210,7 +222,7 @@ def lines_of(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("in_reward", [False, True])
 def test_the_weight_of_the_kl_follows_its_target(in_reward: bool, random_model: Path, tmp_path: Path) -> None:
-    """It is in the loss, or in the credit, of the step that it is the metric of."""
+    """The KL coefficient of a step's metrics is the one used in that step's loss or advantages."""
     settings = adapting(tmp_path, random_model, in_reward=in_reward)
     policy = live(settings)
     found = [line["policy/kl_coef"] for line in lines_of(tmp_path)]
@@ -233,7 +245,9 @@ def credited_with(weight: float, settings: Settings) -> dict[int, float]:
 
 @pytest.mark.parametrize("stopped_after", [1, 2, 3])
 def test_a_run_that_goes_on_has_the_weight_it_had(stopped_after: int, random_model: Path, tmp_path: Path) -> None:
-    """Bit for bit, whatever the number: stopped after a step that changed it, and after the one that did not."""
+    """A resumed run has the same KL coefficients as an uninterrupted run, bit for bit, whether it
+    was stopped after a step that changed the coefficient or after the step that did not.
+    """
     unbroken = live(adapting(tmp_path / "unbroken", random_model, in_reward=False))
     settings = adapting(tmp_path / "run", random_model, in_reward=False)
     first, second = live(settings, stopped_after=stopped_after), live(settings)
@@ -248,7 +262,9 @@ def test_a_weight_that_is_fixed_is_no_metric(random_model: Path, tmp_path: Path)
 
 
 def test_while_a_critic_warms_up_nothing_pulls_at_the_policy(random_model: Path, tmp_path: Path) -> None:
-    """A KL of 0 would be one far below its target."""
+    """The KL coefficient is not adapted during critic warmup, when the KL is 0 and far below its
+    target.
+    """
     kl = {"kl_coef": 0.5, "kl_target": 0.1, "kl_horizon": 36}
     live(settings_of(tmp_path, random_model, AlgoSettings(name="ppo", **kl), warmup_steps=4))
     found = [line.get("policy/kl_coef") for line in lines_of(tmp_path)]

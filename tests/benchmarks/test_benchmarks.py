@@ -1,4 +1,6 @@
-"""Every benchmark runs: at its smallest sizes, which measure nothing, each through the program that a person starts."""
+"""Every benchmark runs at its smallest sizes, which measure nothing, through the program that a
+user starts.
+"""
 
 import asyncio
 import json
@@ -39,25 +41,28 @@ TRL = ROOT / ".venv-trl"
 
 
 def said_by(name: str, *arguments: object, timeout_s: float = 120) -> str:
-    """What benchmarks/NAME.py says, having ended well."""
+    """Run benchmarks/NAME.py; assert exit code 0; return its output."""
     ended = fork_server.run_script(FOLDER / f"{name}.py", *arguments, timeout_s=timeout_s)
     assert ended.returncode == 0, ended.stdout[-6000:]
     return ended.stdout
 
 
 def rows(said: str) -> list[list[str]]:
-    """Cells of the lines of a Markdown table, without its head."""
+    """Return the cells of a Markdown table's rows without the header."""
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in said.splitlines() if line.startswith("|")]
     return [line for line in lines[2:] if not set("".join(line)) <= set("-")]
 
 
 def test_none_is_left_out() -> None:
+    """Every benchmark in benchmarks/ is named in this module."""
     tested = Path(__file__).read_text()
     assert not [path.stem for path in FOLDER.glob("*.py") if not re.search(rf"\b{path.stem}\b", tested)]
 
 
 def test_convert(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tools are forked, which takes a few seconds less than their imports; that a process's peak is in bytes is told apart."""
+    """The conversion tools run in forked processes, which saves a few seconds of imports. The peak
+    memory of a process is checked separately to be in bytes.
+    """
     convert = benchmark("convert")
     assert 300 << 20 < convert.cost(sys.executable, "-c", "b'x' * (300 << 20)").peak_bytes < 100 << 30
 
@@ -77,14 +82,16 @@ def test_convert(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_logprob_memory() -> None:
-    """The sums do not depend on the block."""
+    """The sums do not depend on the block size."""
     one, other = rows(said_by("logprob_memory", "--rows", 8, "--hidden", 16, "--blocks", 8, 3))
     assert (one[0], other[0]) == ("8", "3")
     assert [float(cell) for cell in one[3:]] == pytest.approx([float(cell) for cell in other[3:]], rel=1e-4)
 
 
 def test_card_games(tmp_path: Path) -> None:
-    """Two cells of one game share a warm start; what is there is not run again; the others say so."""
+    """Two cells of one game share a warm start. Cells with results are not run again, and cells
+    without results are listed as not run.
+    """
     given = ("--out", tmp_path, "--tiny", "--seeds", 3, "--cells")
     said = said_by("card_games", *given, "number_line/ppo", timeout_s=240)
     assert "seed 3, number_line/ppo: done" in said
@@ -113,8 +120,10 @@ def test_mfu(random_model: Path) -> None:
 
 
 def test_what_mfu_counts(random_model: Path) -> None:
-    """By hand: a picture of 4 x 4 patches is 4 tokens; with the two that frame it and 4 of text a prompt has 10, of which 9 are shared; a
-    reply adds 4. Two pairs, apart or not."""
+    """Token counts and FLOPs equal values computed by hand. An image of 4 x 4 patches is 4 tokens;
+    with the two tokens around it and 4 text tokens a prompt has 10 tokens, 9 of which can be
+    shared; a response adds 4. There are two pairs of sequences, with and without shared prompts.
+    """
     mfu, spec = benchmark("mfu"), read_spec(random_model)
     pack_them = partial(pack, image_token_id=spec.image_token_id, positions=spec.rope_positions)
     apart, shared = (
@@ -130,7 +139,7 @@ def test_what_mfu_counts(random_model: Path) -> None:
 
 
 def test_host_memory() -> None:
-    """More episodes have more pictures."""
+    """More episodes need at least as much memory for images."""
     few, many, difference = rows(said_by("host_memory", "--side", 56, "--episodes", 2, 3, "--ranks", 1))
     assert float(few[1]) <= float(many[1]) and min(float(few[2]), float(many[2])) > 0.2
     assert "measured / planned" in difference[2]
@@ -143,14 +152,14 @@ def test_scheduling() -> None:
 
 
 def test_engine_stalls() -> None:
-    """Pictures large enough to be rendered beside the loop."""
+    """The images are large enough to be rendered in a thread outside the event loop."""
     sizes = ("--groups", 2, "--samples", 2, "--megapixels", 0.2, "--tokens", 40, "--step-ms", 2)
     said = json.loads(said_by("engine_stalls", *sizes).splitlines()[-1])
     assert 40 < said["steps"] <= 160 and 0 < said["stalled_share"] < 1 and 0 < said["longest_stall_s"] <= said["stalled_s"]
 
 
 def test_weight_sync(torchrun, random_model: Path) -> None:  # noqa: ANN001
-    """As one of its layouts is started."""
+    """weight_sync.py runs with one of its layouts and prints its row."""
     said = torchrun(1, FOLDER / "weight_sync.py", "--layout", "1 process", "--repeats", 1, "--model", random_model)
     assert re.search(r"^1 process +\d+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+", said, re.MULTILINE), said
 
@@ -168,7 +177,7 @@ def test_sandbox_calls() -> None:
 
 
 def test_alfworld_random(alfworld_games: Path) -> None:
-    """The planner wins all; who plays by chance takes more steps."""
+    """The planner wins all games, and the random player takes more steps than the planner."""
     said = said_by("alfworld_random", "--games", alfworld_games, "--num", 6, "--timed", 1, "--at-once", 2)
     assert f"12 games in {alfworld_games}, 0 of them new" in said
     chance, planner, (at_once, rate, memory) = [row for row in rows(said) if row[0] != "concurrent games"]
@@ -178,12 +187,14 @@ def test_alfworld_random(alfworld_games: Path) -> None:
 
 @pytest.mark.long
 def test_sandbox_calls_leave_nothing() -> None:
-    """Alone on the machine: what others leave in the temporary folder would count."""
+    """sandbox_calls leaves no processes. This test must run alone on the machine, because files of
+    other programs in the temporary folder would be counted.
+    """
     assert "| processes | 0 |" in said_by("sandbox_calls", "--parts", "leaks", "--calls", 200)
 
 
 def benchmark(name: str) -> ModuleType:
-    """A benchmark as a module; it is not run."""
+    """Import a benchmark as a module without running it."""
     sys.path.insert(0, str(FOLDER))
     try:
         return __import__(name)
@@ -192,7 +203,7 @@ def benchmark(name: str) -> ModuleType:
 
 
 def test_the_tiny_runs_compose() -> None:
-    """Of the two that take minutes."""
+    """The tiny settings of the two benchmarks that take minutes compose to valid settings."""
     numberline, search = benchmark("numberline"), benchmark("visual_search")
     for stage in ("sft", "grpo"):
         assert settings_of(f"experiment=numberline_{stage}_cpu", *numberline.TINY[stage]).stage == ("sft" if stage == "sft" else "rl")
@@ -222,7 +233,9 @@ def vs_trl() -> ModuleType:
 def test_our_side_of_the_comparison(
     given: Namespace, vs_trl: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process, launched, watched and read as in a comparison; of fewer episodes."""
+    """The benchmark starts, monitors and reads this project's side as in a comparison, with one
+    process and fewer episodes.
+    """
     monkeypatch.setattr(vs_trl, "PROMPTS", 4)
     monkeypatch.setattr(vs_trl, "GROUP_SIZE", 2)
     ours = vs_trl.measure(vs_trl.our_side(given, given.out / "ours", processes=1), given)
@@ -235,7 +248,9 @@ def test_our_side_of_the_comparison(
 
 
 def test_trls_side_without_trl(given: Namespace, vs_trl: ModuleType) -> None:
-    """All but TRL itself, which is not installed here: ids and pixels, the order of the prompts, the reward, the log."""
+    """TRL's side runs with a fake in place of TRL, which is not installed. Prompt ids and pixels,
+    the order of prompts, the reward and the log are checked.
+    """
     side = vs_trl.trl_side(given, given.out / "TRL", switches=vs_trl.TRL_BEST)
     side.log.parent.mkdir()
     assert side.command[-2:] == ["--micro-batch", "64"]
@@ -260,7 +275,7 @@ def test_the_whole_comparison(random_model: Path, tmp_path: Path) -> None:
 
 
 def test_games_random() -> None:
-    """What was played lies where what was worked out says: 3.9 standard errors of it."""
+    """The measured success rates are within 3.9 standard errors of the exact values."""
     num = 2000
     games = {name: (exact, played, best) for name, exact, played, best in rows(said_by("games_random", "--episodes", num))}
     assert games.keys() == {"number_line", "ez_points", "points24", "blackjack"}
@@ -272,7 +287,9 @@ def test_games_random() -> None:
 
 
 def test_scale() -> None:
-    """Slots by hand: of two, the third episode has that of the second. Then a step on 8 GPUs and on 16: half of the update each."""
+    """Busy and idle times equal values computed by hand: with two slots, the third episode takes
+    over the slot of the second. On 16 GPUs, the update time is half of that on 8 GPUs, within 2%.
+    """
     play_engine = benchmark("scale").play_engine
     assert play_engine([4.0, 1.0, 2.0], 2, [0.0, 1.0, 10.0]) == (31.0, (30.0 * 2 + 1.0) / 2)
     assert play_engine([4.0, 1.0], 8, [0.0, 1.0, 10.0]) == (13.0, (10.0 * 2 + 3.0) / 8)
@@ -283,24 +300,28 @@ def test_scale() -> None:
 
 
 def test_waiting() -> None:
-    """By hand: two engines of one slot, a step of which takes a second. Then one step of no staleness, and one that is not waited for."""
+    """The simulation equals values computed by hand for two engines with one slot each, whose steps
+    take one second. Then the benchmark compares a synchronous step with a stale one.
+    """
     waiting = benchmark("waiting")
     engines = waiting.Engines([waiting.Engine(1, [0.0, 1.0]) for _ in range(2)])
     for group, episodes in enumerate(([1.0, 5.0], [2.0, 2.0], [9.0, 1.0])):
         engines.deal(group, episodes)
     assert engines.play(0.0, until=math.inf, num_groups=1) == 5.0 and engines.played == [0]  # 1 + 2 + 2 of 9 on the first engine
     engines.prefill_again(0.5)
-    assert engines.play(7.0, until=math.inf, num_groups=2) == 9.5 and engines.played == [0, 1]  # the second: 2 + 0.5
-    assert engines.play(9.5, until=math.inf, num_groups=1, due={2}) == 14.5 and engines.played == [0, 1, 2]  # the first: 9.5 from 5 on
+    assert engines.play(7.0, until=math.inf, num_groups=2) == 9.5 and engines.played == [0, 1]  # second engine: 2 + 0.5
+    assert engines.play(9.5, until=math.inf, num_groups=1, due={2}) == 14.5 and engines.played == [0, 1, 2]  # first engine: 9.5 from 5 on
     assert engines.take(2, due={2}) == [2, 0] and engines.played == [1]
-    assert [engine.idle for engine in engines.each] == [0.0, 4.0]  # the second, from 10.5 on
+    assert [engine.idle for engine in engines.each] == [0.0, 4.0]  # the second engine is idle from 10.5 on
     synchronous, stale = rows(said_by("waiting", "--gpus", 8, "--steps", 3, timeout_s=240))[:2]
     assert synchronous[:3] == ["8", "1,024", "0"] and synchronous[4] == "1.00" and synchronous[6] == synchronous[11] == "0.00"
     assert stale[2] == "1" and float(stale[4]) > 1.2 and float(stale[5].strip("%")) < float(synchronous[5].strip("%"))
 
 
 def test_measured_lengths(tmp_path: Path) -> None:
-    """Two groups of a bank, one of alike episodes: in shares of the means, 30 tokens and 2 s. A group that lost a member is left out."""
+    """Two groups of a rollout store, one with equal episodes, are expressed as multiples of the
+    means (30 tokens and 2 s). A group that lost a member is omitted.
+    """
     waiting = benchmark("waiting")
     columns = {"group": [0, 0, 1, 1, 2], "num_sampled": [10, 50, 30, 30, 99], "env_s": [0.0, 4.0, 2.0, 2.0, 9.0]}
     pandas.DataFrame(columns).to_parquet(tmp_path / "step_000000.parquet")
@@ -314,7 +335,9 @@ def test_measured_lengths(tmp_path: Path) -> None:
 
 
 def test_slow_tools() -> None:
-    """What stands between hands on path, body, answer and status, and keeps calls, and only them, for as long as it was told."""
+    """The proxy forwards path, body, response and status. It delays tool calls, and only these, by
+    the configured time.
+    """
     asyncio.run(asked_twice())
 
 
@@ -348,14 +371,16 @@ def test_staleness(random_model: Path, tmp_path: Path) -> None:
 
 
 def test_many_episodes() -> None:
-    """Two engines of their own play both groups to their ends at once."""
+    """Two engines of the benchmark run all episodes of both groups to the end at once."""
     (row,) = rows(said_by("many_episodes", "--tiny", timeout_s=400))
     assert row[:4] == ["16", "16", "0", "16"] and float(row[6]) < float(row[7]) <= float(row[8])
 
 
 def test_lewis_waits_for_scores_alone(tmp_path: Path) -> None:
-    """A step of 10 s, in which scores are awaited from 1 to 5 (an episode that began before it) and from 7 to 9; a reply lies over one of
-    these seconds, the update over another. The earlier steps are left out."""
+    """A step takes 10 s, and scores are awaited from 1 to 5 s (by an episode that started before
+    the step) and from 7 to 9 s. Generation overlaps one of these seconds and the update another, so
+    40% of the step only waits for scores. Skipped steps are not counted.
+    """
     step = [("step", "environment", 0.0, 6.0), ("step", "update", 6.0, 8.0), ("step", "record", 9.5, 10.0)]
     episodes = [("episode 0#0", "scoring", -3.0, 5.0), ("episode 0#1", "scoring", 7.0, 9.0), ("episode 0#2", "reply", -3.0, 1.0)]
     for number in range(3):
@@ -364,7 +389,9 @@ def test_lewis_waits_for_scores_alone(tmp_path: Path) -> None:
 
 
 def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table of one cell that is there, by hand, and of others that are not; the pace against a listener of 10 ms a candidate."""
+    """The table has one finished cell, compared with values computed by hand, and lists the others
+    as not run. The pace is measured with a listener that takes 10 ms per candidate.
+    """
     lewis, lewis_pace = benchmark("lewis"), benchmark("lewis_pace")
     folder = tmp_path / "seed3" / "speaker"
     folder.mkdir(parents=True)
@@ -385,7 +412,9 @@ def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_viewer_folder() -> None:
-    """All that was written is shown, and nothing is left out; what it took is told in numbers."""
+    """The viewer shows all rollouts that were written and skips none; the measured times and sizes
+    are numbers.
+    """
     (line,) = rows(said_by("viewer_folder", "--tiny"))
     assert line[0] == "short" and int(line[1]) > 1 and line[11] == f"{int(line[1]) * 256}, 0"
     assert float(line[4]) > 0 and all(float(cell) >= 0 for cell in line[5:11]), "a request that is refused is told by its code"
@@ -393,6 +422,8 @@ def test_viewer_folder() -> None:
 
 
 def test_bank() -> None:
-    """None is lost without being counted, the limit bites, and the page shows what is left."""
+    """No rollout is lost without being counted as evicted, the size limit takes effect, and the
+    viewer shows the remaining rollouts.
+    """
     kept, _, shown = rows(said_by("bank", "--tiny"))
     assert kept[0] == "64 in steps of 16" and int(kept[5]) + int(shown[0]) == 64 and 0 < int(shown[0]) < 64

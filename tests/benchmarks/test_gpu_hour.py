@@ -1,4 +1,6 @@
-"""benchmarks/gpu on a CPU: every script at its smallest sizes, what only CUDA takes with made-up numbers, mistakes that must be seen."""
+"""benchmarks/gpu on a CPU: every script at its smallest sizes, the parts that need CUDA with
+made-up numbers, and errors that the scripts must detect.
+"""
 
 import re
 import struct
@@ -32,7 +34,7 @@ FOLDER = ROOT / "benchmarks" / "gpu"
 
 
 def script(name: str) -> ModuleType:
-    """Imported, not run."""
+    """Import a script without running it."""
     sys.path.insert(0, str(FOLDER))
     try:
         return __import__(name)
@@ -42,7 +44,9 @@ def script(name: str) -> ModuleType:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[list[str]]]:
-    """said(script, *arguments): the rows of all its tables."""
+    """Return said(script, *arguments), which runs the script and returns the rows of all its
+    tables.
+    """
 
     def run(name: str, *arguments: object) -> list[list[str]]:
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
@@ -54,13 +58,16 @@ def said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_none_is_left_out() -> None:
+    """Every script in benchmarks/gpu that has a main function is named in this module."""
     tested = Path(__file__).read_text()
     scripts = [path.stem for path in FOLDER.glob("*.py") if "def main(" in path.read_text()]
     assert scripts and not [name for name in scripts if not re.search(rf'"{name}(\.py)?"', tested)]
 
 
 def test_conv(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both embed alike; where ours is another function, its distance is seen."""
+    """Both patch embeddings give the same output, within 1e-2. If the project's implementation
+    computes something else, the reported distance exceeds 0.5.
+    """
     found = said("conv", "--tiny")[1:]
     assert [row[:2] for row in found] == [[num, how] for num in ("16", "32") for how in ("product", "conv3d")]
     assert all(float(row[2]) > 0 and float(row[3]) > 0 and row[4] == "-" for row in found)
@@ -76,7 +83,9 @@ def nn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def test_varlen(said: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dense path; then kernels in the place of torch's, one by its contract and one that is aligned to the first key."""
+    """The script accepts the dense path, and a kernel that follows torch's contract. It detects a
+    kernel whose causal mask is aligned to the first key instead of the last.
+    """
     num_checks = 9
     dense = said("varlen", "--tiny")
     assert [row[-1] for row in dense[1 : 1 + num_checks]] == ["yes"] * num_checks
@@ -105,7 +114,9 @@ def test_varlen(said: Callable[..., list[list[str]]], monkeypatch: pytest.Monkey
 
 
 def test_what_varlen_counts() -> None:
-    """Pairs by listing them; every timed case has as many tokens."""
+    """The number of attended pairs equals a count by enumeration, and every timed case has 32768
+    tokens.
+    """
     varlen = script("varlen")
     offsets, prefix_S = [0, 3, 5, 6], [-1, 0, 1]
     listed = sum(1 for q in range(3) for k in range(q + 1)) + sum(3 + q + 1 for q in range(2)) + (2 + 1)
@@ -114,7 +125,9 @@ def test_what_varlen_counts() -> None:
 
 
 def test_columns_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A device of 80 GB with 50 in use, of which torch has reserved 40 and had allocated 45 at most since the phase began."""
+    """The memory columns of a device with 80 GB, 50 GB of which are in use. torch has reserved 40
+    GB, and its peak since the start of the phase is 45 GB.
+    """
     order = []
     for name, value in {
         "is_available": True, "mem_get_info": (30 * 10**9, 80 * 10**9), "memory_reserved": 40 * 10**9, "max_memory_allocated": 45 * 10**9,
@@ -134,7 +147,9 @@ def test_columns_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def test_cycle(random_model: Path) -> None:
-    """A real engine and a real policy, twice around: engine and trainer agree after the second sync as they did after the first."""
+    """Two cycles with a real engine and a real policy: after the second weight sync, logprobs of
+    engine and trainer differ by less than 1e-4.
+    """
     ended = fork_server.run_script(FOLDER / "cycle.py", "--model", random_model, "--tiny", "--eager", "--gpu", "h100", timeout_s=200)
     assert ended.returncode == 0, ended.stdout[-6000:]
     found = rows(ended.stdout)
@@ -151,8 +166,9 @@ def test_cycle(random_model: Path) -> None:
 
 @pytest.mark.parametrize("name", ["cycle", "mfu"])
 def test_memory_is_that_of_a_run(name: str, random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What entrypoints/train.py sets before the first tensor is set before the processes meet: else peaks are of another allocator than a
-    run's."""
+    """The script makes the allocator settings of entrypoints/train.py before the processes connect.
+    Otherwise, its memory peaks would be those of a different allocator than a run's.
+    """
     module = script(name) if name == "cycle" else benchmark(name)
     monkeypatch.setattr(sys, "argv", [name, "--model", str(random_model)])
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
@@ -171,6 +187,7 @@ def test_memory_is_that_of_a_run(name: str, random_model: Path, monkeypatch: pyt
 def test_every_way_to_compute_again_can_be_measured(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
+    """--recompute accepts the same four values as parallel.recompute."""
     with pytest.raises(ValueError, match="^parallel.recompute=x: ") as told:
         ParallelSettings(recompute="x")
     ways = set(re.findall(r"none|selective|vision|full|\bx\b", str(told.value))) - {"x"}
@@ -182,7 +199,9 @@ def test_every_way_to_compute_again_can_be_measured(
 
 
 def make_container(*entries: tuple[int, int, bytes]) -> bytes:
-    """A container of a fat binary with entries of (kind, architecture, payload), each behind a header of 64 bytes."""
+    """Return a fat binary container with entries of (kind, architecture, payload), each after a
+    64-byte header.
+    """
     made = b""
     for kind, architecture, payload in entries:
         made += struct.pack("<HHIQIIHHI", kind, 0x101, 64, len(payload), 0, 0, 0, 0, architecture).ljust(64, b"\0") + payload
@@ -190,7 +209,9 @@ def make_container(*entries: tuple[int, int, bytes]) -> bytes:
 
 
 def test_code_for_other_architectures_is_zeroed() -> None:
-    """Machine code for sm_90 is kept where there is some, PTX of an older architecture elsewhere; nothing moves."""
+    """Machine code for sm_90 is kept if it exists; otherwise, PTX of an older architecture is kept.
+    All other code is zeroed, and no byte moves.
+    """
     slices, ptx, code = script("slices"), 1, 2
     both = make_container((ptx, 80, b"p80"), (code, 80, b"c80"), (code, 90, b"c90"), (code, 90, b"c90a"), (code, 100, b"c100"))
     only_ptx = make_container((ptx, 80, b"P80"), (code, 75, b"C75"), (ptx, 100, b"P100"))
@@ -206,6 +227,9 @@ def test_code_for_other_architectures_is_zeroed() -> None:
 
 
 def test_slices(tmp_path: Path) -> None:
+    """The script extracts the listed libraries and the Python files from a wheel, and names a
+    library that the wheel lacks.
+    """
     slices = script("slices")
     names = [*slices.LIBRARIES, "vllm/__init__.py", "vllm/_moe_C.abi3.so", "vllm/vllm-rs", "vllm/x/include/a.h"]
     wheel = tmp_path / "vllm.whl"
@@ -223,6 +247,9 @@ def test_slices(tmp_path: Path) -> None:
 
 
 def test_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a torch version whose varlen_attn has no enable_gqa argument, scripts and modules run
+    with a wrapper that drops the argument.
+    """
     older = script("older_torch")
     assert older.understood(torchs.varlen_attn) is torchs.varlen_attn, "the pinned one knows the argument"
 
@@ -241,7 +268,9 @@ def test_older_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 def test_the_parts_of_the_hour(tmp_path: Path) -> None:
-    """Of scripts and options that exist; the runs compose."""
+    """The steps of each part name existing scripts and options, and the settings of their runs
+    compose.
+    """
     first_hour = script("first_hour")
     for tiny in (False, True):
         folders = first_hour.Folders(tmp_path, tmp_path / "models", tiny)
@@ -259,7 +288,9 @@ def test_the_parts_of_the_hour(tmp_path: Path) -> None:
 
 
 def test_an_hour_with_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What fails or is late keeps nobody from running and leaves nothing behind; what is there, or was not carried, is left out."""
+    """A step that fails or times out does not prevent the other steps and leaves no processes or
+    partial results behind. A step is skipped if its result exists or its input is missing.
+    """
     first_hour = script("first_hour")
     half, whole = tmp_path / "half", tmp_path / "whole"
     child = f"import os; os.mkdir({str(half)!r}); "
@@ -299,7 +330,9 @@ def test_an_hour_with_trouble(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """make_shapes --words: the folder has the other's tokenizer and ids, and its own shapes."""
+    """With make_shapes --words, the folder has the tokenizer and token ids of the given model, and
+    its own shapes.
+    """
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     monkeypatch.setitem(make_shapes.RELEASED_SIZES["qwen2_5_vl"], "7B", small)
     config = make_shapes.make_released_config("7B")
@@ -321,7 +354,7 @@ def test_a_released_size_that_speaks(random_model: Path, tmp_path: Path, monkeyp
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", [1, 2])
 def test_a_whole_part(part: int, tmp_path: Path) -> None:
-    """On a CPU, which may be busy."""
+    """The timeouts are 10 times as long, because the CPU may be busy."""
     given = ("--part", part, "--out", tmp_path / "out", "--kit", tmp_path / "kit", "--tiny", "--patience", 10)
     ended = fork_server.run_script(FOLDER / "first_hour.py", *given, timeout_s=3500)
     assert ended.returncode == 0, ended.stdout[-6000:]

@@ -1,4 +1,6 @@
-"""Probes of our own servers, clients and readers: those of seconds with their controls, and what counts as a success of an attack."""
+"""Security probes of this project's servers, clients and readers: the quick probes with their
+controls, and the rules for a successful attack.
+"""
 
 import os
 import signal
@@ -21,6 +23,7 @@ QUICK = (
 
 
 def test_probes_are_held_and_their_controls_get_through() -> None:
+    """The defended target of each quick probe withstands the attack, and the control does not."""
     chosen = [probe for probe in PROBES if probe.name.startswith(QUICK) or any(words in probe.name for words in QUICK)]
     assert len(chosen) >= len(QUICK)
     rows = run(chosen, limit_s=120)
@@ -28,6 +31,9 @@ def test_probes_are_held_and_their_controls_get_through() -> None:
 
 
 def test_there_are_sixty_and_none_twice() -> None:
+    """There are at least 60 probes with distinct names, and at least 25 for servers, 15 for clients
+    and 20 for files.
+    """
     names = [(probe.area, probe.name) for probe in PROBES]
     areas = [area for area, _ in names]
     assert len(set(names)) == len(names) >= 60
@@ -65,7 +71,9 @@ def dies(target: object, folder: Path) -> str:
     ],
 )  # fmt: skip
 def test_what_an_attack_gains(attack: Callable[[object, Path], str], gained: str) -> None:
-    """A probe is good if its control gets through and the defended one does not: the same attack on both sides never is."""
+    """A probe is good if the attack succeeds on its control and fails on the defended target. The
+    same attack on both sides is never good.
+    """
     (row,) = run([Probe("servers", "name", attack, "it", "it")], limit_s=2 if attack is hangs else 120)
     for attempt in (row.defended, row.control):
         assert attempt.gained.startswith(gained) and bool(attempt.gained) == bool(gained)

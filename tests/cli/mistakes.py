@@ -1,13 +1,15 @@
-"""Mistakes that a user makes on the command line, and the one line that each must end in.
+"""User mistakes on the command line and the one-line error that each must produce.
 
-Left: what is typed after `launch/train.py model.path={model} run.dir={tmp}/run`; right: what follows `error: `, its end left out where it
-says `...`. {model} is a good model, {tmp} a folder with the broken things that test_mistakes.py makes, {page} a server of pages.
+A key is what follows `launch/train.py model.path={model} run.dir={tmp}/run` on the command line.
+Its value is the text after `error: `; `...` stands for any text. {model} is a valid model, {tmp} is
+a folder with the broken files that test_mistakes.py creates, {page} is a web server that is not
+vLLM.
 """
 
 NOBODY = "engine.urls={}: no vLLM server responds at this URL (/version...); start it with the command that launch/server_command.py prints"
 LISTS_ALL = "--help lists all"
 MISTAKES = {
-    # a key that is not there
+    # unknown keys
     "algo.groop_size=4": "algo.groop_size=4: no such key; did you mean batch.group_size?",
     "+algo.groop_size=4": "algo.groop_size=4: no such key; did you mean batch.group_size?",
     "++algo.groop_size=4": "algo.groop_size=4: no such key; did you mean batch.group_size?",
@@ -21,7 +23,7 @@ MISTAKES = {
     "~algo.name": "~algo.name: a setting cannot be removed; set algo.name=VALUE",
     "~algo.nme": "~algo.nme: no such key; did you mean algo.name?",
     "experiment=misspelt": "experiment/misspelt.yaml: algo.groop_size: no such key; did you mean batch.group_size?",
-    # a value of another kind
+    # values of the wrong type
     "optim.lr=fast": "optim.lr=fast: expects a number",
     "optim.lr=null": "optim.lr=null: expects a number",
     "run.steps=2.5": "run.steps=2.5: expects a whole number",
@@ -40,7 +42,7 @@ MISTAKES = {
     "model.path=my folder": "folder: is not key=value; ...: 'model.path=my folder', if it belongs to the argument before it",
     "optim.lr=${nope}": "optim.lr=${nope}: Interpolation key 'nope' not found",
     "experiment=wrong": "experiment/wrong.yaml: optim.lr=fast: expects a number",
-    # a file of configs/ that is not there, or is none
+    # config files that do not exist or are invalid
     "experiment=numberline_grpo": f"experiment=numberline_grpo: no such experiment; did you mean numberline_grpo_cpu...{LISTS_ALL}",
     "experimant=numberline_grpo_cpu": "experimant=numberline_grpo_cpu: no such key; did you mean experiment?",
     "judg=text": "judg=text: no such key; did you mean judge?",

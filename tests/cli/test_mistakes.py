@@ -1,4 +1,6 @@
-"""Every mistake of mistakes.py ends in its one line and exit code 1, and leaves nothing behind; what help lists; what is not loaded."""
+"""Every mistake of mistakes.py produces its one-line error and exit code 1 and leaves no files
+behind. Also tests the contents of --help, and that wandb is loaded only if it is enabled.
+"""
 
 import json
 import os
@@ -31,7 +33,7 @@ QUESTION = '{"question": "How many?", "answer": "4", "images": []}\n'
 
 @pytest.fixture(scope="module")
 def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder {tmp} of the table."""
+    """Create the folder {tmp} of the table, with its broken files."""
     folder = tmp_path_factory.mktemp("broken")
     for name in ("no_tokenizer", "half", "bad_header", "other_model", "other_critic"):
         shutil.copytree(random_model, folder / name)
@@ -61,7 +63,7 @@ def broken(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[str]:
-    """The address of a server that has a page for every question."""
+    """Yield the address of a server that responds to every request with an HTML page."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -72,7 +74,7 @@ def page() -> Iterator[str]:
         do_POST = do_GET
 
         def log_message(self, *given: object) -> None:
-            """It keeps silent."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -83,7 +85,9 @@ def page() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def ends(random_model: Path, broken: Path, page: str) -> dict[str, tuple[int, str]]:
-    """{what was typed: (exit code, standard error)}, all from one process, whose own folder configs/ has the broken files."""
+    """Return {mistake: (exit code, standard error)}. One process runs all of them; its working
+    directory has a configs/ folder with the broken files.
+    """
     given = [f"model.path={random_model}", f"run.dir={broken}/run"]
     lines = [[*given, *mistake.replace("{tmp}", str(broken)).replace("{page}", page).split(" ")] for mistake in MISTAKES]
     (broken / "lines.json").write_text(json.dumps(lines))
@@ -109,6 +113,7 @@ def test_a_mistake_is_one_line(mistake: str, ends: dict[str, tuple[int, str]], r
 
 
 def test_no_secret_is_told(ends: dict[str, tuple[int, str]]) -> None:
+    """No error contains the secret of the mistake that caused it."""
     said = [line for mistake, (_, line) in ends.items() if "SECRET" in mistake]
     assert len(said) >= 7 and not [line for line in said if "SECRET" in line]
 
@@ -119,10 +124,14 @@ def test_nothing_is_left_behind(ends: dict[str, tuple[int, str]], broken: Path) 
 
 
 def test_what_others_call_a_setting_is_one_of_ours() -> None:
+    """Every name of another trainer maps to an existing setting."""
     assert set(FOREIGN_NAMES.values()) <= set(setting_keys(Settings))
 
 
 def test_a_key_is_its_own_nearest() -> None:
+    """The suggestion for an existing key is that key, unless its last part is another trainer's
+    name for a different setting.
+    """
     assert not [key for key in setting_keys(Settings) if closest_key(key) not in (key, FOREIGN_NAMES.get(key.rpartition(".")[2]))]
 
 
@@ -154,7 +163,9 @@ def test_the_doctor_speaks_of_itself() -> None:
 
 
 def test_wandb_is_not_loaded_unless_it_is_asked_for() -> None:
-    """By megatron-core, wherever it can: each wandb that is killed leaves folders in /tmp."""
+    """megatron-core imports wandb whenever it can, so the command line blocks the import. Each
+    killed wandb process leaves folders in /tmp.
+    """
     script = """
 import sys
 from megatron_rl.cli.app import load_and_run

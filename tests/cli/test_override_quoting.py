@@ -1,4 +1,6 @@
-"""A remedy that quotes a value is pasted: by shlex, hydra's own parser and omegaconf it is what was meant, for all that a path may hold."""
+"""Error messages that suggest a quoted value can be pasted: shlex, Hydra's parser and OmegaConf
+turn the suggestion into the intended value, for any character that a path may contain.
+"""
 
 import os
 import random
@@ -25,14 +27,16 @@ NONE = {"model.path": "m", "run.dir": "r"}
 
 
 def pasted(word: str) -> object:
-    """What a shell and hydra make of a remedy."""
+    """Return the value that a shell and Hydra parse from a suggestion."""
     (read,) = shlex.split(word)
     override = OverridesParser.create().parse_override(read)
     return OmegaConf.to_container(OmegaConf.create({"x": override.value()}), resolve=True)["x"]
 
 
 def remedy_of(word: str) -> str | None:
-    """What the error about a word that hydra cannot read says to write; None where hydra can read it."""
+    """Return the suggestion in the error for an argument that Hydra cannot parse, or None if Hydra
+    can parse it.
+    """
     try:
         OverridesParser.create().parse_override(word)
     except HydraException:
@@ -60,7 +64,9 @@ def test_a_remedy_for_one_text_gives_the_text(text: str) -> None:
 
 
 def test_hundreds_of_texts_at_random() -> None:
-    """Lists of two. Left out are commas, which separate, and quotes around a whole entry, which hydra takes away."""
+    """Pasting the suggestion for a random list of two texts returns the list. Texts exclude commas,
+    which separate entries, and quotes around a whole entry, which Hydra removes.
+    """
     draw, seen = random.Random(0), 0
     for _ in range(600):
         text = "".join(draw.choices(LETTERS, k=draw.randint(1, 12))).strip()
@@ -75,11 +81,13 @@ def test_hundreds_of_texts_at_random() -> None:
 
 
 def test_home_is_where_the_shell_would_have_it() -> None:
+    """A path that starts with ~ is expanded to the home directory, as the shell would do."""
     remedy = remedy_of("task.data.train=[~/train.jsonl]")
     assert remedy is not None and pasted(remedy) == [os.path.expanduser("~/train.jsonl")]
 
 
 def test_what_stood_in_quotes_stays_whole() -> None:
+    """List entries in quotes or braces are not split at their commas."""
     for typed, meant in (
         ('["a,b",\u00e4]', ["a,b", "\u00e4"]), ("['a, b' , \u00e4]", ["a, b", "\u00e4"]),
         ('"[/\u00e4/q.jsonl,b]"', ["/\u00e4/q.jsonl", "b"]),
@@ -89,6 +97,7 @@ def test_what_stood_in_quotes_stays_whole() -> None:
 
 
 def test_mappings_and_services() -> None:
+    """Suggestions for mappings, which may contain lists, return the intended mapping."""
     remedy = remedy_of("services.judge={kind: vllm, model: /b\u00e4r/7b, args: [--max-model-len, 32768, ~]}")
     assert remedy is not None
     assert pasted(remedy) == {"kind": "vllm", "model": "/b\u00e4r/7b", "args": ["--max-model-len", 32768, "~"]}
@@ -102,6 +111,7 @@ def test_a_number_is_not_quoted() -> None:
 
 
 def test_a_word_that_the_shell_has_cut_is_put_together() -> None:
+    """A list or path that the shell split at spaces is joined again in the suggestion."""
     words = ["run.steps=3", "task.data.train=[a", "\u00e4.jsonl,", "b]", "run.seed=1"]
     assert malformed_override_line(words[1], words).endswith("""into shell quotes: 'task.data.train=["a \u00e4.jsonl",b]'""")
     assert malformed_override_line("folder", ["model.path=my", "folder"]).endswith(
@@ -110,12 +120,16 @@ def test_a_word_that_the_shell_has_cut_is_put_together() -> None:
 
 
 def test_a_whole_command_line_takes_it() -> None:
+    """A complete command line with the suggested override composes to the intended setting."""
     given = [f"{key}={value}" for key, value in NONE.items()]
     (word,) = shlex.split(quote_override("task.data.train", "[/b\u00e4r/q.jsonl, a'\u00e4.jsonl]"))
     assert compose_settings([*given, word]).task.data.train == ["/b\u00e4r/q.jsonl", "a'\u00e4.jsonl"]
 
 
 def test_kinds_and_parts() -> None:
+    """setting_type returns the type of a setting or None, and split_top_level splits only at commas
+    outside quotes and brackets.
+    """
     assert setting_type("task.data.train") == list[str] and setting_type("optim.lr") is float and setting_type("optim.lrr") is None
     assert setting_type("optim.lr_by_module.vision") is float
     assert split_top_level("a, 'b, c' ,d[1,2]") == ["a", "'b, c'", "d[1,2]"] and split_top_level("a[,b") == ["a[", "b"]

@@ -1,5 +1,6 @@
-"""The scripts of launch/slurm: which command each of them starts. Stand-ins for Slurm's commands and for Python write down how they were
-called; with a real Slurm the same scripts are run by tests/e2e/test_slurm*.py."""
+"""The scripts in launch/slurm start the expected commands. Stand-ins for Slurm's commands and for
+Python record their arguments; tests/e2e/test_slurm*.py runs the same scripts with a real Slurm.
+"""
 
 import os
 import subprocess
@@ -16,7 +17,9 @@ Start = Callable[..., list[str]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """start(script, *words, **environment): the command that is started in the end, word for word."""
+    """Return start(script, *words, **environment), which returns the words of the command that the
+    script finally starts.
+    """
     programs, told = tmp_path / "bin", tmp_path / "told"
     programs.mkdir()
     (tmp_path / "launch").symlink_to(ROOT / "launch")
@@ -43,7 +46,9 @@ JOB = {"SLURM_JOB_NODELIST": "n[3-4]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID
 
 
 def test_each_node_has_a_launcher_and_all_meet_at_the_first(start: Start, tmp_path: Path) -> None:
-    """One task a node, of which one that fails ends the others; each takes its own number, and words with a dash go to the launcher."""
+    """Each node runs one task, and a task that fails ends the others. Each task passes its own node
+    rank, and options with a dash go to the launcher.
+    """
     called = start("nodes.sh", "--nproc_per_node=2", "--max-restarts=0", *RUN, **JOB, SLURM_GPUS_ON_NODE="8")
     own = called[: called.index("bash")]
     assert {"--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpu-bind=none"} == {*own}
@@ -72,7 +77,7 @@ def test_jobs_on_one_node_meet_at_ports_of_their_own(start: Start, job: str, oth
 @pytest.mark.parametrize("own", [(), ("--requeue",), ("--logs=runs/a b/logs",), ("--requeue", "--logs=x"), ("--logs=x", "--requeue")])
 @pytest.mark.parametrize("launcher", [(), ("--nproc_per_node=2",)])
 def test_a_job_of_training(start: Start, own: tuple[str, ...], launcher: tuple[str, ...]) -> None:
-    """What is the attempt's goes to it, all else to the nodes."""
+    """Options of launch/attempt.py are passed to it, and all other words to nodes.sh."""
     called = start("train.sbatch", *own, *launcher, *RUN)
     assert called == ["launch/attempt.py", *own, "--", "bash", "launch/slurm/nodes.sh", *launcher, *RUN]
 
@@ -92,7 +97,9 @@ def test_a_task_of_a_sweep(start: Start) -> None:
 
 @pytest.mark.parametrize("script", ["train.sbatch", "judge.sbatch", "sweep.sbatch"])
 def test_a_job_that_begins_elsewhere_is_refused(start: Start, script: str, tmp_path: Path) -> None:
-    """Slurm runs a copy of a script, in the folder that it was submitted from."""
+    """Slurm runs a copy of the script in the folder that the job was submitted from, so a folder
+    without launch/ is refused. Also checks the #SBATCH lines, with 300, 60 and 300 s of notice.
+    """
     (tmp_path / "launch").unlink()
     (tmp_path / "launch" / "slurm").mkdir(parents=True)
     (tmp_path / "launch" / "slurm" / script).write_bytes((ROOT / "launch" / "slurm" / script).read_bytes())

@@ -1,4 +1,6 @@
-"""A mistake that every rank meets is one line of one rank, however slow the main one is, and every rank ends with exit code 1."""
+"""A mistake that every rank detects is reported in one line by one rank, however slow rank 0 is,
+and every rank exits with code 1.
+"""
 
 import errno
 import os
@@ -46,6 +48,10 @@ def test_one_line_for_three_ranks(words: tuple[str, ...], said: str, random_mode
 
 
 def test_what_ranks_do_together_is_raised_as_everybodys() -> None:
+    """ValueError and OSError in raise_on_all_ranks and run_on_rank_zero are raised as their shared
+    variants with the same message.
+    """
+
     def fail(kind: type[Exception]) -> None:
         raise kind("words")
 
@@ -57,7 +63,10 @@ def test_what_ranks_do_together_is_raised_as_everybodys() -> None:
 
 
 def test_a_disk_that_has_no_name_in_the_systems_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock of a process has none (tests/support/chaos_disks.py meets one); every other line stays as it is."""
+    """An out-of-space error from a process-shared lock contains no file name
+    (tests/support/chaos_disks.py triggers one), so the line gets the names of the full disks as a
+    prefix. All other lines stay unchanged.
+    """
     free = {"/dev/shm": 100 << 10, "/mine": 4 << 20}
     monkeypatch.setattr(tempfile, "tempdir", "/mine")
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free[str(place)]))
@@ -70,6 +79,7 @@ def test_a_disk_that_has_no_name_in_the_systems_line_is_named(monkeypatch: pytes
 
 
 def test_a_run_that_ends_for_it_names_its_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that ends because of a full disk prints which disks are full."""
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=0))
     with pytest.raises(SystemExit):
         exit_with_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), World(rank=0, size=1, local_rank=0, device=torch.device("cpu")))

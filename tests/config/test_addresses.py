@@ -1,4 +1,6 @@
-"""Addresses and commands hold no secret: settings with one cannot be built, so that no file, no error and no tracker can show it."""
+"""Addresses and commands contain no secrets: settings with a secret cannot be built, so no file,
+error or tracker can reveal it.
+"""
 
 import traceback
 
@@ -30,7 +32,7 @@ def test_what_takes_an_address_is_known() -> None:
 @pytest.mark.parametrize("key", ADDRESSES)
 @pytest.mark.parametrize("bad", BAD)
 def test_an_address_with_a_secret_is_refused(key: str, bad: str) -> None:
-    """By its key and a remedy, and in the whole traceback there is no secret."""
+    """The error names the key and the fix, and the whole traceback does not contain the secret."""
     service = {"kind": "vllm", "model": "7b"} if "sandbox" not in key else {"kind": "sandbox"}
     given = OmegaConf.create({"services": {key.split(".")[1]: service}} if key.startswith("services") else {})
     OmegaConf.update(given, key, ["http://well:1/v1", bad] if key.endswith("urls") else bad)

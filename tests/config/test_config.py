@@ -1,4 +1,4 @@
-"""A refused value is told under the key that the user has to change."""
+"""An error about an invalid value names the key that the user has to change."""
 
 import math
 import re
@@ -62,6 +62,7 @@ def test_what_could_only_end_in_a_traceback_is_refused_at_once(settings: type, v
 
 
 def test_the_warm_start_may_have_dropout() -> None:
+    """LoRA dropout is accepted with stage=sft."""
     assert Settings(stage="sft", lora=LoraSettings(rank=4, dropout=0.1)).lora.dropout == 0.1
 
 
@@ -79,16 +80,19 @@ def test_the_warm_start_may_have_dropout() -> None:
     ],
 )
 def test_names_are_those_of_the_tables(values: dict, message: str) -> None:
+    """An unknown or unsupported algorithm, turn credit, KL estimator or correction is refused with
+    the valid names.
+    """
     with pytest.raises(ValueError, match=f"^{message}"):
         check_algorithm(AlgoSettings(**values))
 
 
 WRONG = {int: (-(10**9), 10**9), float: (-1e9, math.inf, math.nan), str: ("no such choice", "@")}
-"""Values that a field of this type refuses, if it refuses any."""
+"""Wrong values by type; a field that refuses any value of its type refuses one of these."""
 
 
 def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
-    """Dotted key -> type of every field of these settings, and of those within them."""
+    """Return {dotted key: type} for every field of these settings, including nested ones."""
     found = {}
     for name, hint in get_type_hints(kind).items():
         found[prefix + name] = hint
@@ -108,12 +112,17 @@ def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
     ],
 )
 def test_a_mode_has_what_it_needs(stage: str, run: dict[str, object], rollouts: dict[str, str], line: str) -> None:
+    """run.mode is refused without the settings that the mode requires, or with settings that
+    contradict it.
+    """
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
         Settings(stage=stage, run=RunSettings(dir="there", **run), rollouts=RolloutStoreSettings(**rollouts))
 
 
 def refusal(kind: type, key: str, name: str, value: object) -> str:
-    """Return the error that a wrong value of one field is refused with; a service is looked at within the settings of all."""
+    """Return the error for a wrong value of one field, or "". A service is validated as part of
+    ServicesSettings.
+    """
     try:
         if kind is ServiceSettings:
             ServicesSettings(**{key.split(".")[1]: ServiceSettings(**{"kind": "sandbox", name: value})})
@@ -125,7 +134,9 @@ def refusal(kind: type, key: str, name: str, value: object) -> str:
 
 
 def test_a_refusal_names_a_key_that_exists() -> None:
-    """Every number and text of the settings is given wrong values: the line begins with the dotted key of a field."""
+    """Wrong values are given to every number and text of the settings. Each error starts with the
+    dotted key of an existing field.
+    """
     keys, named = settings_by_key(Settings), set()
     owners = {"": Settings} | {key: hint for key, hint in keys.items() if is_dataclass(hint)}
     for key, hint in keys.items():

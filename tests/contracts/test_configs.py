@@ -1,4 +1,6 @@
-"""Every shipped yaml is a run that could start, every key is used, every other key is refused."""
+"""Tests of configs/: every shipped YAML file composes into valid settings, every key in it takes
+effect, and unknown keys are refused by name.
+"""
 
 import re
 import subprocess
@@ -23,13 +25,13 @@ GIVEN = ["model.path=here", "run.dir=there"]
 
 
 def settings_of(*overrides: str) -> Settings:
-    """What launch/train.py makes of these overrides."""
+    """Return the settings that launch/train.py composes from these overrides."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return resolve_settings(compose("train", overrides=list(overrides)))
 
 
 def leaves(values: dict, prefix: str = "") -> dict[str, object]:
-    """{"a": {"b": 1}} -> {"a.b": 1}"""
+    """Flatten nested dicts to dotted keys: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat: dict[str, object] = {}
     for key, value in values.items():
         flat |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -48,7 +50,7 @@ def test_an_experiment_composes_and_its_values_arrive(experiment: str) -> None:
     chosen = leaves(asdict(settings_of(f"experiment={experiment}")))
     stored = yaml.safe_load((CONFIGS / "experiment" / f"{experiment}.yaml").read_text())
     own = OmegaConf.create({key: value for key, value in stored.items() if key != "defaults"})
-    picked = leaves(OmegaConf.to_container(own, resolve=True))  # ${run.dir} is the file's own
+    picked = leaves(OmegaConf.to_container(own, resolve=True))  # ${run.dir} refers to a key of the file itself
     assert picked
     for key, value in picked.items():
         assert chosen[key] == (float(value) if isinstance(chosen[key], float) else value), key
@@ -74,7 +76,9 @@ def test_every_algorithm_has_a_preset() -> None:
 
 
 def test_defaults_live_in_the_dataclasses() -> None:
-    """Without an experiment only the task's yaml has a say: everything else is what megatron_rl/config says."""
+    """Without an experiment, only the task's YAML sets values; every other group has the defaults
+    of the dataclasses in megatron_rl/config.
+    """
     plain = Settings()
     chosen = settings_of(*GIVEN)
     for room in ("parallel", "engine", "optim", "batch", "filter", "algo", "critic", "sft", "wandb"):

@@ -1,4 +1,6 @@
-"""No setting is dead: every field of every settings dataclass is read from an object that is of that dataclass."""
+"""No setting is dead: every field of every settings dataclass is read somewhere from an object of
+that dataclass.
+"""
 
 import ast
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,7 +15,9 @@ SOURCES = [path for folder in ("megatron_rl", "launch") for path in (ROOT / fold
 
 
 def rooms(schema: type = Settings) -> dict[type, str]:
-    """{settings dataclass: the attribute that holds one}, however deep."""
+    """Return {settings dataclass: name of the field that holds it}, including nested
+    dataclasses.
+    """
     found = {}
     for field in fields(schema):
         if isinstance(field.type, type) and is_dataclass(field.type):
@@ -22,12 +26,12 @@ def rooms(schema: type = Settings) -> dict[type, str]:
 
 
 def last_name(node: ast.AST) -> str:
-    """`a.b.c` -> c"""
+    """Return the last part of a dotted name: `a.b.c` -> c."""
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
 def assigned(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
-    """(target, value) of an assignment, a tuple's one by one."""
+    """Return the (target, value) pairs of an assignment; tuple assignments are split."""
     pairs = []
     for target in node.targets if isinstance(node, ast.Assign) else []:
         both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
@@ -36,13 +40,15 @@ def assigned(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
 
 
 def read_from(schema: type, room: str, path: Path) -> set[str]:
-    """Attributes that a file reads from what it calls an object of this dataclass: by annotation, `x = settings.room`, `.room.`."""
+    """Return the attributes that a file reads from objects of this dataclass. Such objects are
+    found by annotation, by assignment (`x = settings.room`) and by access (`.room.`).
+    """
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = {room}
     names |= {
         node.arg for node in nodes if isinstance(node, ast.arg) and node.annotation and schema.__name__ in ast.unparse(node.annotation)
     }
-    for _ in range(2):  # self._settings = settings, then keep = self._settings.room
+    for _ in range(2):  # two passes: self._settings = settings, then keep = self._settings.room
         for target, value in (pair for node in nodes for pair in assigned(node)):
             if last_name(value) in names:
                 names.add(last_name(target))
@@ -60,7 +66,9 @@ def test_no_key_is_dead(schema: type) -> None:
 
 
 def test_a_dead_key_with_a_common_name_is_seen() -> None:
-    """`name` and `steps` are read from other settings: that does not make them alive here."""
+    """Keys named `name` and `steps` are read from other settings, but that does not count as a read
+    from the dataclass under test.
+    """
 
     @dataclass
     class Planted(WandbSettings):

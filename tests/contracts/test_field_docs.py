@@ -1,4 +1,4 @@
-"""Every setting says what it means right below it, in a sentence that stands alone."""
+"""Every settings field is followed by a docstring that is a complete sentence."""
 
 from dataclasses import fields, is_dataclass
 
@@ -9,12 +9,14 @@ from megatron_rl.config import Settings
 
 
 def schemas(schema: type = Settings) -> list[type]:
-    """The settings dataclass and all that it holds."""
+    """Return the settings dataclass and all dataclasses nested in it."""
     return [schema, *(found for field in fields(schema) if is_dataclass(field.type) for found in schemas(field.type))]
 
 
 def stands_alone(doc: str) -> bool:
-    """Whether it tells something to one who sees nothing else, in a tooltip or in grep: it does not begin in mid-sentence."""
+    """Return True if the docstring makes sense out of context, as in a tooltip or a grep result: at
+    least four words, a capital letter first, a period last, no fragment.
+    """
     return len(doc.split()) >= 4 and doc[0].isupper() and not doc.startswith(("Of ", "And ")) and doc.endswith(".")
 
 

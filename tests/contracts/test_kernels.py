@@ -1,4 +1,6 @@
-"""What may be installed beside us: apex is in no file of ours, Transformer Engine is pinned alike everywhere and built by one script."""
+"""Optional kernel packages: no requirements file or script installs apex, and Transformer Engine
+has the same pin everywhere and is built by one script.
+"""
 
 import os
 import re
@@ -23,7 +25,9 @@ def pins(text: str) -> set[str]:
 
 
 def test_apex_is_never_installed_by_name() -> None:
-    """The package of that name on the public index is not NVIDIA's."""
+    """No file installs apex from the public index, where that name belongs to a project other than
+    NVIDIA's.
+    """
     files = [ROOT / "setup.py", ROOT / "pyproject.toml", *(ROOT / "requirements").glob("*.txt"), *(ROOT / "launch").rglob("*.sh")]
     files += [ROOT / "launch" / "slurm" / "Dockerfile", ROOT / ".ci" / "run"]
     named = re.compile(r"^[^#\n]*(?:^|[\s\"'\[,])(?:nvidia[-_])?apex\s*(?:[=<>~!;@\[\"',]|$)", re.MULTILINE | re.IGNORECASE)
@@ -49,7 +53,9 @@ def write_script(path: Path, body: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The script beside an installer with nothing to do and a Python that tells what it is asked; nvcc of CUDA 13 and g++ are there."""
+    """Create a checkout with install_te.sh, an installer that does nothing, a Python that prints
+    its arguments, nvcc of CUDA 13 and g++.
+    """
     for name in ("launch", "requirements", "bin", ".venv/bin"):
         (tmp_path / name).mkdir(parents=True)
     shutil.copy(ROOT / "launch" / "install_te.sh", tmp_path / "launch")
@@ -72,7 +78,9 @@ def install(checkout: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_build_is_asked_for_once(checkout: Path) -> None:
-    """Of pip, without a world of its own, held to gpu.txt; then Megatron is asked whether it takes it."""
+    """The first call builds with pip without build isolation, constrained by gpu.txt, and then
+    checks that Megatron can use Transformer Engine. The second call builds nothing.
+    """
     first, second = install(checkout), install(checkout)
     assert first.returncode == second.returncode == 0, first.stderr
     told, pip, check = [line for line in first.stdout.splitlines() if line.startswith(("asked", "install:"))]
@@ -99,7 +107,9 @@ def test_what_the_build_lacks_is_named(checkout: Path) -> None:
 
 
 def test_the_doctor_says_whose_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here torch's and ours; and that a package called apex is another project's."""
+    """The doctor reports which kernels run: here those of torch and megatron_rl. It warns if the
+    installed package called apex is another project.
+    """
     settings, report = settings_of("experiment=numberline_grpo_cpu", "model.path=here"), CheckReport()
     check_kernels(settings, report)
     ours = "layers: megatron_rl, norm: megatron_rl, optimizer: AdamW of torch, clipping: megatron, gradient accumulation: megatron"

@@ -1,6 +1,7 @@
-"""What policy and plan believe of megatron-core 0.16.1 where only a GPU would show it, read in its own source; test_vllm.py is its twin.
+"""Assumptions of policy/ and memory_plan/ about megatron-core 0.16.1 that only a GPU would
+exercise, checked in its source code. test_vllm.py does the same for vLLM.
 
-What a CPU runs as well is held by runs, of tests/policy and tests/distributed, and not here.
+Behavior that also runs on a CPU is tested by running it, in tests/policy and tests/distributed.
 """
 
 import ast
@@ -23,7 +24,7 @@ def source(path: str) -> str:
 
 
 def function(path: str, name: str) -> ast.FunctionDef:
-    """`name` or `Class.name` of a file of Megatron's."""
+    """Return the syntax tree of `name` or `Class.name` in a file of Megatron."""
     found: ast.AST = ast.parse(source(path))
     for part in name.split("."):
         (found,) = [node for node in found.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == part]
@@ -31,12 +32,16 @@ def function(path: str, name: str) -> ast.FunctionDef:
 
 
 def test_the_version_that_was_read() -> None:
-    """Another version: read what follows again."""
+    """The assumptions were checked for this version; after an upgrade, check all of this module
+    again.
+    """
     assert version("megatron-core") == "0.16.1"
 
 
 def test_one_queue_orders_gathers_and_products() -> None:
-    """cli/__init__.py: CUDA_DEVICE_MAX_CONNECTIONS=1, on which sequence parallelism leans in its backward pass."""
+    """cli/__init__.py: sequence parallelism relies on CUDA_DEVICE_MAX_CONNECTIONS=1 in its backward
+    pass.
+    """
     backward = function("tensor_parallel/layers.py", "LinearWithGradAccumulationAndAsyncCommunication.backward")
     in_order(calls(backward), "dist_all_gather_func", "grad_output.matmul", "handle.wait", "dist_reduce_scatter_func")
     text = source("tensor_parallel/layers.py").splitlines()[backward.lineno : backward.end_lineno]
@@ -44,7 +49,9 @@ def test_one_queue_orders_gathers_and_products() -> None:
 
 
 def test_gradients_leave_without_a_copy_and_their_memory_is_given_back() -> None:
-    """policy/offload.py: what the engine needs is free when it wakes, and no gradient is copied to the host."""
+    """policy/offload.py: gradient memory is free before the engine wakes up, and no gradient is
+    copied to the host.
+    """
     leaves = inspect.signature(DistributedDataParallel.offload_grad_buffers).parameters
     assert leaves["empty_cache"].default is leaves["synchronize"].default is True
     in_order(
@@ -58,7 +65,9 @@ def test_gradients_leave_without_a_copy_and_their_memory_is_given_back() -> None
 
 
 def test_packed_sequences_ask_the_device_where_plain_ones_do_not() -> None:
-    """policy/attention.py, PackedCoreAttention: why packed tokens are one sequence to Megatron's rotary embedding."""
+    """policy/attention.py, PackedCoreAttention: packed tokens are passed to Megatron's rotary
+    embedding as one sequence, because the packed variant synchronizes with the device.
+    """
     packed, plain = (function("models/common/embeddings/rope_utils.py", f"_apply_rotary_pos_emb_{how}") for how in ("thd", "bshd"))
     assert [name for name in calls(packed) if name.endswith((".tolist", ".item"))]
     assert not [name for name in calls(plain) if name.endswith((".tolist", ".item", ".cpu", ".nonzero"))]
@@ -68,14 +77,18 @@ def test_packed_sequences_ask_the_device_where_plain_ones_do_not() -> None:
 
 
 def test_positions_are_multiplied_on_the_device() -> None:
-    """policy/load_model.py: the model is built on the host and sent. These numbers, no buffer of a module, are made where they are used."""
+    """policy/load_model.py: the model is built on the host and moved to the device. The rotary
+    frequencies are not a buffer of a module and are created on the device.
+    """
     made = function("models/common/embeddings/rotary_pos_embedding.py", "MultimodalRotaryEmbedding.__init__")
     assert "device=torch.cuda.current_device()" in ast.unparse(made)
 
 
 def test_an_optimizer_on_the_host_takes_every_parameter_of_a_gpu() -> None:
-    """memory_plan/gpu_memory.py and memory_plan/host_memory.py: main weights stay on the GPU, pinned copies of all of them are stepped;
-    tests/policy puts stand-ins in the place of what is read here."""
+    """memory_plan/gpu_memory.py and memory_plan/host_memory.py: the main weights stay on the GPU,
+    and the optimizer steps pinned host copies of all of them. tests/policy replaces the code
+    checked here with stand-ins.
+    """
     parted = ast.unparse(function("optimizer/cpu_offloading/hybrid_optimizer.py", "HybridDeviceOptimizer._get_sub_optimizer_param_groups"))
     assert "offload_threshold = gpu_params_total_numel * offload_fraction" in parted
     assert "if offload_params_numel < offload_threshold and param.is_cuda" in parted
@@ -84,12 +97,16 @@ def test_an_optimizer_on_the_host_takes_every_parameter_of_a_gpu() -> None:
 
 
 def test_nobody_else_looks_for_numbers_that_are_none() -> None:
-    """policy/loss_metrics.py does, between the gradients' norm and the step: by itself Megatron applies what is not finite."""
+    """policy/loss_metrics.py checks for non-finite values between the gradient norm and the step,
+    because Megatron by default applies non-finite gradients.
+    """
     assert DistributedDataParallelConfig().check_for_nan_in_grad is False
 
 
 def test_groups_have_both_backends() -> None:
-    """distributed/world.py: of "cpu:gloo,cuda:nccl", which a group inherits that names none. Objects and pictures then travel by gloo."""
+    """distributed/world.py: a group created without a backend inherits "cpu:gloo,cuda:nccl", so
+    objects and images are sent with gloo.
+    """
     made = function("parallel_state.py", "create_group")
     defaults = dict(zip([argument.arg for argument in made.args.args], made.args.defaults, strict=True))
     assert ast.unparse(defaults["backend"]) == "None" and "'backend': backend" in ast.unparse(made)

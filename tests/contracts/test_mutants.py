@@ -1,4 +1,6 @@
-"""The table of planted mistakes is true to the code: each can still be planted, and its tests exist."""
+"""The table of mutants matches the code: each mutant can be applied, and the tests that it names
+exist.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Docstrings and comments follow the style guide where ruff cannot tell: their first word, and lines of at most 100 columns."""
+"""Style rules for docstrings and comments that ruff cannot check: their first word and a maximum of
+100 columns per line.
+"""
 
 import ast
 import io
@@ -16,7 +18,7 @@ FRAGMENT = re.compile(r"(What|Of|Who|Whose|Whether|Where|By)\b")
 
 
 def docstrings(source: str) -> Iterator[ast.Constant]:
-    """Yield the strings that stand alone: docstrings of modules, classes, functions and fields."""
+    """Yield all string statements: docstrings of modules, classes, functions and fields."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value

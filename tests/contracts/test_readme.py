@@ -1,4 +1,6 @@
-"""What the documents tell a reader to type: every command parses, every setting exists, every link leads somewhere."""
+"""Instructions in the documents are valid: every command parses, every setting exists, every link
+has a target.
+"""
 
 import re
 from dataclasses import fields, is_dataclass
@@ -24,7 +26,9 @@ HELP = {"launch/train.py --help": TRAIN_USAGE, "launch/doctor.py --help": DOCTOR
 
 
 def text_of(name: str) -> str:
-    """Of a document, of a script's docstring, or what a script's --help prints."""
+    """Return the text of a document, the module docstring of a script, or the output of a script's
+    --help.
+    """
     if name in HELP:
         return HELP[name]
     path = ROOT / name
@@ -95,7 +99,9 @@ def test_a_planted_mistake_is_noticed(line: str, said: str, pytestconfig: pytest
 
 
 def test_a_block_with_a_command_has_nothing_else() -> None:
-    """So that a misspelt program is not taken for prose."""
+    """A block with a command contains only commands, so a misspelled program name is an error and
+    not skipped as prose.
+    """
     text = "Run:\n\n    pyhton launch/train.py\n    # all\n    bash tests/run.sh\n\nor `bash launch/install.sh`.\n\n    box = pool.open()\n"
     assert extract_commands(text) == ["pyhton launch/train.py", "bash tests/run.sh", "bash launch/install.sh"]
     with pytest.raises(InvalidCommand, match="pyhton"):
@@ -103,7 +109,7 @@ def test_a_block_with_a_command_has_nothing_else() -> None:
 
 
 def keys(settings: object, prefix: str = "") -> set[str]:
-    """Dotted names of all settings and of their groups."""
+    """Return the dotted names of all settings and groups of settings."""
     found = set()
     for field in fields(settings):
         value = getattr(settings, field.name)
@@ -116,7 +122,7 @@ NAMED = re.compile(rf"(?<![\w./])((?:{'|'.join(GROUPS)})(?:\.[a-z_0-9]+)+)(?![\w
 
 
 def is_named_rightly(name: str) -> bool:
-    """A setting, or a file of this repository or of a run."""
+    """Return True if the name is a setting, or a file of this repository or of a run directory."""
     return (
         name.startswith("task.options.")
         or name in keys(Settings())
@@ -127,7 +133,7 @@ def is_named_rightly(name: str) -> bool:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_setting_that_is_named_exists(name: str) -> None:
-    """Wherever a name begins like a group of settings."""
+    """Every name that starts like a group of settings is an existing setting or file."""
     assert not [named for named in NAMED.findall(text_of(name)) if not is_named_rightly(named)]
 
 

@@ -1,4 +1,6 @@
-"""Every recipe for GPUs is built without them: each rank's parameters are its share of Hugging Face's model, and the plan fits the GPU."""
+"""Every GPU recipe is valid without a GPU: each rank's parameter count is its share of the Hugging
+Face model, and the memory plan fits the GPU.
+"""
 
 import math
 import re
@@ -20,13 +22,17 @@ from tests.support import fork_server
 
 RECIPES = [name for name in EXPERIMENTS if not name.endswith("_cpu")]
 WHOLE = ("norm.weight",)
-"""Tensors of the language model that every tensor-parallel rank holds whole; all others are cut."""
+"""Suffixes of language-model tensors that every tensor-parallel rank stores in full; all other
+language-model tensors are sharded.
+"""
 TOTALS = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": 8_292_166_656}
-"""Of the released checkpoints: a folder of these shapes has 7.51 and 16.58 GB in bfloat16."""
+"""Parameter counts of the released checkpoints, which are 7.51 and 16.58 GB in bfloat16."""
 
 
 def shares_of(settings: Settings) -> dict[int, int]:
-    """Parameters of a rank by stage, counted over Hugging Face's names."""
+    """Return the parameters per rank, keyed by pipeline stage, counted from the Hugging Face
+    shapes.
+    """
     parallel, model = settings.parallel, load_known_spec(settings.model.path)
     layers_a_stage = model.num_layers // parallel.pp
     counts = dict.fromkeys(range(parallel.pp), 0)
@@ -42,7 +48,9 @@ def shares_of(settings: Settings) -> dict[int, int]:
 
 
 def adapters_of(settings: Settings) -> int:
-    """Parameters of the adapters on one rank, by hand: rank * (inputs + outputs) of each projection, the cut side over tp."""
+    """Return the adapter parameters on one rank: rank * (inputs + outputs) of each projection, with
+    the sharded side divided by tp.
+    """
     model, tp = load_known_spec(settings.model.path), settings.parallel.tp
     hidden, inner, kv = model.hidden_size, model.ffn_size, model.num_kv_heads * model.hidden_size // model.num_heads
     column = 3 * hidden + (hidden + 2 * kv) // tp + 2 * (hidden + inner // tp)
@@ -60,7 +68,9 @@ def adapters_of(settings: Settings) -> int:
 
 
 def head_of(settings: Settings) -> int:
-    """Parameters of a value head on the policy's trunk, by hand: weights and biases of each of its layers."""
+    """Return the parameters of a value head on the policy's backbone: weights and biases of each of
+    its layers.
+    """
     if not has_critic(settings):
         return 0
     sizes = [load_known_spec(settings.model.path).hidden_size, *settings.critic.head_sizes, 1]
@@ -68,6 +78,7 @@ def head_of(settings: Settings) -> int:
 
 
 def test_the_recipes_that_must_run_here_are_there() -> None:
+    """The GPU recipes are exactly those of this list."""
     assert {
         "pyvision_image_7b_h200x8", "deepeyes_7b_h200x32", "codev_7b_h200x8", "codev_7b_l40s8", "vqa_3b_1gpu",
         "pyvision_image_7b_h200x16", "codev_7b_l40s32", "codev_7b_lora_l40s8",
@@ -78,7 +89,9 @@ def test_the_recipes_that_must_run_here_are_there() -> None:
 
 
 def check_seconds(case: StepTimeInputs) -> None:
-    """Every part of what is expected is a number, and a step is neither an instant nor an hour."""
+    """Every part of the step time estimate is a finite number, and a step takes between 5 s and
+    1200 s.
+    """
     found = estimate_step_seconds(case)
     values = [*found.rollout.values(), *found.update.values(), *found.sync.values()]
     assert all(math.isfinite(value) and value >= 0 for value in values)
@@ -120,6 +133,9 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_what_rounds_to_bfloat16_is_corrected_and_nothing_else_is(experiment: str) -> None:
+    """RL experiments with bfloat16 in the model or the engine use the token_tis correction, and all
+    others use none. bfloat16 RL experiments are exactly the GPU recipes.
+    """
     settings = settings_of(f"experiment={experiment}")
     rounds = settings.stage == "rl" and "bfloat16" in (settings.model.dtype, settings.engine.dtype)
     assert settings.algo.rollout_correction == ("token_tis" if rounds else "none")
@@ -127,13 +143,17 @@ def test_what_rounds_to_bfloat16_is_corrected_and_nothing_else_is(experiment: st
 
 
 SEED_TABLE = {"2B": (64, 128, 8), "7B": (64, 128, 16), "from 14B on": (128, 256, 32)}
-"""The Lewis game's README by size: rank and alpha of its LoRA, and the prompts that each of two GPUs accumulates."""
+"""Table in the Lewis game's README, by model size: rank and alpha of the LoRA adapters, and the
+prompts that each of two GPUs accumulates.
+"""
 
 
 @pytest.mark.parametrize("size", SEED_TABLE)
 @pytest.mark.parametrize("who", ["speaker", "listener"])
 def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> None:
-    """The words of the recipe's head, composed: sizes fit each other for every model that has one; those up to 7B fit the GPUs, too."""
+    """The overrides in the recipe's header comment compose to the values of the README's table. All
+    sizes pass the size checks, and sizes up to 7B fit the GPUs.
+    """
     head = (ROOT / "configs" / "experiment" / "lewis_listener_7b_h100x4.yaml").read_text()
     (line,) = re.findall(rf"^#   {size}: (.+?)(?: \(.+\))?$", head, re.MULTILINE)
     words = line.replace("FOLDER", "Qwen/Qwen3-VL-32B-Instruct").split()
@@ -148,7 +168,9 @@ def test_the_lewis_games_table_as_the_recipe_tells_it(who: str, size: str) -> No
 
 
 def test_lewis_recipes_keep_every_prediction_and_draw_the_speakers_games() -> None:
-    """Below run.dir, wherever that is."""
+    """The prediction log and the speaker's game sheets are written below run.dir, even if run.dir
+    is changed.
+    """
     for who in ("speaker_7b_h100x4", "listener_7b_h100x4", "listener_cpu", "cpu"):
         given = settings_of(f"experiment=lewis_{who}", "run.dir=elsewhere").task.options
         assert given.log == "elsewhere/predictions.jsonl"
@@ -156,20 +178,26 @@ def test_lewis_recipes_keep_every_prediction_and_draw_the_speakers_games() -> No
 
 
 def test_the_documented_rounds_are_those_that_were_measured() -> None:
-    """What docs/lewis.md says to build is what benchmarks/lewis.py builds, and its objects are the warm start's demonstrations."""
+    """The commands in docs/lewis.md use the same number of queries as benchmarks/lewis.py, and the
+    number of warm-start demonstrations is 309 objects times the first of these numbers.
+    """
     told = re.findall(r"make_lewis.py .*--distractors random --queries (\d+)", (ROOT / "docs" / "lewis.md").read_text())
     assert told == re.findall(r'make\("make_lewis", .*"--queries", "(\d+)"', (ROOT / "benchmarks" / "lewis.py").read_text()) == ["6", "1"]
     assert settings_of("experiment=lewis_speaker_sft_cpu").sft.num_demonstrations == 309 * int(told[0])
 
 
 SLOWEST = 50
-"""Tokens a second of one of an engine's 64 to 128 running sequences: estimated 50 to 70 for 7B on an H200."""
+"""Lower bound on tokens per second for one of the 64 to 128 running sequences of an engine:
+estimates are 50 to 70 for 7B on an H200.
+"""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_an_episode_that_rambles_ends_long_before_others_stop_waiting(recipe: str) -> None:
-    """All ranks wait for the last episode of a step. Where one may sample for longer than five minutes its time is limited, to no less than
-    twice what its tokens take, and to a fraction of what ranks wait for each other."""
+    """All ranks wait for the last episode of a step. A recipe sets a time limit exactly if an
+    episode can sample for longer than five minutes. The limit is at least twice the time that its
+    tokens take, and at most a quarter of parallel.straggler_timeout_s.
+    """
     settings = settings_of(f"experiment={recipe}")
     task, most = settings.task, settings.engine.max_model_len
     longest = min(task.max_turns * task.max_new_tokens, most) / SLOWEST
@@ -179,7 +207,9 @@ def test_an_episode_that_rambles_ends_long_before_others_stop_waiting(recipe: st
 
 @pytest.mark.parametrize(("tp", "pp", "vpp"), [(1, 4, 1), (2, 2, 7), (4, 2, 1), (4, 7, 2)])
 def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
-    """Ranks together hold the model once, but for the whole tensors, which each tensor-parallel rank holds."""
+    """All ranks together hold the model once, except that every tensor-parallel rank holds the
+    unsharded tensors. Each rank's count equals the count from the Hugging Face shapes.
+    """
     layout = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.sequence_parallel={tp > 1}"]
     settings = settings_of("experiment=codev_7b_h200x8", *layout)
     model = load_known_spec(settings.model.path)
@@ -200,7 +230,9 @@ def test_every_share_of_other_layouts(tp: int, pp: int, vpp: int) -> None:
     ],
 )  # fmt: skip
 def test_every_share_of_other_families(name: str, tp: int, pp: int, vpp: int) -> None:
-    """By hand from Hugging Face's names; the last stage has a copy of tied embeddings."""
+    """Each rank's count equals the count from the Hugging Face shapes; the last stage has a copy of
+    tied embeddings.
+    """
     layout = [f"parallel.tp={tp}", f"parallel.pp={pp}", f"parallel.vpp={vpp}", f"parallel.sequence_parallel={tp > 1}"]
     settings = settings_of("experiment=codev_7b_h200x8", f"model.path=Qwen/{name}-Instruct", *layout)
     model, expected = load_known_spec(settings.model.path), shares_of(settings)

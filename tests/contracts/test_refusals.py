@@ -1,4 +1,6 @@
-"""Settings that do not fit the model, the machine or the number of processes are refused before any process talks to another."""
+"""Settings that do not fit the model, the machine or the number of processes are refused before the
+processes communicate.
+"""
 
 import json
 import re
@@ -49,6 +51,9 @@ def test_a_misfit_is_told_with_its_key_and_what_to_do(override: str, random_mode
     ],
 )
 def test_every_size_that_is_cut_is_looked_at(sizes: dict, override: str, remedy: str, random_model: Path) -> None:
+    """Tensor parallelism is refused if it does not divide a size that is sharded: the size of the
+    MLP or the number of attention heads in the vision tower.
+    """
     model = replace(read_spec(random_model), **sizes)
     settings = settings_of(f"model.path={random_model}", "run.dir=there", override)
     if not remedy:
@@ -59,6 +64,9 @@ def test_every_size_that_is_cut_is_looked_at(sizes: dict, override: str, remedy:
 
 
 def test_tokens_without_a_row_are_refused_before_anything_is_built(random_model: Path, tmp_path: Path) -> None:
+    """A tokenizer with ids beyond config.json's vocab_size is refused; the error states the rows of
+    the embedding tensors.
+    """
     folder = tmp_path / "model"
     shutil.copytree(random_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -77,7 +85,9 @@ def test_a_frozen_part_beside_adapters(random_model: Path) -> None:
 
 
 def test_more_staleness_than_engines_hold(random_model: Path) -> None:
-    """Rounds of 24 prompts of 8 episodes: two of them are 384 episodes, three are 576. Two engines of tp 2 hold 2 * 192."""
+    """Batches of 24 prompts with 8 episodes each: two batches are 384 episodes and three are 576.
+    Two engines with tp=2 hold 2 * 192 episodes.
+    """
     given = (f"model.path={random_model}", "run.dir=there", "experiment=numberline_grpo_cpu", "engine.tp=2", "engine.max_num_seqs=192")
     check_settings(settings_of(*given, "run.max_staleness=1"), 4)
     check_settings(settings_of(*given, "run.max_staleness=2", "stage=sft"), 4)
@@ -95,7 +105,9 @@ REMOTE = ("engine.mode=server", "engine.urls=[http://a:1,http://b:1]")
 
 
 def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> None:
-    """And hold what they hold, however many trainers there are."""
+    """The capacity check uses the number of servers and does not depend on the number of trainer
+    processes.
+    """
     given = (f"model.path={random_model}", "run.dir=there", "experiment=numberline_grpo_cpu", "engine.max_num_seqs=192", *REMOTE)
     check_settings(settings_of(*given, "engine.tp=2"), 3)
     check_settings(settings_of(*given, "run.max_staleness=1"), 1)

@@ -1,4 +1,5 @@
-"""URL paths of vLLM's server are known in rollout/vllm/ alone; other modules use rollout/server_backend.py.
+"""Only rollout/vllm/ contains URL paths of vLLM's server; other modules use
+rollout/server_backend.py.
 
 tests/remote/test_vllm_server_contract.py tests the protocol with real servers.
 """
@@ -27,7 +28,9 @@ def test_vllms_server_has_the_protocols_members() -> None:
 
 
 def test_no_url_path_is_known_outside_of_it() -> None:
-    """No string in a module directly in rollout/ begins like a path, except /weights of the services that a run publishes to."""
+    """No string in a module directly in rollout/ starts like a URL path, except /weights of the
+    services that a run publishes to.
+    """
     modules = sorted((ROOT / "megatron_rl" / "rollout").glob("*.py"))
     strings = {
         f"{path.name}:{node.lineno}: {node.value}" for path in modules for node in ast.walk(ast.parse(path.read_text()))

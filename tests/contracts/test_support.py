@@ -1,4 +1,4 @@
-"""tests/support/README.md lists every helper once, and nothing else."""
+"""tests/support/README.md lists every helper exactly once and nothing else."""
 
 import re
 

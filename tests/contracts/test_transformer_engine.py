@@ -1,7 +1,9 @@
-"""Transformer Engine's layers: one table of names and shapes, held against Megatron's spec and our own names, and against its own source.
+"""Transformer Engine's layers: a table of names and shapes is compared with Megatron's spec, with
+the names in megatron_rl and with Transformer Engine's source.
 
-It was never here: Megatron builds the layers on a stand-in of the same names (tests/support/fake_transformer_engine.py), which the last
-tests compare with the real one's source where it is installed. tests/gpu/test_kernels_on_gpu.py runs the real one.
+Transformer Engine is not installed on the CPU machine. Megatron builds the layers on a fake with
+the same names (tests/support/fake_transformer_engine.py). The last tests compare the fake with the
+real source if it is installed. tests/gpu/test_kernels_on_gpu.py runs the real layers.
 """
 
 import ast
@@ -28,8 +30,12 @@ HERE = find_spec("transformer_engine")
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A module of ours, its class in Megatron with the line of 0.16.1 where it begins, and the class behind it in Transformer Engine
-    2.20.2 with its file there (no line: the source was not at hand). `shapes` has its parameters on one rank, in our words."""
+    """A module of the model, its Megatron class with the line of megatron-core 0.16.1 on which it
+    starts, and its class and file in Transformer Engine 2.20.2 (without a line, because the source
+    was not available).
+
+    `shapes` maps each parameter on one rank to names of its dimensions.
+    """
 
     place: str
     megatron: str
@@ -51,7 +57,9 @@ TABLE = (
     Layer("decoder.layers.0.mlp.linear_fc2", "TERowParallelLinear", 1040, "Linear", PLAIN, {"weight": ("hidden", "ffn")}),
     Layer("decoder.final_layernorm", "RMSNorm", 457, "RMSNorm", "pytorch/module/rmsnorm.py", {"weight": ("hidden",)}),
 )  # fmt: skip
-"""RMSNorm is made by TENorm.__new__, at that line. Where a norm is fused there is no module of its own: Megatron leaves an identity."""
+"""TENorm.__new__ creates RMSNorm, at that line. A fused norm has no module of its own: Megatron
+creates an identity instead.
+"""
 
 
 def sizes_of(model: ModelSpec) -> dict[str, int]:
@@ -77,7 +85,7 @@ def built(random_model: Path) -> dict:
 
 
 def test_megatron_builds_the_table(built: dict, random_model: Path) -> None:
-    """Every parameter and module of its spec, and none beside them."""
+    """Megatron's spec creates exactly the parameters and modules of the table."""
     sizes = sizes_of(read_spec(random_model))
     parameters = {
         f"{layer.place}.{name}": [sizes[size] for size in shape] for layer in TABLE for name, shape in layer.shapes.items()
@@ -91,18 +99,23 @@ def test_megatron_builds_the_table(built: dict, random_model: Path) -> None:
 
 
 def test_our_names_are_those_of_the_table(random_model: Path) -> None:
-    """What weights are imported, exported and stored by (models/name_mapping.py, Row.fused_norm)."""
+    """The names that weights are imported, exported and stored under (models/name_mapping.py,
+    Row.fused_norm) equal those of the table.
+    """
     heads = read_spec(random_model).heads
     names = {(row.fused_norm or row.mcore_name).removeprefix("language.") for row in qwen2_layer_mappings(0, heads)}
     assert names == {f"{layer.place}.{name}" for layer in TABLE for name in layer.shapes if ".layers." in layer.place}
 
 
 def test_a_policy_on_its_layers_is_ours(built: dict) -> None:
-    """Logits, gradients by Hugging Face's names, and exported weights: packed sequences keep apart, norms are fused, nothing is lost."""
+    """Logits, gradients (by Hugging Face name) and exported weights equal those of the project's
+    own layers, to 1e-5 for logits and gradients. This covers packed sequences and fused norms.
+    """
     assert built["logits"] <= 1e-5 and built["gradients"] <= 1e-5 and built["same_names"] and built["same_export"]
 
 
 def test_the_lines_are_those_of_the_installed_megatron() -> None:
+    """The table's line numbers and class names match the source of the installed Megatron."""
     lines = EXTENSION.read_text().splitlines()
     for layer in TABLE:
         wanted = f"class {layer.megatron}(" if layer.megatron.startswith("TE") else f"instance = te.pytorch.{layer.megatron}("
@@ -111,6 +124,9 @@ def test_the_lines_are_those_of_the_installed_megatron() -> None:
 
 
 def test_where_it_works_its_layers_run_and_adapters_take_ours(built: dict) -> None:
+    """On a Hopper GPU, Transformer Engine's layers run without adapters, and the project's own
+    layers run with adapters.
+    """
     found = built["hopper"]
     assert (found["trouble"], found["uses"]) == ("", [True, False])
     assert found["kernels"]["layers"].startswith("transformer_engine") and found["kernels"]["norm"] == "transformer_engine"
@@ -118,7 +134,7 @@ def test_where_it_works_its_layers_run_and_adapters_take_ours(built: dict) -> No
 
 
 def test_a_gpu_without_packed_attention_takes_our_layers_and_says_so(built: dict) -> None:
-    """Ada, as the L40S is."""
+    """The GPU is of the Ada generation (compute capability 8.9), like the L40S."""
     found = built["ada"]
     assert found["uses"] == [False, False] and found["kernels"]["layers"] == "megatron_rl"
     lacks = "has no attention for packed sequences on compute capability 8.9 without flash-attn, using this project's own layers"
@@ -126,14 +142,18 @@ def test_a_gpu_without_packed_attention_takes_our_layers_and_says_so(built: dict
 
 
 def plant(folder: Path, text: str) -> str:
-    """A package of that name; the path to find it by."""
+    """Create a package named transformer_engine with this source; return the PYTHONPATH to import
+    it.
+    """
     (folder / "transformer_engine").mkdir()
     (folder / "transformer_engine" / "__init__.py").write_text(text)
     return f"{ROOT}:{folder}"
 
 
 def test_one_that_lacks_a_package_is_not_done_without_in_silence(tmp_path: Path) -> None:
-    """Megatron takes it for none."""
+    """If a dependency of Transformer Engine is missing, Megatron silently treats it as not
+    installed; the report names the reason.
+    """
     found = layers(PYTHONPATH=plant(tmp_path, "import no_such_dependency\n"))["hopper"]
     assert found["uses"] == [False, False]
     reason = r"\(No module named 'no_such_dependency'\)"
@@ -145,7 +165,9 @@ def test_one_that_lacks_a_package_is_not_done_without_in_silence(tmp_path: Path)
 
 @pytest.mark.parametrize("case", ["no fp8 module", "does not load"])
 def test_one_beside_which_megatron_does_not_load_ends_a_run_in_one_line(case: str, tmp_path: Path) -> None:
-    """One without its deprecated fp8 module, and one whose library is for another CUDA."""
+    """Two installations break Megatron's import: one without the deprecated fp8 module, and one
+    whose library was built for another CUDA version.
+    """
     without = (
         "from tests.support import fake_transformer_engine; fake_transformer_engine.install_fake(has_fp8=False)\n"
         if case == "no fp8 module"
@@ -161,14 +183,16 @@ def test_one_beside_which_megatron_does_not_load_ends_a_run_in_one_line(case: st
 
 
 def lacks(tree: ast.Module, stand_in: type) -> list[str]:
-    """What of a stand-in's keywords and parameters the source of the real class lacks."""
+    """Return the fake class's keywords and parameters that the source of the real class does not
+    have.
+    """
     (real,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == stand_in.__name__] or [None]
     if real is None:
         return ["the class"]
     missing = []
     for name in ("__init__", "forward"):
         (function,) = [node for node in real.body if isinstance(node, ast.FunctionDef) and node.name == name] or [None]
-        if function is None or function.args.kwarg is not None:  # inherited, or whatever it is given
+        if function is None or function.args.kwarg is not None:  # inherited, or it accepts any keyword
             continue
         taken = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
         wanted = inspect.signature(getattr(stand_in, name)).parameters
@@ -179,7 +203,9 @@ def lacks(tree: ast.Module, stand_in: type) -> list[str]:
 
 
 def test_a_source_that_differs_is_noticed() -> None:
-    """Of the comparison itself: a class that takes and holds everything, one that has lost a keyword, one without its norm's weight."""
+    """The comparison detects a class that lacks a keyword, a class without its norm weight and a
+    missing class; it accepts a class that has all of them.
+    """
     keywords = ", ".join([*inspect.signature(fake_transformer_engine.LayerNormLinear.__init__).parameters][:-1])
     source = f"class LayerNormLinear:\n def __init__({keywords}): self.register_parameter('layer_norm_weight', 0)\n"
     source += " def forward(self, inp, is_first_microbatch): ...\n"
@@ -192,6 +218,6 @@ def test_a_source_that_differs_is_noticed() -> None:
 @pytest.mark.skipif(HERE is None, reason="no Transformer Engine, nor its source: its own names were NOT compared")
 @pytest.mark.parametrize("layer", {layer.te: layer for layer in TABLE}.values(), ids=lambda layer: layer.te)
 def test_the_stand_in_is_the_real_ones_source(layer: Layer) -> None:
-    """Read, not imported: it needs no GPU."""
+    """The source is parsed, not imported, so no GPU is needed."""
     file = Path(HERE.submodule_search_locations[0]) / layer.file
     assert lacks(ast.parse(file.read_text()), getattr(fake_transformer_engine, layer.te)) == []

@@ -1,6 +1,7 @@
-"""Every place where something is unpickled, ours and the libraries': where files of others come by, they are read by a table.
+"""All places that unpickle data, in this project and in the libraries it uses. Files from others
+are read by a table-driven unpickler.
 
-A new one is a failure here until it stands in a list below, with what guards it.
+A new place fails these tests until it is added to a list below together with what protects it.
 """
 
 import ast
@@ -15,14 +16,14 @@ from megatron_rl.io.bounded_files import _PlainLoader, _TextLoader
 from tests.conftest import ROOT
 
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
-"""Modules of which every function that reads is one."""
+"""Modules whose reading functions all unpickle."""
 READING = {"load", "loads", "Unpickler", "_Unpickler", "open", "read_pickle"}
 OURS = {
     "megatron_rl/rollout/colocated.py: pickle.loads": "bytes that a rank of this run sent, over the run's own process groups",
     "megatron_rl/distributed/world.py: pickle.loads": "the same, as torch's all_gather_object reads it",
     "megatron_rl/weights/formats/safe_unpickler.py: pickle._Unpickler": "the table's own unpickler: it calls nothing that the file names",
 }
-"""Of this project, with what is read there."""
+"""Unpickling in this project, with the source of the data."""
 SITE = Path(torch.__file__).parents[1]
 LIBRARIES = {
     "torch/distributed/checkpoint": {
@@ -37,11 +38,15 @@ LIBRARIES = {
         "strategies/common.py: torch.load": "load_common: _NothingInCommon takes its place; load_sharded_objects: only of other backends",
     },
 }
-"""What dist_checkpointing.load can come by (torch 2.13, megatron-core 0.16.1), with what keeps it from files of others."""
+"""Unpickling that dist_checkpointing.load can reach (torch 2.13, megatron-core 0.16.1), with what
+keeps it from files of others.
+"""
 
 
 def names_in(tree: ast.AST) -> Iterator[str]:
-    """`module.function` of every use of a function that unpickles: pickle's, torch.load, numpy.load, yaml's loaders that build objects."""
+    """Yield `module.function` for every use of a function that unpickles: pickle's, torch.load,
+    numpy.load, and YAML loaders that build objects.
+    """
     aliases = {alias.asname or alias.name: alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module in PICKLES | {"torch", "numpy"}:
@@ -65,7 +70,7 @@ YAML_OF_OURS = {
     "megatron_rl/evaluation/results_directory.py", "megatron_rl/models/model_folder.py", "megatron_rl/entrypoints/rescore.py",
     "megatron_rl/rewards/judge_prompt.py", "megatron_rl/run/directory.py",
 }  # fmt: skip
-"""Who reads YAML that lies in the package, or that it has just made."""
+"""Modules that read YAML files of the package or files that they have just written."""
 
 
 def found_in(folder: Path, root: Path) -> set[str]:
@@ -87,13 +92,17 @@ def test_what_is_harmless_is_not() -> None:
 
 
 def test_ours_are_those_of_the_list() -> None:
-    """Of yaml.load, with a Loader that is a SafeLoader: test_yaml_builds_no_objects."""
+    """This test excludes yaml.load, which always has a Loader that derives from SafeLoader: see
+    test_yaml_builds_no_objects.
+    """
     found = set().union(*(found_in(ROOT / room, ROOT) for room in ("megatron_rl", "tools", "launch", "sandbox")))
     assert {name for name in found if not name.endswith(": yaml.load")} == OURS.keys()
 
 
 def test_yaml_builds_no_objects() -> None:
-    """And one reader has the files of others (io/bounded_files.py): yaml.safe_load, which takes aliases, reads what this program wrote."""
+    """Only io/bounded_files.py reads YAML files of others. yaml.safe_load, which expands aliases,
+    reads only files that this program wrote.
+    """
     assert issubclass(_PlainLoader, yaml.SafeLoader) and issubclass(_TextLoader, yaml.BaseLoader)
     callers: dict[str, set[str]] = {"yaml.load": set(), "yaml.safe_load": set()}
     for room in ("megatron_rl", "tools", "launch", "sandbox"):
@@ -108,12 +117,17 @@ def test_yaml_builds_no_objects() -> None:
 
 @pytest.mark.parametrize("room", LIBRARIES)
 def test_the_libraries_are_those_of_the_list(room: str) -> None:
-    """A new version of torch or Megatron that unpickles elsewhere is looked at before it is used."""
+    """A new version of torch or Megatron that unpickles in other places must be reviewed before it
+    is used.
+    """
     assert found_in(SITE / room, SITE / room) == LIBRARIES[room].keys()
 
 
 def test_remote_code_is_never_trusted() -> None:
-    """A model folder may name Python files beside it: transformers asks at a terminal whether to run them, unless it is told not to."""
+    """Every AutoX.from_pretrained call passes trust_remote_code=False. A model folder may name
+    Python files to run; without that argument, transformers asks in the terminal whether to run
+    them.
+    """
     loads = []
     for path in (ROOT / "megatron_rl").rglob("*.py"):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):

@@ -1,4 +1,6 @@
-"""Training states over layouts: written by one world, read by another, compared tensor by tensor and by the next update."""
+"""Training checkpoints across parallel layouts: written with one layout, loaded with another, and
+compared tensor by tensor and by the next update.
+"""
 
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.malicious_checkpoints import EXPLOITS, RUN_BY_TORCH
 
 SCRIPT = SUPPORT / "checkpoint_world.py"
-READ = {  # by a world of two at each of its four layouts, and by one process: a covering choice
+READ = {  # layouts that load each checkpoint: one process for "one", else two processes; a selection that covers every layout
     "one": ("tp2", "dp2"),
     "tp2": ("tp2", "pp2"),
     "pp2": ("pp2", "vpp2", "one"),
@@ -27,12 +29,17 @@ READ = {  # by a world of two at each of its four layouts, and by one process: a
 }
 PAIRS = [(name, layout) for name, layouts in READ.items() for layout in layouts]
 ROUGH = [("tp2_bf16", "tp2"), ("tp2_bf16", "pp2"), ("tp2_lora", "pp2"), *(("dp2_values", layout) for layout in READ["dp2_values"])]
-"""Their next update is rounded to bfloat16, or drops out anew."""
+"""Pairs whose next update is not exactly comparable, because it is rounded to bfloat16 or uses a
+new dropout mask.
+"""
 
 
 @pytest.fixture(scope="module")
 def out(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> Path:  # noqa: ANN001
-    """Folder NAME and NAME.pt of what was written, NAME_at_LAYOUT likewise of what was made of it."""
+    """Write and load all checkpoints. Return a folder in which NAME and NAME.pt are a checkpoint
+    and its results, and NAME_at_LAYOUT and NAME_at_LAYOUT.pt those after loading it with that
+    layout.
+    """
     out = tmp_path_factory.mktemp("checkpoints")
     reads = {pair: f"read:{pair[0]}:{pair[1]}" for pair in PAIRS}
     writes = [f"write:{name}" for name in VARIANTS if name != "one"]
@@ -48,7 +55,9 @@ def result(out: Path, name: str) -> dict:
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_what_is_loaded_is_what_was_saved(name: str, layout: str, out: Path) -> None:
-    """Written again at the layout that loaded it, every tensor has equal bits: weights, main weights, both moments."""
+    """A checkpoint that is loaded and written again has equal bits in every tensor: weights, main
+    weights, and both moments of the optimizer.
+    """
     again = result(out, f"{name}_at_{layout}")
     assert not again["different"]
     trained = [key for key in again["keys"] if key.startswith("optimizer.state.exp_avg_sq.")]
@@ -61,7 +70,10 @@ def test_what_is_loaded_is_what_was_saved(name: str, layout: str, out: Path) -> 
 
 @pytest.mark.parametrize(("name", "layout"), [pair for pair in PAIRS if pair not in ROUGH])
 def test_the_next_update_is_that_of_the_unbroken_run(name: str, layout: str, out: Path) -> None:
-    """1e-5 relative L2 of every tensor's change; the learning rate, which warms up, exactly."""
+    """After loading, each tensor's change in the next update equals that of the uninterrupted run
+    within a relative L2 distance of 1e-5. The learning rate, which is in its warmup, is exactly
+    equal.
+    """
     unbroken, resumed = result(out, name), result(out, f"{name}_at_{layout}")
     assert resumed["lr"] == unbroken["lr"] == pytest.approx(0.1 * 3 / 5)
     assert resumed["loss"] == pytest.approx(unbroken["loss"], rel=1e-5)
@@ -71,13 +83,19 @@ def test_the_next_update_is_that_of_the_unbroken_run(name: str, layout: str, out
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "one"])
 def test_at_the_layout_that_wrote_it_nothing_differs(name: str, out: Path) -> None:
-    """Bitwise, although the unbroken run's weights were changed before its checkpoint was on disk; and dropout would go on as it was."""
+    """With the layout that wrote the checkpoint, the next update is bitwise equal to that of the
+    uninterrupted run, and the dropout random state continues. The uninterrupted run changed its
+    weights before its checkpoint was on disk.
+    """
     unbroken, resumed = result(out, name), result(out, f"{name}_at_{VARIANTS[name].layout}")
     assert all(torch.equal(change, resumed["change"][key]) for key, change in unbroken["change"].items())
     assert (resumed["loss"], resumed["grad_norm"], resumed["noise"]) == (unbroken["loss"], unbroken["grad_norm"], unbroken["noise"])
 
 
 def test_another_layout_draws_anew(out: Path) -> None:
+    """With another layout, dropout draws new random numbers, which differ between
+    pipeline stages.
+    """
     unbroken, resumed = result(out, "tp2"), result(out, "tp2_at_pp2")
     assert not set(unbroken["noise"]) & set(resumed["noise"])
     assert len(set(resumed["noise"])) == 8, "the stages of a pipeline differ"
@@ -85,14 +103,18 @@ def test_another_layout_draws_anew(out: Path) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_is_what_megatron_gathers(name: str, out: Path) -> None:
-    """Every part of every tensor has the bits that Megatron's own gather (fully_reshardable) brings to a first rank."""
+    """Every part of every tensor has the bits that Megatron's own gather (fully_reshardable)
+    collects on the first rank.
+    """
     written = result(out, name)
     assert not any(written["unlike"]) and written["gathered"][0] > 30
 
 
 @pytest.mark.parametrize("name", ["dp2", "dp2_lora", "dp2_values"])
 def test_a_rank_writes_its_share(name: str, out: Path) -> None:
-    """Of the optimizer what it steps, to the byte; of the weights, which both ranks hold, half of them but for one tensor's size."""
+    """A rank writes the optimizer state that it steps, to the byte. Of the weights, which both
+    ranks hold, each writes half, up to the size of one tensor.
+    """
     written = [{"optimizer": 0, "weights": 0} for _ in range(2)]
     largest = 0
     for (file, _), (key, size) in stored_sizes(out / name).items():
@@ -107,9 +129,11 @@ def test_a_rank_writes_its_share(name: str, out: Path) -> None:
 
 @pytest.mark.parametrize(("name", "layout"), PAIRS)
 def test_a_rank_reads_its_share(name: str, layout: str, out: Path) -> None:
-    """Of the optimizer what it steps, to the byte, at the layout that wrote it. At another one a part that was written is read as a whole,
-    up to three times (a box is of a tensor's rows, or of one row), where a rank's stretch begins and where it ends; and by both
-    tensor-parallel ranks, if it was not cut for them."""
+    """With the layout that wrote the checkpoint, a rank reads the optimizer state that it steps, to
+    the byte. With another layout, a stored part is read completely where a rank's range starts and
+    where it ends, up to three times (a box covers rows of a tensor or part of one row). If the part
+    was not split for tensor parallelism, both tensor-parallel ranks read it.
+    """
     again = result(out, f"{name}_at_{layout}")
     parts = [size for key, size in stored_sizes(out / name).values() if key.startswith("optimizer.")]
     is_alike, is_cut_anew = layout == VARIANTS[name].layout, layout == "tp2" != VARIANTS[name].layout
@@ -120,7 +144,9 @@ def test_a_rank_reads_its_share(name: str, layout: str, out: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_tensors_are_those_of_the_table(layout: str, out: Path, random_model: Path) -> None:
-    """The converters' reader, which knows nothing of process groups, finds every row whole under its key, tied embeddings once."""
+    """The converters' reader, which does not use process groups, finds every row of the table
+    complete under its key, and tied embeddings once.
+    """
     written, weights = McoreTensors(out / layout), result(out, layout)["weights"]
     rows = [row for row in read_spec(random_model).param_mappings() if row.is_exported]
     assert written.specs.keys() == {row.checkpoint_key for row in rows}
@@ -132,7 +158,9 @@ def test_tensors_are_those_of_the_table(layout: str, out: Path, random_model: Pa
 
 @pytest.fixture(scope="module")
 def odd(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) -> tuple[Path, Path]:  # noqa: ANN001
-    """The model with a vocabulary that two does not divide, and what was written of it at two layouts and read at others."""
+    """Return the model with a vocabulary of odd size, and the folder of checkpoints that were
+    written with two layouts and loaded with others.
+    """
     out = tmp_path_factory.mktemp("odd")
     model, script = add_tokens(random_model, out / "model"), (SCRIPT, out / "model", out)
     torchrun(2, *script, "write:tp2", "read:tp2:tp2", "read:tp2:pp2", "write:pp2", "read:pp2:tp2")
@@ -141,7 +169,9 @@ def odd(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun) 
 
 @pytest.mark.parametrize(("name", "layout"), [("tp2", "tp2"), ("tp2", "pp2"), ("pp2", "tp2")])
 def test_padding_of_the_vocabulary_is_not_written(name: str, layout: str, odd: tuple[Path, Path]) -> None:
-    """Main weights and moments neither: files are those of a layout without padding, and go on at every layout."""
+    """Vocabulary padding is written neither for weights nor for main weights and moments. The files
+    equal those of a layout without padding, and training resumes from them with every layout.
+    """
     model, out = odd
     stored, again, unbroken = McoreTensors(out / name, with_optimizer=True), result(out, f"{name}_at_{layout}"), result(out, name)
     tables = [key for key in stored.specs if key.endswith(("word_embeddings.weight", "output_layer.weight"))]
@@ -156,11 +186,15 @@ def test_padding_of_the_vocabulary_is_not_written(name: str, layout: str, odd: t
 
 
 def test_a_full_disk_of_one_rank_is_told_by_all(out: Path) -> None:
+    """If one rank's disk is full, every rank raises its error, and no complete
+    checkpoint is left.
+    """
     assert result(out, "tp2_full")["errors"] == ["rank 1: [Errno 27] File too large"] * 2
     assert not (out / "tp2_full" / ".metadata").exists()
 
 
 def test_half_a_file_is_one_line_that_names_the_folder(out: Path) -> None:
+    """A truncated checkpoint file gives a one-line error that names the folder and the file."""
     error = result(out, "one_damaged")["error"]
     assert (
         error.startswith(f"run.dir={out / 'one_damaged'}: ")
@@ -172,7 +206,9 @@ def test_half_a_file_is_one_line_that_names_the_folder(out: Path) -> None:
 
 @pytest.mark.parametrize("where", EXPLOITS)
 def test_nothing_that_a_checkpoint_holds_is_run(where: str, out: Path) -> None:
-    """One line instead. Read by Megatron and torch alone, three of them run: the poison is one."""
+    """Unpickling exploits in a checkpoint are refused with a one-line error and never run. Read
+    with Megatron and torch alone, three of them run, so the exploits are real.
+    """
     told = result(out, "one_poisoned")[where]
     assert told["said"].startswith((f"run.dir={out}", str(out))) and "\n" not in told["said"] and len(told["said"]) < 600
     assert not told["ran"]

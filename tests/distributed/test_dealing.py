@@ -1,4 +1,6 @@
-"""Two processes whose engines share the groups that neither could hold from the beginning: 3 of 10 for each, and 4 for who has room."""
+"""Two ranks with one engine each share 10 groups: each engine starts with 3, and the remaining 4 go
+to the engine that has capacity first.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +16,7 @@ from tests.support.scripted_rollout_manager import EPISODE, EXAMPLES, make_rollo
 
 @pytest.fixture(scope="module")
 def alone(random_model: Path) -> str:
-    """What one engine makes of all groups."""
+    """Return the rollouts that a single engine generates for all groups, as text."""
     return repr(
         strip_timings(
             make_rollout_manager(Renderer(ModelSettings(path=str(random_model)))).run_examples(EXAMPLES, num_samples=2, settings=EPISODE)
@@ -29,7 +31,9 @@ def played(random_model: Path, tmp_path: Path, case: str) -> list[dict]:
 
 
 def test_the_faster_rank_plays_more(random_model: Path, tmp_path: Path, alone: str) -> None:
-    """Every group whole, on one rank and once; and both have then what one engine would have made."""
+    """Each group is generated once and completely by one rank, and the faster rank generates more
+    groups. Both ranks then have the rollouts that a single engine generates.
+    """
     ranks = played(random_model, tmp_path, "slow")
     assert [rank["said"] for rank in ranks] == [alone] * 2
     for slow, fast in zip(*(rank["played"] for rank in ranks), strict=True):
@@ -38,7 +42,9 @@ def test_the_faster_rank_plays_more(random_model: Path, tmp_path: Path, alone: s
 
 
 def test_what_was_down_is_played_again(random_model: Path, tmp_path: Path, alone: str) -> None:
-    """Nothing is left of it: what failed on a rank, be it its own or taken, is played again by whoever it then falls to."""
+    """Groups that failed on a rank, whether assigned to it at the start or taken from the remaining
+    ones, are discarded and generated again by the rank that they are assigned to next.
+    """
     ranks = played(random_model, tmp_path, "down")
     assert [rank["said"] for rank in ranks] == [alone] * 2
     assert [len(rank["played"]) for rank in ranks] == [3, 3] or [len(rank["played"]) for rank in ranks] == [4, 4]
@@ -48,7 +54,9 @@ def test_what_was_down_is_played_again(random_model: Path, tmp_path: Path, alone
 
 
 def test_no_rank_waits_for_one_that_failed(random_model: Path, tmp_path: Path) -> None:
-    """It raises what its episode raised; the other plays what is left, and finds that it is alone."""
+    """The failing rank raises its episode's error. The other rank generates the remaining groups
+    and then finds its peer missing.
+    """
     done = fork_server.run_world(2, SUPPORT / "load_balancer_world.py", random_model, tmp_path / "out", "fails", timeout_s=120)
     ends = [line for line in done.stdout.splitlines() if line.startswith("ended: ")]
     assert len(ends) == 2 and sum("KeyError('a mistake')" in line for line in ends) == 1, done.stdout

@@ -1,4 +1,6 @@
-"""Engines in a world of two processes: two side by side, and one over both, against one in a process of its own."""
+"""Engines in a world of two processes, one engine per rank or one engine over both, compared with
+an engine in a single process.
+"""
 
 import json
 from pathlib import Path
@@ -12,7 +14,7 @@ SCRIPT = SUPPORT / "engine_world.py"
 
 @pytest.fixture(scope="module")
 def alone(torchrun, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list:  # noqa: ANN001
-    """[episode][turn] of (token ids, logprobs), greedy, from one process."""
+    """Return [episode][turn] of (token ids, logprobs), decoded greedily in a single process."""
     out = tmp_path_factory.mktemp("alone") / "turns"
     torchrun(1, SCRIPT, random_model, 1, out)
     return json.loads(Path(f"{out}.0.0").read_text())
@@ -20,7 +22,10 @@ def alone(torchrun, random_model: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_ranks_and_tool_delays_change_nothing(tp: int, alone: list, torchrun, random_model: Path, tmp_path: Path) -> None:  # noqa: ANN001
-    """The script also spoils weights on the way to one rank, and breaks a task: every rank raises, and works again afterwards."""
+    """Token ids equal those of a single process and logprobs agree within 1e-5, with every rank's
+    engine and with delays of tools. The script also corrupts weights sent to one rank and breaks a
+    task: every rank raises an error and works again afterwards.
+    """
     before = {*Path("/dev/shm").iterdir()}
     torchrun(2, SCRIPT, random_model, tp, tmp_path / "turns")
     left = {path for path in {*Path("/dev/shm").iterdir()} - before if not path.name.startswith("sem.mp-")}

@@ -1,4 +1,6 @@
-"""The groups of 32 ranks, vLLM's and Megatron's, in a world whose other members do not exist: no GPU and no second process is needed."""
+"""Process groups of vLLM and Megatron for 32 ranks, in a fake world whose other members do not
+exist, so no GPU and no second process is needed.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,12 +22,14 @@ from megatron_rl.rollout.vllm.engine_core import device_arguments
 
 SIZE = 32
 MOST = 700
-"""Groups a rank: each is a barrier at a store, 10 to 30 ms over a network, and they are all made before a run begins."""
+"""Upper bound on groups created per rank. Creating a group is a barrier at a store (10 to 30 ms
+over a network), and all groups are created before a run starts.
+"""
 
 
 @dataclass
 class Seen:
-    """Of one rank."""
+    """Members of one rank's groups, and the number of groups created."""
 
     engine: list[int]
     tp: list[int]
@@ -36,7 +40,9 @@ class Seen:
 
 @contextmanager
 def engine_groups(tp: int) -> Iterator[None]:
-    """vLLM's, as its worker makes them behind the external launcher (v1/worker/gpu_worker.py, init_worker_distributed_environment)."""
+    """Create vLLM's groups as its worker does with the external launcher (v1/worker/gpu_worker.py,
+    init_worker_distributed_environment).
+    """
     given = device_arguments(EngineSettings(tp=tp), cuda=True)
     parallel = ParallelConfig(tensor_parallel_size=tp, distributed_executor_backend=given["distributed_executor_backend"])
     with set_current_vllm_config(VllmConfig(parallel_config=parallel)):
@@ -50,7 +56,9 @@ def engine_groups(tp: int) -> Iterator[None]:
 
 
 def same_node(group: dist.ProcessGroup, source: int) -> list[bool]:
-    """Of each rank of a group, whether it is on the node of the one with this place in it; nodes have eight ranks."""
+    """Return, for each rank of a group, whether it is on the same node as the rank at index
+    `source`. Nodes have eight ranks.
+    """
     ranks = dist.get_process_group_ranks(group)
     return [rank // 8 == ranks[source] // 8 for rank in ranks]
 
@@ -59,11 +67,11 @@ def seen_by(rank: int, *, parallel: ParallelSettings, engine_tp: int, monkeypatc
     made, new_group = [], dist.new_group
 
     def counted(*args: object, **kwargs: object) -> object:
-        kwargs |= {"backend": "fake"}  # for gloo there are no peers
+        kwargs |= {"backend": "fake"}  # gloo would need peers
         made.append(args)
         return new_group(*args, **kwargs)
 
-    # What vLLM asks of peers that are not there, it would read out of memory that nobody has written.
+    # With the fake backend, vLLM's queries to its peers would return uninitialized memory.
     monkeypatch.setattr(engines, "in_the_same_node_as", lambda group, source_rank=0: same_node(group, source_rank))
     monkeypatch.setattr(MessageQueue, "create_from_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
@@ -81,8 +89,10 @@ def seen_by(rank: int, *, parallel: ParallelSettings, engine_tp: int, monkeypatc
 
 @pytest.mark.parametrize(("tp", "pp", "engine_tp"), [(2, 1, 1), (2, 2, 2), (4, 1, 1)])
 def test_every_rank_has_its_engine_and_its_neighbors(tp: int, pp: int, engine_tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are runs of neighbors; a tensor-parallel group too, and lies on one node of eight; data-parallel ranks are tp apart; stages
-    a pp-th of the world."""
+    """Engines and tensor-parallel groups are consecutive ranks, and a tensor-parallel group lies
+    within one node of eight. Data-parallel ranks are tp apart, and pipeline stages are one pp-th of
+    the world apart.
+    """
     parallel = ParallelSettings(tp=tp, pp=pp, sequence_parallel=tp > 1)
     for rank in range(SIZE):
         seen = seen_by(rank, parallel=parallel, engine_tp=engine_tp, monkeypatch=monkeypatch)

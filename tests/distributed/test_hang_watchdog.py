@@ -1,4 +1,6 @@
-"""Who keeps the others waiting: of three ranks one sleeps, ends with a reason of its own, or is killed; and what a line says of them."""
+"""The hang watchdog names the rank that blocks the others. One of three ranks sleeps, exits with an
+error, stops or is killed; the reported lines are checked.
+"""
 
 import multiprocessing
 import os
@@ -34,14 +36,16 @@ def at_work(where: str, *, node: str = "node 0, a", waits: bool = False) -> Rank
 
 
 def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
-    """Rank 1 sleeps; the others say so once, before and when they end, within the limit and the time for answers."""
-    limit_s = 10  # a tenth of it lies between the warning and the end
+    """Rank 1 sleeps. The other ranks report it once as a warning and once as the error that ends
+    them, within the limit plus the time for replies, and the stacks of all ranks are saved.
+    """
+    limit_s = 10  # the warning precedes the end by a tenth of the limit
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "lags", limit_s, timeout_s=100)
     assert (
         done.returncode == 1
         and time.time() - (tmp_path / "began_0").stat().st_mtime < limit_s + REPLY_TIMEOUT_S + fork_server.TERMINATE_TIMEOUT_S
     )
-    last, first = sorted(line for line in done.stdout.splitlines() if "rank 1" in line)  # "error" comes before "warning"
+    last, first = sorted(line for line in done.stdout.splitlines() if "rank 1" in line)  # "error" sorts before "warning"
     behind = rf"rank 1 {re.escape(HERE)} is behind, at hang_watchdog_world.py:\d+ in sleep_long"
     why = rf"{behind}; the others wait at .*in all_gather; stacks: {tmp_path}/hang"
     assert re.fullmatch(rf"warning: rank [012] has not moved for \d+ s: {why}", first), done.stdout
@@ -56,8 +60,9 @@ def test_who_lags_is_named_and_all_stacks_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("how", "limit_s"), [("lags", 10), ("asks", 5)])
 def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path, how: str, limit_s: float) -> None:
-    """A rank that cannot write its stacks answers every request, also while it reads the replies to its own. A FIFO without a reader blocks
-    like such a disk."""
+    """A rank that cannot write its stacks still answers every request, also while it reads the
+    replies to its own request. A FIFO without a reader blocks like a disk that hangs.
+    """
     (tmp_path / "hang").mkdir()
     os.mkfifo(tmp_path / "hang" / "rank_1.txt")
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, how, limit_s, timeout_s=100)
@@ -67,7 +72,9 @@ def test_a_disk_that_hangs_does_not_hide_who_lags(tmp_path: Path, how: str, limi
 
 
 def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
-    """At once, not after the limit: on another node its own line is not seen."""
+    """The other ranks quote the error of the rank that exited at once, not after the limit, because
+    on another node that rank's own output would not be visible.
+    """
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "ends", 60, timeout_s=100)
     assert done.returncode == 1
     assert time.time() - (tmp_path / "began_0").stat().st_mtime < 30
@@ -76,14 +83,18 @@ def test_who_ends_by_itself_is_quoted(tmp_path: Path) -> None:
 
 
 def test_who_has_no_memory_left_says_so(tmp_path: Path) -> None:
-    """It has none for a new thread either. Its reason is the last line, and no other one's guess."""
+    """A rank that is out of memory cannot start a thread either. Its own error is the last line,
+    and no other rank reports a guess.
+    """
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "memory", 60, timeout_s=100)
     told = f"error: MemoryError: out of memory; give the node more memory, or lower batch.micro_batch_tokens (rank 1, {HERE[1:-1]})"
     assert [line for line in done.stdout.splitlines() if "error:" in line] == [told] and done.returncode == 1
 
 
 def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a group that waits for hours for slow writers: three questions a second apart, instead of 100 s."""
+    """A rank that does not reply to three requests, one second apart, ends the job, also within a
+    group with a timeout of hours for slow writers. The default would take 100 s.
+    """
     monkeypatch.setattr(fork_server, "TERMINATE_TIMEOUT_S", 1.0)
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "stops", 1, timeout_s=90)
     assert done.returncode == 1 and time.time() - (tmp_path / "began_0").stat().st_mtime < 60
@@ -94,13 +105,15 @@ def test_a_silent_rank_ends_the_job_wherever_it_is_waited_for(tmp_path: Path, mo
 
 
 def test_a_slow_rank_that_answers_is_waited_for(tmp_path: Path) -> None:
-    """As one that writes its part of a checkpoint longer than the others; the questions are as far apart as above."""
+    """A rank that replies but is slow, such as one that writes its part of a checkpoint for longer
+    than the others, is waited for. Requests are one second apart.
+    """
     done = fork_server.run_world(3, SUPPORT / "hang_watchdog_world.py", tmp_path, "writes", 1, timeout_s=90)
     assert done.returncode == 0 and "error" not in done.stdout and done.stdout.count(" in answer_slowly") >= 3, done.stdout
 
 
 def keep_store(told: Connection) -> None:
-    """In a process of its own: what the ranks meet in."""
+    """Host the store that the ranks meet in, as a separate process."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told.send(store.port)
     time.sleep(600)
@@ -108,14 +121,16 @@ def keep_store(told: Connection) -> None:
 
 def hang(first: BaseProcess) -> NoReturn:
     os.kill(first.pid, signal.SIGSTOP)
-    time.sleep(1.0)  # the watch's thread asks meanwhile
+    time.sleep(1.0)  # meanwhile, the watchdog's thread sends requests
     raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 7000ms for recv operation to complete")
 
 
 def test_a_first_node_that_hangs_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is no use to ask it: it answers no more, and its connection stays."""
+    """If the first node, which hosts the store, hangs, another rank reports that and exits without
+    waiting for the store, which does not reply although its connection stays open.
+    """
     monkeypatch.setattr("megatron_rl.distributed.hang_watchdog.EXIT_TIMEOUT_S", 3.0)
     ours, theirs = multiprocessing.Pipe()
     first = multiprocessing.get_context("fork").Process(target=keep_store, args=[theirs])
@@ -159,7 +174,9 @@ def test_what_is_said_of_answers(answers: dict[int, RankReport], gone: dict[int,
 
 
 def test_who_writes_a_checkpoint_waits_for_no_other(tmp_path: Path) -> None:
-    """torch's own writer, which lies beside its collectives: on a disk that hangs (a full FIFO) its rank is behind."""
+    """A rank in torch's own checkpoint writer, whose file is next to torch's collectives, does not
+    count as waiting for others. A full FIFO simulates a disk that hangs.
+    """
     os.mkfifo(tmp_path / ".metadata.tmp")
     reader = os.open(tmp_path / ".metadata.tmp", os.O_RDONLY | os.O_NONBLOCK)
     writer, metadata = FileSystemWriter(tmp_path), Metadata(state_dict_metadata={}, planner_data=bytes(1 << 20))
@@ -178,11 +195,12 @@ def test_who_writes_a_checkpoint_waits_for_no_other(tmp_path: Path) -> None:
         assert thread.is_alive() and time.monotonic() < deadline
         time.sleep(0.01)
     assert "/torch/distributed/" in frames[-1][0].f_code.co_filename and not is_waiting(frames)
-    os.close(reader)  # which the writer meets as a broken pipe
+    os.close(reader)  # the writer then gets a BrokenPipeError
     thread.join(30)
 
 
 def test_a_mistake_of_ours_is_no_collectives_failure() -> None:
+    """Only network errors and gloo's RuntimeErrors count as failed collectives."""
     gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1"
     assert is_collective_error(RuntimeError(gloo)) and is_collective_error(dist.DistNetworkError("reset"))
     assert not any(

@@ -1,7 +1,8 @@
-"""Two nodes on one machine: two launchers that meet over the loopback, two processes each, with temporary folders of their own.
+"""Two nodes simulated on one machine: two launchers that connect over loopback, with two processes
+and a temporary folder each.
 
-They train what one launcher's four processes train, with tensor, pipeline and data parallelism over the border; and one that is lost ends
-the other.
+They train the same as four processes of one launcher, with tensor, pipeline and data parallelism
+across the nodes. Losing one node ends the other.
 """
 
 import json
@@ -23,7 +24,7 @@ from tests.support.loopback_nodes import start_launchers
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
-LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: what crosses the border
+LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: the parallelism that crosses nodes
     "4,1,1,0,none,wide": "tp",
     "2,1,1,1,none,wide": "dp",
     "2,2,1,0,none,wide": "pp",
@@ -33,7 +34,7 @@ LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: what crosse
 
 @dataclass(frozen=True)
 class Lost:
-    """What two nodes did, of which the second was killed in the end."""
+    """Result of two nodes, the second of which was killed at the end."""
 
     out: Path
     homes: list[Path]
@@ -41,7 +42,7 @@ class Lost:
     said: str
     seconds: float
     left: list[int]
-    """Processes that outlived it."""
+    """Ids of processes that still exist afterwards."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,9 @@ def lost(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Los
 
 
 def test_two_nodes_train_what_one_does(lost: Lost, models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Losses and gradient norms of two steps at each layout; the same ranks, split over nodes."""
+    """Losses and gradient norms of two steps with each layout equal those of the same four ranks on
+    one node, within 1e-5.
+    """
     torchrun(4, SUPPORT / "multi_node_world.py", models, tmp_path, *LAYOUTS)
     one, two = (json.loads((out / "steps.json").read_text()) for out in (tmp_path, lost.out))
     assert one.keys() == two.keys() == LAYOUTS.keys()
@@ -88,7 +91,9 @@ def test_two_nodes_train_what_one_does(lost: Lost, models: Path, tmp_path: Path,
 
 
 def test_a_node_that_is_lost_ends_the_other(lost: Lost) -> None:
-    """Within seconds, with one line that names it and an exit code; nobody is left."""
+    """The other node exits within 30 s with an error line that names the lost node and with exit
+    code 1. No process remains.
+    """
     assert lost.code == 1 and lost.seconds < 30 and not lost.left
     host = socket.gethostname()
     (line,) = [line for line in lost.said.splitlines() if "rank" in line]
@@ -97,7 +102,7 @@ def test_a_node_that_is_lost_ends_the_other(lost: Lost) -> None:
 
 
 def test_launchers_that_do_not_meet_say_where() -> None:
-    """The first node's port is taken: one line, not a page."""
+    """If the first node's port is taken, the launcher prints one line instead of a traceback."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -110,5 +115,8 @@ def test_launchers_that_do_not_meet_say_where() -> None:
 
 
 def test_threads_are_a_ranks_part_of_the_cores_beside_gpus() -> None:
+    """With GPUs, each rank gets an equal share of the cores as OpenMP threads, at least one.
+    Without GPUs it gets one.
+    """
     assert omp_num_threads(128, num_processes=8, num_gpus=8) == 16 and omp_num_threads(4, num_processes=8, num_gpus=8) == 1
     assert omp_num_threads(os.cpu_count() or 1, num_processes=1, num_gpus=0) == 1

@@ -1,4 +1,6 @@
-"""Gradients reduced beside the backward pass (parallel.overlap_grad_reduce) by two data-parallel ranks, against those reduced after it."""
+"""Gradient reduction that overlaps the backward pass (parallel.overlap_grad_reduce), with two
+data-parallel ranks, compared with reduction after the backward pass.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,9 @@ def found(random_model: Path, tmp_path_factory: pytest.TempPathFactory, torchrun
 
 
 def test_the_same_updates(found: dict) -> None:
-    """Six of them: metrics and weights to the bit, where nothing is clipped by a norm whose squares Megatron adds up by bucket."""
+    """The metrics and weights of six updates are bitwise equal. Only the gradient norm may differ,
+    by 1e-6, because Megatron sums its squares per bucket; nothing is clipped by it.
+    """
     after, beside = found["after"], found["beside"]
     for theirs, ours in zip(after["metrics"], beside["metrics"], strict=True):
         assert ours.pop("grad_norm") == pytest.approx(theirs.pop("grad_norm"), rel=1e-6)
@@ -27,8 +31,10 @@ def test_the_same_updates(found: dict) -> None:
 
 
 def test_it_overlaps_where_every_rank_has_all_gradients(found: dict) -> None:
-    """All buckets begin early but in the first update, in which Megatron counts; none does where one rank's last micro-batch has no
-    picture, nor where the loss is the value head's alone. Without the setting there is one bucket, and it is never early."""
+    """All buckets are reduced early, except in the first update, in which Megatron counts
+    gradients, and in updates in which one rank's last micro-batch has no image or only the value
+    head has a loss. Without the setting there is a single bucket, which is never reduced early.
+    """
     assert [any(words) for words in found["beside"]["words"]].count(True) == 1, "one rank has a micro-batch of words alone"
     buckets = found["beside"]["buckets"]
     assert buckets > 3 and found["after"]["buckets"] == 1

@@ -1,4 +1,6 @@
-"""A rank's place: its device is that of its number on its node, not in the world."""
+"""The environment of a rank: device, errors shared by all ranks, network interface, allocator
+settings and timeouts.
+"""
 
 import os
 import socket
@@ -23,6 +25,7 @@ from tests.support import fork_server
 
 
 def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device of a rank is that of its local rank on its node, not of its rank in the world."""
     told = {"RANK": 13, "WORLD_SIZE": 16, "LOCAL_RANK": 5, "LOCAL_WORLD_SIZE": 8, "GROUP_RANK": 1, "GROUP_WORLD_SIZE": 2}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
@@ -34,7 +37,9 @@ def test_a_rank_of_the_second_node_takes_the_gpu_of_its_number_there(monkeypatch
 
 @pytest.mark.parametrize("kind", [ValueError, OSError])
 def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the main rank alone prints it (cli/app.py)."""
+    """An error raised by every rank is marked as shared, so that only rank 0 prints it
+    (cli/app.py).
+    """
 
     def fail() -> None:
         raise kind("parallel.tp=3: too many")
@@ -51,6 +56,9 @@ def test_a_mistake_that_every_rank_raises_is_known_as_such(kind: type[Exception]
 
 
 def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If GLOO_SOCKET_IFNAME names no network interface, the error names the interface and the
+    variable.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,7 +78,10 @@ def test_a_wrong_interface_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_segments_grow_unless_the_user_says_something(monkeypatch: pytest.MonkeyPatch, name: str, given: str, told: str) -> None:
-    """As torch's allocator holds it, which a CPU has too; what the environment says is left alone, and children hear nothing."""
+    """Expandable segments are enabled in torch's allocator, which also exists on a CPU, unless the
+    user has set an allocator option. The environment variables, which child processes would
+    inherit, are unchanged.
+    """
     torch._C._accelerator_setAllocatorSettings("")
     for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(variable, raising=False)
@@ -94,7 +105,9 @@ import megatron_rl.cli
 
 @pytest.mark.parametrize(("given", "told"), [({}, "1"), ({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, "8")])
 def test_megatron_may_count_on_one_queue_before_torch_is_there(given: dict[str, str], told: str) -> None:
-    """At the door, which is imported before torch; what the user says stands."""
+    """Importing megatron_rl.cli sets CUDA_DEVICE_MAX_CONNECTIONS before torch is imported. A value
+    set by the user is kept.
+    """
     others = {name: value for name, value in os.environ.items() if name != "CUDA_DEVICE_MAX_CONNECTIONS"}
     command = [sys.executable, "-c", LOOK]
     ended = subprocess.run(command, env=others | given, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
@@ -102,7 +115,9 @@ def test_megatron_may_count_on_one_queue_before_torch_is_there(given: dict[str, 
 
 
 def test_freed_blocks_leave_though_others_lie_between_them() -> None:
-    """60 of 6 MB. By itself the C library keeps all of them; small ones in between are what a run has everywhere."""
+    """60 blocks of 6 MB with small allocations between them, as in any run, are freed. By default
+    the C library keeps more than 50 of them; after trim_malloc it keeps less than 1 MiB.
+    """
     script = SUPPORT / "heap_fragmentation.py"
     kept, left = (int(fork_server.run_script(script, *given, timeout_s=120).stdout.split()[-1]) for given in ((), ("returned",)))
     assert kept > 50 * (6 << 20) and left < 1 << 20
@@ -110,5 +125,5 @@ def test_freed_blocks_leave_though_others_lie_between_them() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "minutes"), [(0.5, 1), (60.0, 1), (61.0, 2), (80.0, 2), (600.0, 10)])
 def test_no_library_gives_up_before_the_timeout(timeout_s: float, minutes: int) -> None:
-    """80 s used to be one minute."""
+    """Timeouts in minutes are rounded up; 80 s was once rounded down to one minute."""
     assert round_up_to_minutes(timeout_s) == minutes

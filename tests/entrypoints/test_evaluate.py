@@ -1,4 +1,6 @@
-"""An evaluation by itself: a run's own numbers again, the same ones after a kill, and what it refuses."""
+"""launch/evaluate.py reproduces the metrics of a run's own evaluation and gives the same results
+after being killed. Also tests what it refuses.
+"""
 
 import json
 import os
@@ -23,13 +25,15 @@ TINY = (
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "engine.max_model_len=512", "task.max_new_tokens=6",
 )  # fmt: skip
 GAME = (*TINY, "task=number_line", "task.max_turns=4", "task.options.invalid=random", "run.seed=5")
-"""What such a model says is no move: the game's dice make one, by the seed of the example's place."""
+"""The random model's responses contain no valid move. With invalid=random, the game draws a move
+with a seed derived from the example's index.
+"""
 NUM_ROWS = 9
 
 
 @pytest.fixture(scope="module")
 def trained(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of one step, whose evaluation plays two sampled episodes an example."""
+    """Train a run of one step whose evaluation samples two rollouts per example."""
     run = tmp_path_factory.mktemp("trained") / "run"
     words = ("run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2", "task.eval_samples=2", f"run.dir={run}")
     result = fork_server.run_script(TRAIN, *GAME, *words, f"model.path={random_model}", timeout_s=240)
@@ -43,7 +47,9 @@ def scores_of(folder: Path) -> dict[str, float]:
 
 @pytest.mark.parametrize(("kind", "words"), [("greedy", ()), ("sampled", ("evaluation.samples=2", "evaluation.temperature=1"))])
 def test_the_numbers_are_those_of_the_run(kind: str, words: tuple[str, ...], trained: Path, random_model: Path, tmp_path: Path) -> None:
-    """Two chunks of the 30 starts; weights from the run's folder, config and tokenizer from the model that it began with."""
+    """The metrics equal those in the run's eval.json to 1e-12. The 30 start states are evaluated in
+    two chunks, with weights from the run directory and config and tokenizer from the initial model.
+    """
     given = (*GAME, f"model.path={random_model}", f"evaluation.weights={trained}/final", "evaluation.chunk=20", f"run.dir={tmp_path}/out")
     result = fork_server.run_script(EVALUATE, *given, *words, timeout_s=240)
     assert result.returncode == 0, result.stdout
@@ -58,7 +64,10 @@ def test_the_numbers_are_those_of_the_run(kind: str, words: tuple[str, ...], tra
 def test_weights_are_read_from_what_the_converters_read_and_from_adapters(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """Megatron's torch_dist gives the Hugging Face folder's tensors; an adapter W + alpha / rank * B A by hand, and all others."""
+    """Weights in Megatron's torch_dist format equal the tensors of the Hugging Face folder. For an
+    adapter, the target equals W + alpha / rank * B A computed by hand, and all other tensors are
+    unchanged.
+    """
     hf, mcore = checkpoints["untied"]
     stored, name = load_file(hf / "model.safetensors"), "model.layers.1.self_attn.o_proj"
     base = open_evaluated_weights(Settings(model=ModelSettings(path=str(hf))))
@@ -79,7 +88,9 @@ def test_weights_are_read_from_what_the_converters_read_and_from_adapters(
 
 @pytest.mark.parametrize("changed", ["adapter/adapter_model.safetensors", "base/model.safetensors"])
 def test_an_evaluation_of_an_adapter_is_of_its_base_too(changed: str, tmp_path: Path) -> None:
-    """Whichever of the two was written again, what was played before is of other weights."""
+    """Changing either the adapter's or the base model's weight file changes the fingerprint, so
+    earlier results no longer count. Changing the tokenizer file does not.
+    """
     for name in ("adapter/adapter_model.safetensors", "base/model.safetensors", "base/tokenizer.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"as it was")
@@ -96,7 +107,7 @@ def test_an_evaluation_of_an_adapter_is_of_its_base_too(changed: str, tmp_path: 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine questions, of which a model that knows the words answers some."""
+    """Create nine questions and a model with a vocabulary that can answer some of them."""
     home = tmp_path_factory.mktemp("rows")
     make_checkpoint(home / "model", preset="nano", init="random", seed=0)
     lines = []
@@ -121,8 +132,10 @@ def unbroken(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_killed_it_goes_on(rows: Path, unbroken: Path, tmp_path: Path) -> None:
-    """Killed when the first of five chunks was there, on one process instead of two: what was played is not played again, and the lines
-    are the unbroken one's."""
+    """The evaluation is killed after the first of five chunks and repeated with one process instead
+    of two. The finished chunk is not evaluated again, and the examples.jsonl equals that of the
+    uninterrupted evaluation.
+    """
     out, (chunks, first) = tmp_path / "out", (tmp_path / "out" / "rollouts", tmp_path / "out" / "rollouts" / "step_000000.jsonl")
     killed = fork_server.Process(EVALUATE, *asking(rows, out))
     deadline = time.monotonic() + 150
@@ -145,7 +158,9 @@ def test_killed_it_goes_on(rows: Path, unbroken: Path, tmp_path: Path) -> None:
 
 
 def test_all_that_was_played_needs_no_engine(rows: Path, unbroken: Path) -> None:
-    """The same command again: the numbers, from the folder. One example's line is by hand that of its recorded episodes."""
+    """Repeating the command computes the metrics from the recorded rollouts without an engine. One
+    line of examples.jsonl is compared with its recorded rollouts.
+    """
     before = (unbroken / "examples.jsonl").read_text()
     result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), timeout_s=120)
     assert result.returncode == 0 and "evaluation condition" in result.stdout, result.stdout
@@ -171,7 +186,9 @@ def test_asked_to_stop_it_stops_between_chunks(rows: Path, tmp_path: Path) -> No
 
 
 def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model: Path, tmp_path: Path) -> None:
-    """Other settings, other weights, a run's folder, a split without examples: one line each. And overwrite moves aside."""
+    """Other settings, other weights, a training run's directory and a split without examples are
+    refused in one line each. run.overwrite=true moves the old results aside.
+    """
     refusals = {
         ("task.max_new_tokens=7",): f"run.dir={unbroken}: contains an evaluation with other settings: task.max_new_tokens=7 (was 6)",
         (f"run.dir={trained}",): f"run.dir={trained}: contains a training run; run.overwrite=true moves it aside",

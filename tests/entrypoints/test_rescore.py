@@ -1,4 +1,6 @@
-"""Recorded rollouts scored anew, by the command: by rule and by a judge's server, as by hand; after a kill; where the judge is down."""
+"""launch/rescore.py computes the rewards of recorded rollouts again. Rewards by rule and by a judge
+server are compared with expected values, also after a kill and with the judge down.
+"""
 
 import json
 from dataclasses import replace
@@ -36,7 +38,7 @@ def rollout_of(example: str, said: str, renderer: Renderer, *, sample: int) -> R
 
 @pytest.fixture
 def recorded(random_model: Path, tmp_path: Path) -> Path:
-    """Two steps; the first has a rollout that had failed."""
+    """Write two recorded steps; the first contains a rollout that failed."""
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
     rows = [{"question": "Which <image>?", "answer": answer, "images": []} for name, answer in ANSWERS.items()]
     write_lines_atomically(tmp_path / "questions.jsonl", [{**row, "question": "Which?"} for row in rows])
@@ -64,7 +66,9 @@ def rewards(folder: Path, step: int) -> list[float | None]:
 
 
 def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
-    """All that scoring fills is new, all that was played is old; what had failed stays so. Then nothing is left to do."""
+    """All fields that scoring fills are new, and everything that was sampled is unchanged. A
+    rollout that had failed stays failed. A second call rescores only the step that is missing.
+    """
     out = tmp_path / "out"
     rescored(recorded, random_model, out)
     assert rewards(out, 0) == [1.0, 0.0, 1.0, 0.0, None] and rewards(out, 1) == [0.0, 1.0, 0.0, 1.0]
@@ -98,7 +102,9 @@ def test_by_rule(recorded: Path, random_model: Path, tmp_path: Path) -> None:
 
 
 def test_by_a_judge(recorded: Path, random_model: Path, tmp_path: Path) -> None:
-    """It is asked of each reply that no rule accepts, and is believed; one that is down fails what it was to score, and is no score."""
+    """The judge grades each response that no rule accepts, and its result is used. If the judge is
+    down, the rollouts that it should have graded fail and get no reward.
+    """
     out = tmp_path / "out"
     with serve_judge(lambda _: make_completion('{"correct": true}')) as server:
         words = ("task.reward=accuracy", f"task.judge.urls=[{server.url}]", "task.judge.model=judge")
@@ -119,7 +125,9 @@ def test_by_a_judge(recorded: Path, random_model: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> None:
-    """Other scores in the same folder, the recorded run's own folder, an example of other data, a folder without steps."""
+    """Refused are other scores in the same folder, the recorded run's own folder, an example that
+    is missing from the data, and a folder without steps.
+    """
     rescored(recorded, random_model, tmp_path / "out")
     line = f"error: run.dir={tmp_path}/out: contains scores of other settings: task.reward=pyvision (was ); choose another folder"
     assert line in rescored(recorded, random_model, tmp_path / "out", "task.reward=pyvision", code=1)
@@ -131,7 +139,9 @@ def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> 
 
 
 def test_the_pictures_of_the_first_prompt(random_model: Path) -> None:
-    """Those before the first sampled token, not those of what was observed later."""
+    """The prompt images are those before the first sampled token; images observed later are
+    excluded.
+    """
     renderer = Renderer(ModelSettings(path=str(random_model), min_pixels=3136, max_pixels=12800))
     shown = [[{"type": "image", "image": picture(seed).pil} for seed in seeds] for seeds in ((1, 2), (3,))]
     messages = [

@@ -1,4 +1,6 @@
-"""launch/submit.py: the script that it writes, what it refuses, and what it makes of sbatch's answers, which is a stand-in here."""
+"""launch/submit.py: the script that it writes, the arguments that it refuses, and how it interprets
+the output of sbatch (a stand-in here).
+"""
 
 import subprocess
 from pathlib import Path
@@ -28,6 +30,9 @@ def answer(here: Path, script: str) -> None:
 
 
 def test_the_script_says_all_that_was_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The generated job script has every requested #SBATCH option, and its last line starts
+    train.sbatch with all arguments. job.yaml has the composed settings.
+    """
     words = [*SIMPLE, "slurm.nodes=4", "slurm.gpus=8", "slurm.time=8:00:00", "slurm.requeue=true", "slurm.signal_s=600", "optim.lr=1e-3"]
     words += ["slurm.processes=2", "task.data.train=[a b.jsonl]", 'slurm.sbatch=["--account=mine",--exclusive]']
     assert submit_main([*words, "--dry-run", "--", "--constraint=a&b", "--nodes=2"]) == 0

@@ -1,6 +1,7 @@
-"""launch/launch.py: processes that fail, are asked to stop, do not listen, or lose their parent; small ones that import nothing.
+"""launch/launch.py with processes that fail, receive a signal, ignore signals or lose their parent.
+The processes are small scripts without imports of the trainer.
 
-All cases are begun at once and then looked at one by one: a launcher mostly waits.
+All cases start at once and are checked one by one, because a launcher mostly waits.
 """
 
 import os
@@ -55,7 +56,7 @@ if how != "ends":
 """
 
 
-CASES = {  # what the processes do, and what the launcher is told
+CASES = {  # behavior of the processes, and options of the launcher
     "ends": ("ends",),
     "fails": ("fails",),
     "dies": ("dies",),
@@ -68,13 +69,13 @@ CASES = {  # what the processes do, and what the launcher is told
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A launcher and its two processes."""
+    """A launcher and its two worker processes."""
 
     home: Path
     launcher: fork_server.Process
 
     def tell(self, number: signal.Signals) -> None:
-        """Send it a signal, once both processes are there."""
+        """Send the launcher a signal once both workers have started."""
         deadline = time.monotonic() + 60
         while len(list((self.home / "there").iterdir())) < 2:
             assert time.monotonic() < deadline and self.launcher.poll() is None, self.launcher.output.read_text()
@@ -82,7 +83,9 @@ class Launched:
         self.launcher.send_signal(number)
 
     def end(self) -> tuple[int, list[str]]:
-        """Its exit code and what was said, with nobody and no folder of its own left."""
+        """Return the exit code and the output lines; assert that no worker and no folder of the
+        launcher remains.
+        """
         output, _ = self.launcher.communicate(timeout=50)
         there = [int(path.name.split()[1]) for path in (self.home / "there").iterdir()]
         assert len(there) == 2 and not any(map(psutil.pid_exists, there)), output
@@ -126,18 +129,25 @@ def test_a_signal_reaches_all_and_the_exit_code_comes_back(number: signal.Signal
 
 
 def test_who_had_not_yet_begun_can_be_started_again(launched: dict[str, Launched]) -> None:
+    """SIGTERM to workers that have not installed a signal handler yet gives exit code EX_TEMPFAIL,
+    which allows a restart, and no error line.
+    """
     launched["early"].tell(signal.SIGTERM)
     code, lines = launched["early"].end()
     assert code == os.EX_TEMPFAIL and not [line for line in lines if line.startswith("error")]
 
 
 def test_who_does_not_listen_is_killed_in_the_end(launched: dict[str, Launched]) -> None:
+    """Workers that ignore SIGTERM are killed with SIGKILL after --shutdown-timeout."""
     launched["deaf"].tell(signal.SIGTERM)
     code, lines = launched["deaf"].end()
     assert code == 128 + signal.SIGKILL and re.fullmatch(r"error: rank [01] was killed by SIGKILL; .*", lines[-1])
 
 
 def test_a_second_sigint_does_not_wait(launched: dict[str, Launched]) -> None:
+    """After a second SIGINT, workers that ignore signals are killed within 20 s instead of after
+    the full timeout.
+    """
     for _ in range(2):
         launched["deaf to two"].tell(signal.SIGINT)
         time.sleep(0.5)
@@ -148,7 +158,9 @@ def test_a_second_sigint_does_not_wait(launched: dict[str, Launched]) -> None:
 
 
 def test_a_second_signal_later_on_does_not_wait_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One within ABORT_RETRY_S is the same on another way."""
+    """A second signal long after the first shortens the kill timer to IMMEDIATE_KILL_S. A signal
+    within SECOND_SIGNAL_S of the first counts as another delivery of the same signal.
+    """
     timers: list[float] = []
     monkeypatch.setattr(spawn.signal, "setitimer", lambda _, seconds: timers.append(seconds))
     monkeypatch.setattr(spawn.psutil, "Process", lambda: SimpleNamespace(children=lambda: ["child"]))
@@ -164,7 +176,9 @@ def test_a_second_signal_later_on_does_not_wait_either(monkeypatch: pytest.Monke
     ("words", "seconds"), [([], 60 + 120), (["run.grace_s=7"], 7 + 120), (["--shutdown-timeout", "9", "run.grace_s=7"], 9)]
 )
 def test_processes_have_the_time_to_close(words: list[str], seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The timer that kills them, as the kernel has it after SIGTERM: two minutes beyond the grace, for updates and a checkpoint."""
+    """The kill timer that the kernel reports after SIGTERM equals the grace period plus 120 s for
+    updates and a checkpoint, or --shutdown-timeout.
+    """
     left: list[float] = []
 
     def run(given: object) -> None:
@@ -180,5 +194,8 @@ def test_processes_have_the_time_to_close(words: list[str], seconds: float, monk
 
 
 def test_the_grace_is_that_of_the_command_line() -> None:
+    """The last run.grace_s on the command line counts; the default is 60 s, and an invalid value
+    counts as 0.
+    """
     assert parse_grace_s(["run.steps=3", "run.grace_s=7", "run.grace_s=8.5"]) == 8.5
     assert parse_grace_s(["run.steps=3"]) == 60.0 and parse_grace_s(["run.grace_s=long"]) == 0.0

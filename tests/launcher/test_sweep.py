@@ -1,6 +1,7 @@
-"""launch/sweep.py and its table, with a launcher that ends as it is told: what is composed first, who is started, what is said of it.
+"""launch/sweep.py and its report, with a fake launcher: when settings are composed, which runs are
+started, and what is reported for each.
 
-The real thing is tests/e2e/test_slurm_cluster.py.
+tests/e2e/test_slurm_cluster.py runs a sweep on a real cluster.
 """
 
 import json
@@ -60,7 +61,9 @@ print("done: greedy 50.0%")
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a launch/ whose launcher does as run.seed says: 1 fails, 2 waits to be stopped, 5 and 6 meet, all else is done."""
+    """Create a folder with a fake launch/launch.py. run.seed selects its behavior: 1 fails, 2 waits
+    until it is stopped, 5 and 6 wait for each other, all other seeds finish.
+    """
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "launch.py").write_text(SPAWN)
     (tmp_path / "here").mkdir()
@@ -78,6 +81,9 @@ def play(bench: Path, *words: str) -> int:
 
 
 def test_all_are_composed_before_any_begins(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All tasks are composed before any run starts: each invalid task is reported in one line, and
+    no run directory is created.
+    """
     write("list: [{run.seed: 0}, {optim.lr: fast}, {algo: grop}, {optim.lr: fast, run.seed: 5}, {filter.drop: 'a,b'}]")
     for words in (["--print"], ["--local", "2"], ["--task", "0"]):
         assert play(bench, *words) == 1
@@ -122,7 +128,10 @@ def test_the_tasks_are_shown(bench: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_so_many_at_once_and_a_line_for_each(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two wait for each other; the third finds that one of them has ended. Who failed fails again, and is said to."""
+    """At most two runs are active at once. The runs with seeds 5 and 6 wait for each other, and the
+    run with seed 7 checks that one of them has ended. A failed run is started again with its task
+    number and fails again.
+    """
     write("grid: {run.seed: [5, 6, 1, 7]}")
     assert play(bench, "--local", "2") == 1
     said = capsys.readouterr().out.splitlines()
@@ -139,7 +148,9 @@ def test_so_many_at_once_and_a_line_for_each(bench: Path, capsys: pytest.Capture
 
 
 def test_what_is_finished_is_left_alone(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With these settings; not where it is to have more steps."""
+    """A run that finished with these settings is not started again, but it is started if the sweep
+    now has more steps.
+    """
     write("grid: {run.seed: [0]}")
     folder = Path("runs/run.seed_0")
     words = ["experiment=numberline_grpo_cpu", "run.steps=4", "run.seed=0", f"run.dir={folder}"]
@@ -152,7 +163,9 @@ def test_what_is_finished_is_left_alone(bench: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
-    """Both that run are asked; the third does not begin when the first has ended. A sweep that is killed leaves nobody."""
+    """Stopping a sweep stops both active runs and starts no other run. Killing a sweep leaves no
+    process behind.
+    """
     write("list: [{run.seed: 2}, {run.seed: 2, run.steps: 4}, {run.seed: 0}]")
     script = bench / "launch" / "sweep.py"
     script.write_text((ROOT / "launch" / "sweep.py").read_text())
@@ -183,6 +196,9 @@ def test_a_stopped_sweep_begins_no_other(bench: Path) -> None:
 
 
 def test_where_a_job_has_several_nodes_they_all_take_part() -> None:
+    """A sweep task on one node uses launch.py; in a Slurm job with several nodes it
+    uses nodes.sh.
+    """
     launch = LaunchScripts(Path("launch"))
     alone = launch.command(["a=1"], processes=0, environment={"SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "4"})
     assert alone[1:] == ["launch/launch.py", "--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", "4", "launch/train.py", "a=1"]
@@ -192,7 +208,9 @@ def test_where_a_job_has_several_nodes_they_all_take_part() -> None:
 
 
 def test_an_interval_is_wilsons() -> None:
-    """Whose bounds are the shares that lie 1.96 of their own standard errors from what was seen; and a published example: 8 of 10."""
+    """Oracle: each bound of the interval lies 1.96 of its own standard errors from the observed
+    fraction. A published example, 8 of 10, is also compared.
+    """
     for share, num in ((0.8, 10), (0.0, 5), (1.0, 7), (0.31, 48)):
         for bound in wilson_interval(share, num):
             assert abs(share - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / num), abs=1e-9)
@@ -203,7 +221,9 @@ def test_an_interval_is_wilsons() -> None:
 
 
 def test_a_table_of_a_folder(bench: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What differs between its runs, whoever started them; a run without an evaluation; and a picture."""
+    """The report of a folder contains the settings that differ between its runs, also for a run
+    without an evaluation, and a plot.
+    """
     for name, rate, steps in (("one", 0.25, 2), ("two", 0.5, 3)):
         folder = Path("runs") / name
         leave(folder, "steps checkpoint" + (" finished" if name == "two" else ""))

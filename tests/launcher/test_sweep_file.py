@@ -1,4 +1,6 @@
-"""What a sweep's yaml names: tasks worked out by hand, draws by their distribution, and mistakes as a table of lines."""
+"""The sweep YAML file: tasks compared with hand-written lists, random draws with their
+distribution, and mistakes with a table of error lines.
+"""
 
 import math
 import re
@@ -47,7 +49,9 @@ def drawn(tmp_path: Path, *, draws: int = 200, seed: int = 0, more: str = "") ->
 
 
 def test_draws_are_spread_as_they_say(tmp_path: Path) -> None:
-    """Half of the learning rates below the geometric middle, a tenth of the interval holds a tenth."""
+    """Half of the learning rates are below the geometric mean of the bounds, and a tenth of the
+    uniform interval contains a tenth of the draws, up to 3 standard deviations.
+    """
     draws = drawn(tmp_path)
     rates, clips = ([float(draw[key]) for draw in draws] for key in ("optim.lr", "algo.clip_ratio_high"))
     assert 1e-5 <= min(rates) < 1.5e-5 and 7e-4 < max(rates) <= 1e-3
@@ -57,6 +61,9 @@ def test_draws_are_spread_as_they_say(tmp_path: Path) -> None:
 
 
 def test_draws_repeat_and_more_of_them_change_none(tmp_path: Path) -> None:
+    """Random draws are reproducible with a seed. More draws, or another key, do not change existing
+    draws.
+    """
     draws = drawn(tmp_path, draws=20)
     assert drawn(tmp_path, draws=20) == draws and drawn(tmp_path, draws=30)[:20] == draws
     more = drawn(tmp_path, draws=20, more=", run.seed: [1, 2, 3]")
@@ -65,6 +72,7 @@ def test_draws_repeat_and_more_of_them_change_none(tmp_path: Path) -> None:
 
 
 def test_a_name_needs_no_quotes() -> None:
+    """Names of run directories contain only characters that need no quoting in a shell."""
     name = run_folder_name({"+task.data.train": "[my data/a,b.jsonl]", "algo": "gspo", "x": "'${y}'", "lr": "-1e+4"})
     assert re.fullmatch(r"[A-Za-z0-9_.+-]+", name) and name == "task.data.train_my_data_a_b.jsonl+algo_gspo+x_y+lr_-1e_4"
 
@@ -112,6 +120,9 @@ def test_a_yaml_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_is_the_sweeps_to_name(tmp_path: Path) -> None:
+    """A sweep file that sets run.dir, or that leads to a directory name of more than 200
+    characters, is refused.
+    """
     for text in ("overrides: [run.dir=mine]\nlist: [{}]", "grid: {run.dir: [mine]}"):
         with pytest.raises(ValueError, match=r"^task 0: run\.dir=mine: a sweep sets run directories itself; set folder$"):
             swept(tmp_path, text)

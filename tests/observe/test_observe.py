@@ -1,4 +1,6 @@
-"""Metrics, spans, progress and curves. Oracles: TensorBoard's own reader, the json module, a clock that we move, numbers by hand."""
+"""Metrics, timers, progress display and plots. Oracles: TensorBoard's reader, the json module, a
+clock that the test moves, and values computed by hand.
+"""
 
 import hashlib
 import io
@@ -28,7 +30,7 @@ DISABLED = WandbSettings(mode="disabled")
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """A clock that stands still until a test moves it."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -78,7 +80,9 @@ def test_each_line_is_on_disk_when_log_returns(tmp_path: Path):
 
 
 def test_each_line_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """With all that stands in the file by then. What a machine that lost its power has: tests/chaos/test_disks.py."""
+    """fsync is called on metrics.jsonl after each line, when the file has its full size.
+    tests/chaos/test_disks.py checks the contents after a power failure.
+    """
     flushed, fsync = [], os.fsync
 
     def counted(descriptor: int) -> None:
@@ -95,7 +99,9 @@ def test_each_line_is_flushed_to_the_disk(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_run_folder_that_is_gone_is_noticed_at_the_next_step(tmp_path: Path):
-    """Gone, or moved away and another's in its place: nothing is written to where nobody looks."""
+    """Logging raises OSError if the run directory was removed, or was replaced by that of another
+    run, so that nothing is written to a place that nobody reads.
+    """
     for spoil, told in ((move_away, "No such file"), (put_another, "belongs to another run")):
         folder = tmp_path / spoil.__name__
         log = MetricsLog(folder, DISABLED, {})
@@ -107,7 +113,9 @@ def test_a_run_folder_that_is_gone_is_noticed_at_the_next_step(tmp_path: Path):
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_takes_no_more_of_tensorboards_file_ends_the_step(tmp_path: Path):
-    """At once, and not as a traceback of a thread."""
+    """The error is raised at once in the training loop, not as a traceback in TensorBoard's writer
+    thread.
+    """
     log = MetricsLog(tmp_path, DISABLED, {})
     log.log(0, {f"a{number}": 1.0 for number in range(99)})
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -147,7 +155,7 @@ def test_a_restart_at_step_k_leaves_what_an_unbroken_run_would(tmp_path: Path):
     write_run(tmp_path / "broken", {0: 0.0, 1: 1.0, 2: -9.0, 3: -9.0, 4: -9.0})
     with (tmp_path / "broken" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "reward/me')  # killed while writing
-    time.sleep(1.1)  # TensorBoard orders files by the second, then by a number as text: a process's tenth comes before its ninth
+    time.sleep(1.1)  # TensorBoard sorts event files by second, then by a counter as text: the tenth file of a process precedes its ninth
     write_run(tmp_path / "broken", {2: 2.0, 3: 3.0}, start_step=2)
     unbroken, broken = ((tmp_path / name / "metrics.jsonl").read_bytes() for name in ("unbroken", "broken"))
     assert broken == unbroken
@@ -199,7 +207,9 @@ for mode in ("disabled", "offline"):
 
 
 def test_wandb_is_shown_what_the_best_and_the_worst_said(tmp_path: Path):
-    """As the real package lays it out: a table a step, a rollout's first picture beside its words, none for a picture that is not here."""
+    """Read the tables that the wandb package wrote: one table per step, the first image of each
+    rollout next to its text, and no image if its file is missing.
+    """
     script = """
 import sys
 from pathlib import Path
@@ -235,7 +245,10 @@ log.close()
 
 
 def test_trackio_has_what_an_unbroken_run_would_have_given_it(tmp_path: Path):
-    """By the real package, offline: a life of three steps, one that goes on at step 1, and a run of another folder of the same name."""
+    """The trackio package, offline, stores the same metrics as for an uninterrupted run. An attempt
+    of three steps is followed by one that resumes at step 1, and by a run with the same name in
+    another folder.
+    """
     script = """
 import sys
 from pathlib import Path
@@ -294,6 +307,7 @@ def test_spans_count_each_second_once():
 
 
 def test_seconds_added_inside_a_span_are_not_that_spans():
+    """Seconds added to another metric within a span are subtracted from that span."""
     clock = Clock()
     spans = StepTimer(clock=clock)
     with spans("environment"):
@@ -303,6 +317,9 @@ def test_seconds_added_inside_a_span_are_not_that_spans():
 
 
 def test_take_inside_an_open_span_splits_it():
+    """collect() within an open span returns its time so far, and the span's later time goes to the
+    next collect().
+    """
     clock = Clock()
     spans = StepTimer(clock=clock)
     with spans("record"):
@@ -313,6 +330,7 @@ def test_take_inside_an_open_span_splits_it():
 
 
 def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
+    """A span ends if its block raises, and on_span is called at the start of every span."""
     clock, heard = Clock(), []
     spans = StepTimer(clock=clock, on_span=heard.append)
 
@@ -336,7 +354,7 @@ def test_plain_progress_is_one_aligned_line_a_step_with_the_time_left():
         clock.now += 30
         progress.log_step(step, {"reward/mean": reward, "time/engine": 1.5, "time/environment": 0.25, "time/update": 0.8, "other": 7.0})
     progress.close()
-    # 30 s a step; 31 and 30 steps are left of 40
+    # 30 s per step; 31 and then 30 of 40 steps are left
     assert stream.getvalue().splitlines() == [
         "grpo step  9/40  return  -10.500  rollouts    1.75  update   0.80  left 0:15:30",
         "grpo step 10/40  return   +0.250  rollouts    1.75  update   0.80  left 0:15:00",
@@ -365,7 +383,7 @@ def test_smooth_by_hand():
 
 
 def color_share(path: Path, rgb: tuple[int, int, int]) -> float:
-    """Share of the picture's pixels that have exactly this color."""
+    """Return the fraction of pixels that have exactly this color."""
     pixels = np.asarray(Image.open(path).convert("RGB"))
     return float((pixels == np.array(rgb)).all(-1).mean())
 

@@ -1,4 +1,6 @@
-"""A number that is not finite stops the step, and what the step rolled out is kept for a look: whole, with its pictures."""
+"""A non-finite value stops the step, and the step's rollouts are saved completely, with their
+images, for inspection.
+"""
 
 import gc
 import math
@@ -57,7 +59,9 @@ def world() -> Iterator[None]:
     ],
 )
 def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) -> None:
-    """In the second round of a step whose first taught nothing: both rounds are there, and the line says where."""
+    """The non-finite value occurs in the second generation batch of a step whose first batch had no
+    usable group. Both batches are saved, and the error names the file.
+    """
     settings = settings_for(tmp_path / "run")
     rounds = [[rollout(0), rollout(1), rollout(2, reward=None)], [rollout(0, reward=0.0), bad, rollout(2)]]
     given = [each for played in rounds for each in played]
@@ -81,7 +85,7 @@ def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("world")
 def test_nothing_is_kept_where_all_is_well(tmp_path: Path) -> None:
-    """A rollout that failed has no reward, and needs none."""
+    """A failed rollout has no reward, and its missing reward is not an error."""
     run = Run(settings_for(tmp_path / "run"), read_world(), num_steps=9)
     with run.dump_on_error([rollout(0)], step=4):
         require_finite([rollout(0), rollout(1, reward=None)])
@@ -100,7 +104,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("world")
 def test_patches_of_one_micro_batch_at_a_time_are_kept(tmp_path: Path) -> None:
-    """An update's together may be more than there is room for; a file each has them, by the number that the error names."""
+    """The image patches of a whole update may not fit in memory, so each micro-batch is saved to
+    its own file, numbered as in the error message. The patches of a micro-batch are freed before
+    the next ones are computed.
+    """
     run, batches, patches = (
         Run(settings_for(tmp_path / "run"), read_world(), num_steps=9),
         [empty_batch(length) for length in (2, 3, 4)],

@@ -1,4 +1,6 @@
-"""The recorder, read back: choice by hand, pixels by equality, text that must survive, and a folder that can be moved."""
+"""Rollouts written by the recorder and read back: selection compared with lists made by hand,
+images pixel by pixel, special characters in texts, and a folder that was moved.
+"""
 
 import hashlib
 import json
@@ -71,7 +73,9 @@ def test_nothing_scored_or_nothing_wanted_leaves_no_file(tmp_path: Path):
 
 
 def test_the_whole_rollout_comes_back(tmp_path: Path):
-    """What people read and what is trained on; of the pictures the pixels, without the patches."""
+    """A rollout that is read back equals the recorded one in its texts and in its training columns.
+    Images have the same pixels but no patches.
+    """
     image = picture(0)
     source = rollout(4, 0.75, group=2, images=(image,), text='thoughts: "\u00e9\u4e2d\U0001f600"\n{"action": "+"}\u2028')
     source.status, source.reason, source.reward_terms = Status.TRUNCATED, "turn limit", {"return": 0.75, "bonus": math.inf}
@@ -90,6 +94,9 @@ def test_the_whole_rollout_comes_back(tmp_path: Path):
 
 
 def test_a_reader_without_pictures_knows_where_they_lie(tmp_path: Path):
+    """Rollouts can be read without images, and image_path then returns the file of each image.
+    Reading with images names a missing file.
+    """
     image = picture(2)
     BestWorstRecorder(tmp_path, num_best=1, num_worst=0).record(0, [rollout(0, 1.0, images=(image,))])
     (entry,) = read_recorded(file_of(tmp_path, 0), with_images=False)
@@ -133,7 +140,9 @@ def test_lines_are_strict_json(tmp_path: Path):
 
 
 def test_a_rollout_takes_what_is_promised(tmp_path: Path):
-    """25 bytes an observed token and 56 a sampled one, with six digits of token id and doubles of any value."""
+    """A rollout takes 25 bytes per observed token and 56 per sampled token, within 3%. Token ids
+    have six digits, and floats are arbitrary doubles.
+    """
     draw = np.random.default_rng(0)
     context = TokenSequence()
     context.extend(draw.integers(1000, 150_000, 5000).tolist())

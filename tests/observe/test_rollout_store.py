@@ -1,4 +1,6 @@
-"""The bank of all rollouts: read back by equality, by columns and by places; bounded, by hand-counted bytes; resumed; and damaged."""
+"""The store of all rollouts: reading back everything, single columns and single rows; its size
+limit, with bytes counted by hand; resuming; and damaged files.
+"""
 
 import math
 import shutil
@@ -29,7 +31,7 @@ from megatron_rl.types import TOKEN_COLUMNS, Rollout, Status, StopReason, TokenS
 from tests.observe.test_recorder import picture, rollout
 
 BYTES = 20_000
-"""More than the file of a few small rollouts, less than a picture of noise."""
+"""More bytes than the file of a few small rollouts has, but fewer than a noise image has."""
 
 
 def many(num: int = 150) -> list[Rollout]:
@@ -37,7 +39,7 @@ def many(num: int = 150) -> list[Rollout]:
 
 
 def full() -> Rollout:
-    """Nothing in it has its default value."""
+    """Return a rollout in which no field has its default value."""
     image = picture(0)
     context = TokenSequence()
     context.extend([1, 2, 3], images=(image,))
@@ -59,7 +61,9 @@ def full() -> Rollout:
 
 
 def test_rollouts_come_back(tmp_path: Path) -> None:
-    """All, or those at some places, whichever row groups these are in; with the same pixels."""
+    """All rollouts are read back equal, with the same pixels. Selected rows are read back from any
+    row group.
+    """
     rollouts = [full(), *many()]
     RolloutStore(tmp_path, max_gb=1).record_step(12, rollouts, num_gen_batches=3)
     path = step_path(tmp_path / "rollouts", 12)
@@ -87,7 +91,7 @@ def test_columns_are_read_without_the_rest(tmp_path: Path) -> None:
 
 
 def test_half_characters_cost_no_step(tmp_path: Path) -> None:
-    """They become question marks, whatever text they stand in, and all else stays."""
+    """Lone surrogates in any text are stored as question marks; all other data is unchanged."""
     rollouts = [full(), rollout(1, 1.0)]
     rollouts[0].turns[0].tool_call = replace(rollouts[0].turns[0].tool_call, text="a\ud800b\u00e9")
     rollouts[0].reason, rollouts[0].reward_terms = "\udfff", {"x\ud800": 1.0}
@@ -98,7 +102,7 @@ def test_half_characters_cost_no_step(tmp_path: Path) -> None:
 
 
 def test_as_played() -> None:
-    """What a replay computes again is gone, what was sampled is not."""
+    """without_training_columns removes what a replay computes again and keeps what was sampled."""
     again = without_training_columns(full())
     assert not again.filter_reason and not any(getattr(again.sequences[0], column) for column in TOKEN_COLUMNS)
     assert again.sequences[0].rollout_logprobs == [0.0, 0.0, 0.0, -0.1, -math.inf] and again.turns[0].reward_delta == 0.1
@@ -109,7 +113,9 @@ def bytes_of(folder: Path) -> int:
 
 
 def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
-    """With the pictures that nothing else shows: neither a later step, nor the best and worst rollouts."""
+    """Old steps are removed to stay within the limit, together with images that neither a later
+    step nor the best and worst rollouts use.
+    """
     folder, keys = tmp_path / "rollouts", [picture(seed, width=112, height=112).key for seed in range(4)]
     shown = [[0, 1, 2], [1, 3], [3]]
     BestWorstRecorder(tmp_path, num_best=1, num_worst=0).record(0, [rollout(0, 1.0, images=(picture(2, width=112, height=112),))])
@@ -135,6 +141,9 @@ def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
 
 
 def test_a_bank_holds_what_lies_there(tmp_path: Path) -> None:
+    """A store that is opened again counts the rollouts on disk; a store in a new folder has no
+    metrics.
+    """
     bank = RolloutStore(tmp_path, max_gb=1.0)
     for step in range(4):
         bank.record_step(step, many(2), num_gen_batches=1)
@@ -143,8 +152,10 @@ def test_a_bank_holds_what_lies_there(tmp_path: Path) -> None:
 
 
 def test_spoiled_files_of_an_earlier_life(tmp_path: Path) -> None:
-    """Lines of another version keep their pictures, as does one that is cut off; a picture that somebody removed takes no room; a step
-    that cannot be read is told, with what to do."""
+    """Record lines that are truncated or of another version keep their images, and an image that
+    was deleted takes no space. The store refuses a step file that cannot be read, and the error
+    states the fix.
+    """
     folder, shown = tmp_path / "rollouts", [picture(seed, width=112, height=112) for seed in range(3)]
     recorder, bank = BestWorstRecorder(tmp_path, num_best=1, num_worst=0), RolloutStore(tmp_path, max_gb=1.0)
     for step, image in enumerate(shown):
@@ -175,7 +186,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def told_by(read: Callable[[], object]) -> str:
-    """The ValueError that it ends in; empty where it does not."""
+    """Return the message of the ValueError that this call raises, or ""."""
     try:
         read()
     except ValueError as error:
@@ -186,7 +197,9 @@ def told_by(read: Callable[[], object]) -> str:
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_is_told_in_a_line(whole: Path, tmp_path: Path, data: st.DataObject) -> None:
-    """Whatever bytes of a file change or are gone: its rollouts are read, or a ValueError names the file."""
+    """If any bytes of a file are changed or missing, its rollouts are read or a ValueError names
+    the file.
+    """
     content = bytearray(step_path(whole, 0).read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
@@ -202,6 +215,7 @@ def test_damage_is_told_in_a_line(whole: Path, tmp_path: Path, data: st.DataObje
 
 
 def test_a_picture_that_lacks_is_named(whole: Path, tmp_path: Path) -> None:
+    """A missing image file is named in the error; rows without that image can still be read."""
     shutil.copytree(whole, tmp_path / "bank")
     path = step_path(tmp_path / "bank", 0)
     key = picture(4).key

@@ -1,4 +1,4 @@
-"""A trace by a made clock: rows, names, microseconds; and no more steps than were asked for."""
+"""Step traces with a fake clock: rows, names and microseconds, and no more steps than requested."""
 
 import asyncio
 import json
@@ -11,7 +11,9 @@ from megatron_rl.observe.trace import STEP_ROW, StepTrace, write_trace
 
 
 def test_what_is_traced(tmp_path: Path) -> None:
-    """Two ranks; an inner span lies within its outer one, a block that fails has ended, an episode has a row of its own."""
+    """The traces of two ranks are compared with expected events. An inner span lies within its
+    outer span, a block that raises still ends its span, and each episode has a row of its own.
+    """
     ticks = count(10)
     trace = StepTrace(1, clock=lambda: float(next(ticks)))
     with trace(STEP_ROW, "environment"), trace.episode_tracer(3, 1)("reply"):
@@ -36,7 +38,7 @@ def test_what_is_traced(tmp_path: Path) -> None:
 
 
 def test_episodes_side_by_side() -> None:
-    """Each in its own row, although they take turns."""
+    """Concurrent episodes each get their own row, although they run alternately."""
     trace = StepTrace(1)
 
     async def episode(sample: int) -> None:

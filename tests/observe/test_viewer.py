@@ -1,4 +1,6 @@
-"""The page over runs: its answers against rollouts that were written by hand, what it refuses, and in a real browser what it shows."""
+"""The viewer of runs: API responses compared with rollouts written by hand, requests that it
+refuses, and what a real browser renders.
+"""
 
 import io
 import math
@@ -63,7 +65,9 @@ def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps of two groups of three; words of attackers among them; metrics with numbers that JSON lacks."""
+    """Write a run with three steps of two groups of three rollouts. Its texts include injection
+    attacks, and its metrics include values that JSON does not have.
+    """
     folder = tmp_path_factory.mktemp("runs") / "run"
     for step in range(3):
         rollouts = [
@@ -122,7 +126,9 @@ def test_the_table_has_what_is_asked_for(filters: dict, expected: list, client: 
     ("name", "content"), [("weights.json", "[]"), ("config.yaml", "run: {mode: rollout_only}"), ("config.yaml", "run: {steps: 3}")]
 )
 def test_what_one_set_of_weights_has_played_is_never_stale(name: str, content: str, run: Path, tmp_path: Path) -> None:
-    """An evaluation and rollouts alone: their tokens are of version 0 in each chunk and step."""
+    """All tokens of an evaluation or a rollout-only run have weight version 0 in every chunk and
+    step, so none counts as stale.
+    """
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / name).write_text(content)
     client = TestClient(create_app(label_folders([tmp_path / "run"]), hosts=["testserver"]))
@@ -131,7 +137,9 @@ def test_what_one_set_of_weights_has_played_is_never_stale(name: str, content: s
 
 
 def test_the_table_is_sorted_and_paged(client: TestClient) -> None:
-    """By a column and then as played; a failed rollout has no reward and comes last."""
+    """Rows are sorted by a column and then in the order of sampling. A failed rollout has no reward
+    and comes last.
+    """
     rows = found(client, "rollouts", sort="reward", descending=True, step_to=1, limit=4)["rows"]
     assert [(row["reward"], row["step"], row["row_index"]) for row in rows] == [(1.5, 1, 2), (1.25, 1, 1), (1.25, 1, 4), (1.0, 1, 0)]
     rest = found(client, "rollouts", sort="reward", descending=True, step_to=1, limit=50, offset=4)
@@ -142,7 +150,9 @@ def test_the_table_is_sorted_and_paged(client: TestClient) -> None:
 
 
 def test_a_group_and_an_episode(client: TestClient) -> None:
-    """Means by hand; every token with its columns; the pictures of the prompt told from those of a turn; NaN is null."""
+    """Group statistics equal values computed by hand. An episode has every token with its columns,
+    and separates the prompt's images from those of a turn. NaN is null.
+    """
     told = found(client, "group", step=0, group=1)
     assert (told["mean"], told["std"]) == (0.25, pytest.approx(0.25 * math.sqrt(2 / 3)))
     assert [(each["row_index"], each["reward"], each["advantage"]) for each in told["members"]] == [
@@ -173,7 +183,9 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
 
 
 def test_what_is_refused(client: TestClient, run: Path) -> None:
-    """Other hosts' names, other files, unknown runs; and every answer carries the page's policy."""
+    """Other host names, files outside the run and unknown runs are refused. Every response has the
+    content security policy.
+    """
     assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
     secret = run.parent / "secret.png"
     secret.write_bytes(b"secret")
@@ -195,7 +207,9 @@ def test_what_is_refused(client: TestClient, run: Path) -> None:
 
 
 def test_scripts_never_parse_html() -> None:
-    """The one way for words to become elements, and the ways for words to become code, are in none of the page's files."""
+    """No file of the page uses a function that parses HTML or runs text as code, and none loads
+    another site.
+    """
     static = Path(sys.modules[create_app.__module__].__file__).parent / "static"
     sources = {path.name: path.read_text() for path in static.iterdir()}
     assert sources.keys() >= {"index.html", "viewer.js", "viewer.css"}
@@ -204,8 +218,9 @@ def test_scripts_never_parse_html() -> None:
 
 
 def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
-    """Without a bank the table has what the recorder kept; a spoiled step and a spoiled line are said, and the rest is shown. A run that
-    goes on is read again."""
+    """Without a rollout store, the table has the best and worst rollouts. A damaged step file or
+    line is reported, and everything else is shown. New steps of an active run appear.
+    """
     folder = tmp_path / "run"
     BestWorstRecorder(folder, num_best=1, num_worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(3)])
     app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
@@ -228,8 +243,10 @@ def test_best_and_worst_and_spoiled_files(run: Path, tmp_path: Path) -> None:
 
 
 def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
-    """A copy that somebody made, foreign columns, a file cut short, an older version, steps that are none: said, and the rest is shown.
-    What was removed is no longer said."""
+    """A copied step file, wrong columns, a truncated file, an older version and invalid step
+    numbers are reported or ignored, and everything else is shown. A report disappears when its file
+    is removed.
+    """
     folder = tmp_path / "run"
     app = TestClient(create_app(label_folders([folder]), hosts=["testserver"]))
     for step in range(4):
@@ -268,12 +285,17 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
     ],
 )
 def test_it_ends_in_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Invalid ports, hosts and folders end the viewer's command with a one-line error and exit code
+    2.
+    """
     assert main([str(tmp_path), *options]) == 2
     assert re.fullmatch(said.replace("()", r"\(\)"), capsys.readouterr().err)
 
 
 def test_the_demo(tmp_path: Path) -> None:
-    """Every picture and every number of it can be shown; a right answer is one whose crop is the square's own color."""
+    """Every image and number of the demo run can be shown. An answer is correct if it names the
+    color of the cropped square.
+    """
     make_demo_run(tmp_path / "demo")
     app = TestClient(create_app(label_folders([tmp_path / "demo"]), hosts=["testserver"]))
     about = app.get("/api/runs").json()
@@ -308,7 +330,9 @@ def served(run: Path) -> Iterator[str]:
 
 
 def test_names_of_this_machine(served: str) -> None:
-    """Those that are given and its own; any other is a stranger's page that points here."""
+    """The server accepts the given host names and its own. A request with any other host name comes
+    from a foreign page and is refused.
+    """
     names = {"runs.example": 200, "127.0.0.1:1": 200, socket.gethostname(): 200, "evil.example": 400}
     assert {name: httpx.get(served, headers={"Host": name}, trust_env=False).status_code for name in names} == names
 
@@ -332,7 +356,7 @@ VIEWS = {
     "episode?run=demo&step=11&row_index=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
 }
 BOX = 'class="box" style="left: 3.57143%; top: 5%; width: 14.2857%; height: 20%;"'
-"""[2, 4, 10, 20] of 56 x 80 pixels, drawn on a picture of 28 x 28."""
+"""The box [2, 4, 10, 20] of 56 x 80 pixels, drawn on an image of 28 x 28."""
 HOSTILE = [f"episode?run=run&step=2&row_index={6 + number}" for number in range(len(ATTACKS))]
 
 
@@ -341,7 +365,9 @@ HOSTILE = [f"episode?run=run&step=2&row_index={6 + number}" for number in range(
     ("view", "width"), [*((view, width) for view in VIEWS for width in (1280, 400)), *((view, 1280) for view in HOSTILE)]
 )
 def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Its words are there, nothing of an attacker has run, the console is silent, and the page is no wider than the window."""
+    """Each view shows its texts in Chromium, no attack has run, the console is empty, and the page
+    is not wider than the window.
+    """
     shot = tmp_path / "shot.png"
     command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path}/home",

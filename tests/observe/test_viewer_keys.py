@@ -1,4 +1,6 @@
-"""The page over runs as its reader uses it: keys, a run that goes on, words of a tokenizer, colors, light and dark, wide and narrow."""
+"""User interaction with the viewer: keys, an active run, tokens decoded by a tokenizer, colors,
+light and dark scheme, wide and narrow windows.
+"""
 
 import re
 import subprocess
@@ -25,7 +27,7 @@ COLORS = ("rollout_logprobs", "engine gap", "advantages", "loss_mask", "weight_v
 
 
 def grow(folder: Path, step: int) -> None:
-    """One step more: two groups, the second of attackers' words."""
+    """Write one more step with two groups; the second has the attack texts."""
     rollouts = [rollout(sample, sample / 4, step=step) for sample in range(3)]
     rollouts += [rollout(number, 1.0, step=step, group=1, said=attack) for number, attack in enumerate(ATTACKS)]
     save_images(folder / "rollouts", rollouts)
@@ -69,7 +71,9 @@ VIEWS = ("curves?run=one&run=two", "rollouts?run=one", "group?run=one&step=1&gro
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_every_view_fits_its_window(width: int, scheme: str, page: BrowserPage, url: str) -> None:
-    """No view is wider than the window, words differ from what they stand on, attackers' words are words, and the console is silent."""
+    """No view is wider than the window, text contrasts with its background, attack texts are shown
+    as text, and the console is empty.
+    """
     page.set_window(width=width, scheme=scheme)
     page.console_messages.clear()
     for view in VIEWS:
@@ -86,7 +90,7 @@ def test_every_view_fits_its_window(width: int, scheme: str, page: BrowserPage, 
 
 @needs_chromium
 def test_curves_of_two_runs(page: BrowserPage, url: str) -> None:
-    """A line of its own color for each, and one of them alone where the other is left out."""
+    """Two runs have one line each, in different colors; with one run selected there is one line."""
     page.set_window(width=1280)
     lines = "document.querySelectorAll('#main .card:first-child svg polyline, #main .card:first-child svg path').length"
     page.navigate(f"{url}#/curves?run=one&run=two")
@@ -97,7 +101,9 @@ def test_curves_of_two_runs(page: BrowserPage, url: str) -> None:
 
 @needs_chromium
 def test_keys(page: BrowserPage, url: str) -> None:
-    """From the table to an episode, to its neighbors and no further than the last, to its group, and to a member of it."""
+    """Keys lead from the table to an episode, to its neighbors but not beyond the last one, to its
+    group, and to a member of the group.
+    """
     page.navigate(f"{url}#/rollouts?run=one")
     for key in ("j", "j", "ArrowDown", "k", "Enter"):
         page.press_key(key)
@@ -123,7 +129,9 @@ def test_keys(page: BrowserPage, url: str) -> None:
 
 @needs_chromium
 def test_keys_of_every_view(page: BrowserPage, url: str) -> None:
-    """The list of keys opens and closes; views have numbers; a search is left by Escape; a chart is chosen and opened alone."""
+    """Keys open and close the list of keys, select views by number, leave the search box (Escape),
+    and select a chart and open it alone.
+    """
     page.navigate(f"{url}#/rollouts?run=one")
     page.press_key("?")
     told = page.evaluate("document.getElementById('help').innerText")
@@ -148,7 +156,7 @@ def test_keys_of_every_view(page: BrowserPage, url: str) -> None:
 
 @needs_chromium
 def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: BrowserPage, url: str) -> None:
-    """Said in its place: the console stays silent."""
+    """A missing image is reported in its place, and the console is empty."""
     file = runs[0] / "rollouts" / image_file_name(picture(1).key)
     content = file.read_bytes()
     try:
@@ -162,7 +170,9 @@ def test_a_picture_that_is_missing(runs: tuple[Path, Path], page: BrowserPage, u
 
 @needs_chromium
 def test_tokens_are_colored(page: BrowserPage, url: str) -> None:
-    """By each column: sampled tokens have two shades where their numbers differ, none where they are alike."""
+    """Coloring by a column gives two sampled tokens different shades if their values differ and the
+    same shade if they are equal.
+    """
     for color in COLORS:
         page.navigate(f"{url}#/episode?run=one&step=1&row_index=0&color={color}")
         shades = page.evaluate("[...document.querySelectorAll('.tokens .sampled')].map(each => each.style.backgroundColor)")
@@ -171,7 +181,7 @@ def test_tokens_are_colored(page: BrowserPage, url: str) -> None:
 
 @needs_chromium
 def test_a_run_that_goes_on_is_followed(runs: tuple[Path, Path], page: BrowserPage, url: str) -> None:
-    """A step that is written while the page is open appears; not while its reader is typing."""
+    """A step that is written while the page is open appears, but not while the user is typing."""
     page.navigate(f"{url}#/rollouts?run=two&sort=step&descending=true")
     assert page.evaluate("document.querySelector('tbody tr td').innerText") == "1"
     page.evaluate("document.querySelector('input[type=number]').focus()")
@@ -188,7 +198,9 @@ def test_a_run_that_goes_on_is_followed(runs: tuple[Path, Path], page: BrowserPa
 
 
 def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
-    """The prompt as the policy read it, a picture's places as one, and each token's own word."""
+    """The prompt is shown as the policy received it, with an image's placeholders as one, and each
+    token is shown as its text.
+    """
     tokenizer = AutoTokenizer.from_pretrained(random_model)
     prompt = "<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 16 + "<|vision_end|>Which color?<|im_end|>\n"
     shown, ids = picture(0, width=56, height=56), tokenizer(prompt, add_special_tokens=False)["input_ids"]

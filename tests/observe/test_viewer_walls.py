@@ -1,4 +1,6 @@
-"""The page over folders of strangers: no file of theirs takes its time, its memory or other files, and no other machine looks."""
+"""The viewer with run folders of untrusted origin: no file can consume its time or memory or reach
+other files, and no other machine or site gets access.
+"""
 
 import os
 import subprocess
@@ -34,7 +36,7 @@ TOKEN = "Aa0+/=;,\"'\\~!-word"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run of one step, with a bank."""
+    """Write a run of one step with a rollout store."""
     folder = tmp_path / "run"
     save_images(folder / "rollouts", [rollout(0, 1.0, step=0)])
     write_step(step_path(folder / "rollouts", 0), [rollout(0, 1.0, step=0)], step=0, num_gen_batches=1)
@@ -47,7 +49,10 @@ def client(folder: Path) -> TestClient:
 
 
 def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> None:
-    """426 bytes stood for 10**8 words of model.path (security3.md, 8): here, for 10**5. A list is none either."""
+    """A config.yaml of 426 bytes with nested YAML aliases expanded to 10**8 words in model.path
+    (security3.md, 8); the one here expands to 10**5. A model.path that is an alias to a list, or a
+    list, names no model.
+    """
     bombs.yaml_of_aliases(folder / "config.yaml")
     text = (folder / "config.yaml").read_text().partition("a5:")[0]
     for path in ("*a4", "[a, b]", "!!int ''"):
@@ -60,6 +65,7 @@ def test_settings_of_aliases_name_no_model(folder: Path, client: TestClient) -> 
 
 @pytest.mark.parametrize("kind", ["text", "link to a text", "link to a picture", "linked folder", "FIFO", "device", "sparse"])
 def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: TestClient, tmp_path: Path) -> None:
+    """Image requests for text files, links, FIFOs, devices and oversized files give status 404."""
     key = picture(1).key
     file = folder / "rollouts" / image_file_name(key)
     assert client.get(f"/picture/run/{key}.png").status_code == 200
@@ -87,7 +93,9 @@ def test_pictures_are_pictures_of_the_folder(kind: str, folder: Path, client: Te
 
 @pytest.mark.parametrize("key", ["x" * 65, "x" * 300, "../../../etc/passwd", "a b", "\u0660", "", "a/b", "a\\u0000"])
 def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
-    """Of a rollout in lines: that one is left out, and said. Its key is no path, and no name that is too long."""
+    """A recorded rollout with an invalid image key, such as a path or a name that is too long, is
+    omitted and reported.
+    """
     folder = tmp_path / "run"
     BestWorstRecorder(folder, num_best=1, num_worst=1).record(4, [rollout(sample, float(sample), step=4) for sample in range(2)])
     lines = folder / "rollouts" / "step_000004.jsonl"
@@ -102,7 +110,9 @@ def test_a_key_that_names_no_file(key: str, tmp_path: Path) -> None:
 
 
 def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
-    """A line of 10 GiB, numbers that no float holds, a FIFO: what is before it is shown, the rest is said."""
+    """With a line of 10 GiB, a number that no float can hold, or a FIFO in place of metrics.jsonl,
+    everything before it is shown and the rest is reported.
+    """
     path = folder / "metrics.jsonl"
     bombs.write_sparse_file(path, 10 << 30, b'{"step": 0, "loss": 1}\n')
     assert [line["step"] for line in found(client, "curves")] == [0]
@@ -116,7 +126,9 @@ def test_metrics_without_an_end(folder: Path, client: TestClient) -> None:
 
 
 def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
-    """A dictionary's text stands in a million rows of one group: this program writes 64. And a FIFO."""
+    """A row group with more than 64 rows, which this program never writes, is refused: a
+    dictionary-encoded text could expand to a million rows. FIFOs are refused too.
+    """
     table = pq.read_table(step_path(folder / "rollouts", 0))
     pq.write_table(pa.concat_tables([table] * 65), step_path(folder / "rollouts", 1))
     os.mkfifo(step_path(folder / "rollouts", 2))
@@ -142,7 +154,9 @@ SLOW = Regex(r"(?:a|b|ab)*[!?][^!]")
 
 
 def test_a_tokenizer_takes_no_longer_than_it_may(tmp_path: Path) -> None:
-    """A token takes half a second: its decoder tries every way to read it (security3.md, 14). It is not tried again."""
+    """Decoding stops at the time limit of 3 s and is not tried again. The decoder's regular
+    expression backtracks, so that one token takes half a second (security3.md, 14).
+    """
     decoder = TokenDecoder(tokenizer(tmp_path / "tokenizer.json", ["ab" * 20 + "!!"], decoders.Replace(SLOW, "")), timeout_s=3)
     began = time.monotonic()
     for _ in range(2):
@@ -152,7 +166,9 @@ def test_a_tokenizer_takes_no_longer_than_it_may(tmp_path: Path) -> None:
 
 
 def test_a_panic_ends_the_tokenizers_process_alone(tmp_path: Path) -> None:
-    """It is named; by itself it is no Exception."""
+    """A Rust panic in the tokenizer is not an Exception in Python. It becomes a ValueError that
+    names it and ends only the decoder's process.
+    """
     file = tokenizer(tmp_path / "tokenizer.json", ["ab" * 200 + "!!"], decoders.Replace(SLOW, ""))
     decoder = TokenDecoder(file, timeout_s=60)
     with pytest.raises(ValueError, match=rf"^{file} cannot be read \(pyo3_runtime.PanicException: .*\)$"):
@@ -161,6 +177,7 @@ def test_a_panic_ends_the_tokenizers_process_alone(tmp_path: Path) -> None:
 
 
 def test_words_have_a_limit_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoded token texts of more than MAX_RESPONSE_BYTES are refused."""
     monkeypatch.setattr(token_decoder, "MAX_RESPONSE_BYTES", 4000)
     file = tokenizer(tmp_path / "tokenizer.json", ["word", "x" * 3000], decoders.Fuse())
     decoder = TokenDecoder(file, timeout_s=60)
@@ -170,7 +187,9 @@ def test_words_have_a_limit_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_tokenizer_that_has_changed_is_read_again(folder: Path, client: TestClient) -> None:
-    """What has failed is not kept for ever; tokens without words are numbers."""
+    """A tokenizer that could not be read is read again after its file has changed. Until then,
+    tokens are shown as numbers.
+    """
     (folder / "final").mkdir()
     (folder / "final" / "tokenizer.json").write_text("{}")
     told = found(client, "episode", step=0, row_index=0)
@@ -182,7 +201,9 @@ def test_a_tokenizer_that_has_changed_is_read_again(folder: Path, client: TestCl
 
 
 def test_a_token_is_asked_for(folder: Path) -> None:
-    """On every route; by the header, or in a browser by a cookie that no script and no other site gets."""
+    """Every route requires the token: in a header, or for browsers in a cookie that neither scripts
+    nor other sites can read.
+    """
     app = create_app(label_folders([folder]), hosts=["testserver"], token=TOKEN)
     client = TestClient(app, follow_redirects=False)
     routes = (
@@ -205,7 +226,7 @@ def test_a_token_is_asked_for(folder: Path) -> None:
     assert (entered.status_code, entered.headers["location"]) == (303, "/")
     cookie = entered.headers["set-cookie"]
     assert "HttpOnly" in cookie and "SameSite=strict" in cookie and TOKEN not in cookie
-    assert [client.get(route).status_code for route in routes[:5]] == [200] * 5  # it has the cookie now
+    assert [client.get(route).status_code for route in routes[:5]] == [200] * 5  # the client has the cookie now
 
 
 @pytest.mark.parametrize(
@@ -219,6 +240,7 @@ def test_a_token_is_asked_for(folder: Path) -> None:
 def test_nobody_else_without_a_token(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Serving on all interfaces is refused without a valid token file."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the page is served"))
     given = [word.format(tmp=tmp_path) for word in words]
     assert main([str(tmp_path), "--host", "0.0.0.0", "--port", "0", *given]) == 2
@@ -227,7 +249,7 @@ def test_nobody_else_without_a_token(
 
 @pytest.fixture
 def url(folder: Path, tmp_path: Path) -> Iterator[str]:
-    """The page of the command itself, for all machines, with little memory."""
+    """Start the viewer's command on all interfaces with a memory limit of 1 GB; yield its URL."""
     port = find_free_port("127.0.0.1")
     (tmp_path / "token").write_text(TOKEN)
     words = [str(folder), "--host", "0.0.0.0", "--port", str(port), "--token-file", str(tmp_path / "token"), "--memory-gb", "1"]
@@ -242,7 +264,9 @@ def url(folder: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_a_file_that_stands_for_more_than_the_memory(folder: Path, url: str) -> None:
-    """64 rows of one text of 64 MiB, in 8 KB: the page says so, and goes on. Of the command, with the token that it needs."""
+    """A file of 8 KB has 64 rows that all share one text of 64 MiB. The viewer reports the file and
+    continues to serve. The viewer runs as a separate command with a token.
+    """
     bomb = step_path(folder / "rollouts", 1)
     table = pq.read_table(step_path(folder / "rollouts", 0))
     table = pa.concat_tables([table] * 64)
@@ -265,7 +289,9 @@ def test_a_file_that_stands_for_more_than_the_memory(folder: Path, url: str) -> 
     ],
 )  # fmt: skip
 def test_other_pages_embed_nothing(site: str, mode: str, code: int, client: TestClient) -> None:
-    """An <img> told a stranger's page which pictures there are, and how large; a link that is followed leads here."""
+    """Other sites cannot embed the page's images, which would reveal which images exist and their
+    sizes. Following a link to the page works.
+    """
     headers = {name: value for name, value in (("Sec-Fetch-Site", site), ("Sec-Fetch-Mode", mode)) if value}
     for route in ("/", "/api/runs", f"/picture/run/{picture(1).key}.png"):
         answer = client.get(route, headers=headers)
@@ -273,7 +299,10 @@ def test_other_pages_embed_nothing(site: str, mode: str, code: int, client: Test
 
 
 def test_the_page_serves_with_the_bounds_of_our_servers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line that sends its header slowly was held for ever (benchmarks/probes): Connection ends it, as tests/sandbox show."""
+    """The viewer serves with LimitedConnection and a header timeout of 10 s. Without them, a client
+    that sends its header slowly held a connection forever (benchmarks/probes). tests/sandbox tests
+    the class itself.
+    """
     served: list[uvicorn.Server] = []
     monkeypatch.setattr(uvicorn.Server, "run", lambda server, **_: served.append(server))
     monkeypatch.setattr("megatron_rl.observe.viewer.__main__.limit_memory", lambda gb: None)

@@ -1,4 +1,6 @@
-"""The doctor finds what is wrong before a run does. Oracles: faults planted one by one, the run itself, real HTTP servers."""
+"""The doctor reports problems before a run starts. Oracles: faults planted one at a time, the run's
+own checks, and real HTTP servers.
+"""
 
 import asyncio
 import io
@@ -42,7 +44,7 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Redirect Arrow copies to a temporary folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -52,7 +54,7 @@ ROW = {"question": "Which color?", "answer": "red", "data_source": "vstar", "ima
 
 @pytest.fixture
 def sound(random_model: Path, tmp_path: Path) -> list[str]:
-    """Overrides of a run that can start."""
+    """Return the overrides of a run that can start."""
     path = write_rows(tmp_path / "mine.parquet", [ROW] * 3)
     limits = ["model.min_pixels=784", "model.max_pixels=3136"]
     return ["task=vqa", f"model.path={random_model}", f"run.dir={tmp_path}/run", f"task.data.train=[{path}]", f"task.data.eval=[{path}]",
@@ -61,7 +63,9 @@ def sound(random_model: Path, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def judge() -> Iterator[tuple[str, dict[str, object]]]:
-    """A server and what it answers: a status and a body for /v1/models."""
+    """Start a server; yield its address and the dict with the status and body of its /v1/models
+    response.
+    """
     answers: dict[str, object] = {"status": 200, "body": json.dumps({"data": [{"id": "judge"}]})}
 
     class Handler(BaseHTTPRequestHandler):
@@ -111,7 +115,9 @@ def test_what_is_wrong_is_told_in_a_line_each(sound: list[str], tmp_path: Path) 
 
 
 def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
-    """A file in which pictures have another name, and one without answers: a line each."""
+    """The doctor reports, in one line each, a file with its images in another column and a file
+    without answers.
+    """
     for name in ("red.png", "blue.png"):
         (tmp_path / name).write_bytes(make_png())
     rows = [{"question": "?", "answer": "a", "image": "red.png", "shot": "blue.png"}] * 2 + [
@@ -137,14 +143,16 @@ def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_is_cut_off_is_found(sound: list[str], tmp_path: Path) -> None:
-    """Its header is whole, and gives its size."""
+    """A truncated image is an error although its header is complete and states its size."""
     path = write_rows(tmp_path / "cut.jsonl", [ROW, ROW | {"images": [{"bytes": make_png(size=(300, 300))[:-30]}]}])
     (error,) = run_checks(settings_of(*sound, f"task.data.train=[{path}]")).errors
     assert error.startswith("task.data.train: cut.jsonl row 1: images[0]: cannot be opened (")
 
 
 def test_a_host_that_cannot_hold_the_plan(sound: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One process of 7 GB and a little more, on a machine of 5 GB that is stated, and on one of 4 GiB that is there."""
+    """One process needs a little more than 7 GB of main memory. The doctor warns about
+    plan.host_gb=5 and about a machine with 4 GiB.
+    """
     (warning,) = run_checks(settings_of(*sound, "plan.host_gb=5")).warnings
     assert re.match(r"plan.host_gb=5.0: its 5.0 GB are less than the 7\.\d GB that 1 process may need at most; ", warning), warning
     memory = psutil.virtual_memory()._replace(total=4 << 30, available=4 << 30)
@@ -164,7 +172,9 @@ def test_a_model_without_a_tensor(sound: list[str], random_model: Path, tmp_path
 
 
 def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path, tmp_path: Path) -> None:
-    """As the policy's is looked at, by its own name; what is wrong with it is told once."""
+    """critic.path is checked like model.path and reported under its own key; each problem is
+    reported once.
+    """
     trunk, own = tmp_path / "trunk", ["algo=ppo", "critic.backbone=own"]
     shutil.copytree(random_model, trunk)
     well = run_checks(settings_of(*sound, *own, f"critic.path={trunk}"))
@@ -181,7 +191,7 @@ def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path,
 
 
 def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path) -> None:
-    """Its heads, not the policy's four."""
+    """The check uses the critic's 3 attention heads, not the policy's 4."""
     make_checkpoint(tmp_path / "trunk", preset="nano", init="random", seed=1, hidden=96, heads=3, kv_heads=1)
     (error,) = run_checks(
         settings_of(*sound, "algo=ppo", "critic.backbone=own", f"critic.path={tmp_path / 'trunk'}", "parallel.tp=2")
@@ -190,8 +200,11 @@ def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path)
 
 
 def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random_model: Path) -> None:
-    """As a run tells them when it starts. What there is room for is the whole prompt, as the renderer makes it of the task's words, and one
-    token of a reply; the length of a question is what it adds to a prompt."""
+    """The doctor reports prompts that are too long or have too many images exactly as a run does at
+    startup. A prompt fits if one response token still fits after the whole prompt, which the
+    renderer builds from the task's texts. The reported length of a question is its contribution to
+    the prompt.
+    """
     many = {
         **ROW,
         "question": "Is <image> or <image> larger, or are they equally large?",
@@ -239,6 +252,9 @@ OTHER = '{"data": [{"id": "other"}]}'
      (200, OTHER.replace("other", "judge"), "serves judge")],
 )  # fmt: skip
 def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, found: str, judge: tuple, sound: list[str]) -> None:
+    """For each response of a judge server, the doctor reports the same errors as the start of a
+    run.
+    """
     url, answers = judge
     answers |= {"status": status, "body": body}
     settings = settings_of(*sound, f"task.judge.urls=[{url}]", "task.judge.model=judge")
@@ -250,7 +266,9 @@ def test_the_doctor_thinks_of_a_judge_as_a_run_does(status: int, body: str, foun
 
 
 def refusals(settings: Settings) -> list[str]:
-    """Why a run with this judge would not start."""
+    """Return the error with which a run with this judge fails to start, as a list, or an empty
+    list.
+    """
 
     async def start() -> None:
         asked = Judge(settings.task.judge)
@@ -267,7 +285,9 @@ def refusals(settings: Settings) -> list[str]:
 
 
 def test_judges_one_well_and_one_down(judge: tuple, sound: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """A run starts, with the same warning."""
+    """If one of two judges responds, the doctor gives a warning and no error. A run starts with the
+    same warning.
+    """
     url, _ = judge
     settings = settings_of(*sound, f"task.judge.urls=[{url},http://127.0.0.1:9/v1]", "task.judge.model=judge")
     report = CheckReport()
@@ -288,6 +308,9 @@ def test_an_address_that_is_none(url: str, sound: list[str]) -> None:
 
 
 def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor checks sandbox isolation or the sandbox server only for a task that uses a
+    sandbox.
+    """
     url = judge[0].removesuffix("/v1")
     monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
 
@@ -309,7 +332,9 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
 
 
 def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A project below /usr, Docker's habit, shows the answers of its questions to the code that is to find them."""
+    """The doctor warns if the run directory or a data file lies in a folder that code in every
+    sandbox can read, such as a project below /usr in a container. That code could read the answers.
+    """
     monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\n", True))
     monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
     questions = tmp_path / "questions.json"
@@ -327,6 +352,9 @@ def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeyp
 
 
 def test_what_is_shown() -> None:
+    """The printed report ends with warnings and then errors, and text in square brackets is not
+    interpreted as markup.
+    """
     report = CheckReport(findings=[("task", "vqa [bold]")], errors=["key=[value]: remedy"], warnings=["odd"])
     out = io.StringIO()
     print_report(report, Console(file=out, width=30))
@@ -335,7 +363,9 @@ def test_what_is_shown() -> None:
 
 
 def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
-    """In an interpreter of its own nothing but the report is said."""
+    """A separate interpreter prints nothing but the report and exits with 0 if a run can start,
+    else with 1.
+    """
     command = (ROOT / "launch" / "doctor.py", *sound)
     well = fork_server.run_script(*command, cwd=tmp_path, timeout_s=120)
     assert well.returncode == 0 and well.stdout.endswith("\na run can start\n")
@@ -348,7 +378,9 @@ def test_the_exit_code(sound: list[str], tmp_path: Path) -> None:
 
 
 def test_tasks_are_named_as_they_are() -> None:
-    """A task that is renamed must be renamed here."""
+    """The doctor's lists of tasks name existing tasks. If a task is renamed, rename it in these
+    lists too.
+    """
     folder = ROOT / "megatron_rl" / "tasks"
     assert all((folder / name).is_dir() or (folder / f"{name}.py").is_file() for name in (*doctor.SANDBOX_TASKS, *doctor.DATA_TASKS))
 

@@ -1,4 +1,6 @@
-"""The doctor in a job: two nodes with troubles of their own, and the time that is left of it."""
+"""The doctor within a multi-node job: two nodes with different problems, and the time left in the
+job.
+"""
 
 import json
 import re
@@ -30,7 +32,10 @@ def report_of(*words: object, folders: list[Path]) -> CheckReport:
 
 
 def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
-    """Rows of both, what all say once, what one says with its name; run.dir=run is two folders; the clocks differ by what was planted."""
+    """Findings of both nodes are listed; a problem of all nodes is reported once, a problem of one
+    node with its name. run.dir=run resolves to two different folders, and the clocks differ by the
+    planted offset of about 5 s.
+    """
     folders = [tmp_path / name for name in ("one", "two")]
     for folder in folders:
         folder.mkdir()
@@ -47,7 +52,9 @@ def test_two_nodes_are_one_report(random_model: Path, tmp_path: Path) -> None:
 
 
 def test_two_ranks_of_a_run_that_can_start(random_model: Path, tmp_path: Path) -> None:
-    """The whole of it, as a launcher starts it: plan, model and task by the first rank of the node, sums and clocks by both."""
+    """Two ranks run the complete doctor as a launcher starts it. The first rank of the node checks
+    plan, model and task; both ranks take part in the all-reduce and the clock check.
+    """
     words = ("experiment=numberline_grpo_cpu", f"model.path={random_model}", f"run.dir={tmp_path}/run", "plan.host_gb=100")
     done = fork_server.run_world(2, ROOT / "launch" / "doctor.py", *words, timeout_s=120)
     assert done.returncode == 0 and done.stdout.count("a run can start\n") == 1, done.stdout
@@ -58,7 +65,9 @@ def test_two_ranks_of_a_run_that_can_start(random_model: Path, tmp_path: Path) -
 def test_the_time_that_is_left_is_held_against_the_steps(
     hours: float, warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30 of 100 steps are done, 10 s each by the last ones: 700 s, more than six minutes and less than an hour."""
+    """30 of 100 steps are done and the last ones took 10 s each, so 700 s are needed. The doctor
+    warns if 0.1 hours are left and does not warn if one hour is left.
+    """
     steps = [{"step": step, "time/update": 6.0, "time/engine": 94.0 if step < 20 else 4.0, "time/start": 500.0} for step in range(30)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     settings = Settings(model=ModelSettings(path="m"), run=RunSettings(dir=str(tmp_path), steps=100), task=TaskSettings(name="number_line"))

@@ -1,4 +1,6 @@
-"""The doctor's look at a machine: drivers, compilers, versions, the disk and GPUs, each planted; and the plan, without a GPU."""
+"""The doctor's checks of a machine: drivers, compilers, versions, disk and GPUs, each with planted
+values, and the memory plan without a GPU.
+"""
 
 import shutil
 import sysconfig
@@ -27,7 +29,7 @@ def settings(random_model: Path, tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two H100, of which somebody uses most of the second."""
+    """Plant two H100 GPUs, the second of which another process mostly uses."""
     patch_gpus(monkeypatch, tmp_path, [H100] * 2)
     cuda = SimpleNamespace(nccl=SimpleNamespace(version=lambda: (2, 29, 7)), mem_get_info=lambda index: ((80 - 70 * index) << 30, 80 << 30))
     for name, value in vars(cuda).items():
@@ -56,7 +58,9 @@ def test_gpus_that_can_be_used_are_told(settings: Settings) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_what_triton_and_nccl_lack(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is there where the others are planted."""
+    """With 64 MiB of /dev/shm the doctor reports an error, with 128 MiB a warning. A missing C
+    compiler and a missing Python.h are errors.
+    """
 
     def has_shared(mib: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=mib << 20))
@@ -90,7 +94,9 @@ def test_a_machine_without_a_gpu_says_so(settings: Settings, monkeypatch: pytest
 
 
 def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
-    """This environment is that of the lock; one that is not has its first three packages named."""
+    """The installed versions match the lock of this environment. For a lock that differs, the first
+    three packages are named; without a lock file nothing is compared.
+    """
     report = CheckReport()
     check_versions([ROOT / "requirements" / name for name in ("torch.txt", "cpu.txt")], report)
     ((_, found),) = report.findings
@@ -108,7 +114,9 @@ def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
 
 
 def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint of 1 TB of weights would take hours on any; where nothing can be written that is said."""
+    """The doctor measures the disk's speed and removes its file. A checkpoint of 2**60 bytes of
+    weights gives a warning on any disk; a disk that cannot be written is an error.
+    """
     report, before = CheckReport(), sorted(tmp_path.iterdir())
     assert check_disk_speed(settings, tmp_path, report, weight_bytes=1 << 20).endswith(" MB/s") and not report.warnings
     check_disk_speed(settings, tmp_path, report, weight_bytes=1 << 60)
@@ -124,7 +132,9 @@ def test_a_disk_is_measured_and_left_as_it_was(settings: Settings, tmp_path: Pat
 
 
 def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
-    """A nano fits an L40S whose half is the engine's, and not one whose whole is. Without plan.world_size a CPU's run has no plan."""
+    """With plan.gpu=l40s, a nano model fits if the engine uses half of the GPU, and does not fit if
+    it uses 95%. Without plan.world_size, a run on CPUs has no GPU plan.
+    """
     make_checkpoint(tmp_path / "wide", preset="nano", init="random", seed=0, heads=8, kv_heads=4)
 
     def told(*words: str) -> CheckReport:
@@ -145,7 +155,7 @@ def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
-    """Of two, the second has 10 of its 80 GiB left."""
+    """The second of two GPUs has only 10 of 80 GiB free, which is less than the plan needs."""
     settings.plan.host_gb, settings.plan.gpu, settings.parallel = 1000, "h100", ParallelSettings()
     report = CheckReport()
     check_memory_plan(settings, report, Plugins())
@@ -155,7 +165,9 @@ def test_a_gpu_that_somebody_uses(settings: Settings) -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_gpus_that_do_not_go_together(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor says what a run would: of all GPUs, of the first alone where plan.world_size=1; and where one is too small."""
+    """The doctor reports the same mismatch as a run: different GPU types are an error, except with
+    plan.world_size=1, which uses only the first GPU. A GPU that is too small is reported too.
+    """
     patch_gpus(monkeypatch, tmp_path, [H100, L4])
 
     def told() -> list[str]:

@@ -1,4 +1,4 @@
-"""What the doctor says of the engines that a run starts for itself."""
+"""The doctor's report on inference servers that a run starts itself."""
 
 import os
 
@@ -20,11 +20,14 @@ def told(**engine: object) -> CheckReport:
 
 
 def test_who_starts_none_hears_nothing() -> None:
+    """Without servers that the run starts itself, the report has no row for them."""
     assert told().findings == told(mode="server", urls=["http://a:1"]).findings == []
 
 
 def test_what_is_started_where_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by its cores; fewer than ranks and servers are a warning."""
+    """Each server is listed with its core. A warning is given if there are fewer cores than ranks
+    and servers together.
+    """
     monkeypatch.setattr(room, "is_on_gpu", lambda settings: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 2, 3})
     report = told(mode="server", num_local_servers=3)

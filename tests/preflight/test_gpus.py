@@ -1,4 +1,6 @@
-"""GPUs that a run cannot start on are refused in one line, by the run itself, before a model is loaded. Torch's answers are planted."""
+"""A run refuses GPUs that it cannot use, in one line and before loading a model. The values
+returned by torch are planted.
+"""
 
 import re
 from collections.abc import Sequence
@@ -35,6 +37,9 @@ def with_tp(settings: Settings, tp: int) -> Settings:
 
 
 def test_a_driver_is_read_as_its_module_says_it(tmp_path: Path) -> None:
+    """The driver version is parsed from the version file of the open and the proprietary kernel
+    module; it is empty if there is none.
+    """
     for number, (text, found) in enumerate([(OPEN_MODULE, "580.65.06"), (CLOSED_MODULE, "535.183.01"), ("nothing of it", "")]):
         (tmp_path / str(number)).write_text(text)
         assert read_driver_version(tmp_path / str(number)) == found
@@ -42,6 +47,9 @@ def test_a_driver_is_read_as_its_module_says_it(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
+    """If torch finds no GPU, the error states the cause: an old driver, a CPU build of torch, or
+    CUDA_VISIBLE_DEVICES. With a GPU there is no error.
+    """
     assert driver_error("580.65.06", "13.0", num_devices=1) == driver_error("535.183.01", "13.0", num_devices=1) == ""
     assert driver_error("535.183.01", "13.0", num_devices=0) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
     assert "is built for CPUs, but this machine has NVIDIA's driver 580.1" in driver_error("580.1", None, num_devices=0)
@@ -67,7 +75,9 @@ def test_a_driver_that_torch_cannot_use_is_told_of() -> None:
 def test_eight_ranks_need_eight_alike(
     gpus: Sequence[Gpu], line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ninth GPU, which no rank has, is none of their business."""
+    """All 8 ranks need whole GPUs of the same type with enough memory. A ninth GPU that no rank
+    uses does not matter.
+    """
     patch_gpus(monkeypatch, tmp_path, gpus)
     assert refusal(settings, NODE, needed=NEEDED).startswith(line) and bool(line) == bool(refusal(settings, NODE, needed=NEEDED))
 
@@ -96,20 +106,25 @@ def refusal(settings: Settings, world: World, *, needed: int = 0) -> str:
 def test_what_gpus_are_is_told_before_a_plan_that_fails_on_them(
     gpus: Sequence[Gpu], shared: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plan of the smallest GPU says that the engine has no room, which is not what is wrong with a slice or with one L4 among H100s."""
+    """A MIG slice, or one L4 among H100s, is reported before the plan's error. The plan for the
+    smallest GPU would only state that the engine has no room.
+    """
     patch_gpus(monkeypatch, tmp_path, gpus, shared_bytes=shared)
     with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
         run_checks.check_run(settings, Plugins(), world=NODE, needed=ValueError("engine.gpu_memory_utilization=0.9: no room"), splits=())
 
 
 def test_rollouts_to_replay_need_the_mode_that_replays_them(settings: Settings) -> None:
-    """Without it the run would train on rollouts of its own."""
+    """rollouts.replay_from without run.mode=replay is refused, because the run would train on newly
+    sampled rollouts.
+    """
     settings.rollouts.replay_from = "runs/all/rollouts"
     with pytest.raises(ValueError, match=r"^rollouts.replay_from=runs/all/rollouts: .*; add run.mode=replay$"):
         run_checks.check_run(settings, Plugins(), world=ALONE, needed=0, splits=())
 
 
 def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single rank may use a MIG slice that has enough memory for the plan."""
     patch_gpus(monkeypatch, tmp_path, [MIG_SLICE])
     assert refusal(settings, ALONE, needed=10**10) == ""
     told = f"engine.gpu_memory_utilization=0.45: GPU 0 ({MIG_SLICE.name}) has 10.5 GB, but the plan needs 11.0;"
@@ -117,7 +132,9 @@ def test_one_rank_may_have_a_slice_that_is_large_enough(settings: Settings, tmp_
 
 
 def test_layers_are_not_cut_across_nodes(settings: Settings) -> None:
-    """Two nodes of two GPUs; of six; and one node, whose layout check_layout has looked at."""
+    """tp=4 is refused with nodes of two or six GPUs. It is accepted with one node of four GPUs,
+    which check_layout validates.
+    """
     two, six = [H100] * 2, [H100] * 6
     assert find_mismatches(with_tp(settings, 2), two, num_ranks=4) == find_mismatches(with_tp(settings, 4), [H100] * 4, num_ranks=4) == []
     for gpus, num_ranks, fitting in ((two, 4, "1, 2"), (six, 12, "1, 2")):
@@ -126,7 +143,9 @@ def test_layers_are_not_cut_across_nodes(settings: Settings) -> None:
 
 
 def test_shared_memory_of_a_container(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Docker's own 64 MB are too few for two ranks, the 1 GB that NVIDIA asks for is enough for eight; one rank needs none."""
+    """Two ranks refuse Docker's default of 64 MB of shared memory, eight ranks accept the 1 GB that
+    NVIDIA recommends, and one rank needs none.
+    """
     pair = replace(NODE, size=2, local_size=2)
     patch_gpus(monkeypatch, tmp_path, [H100] * 8, shared_bytes=64 << 20)
     assert (
@@ -141,7 +160,10 @@ def test_shared_memory_of_a_container(settings: Settings, tmp_path: Path, monkey
 
 
 def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch sees no GPU: the driver is too old, a name is wrong, or the GPUs are hidden on purpose, which is nobody's mistake."""
+    """If torch finds no GPU although a driver is installed, the run refuses to train on the CPU:
+    the driver is too old, or CUDA_VISIBLE_DEVICES names no GPU. GPUs that are hidden on purpose are
+    no error.
+    """
     on_cpu = replace(ALONE, device=torch.device("cpu"))
     patch_gpus(monkeypatch, tmp_path, [], driver_text=CLOSED_MODULE)
     assert refusal(settings, on_cpu) == "driver=535.183.01: is too old for torch's CUDA 13.0; install 580 or newer"
@@ -173,7 +195,9 @@ def test_a_run_that_would_take_place_on_the_cpu_unasked(settings: Settings, tmp_
 def test_fewer_gpus_than_ranks(
     gpus: Sequence[Gpu], visible: str | None, line: str, local_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Said by every rank, those that have a GPU too: they would wait for the others."""
+    """Every rank reports too few GPUs, including ranks that have a GPU, because they would wait for
+    the other ranks.
+    """
     patch_gpus(monkeypatch, tmp_path, gpus)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
@@ -184,7 +208,10 @@ def test_fewer_gpus_than_ranks(
 def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """For the GPU that is there, whatever plan.gpu names: vLLM takes its share of that one, and plan.gpu has not every kind."""
+    """The plan is made for the installed GPU even if plan.gpu names another one, because vLLM takes
+    its share of the installed GPU and plan.gpu does not know every GPU type. Only local rank 0
+    makes the plan, before the ranks connect; its error is raised by check_run afterwards.
+    """
     patch_gpus(monkeypatch, tmp_path, [L4])
     l4 = replace(settings, plan=replace(settings.plan, gpu="l4"))
     named = plan_gpu_memory(read_spec(settings.model.path), settings, world_size=1)
@@ -196,7 +223,7 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
     lost = replace(settings, model=replace(settings.model, path="nowhere"))
     told = run_checks.plan_gpu_bytes(lost, Plugins(), world=ALONE)
     assert isinstance(told, ValueError) and str(told).startswith("model.path=nowhere: ")
-    with pytest.raises(ValueError, match="^model.path=nowhere: "):  # where the ranks are together
+    with pytest.raises(ValueError, match="^model.path=nowhere: "):  # raised here, after the ranks have connected
         run_checks.check_run(lost, Plugins(), world=ALONE, needed=told, splits=())
     assert run_checks.plan_gpu_bytes(settings, Plugins(), world=replace(NODE, local_rank=3)) == 0
 
@@ -213,7 +240,10 @@ def test_the_plan_is_made_before_ranks_meet_and_by_one_of_a_node(
 def test_main_memory_that_is_stated_is_a_gate(
     stated: int, there: int, line: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the run itself, not of its dry run alone; and no more of it is counted than this machine has. Three processes of a node."""
+    """The run itself, not only its dry run, refuses to start three processes on a node if they may
+    need more main memory than plan.host_gb, or more than this machine has. plan.host_gb=0 turns the
+    check off.
+    """
     patch_gpus(monkeypatch, tmp_path, [L4] * 3)
     monkeypatch.setattr("megatron_rl.memory_plan.host_memory.psutil.virtual_memory", lambda: SimpleNamespace(total=there))
     settings = replace(settings, plan=replace(settings.plan, host_gb=stated))
@@ -225,7 +255,9 @@ def test_main_memory_that_is_stated_is_a_gate(
 
 
 def test_a_run_refuses_before_it_builds_anything(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole of start.run in a world of one, whose engine leaves nothing of the GPU to what lies beside it."""
+    """train.run with one rank refuses an engine that leaves too little GPU memory for the trainer.
+    Nothing is built: there is no run directory and no process group.
+    """
 
     def meet(world: World, *, timeout_s: float) -> None:
         connect(replace(world, device=torch.device("cpu")), timeout_s=timeout_s)

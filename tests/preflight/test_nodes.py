@@ -1,4 +1,4 @@
-"""What is refused of several nodes, from what their first processes see."""
+"""Differences between nodes are refused, based on the report of each node's first process."""
 
 import re
 from dataclasses import replace
@@ -59,7 +59,10 @@ def test_nodes_that_are_alike_may_begin() -> None:
 
 
 def test_a_file_is_told_by_its_size_and_a_shape_by_its_digest(tmp_path: Path) -> None:
-    """Equal lengths of config.json, other words; weights of another length; a file; a name that is none."""
+    """config.json files of equal length with different contents differ, and so do weight files of
+    different lengths. A single file is described by its size. A name without a file has no
+    description.
+    """
     folders = [tmp_path / name for name in "ab"]
     for folder, text, length in zip(folders, ("1 2", "2 1"), (3, 4), strict=True):
         folder.mkdir()

@@ -1,4 +1,6 @@
-"""What a run says of its prompts before it begins. Oracle: prompts that the renderer makes of every question."""
+"""Reports on prompts at the start of a run. Oracle: the prompts that the renderer builds from every
+question.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -43,7 +45,9 @@ def settings_of(path: Path, *, room: int, max_failed: float) -> Settings:
 
 
 def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first prompt with its picture as a size; and the two questions that do not fit, by their rows. One token more, and one fits."""
+    """The report has the first prompt, with the image replaced by its size, and the row numbers of
+    the two questions that do not fit. If the limit is raised by one token, one of them fits.
+    """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     path = write_rows(tmp_path / "mine.jsonl", ROWS)
     fleet = make_rollout_manager(renderer)
@@ -70,6 +74,9 @@ def test_what_is_told(renderer: Renderer, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_task_without_files_shows_its_prompt_and_followers_say_nothing(renderer: Renderer, tmp_path: Path) -> None:
+    """For a task without data files, only the first prompt is reported, and only by the engine's
+    leading rank.
+    """
     lines: list[str] = []
     settings = settings_of(tmp_path, room=99, max_failed=0.1)
     report_prompts(settings, rollout_manager=make_rollout_manager(renderer), log=lines.append)
@@ -79,6 +86,7 @@ def test_a_task_without_files_shows_its_prompt_and_followers_say_nothing(rendere
 
 
 def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_path: Path) -> None:
+    """Questions that contain special tokens, whose text is changed, are counted in a warning."""
     rows = [{**ROWS[0], "question": words} for words in ("Where is <|box_start|>?", "Where?", "Which <|quad_end|>?")]
     questions = {"train": VqaTask(settings_of(write_rows(tmp_path / "mine.jsonl", rows), room=99, max_failed=0.9).task).examples("train")}
     lines: list[str] = []
@@ -88,7 +96,9 @@ def test_questions_that_name_special_tokens_are_counted(renderer: Renderer, tmp_
 
 
 def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> None:
-    """Of every split that comes from files, slices of one too, as `task.data.max_eval` makes them."""
+    """Unread columns are reported for every split that is loaded from files, including slices as
+    `task.data.max_eval` creates them. A split of other examples is not reported.
+    """
     row = {"question": "?", "answer": "a", "weight": 0}
     train = load_questions([str(write_rows(tmp_path / "q.jsonl", [row] * 3))], images_root="", name="train")
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What settings choose by name, of what ships and of a user's own."""
+"""Choices by name in the settings: built-in tasks and rewards, and those of a user."""
 
 import re
 from dataclasses import dataclass, replace
@@ -53,6 +53,7 @@ def test_a_reward_is_chosen_by_its_name() -> None:
     ],
 )
 def test_a_reward_that_there_is_not(name: str, reward: str, remedy: str) -> None:
+    """An unknown or unsuitable task.reward is refused with the rewards that the task accepts."""
     with pytest.raises(ValueError, match=f"^{re.escape(f'task.reward={reward}: {remedy}')}"):
         parts_of(name, reward)
     with pytest.raises(ValueError, match=r"^task.reward=short: task number_line accepts only its own reward$"):
@@ -68,6 +69,8 @@ def test_a_task_is_a_subclass() -> None:
 
 
 def test_half_a_task() -> None:
+    """A task class without `env` is refused."""
+
     class Half(Task):
         def examples(self, split: str) -> list[Example]:
             return []
@@ -77,7 +80,9 @@ def test_half_a_task() -> None:
 
 
 def test_options_that_cannot_be_kept() -> None:
-    """Those of a run are in its config.yaml, and compared when it goes on."""
+    """Options that YAML cannot store are refused, because config.yaml stores a run's options and a
+    resumed run compares them.
+    """
     with pytest.raises(
         ValueError, match=r"^task.options=.*PosixPath.*: is stored as YAML; use numbers, strings, lists and mappings of them$"
     ):
@@ -90,6 +95,7 @@ def test_a_judge_that_nobody_asks() -> None:
 
 
 def test_options_are_of_a_task_that_has_some() -> None:
+    """task.options are refused for a task without options and for a task with other options."""
     assert build_task(TaskSettings(name="own", options=OwnTask.Options(size=4)), OWN).settings.options.size == 4
     with pytest.raises(ValueError, match=r"^task.options={'size': 4}: task vqa has no options of its own$"):
         build_task(TaskSettings(name="vqa", options={"size": 4}), OWN)

@@ -1,4 +1,6 @@
-"""The commands for checkpoints as files, wherever they are started, and the words for errors of the system."""
+"""The scripts in tools/ run as separate processes from any folder, and operating-system errors
+become one-line messages.
+"""
 
 import errno
 import os
@@ -50,7 +52,10 @@ WRITTEN = "--out=new/out: could not be written ({}); free space or choose anothe
     ],
 )
 def test_what_is_written_and_what_is_read(file: str | None, said: str) -> None:
-    """Source and result may be neighbors."""
+    """An error for --out, its parents or its temporary folders is reported as a failed write. An
+    error for another file in the same parent folder, where the source may be, is reported as a
+    failed read.
+    """
     error = OSError(errno.ENOSPC, "No space left", file) if file else OSError("No space left")
     assert format_error(error, out=Path("new/out")) == said.format(error)
     assert format_error(ValueError("key=1: no"), out=Path("new/out")) == "key=1: no"
@@ -58,7 +63,9 @@ def test_what_is_written_and_what_is_read(file: str | None, said: str) -> None:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EIO])
 def test_a_broken_disk_needs_no_space(number: int) -> None:
-    """With its number, and where another process's error is told in its words alone."""
+    """The message for a read-only or failing disk contains the original error and recommends
+    remounting the disk instead of freeing space, also if another process raised the error.
+    """
     words = number, os.strerror(number)
     for error in (OSError(*words, "out/a"), SharedOSError(str(OSError(*words)))):
         line = write_error_line("run.dir", Path("/runs/a"), error)

@@ -1,4 +1,6 @@
-"""Comparing checkpoints: the smallest difference is found, named and measured; equal ones are equal across formats and spellings."""
+"""Comparison of checkpoints: the smallest difference is found, named and measured, and equal
+checkpoints compare equal across formats and naming styles.
+"""
 
 import math
 import os
@@ -35,7 +37,10 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 
 
 def test_equal_across_formats_and_spellings(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All three against each other, tensors and what the models compute (transformers and Megatron on one CPU: 1e-4 of logits of 10)."""
+    """The Hugging Face checkpoint with released names, the one with nested names and the Megatron
+    checkpoint have equal tensors. Logits of transformers and Megatron on a CPU agree within 1e-4,
+    at magnitudes of about 10.
+    """
     newer = changed(random_model, tmp_path / "newer", lambda state: {nested_name(name): tensor for name, tensor in state.items()})
     assert converter_hf_to_mcore.main(["--hf", str(newer), "--out", str(tmp_path / "mcore")]) == 0
     assert run(capsys, random_model, newer) == (0, "81 tensors bitwise equal, 0 within 0, 0 beyond it or in only one checkpoint\n")
@@ -45,7 +50,9 @@ def test_equal_across_formats_and_spellings(random_model: Path, tmp_path: Path, 
 
 
 def test_one_bit_is_a_difference(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last bit of one number of 4 MB; and -0.0 against 0.0, which are equal as numbers."""
+    """Flipping the last bit of one number in 4 MB is a difference. 0.0 and -0.0 are not bitwise
+    equal but are equal within a tolerance of 0.
+    """
     tensor = load_file(random_model / "model.safetensors")[NAME]
     flipped = tensor.clone()
     flipped.view(torch.int32)[7, 3] ^= 1
@@ -63,18 +70,20 @@ def test_one_bit_is_a_difference(random_model: Path, tmp_path: Path, capsys: pyt
 def test_nan_is_beyond_every_tolerance(
     random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where numbers that are equal come after it."""
+    """A NaN is a difference even if equal values follow it in later chunks."""
     monkeypatch.setattr(compare, "CHUNK_SIZE", 1000)
     tensor = load_file(random_model / "model.safetensors")[NAME]
     tensor[0, 0] = math.nan
     other = changed(random_model, tmp_path / "nan", with_tensor(NAME, tensor))
     code, said = run(capsys, random_model, other, "--atol", "1e9")
     assert code == 1 and NAME in said and "nan" in said
-    assert run(capsys, other, other)[0] == 0  # the same bits
+    assert run(capsys, other, other)[0] == 0  # bitwise equal
 
 
 def test_what_cannot_be_subtracted_differs(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing tensor, one too many, another shape, whatever the tolerance; another number type is compared by value."""
+    """A missing tensor, an extra tensor and a different shape are differences at any tolerance.
+    Tensors of different dtypes are compared by value.
+    """
     tensor = load_file(random_model / "model.safetensors")[NAME]
 
     def change(state: State) -> State:
@@ -108,7 +117,7 @@ def test_a_copy_of_tied_embeddings_and_padding_are_no_difference(
 
 
 def test_logits_are_held_to_the_tolerance(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weights within --atol whose logits are not."""
+    """The weights agree within --atol, but the logits do not."""
     tensor = load_file(random_model / "model.safetensors")["model.norm.weight"]
     other = changed(random_model, tmp_path / "louder", with_tensor("model.norm.weight", tensor + 0.01))
     assert run(capsys, random_model, other, "--atol", "0.0101")[0] == 0

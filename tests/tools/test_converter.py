@@ -1,4 +1,6 @@
-"""The converter's own rules and refusals, one process, no Megatron model: every error is one line, and leaves what was there before."""
+"""The converter's rules and refusals, in one process and without building a Megatron model. Every
+error is one line and leaves existing files unchanged.
+"""
 
 import json
 import os
@@ -33,14 +35,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def variant(source: Path, out: Path, change: Callable[[Tensors], Tensors]) -> Path:
-    """A copy of a model folder with other tensors in it."""
+    """Copy a model folder with changed tensors."""
     shutil.copytree(source, out)
     save_file(change(load_file(out / WEIGHTS)), out / WEIGHTS, metadata={"format": "pt"})
     return out
 
 
 def by_hand(tensors: Tensors, *, heads: int = 4, kv_heads: int = 2) -> Tensors:
-    """Megatron's tensors by loops over heads, from released names; independent of the table."""
+    """Return Megatron's tensors, assembled by loops over heads from tensors with released names,
+    independently of the table in name_mapping.py.
+    """
     made: Tensors = {}
     for name, tensor in tensors.items():
         if name.startswith("visual."):
@@ -81,7 +85,7 @@ def assert_holds(checkpoint: Path, wanted: Tensors) -> None:
 
 
 def newer(name: str) -> str:
-    """The spelling of transformers since 4.52."""
+    """Return the name that transformers uses since version 4.52."""
     first, rest = name.split(".", 1)
     return {"model": "model.language_model.", "visual": "model.visual.", "lm_head": "lm_head."}[first] + rest
 
@@ -104,7 +108,9 @@ def test_every_tensor_is_where_megatron_has_it(name: str, spelling: str, models:
 
 
 def test_a_rank_reads_its_own_chunks_only(models: dict[str, Path], tmp_path: Path) -> None:
-    """The chunks that Megatron asks for at tp 2, from its rules: equal parts, and gate and up each in equal parts."""
+    """The chunks of the checkpoint are those that Megatron requests at tp=2: two equal parts, and
+    for gate and up two equal parts each.
+    """
     assert convert(models["untied"], tmp_path / "out", "--tp", "2") == 0
     stored = McoreTensors(tmp_path / "out")
     layer = "language.decoder.layers.1."
@@ -138,6 +144,10 @@ def test_padding_of_the_vocabulary_is_left_out(models: dict[str, Path], tmp_path
 
 
 def test_a_stored_head_of_tied_embeddings_is_a_copy(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With tied embeddings, a stored lm_head.weight that equals the embeddings is dropped, and one
+    that differs is refused.
+    """
+
     def with_head(tensors: Tensors, change: float) -> Tensors:
         head = released(tensors)[EMBEDDINGS].clone()
         head[7, 3] += change
@@ -150,6 +160,7 @@ def test_a_stored_head_of_tied_embeddings_is_a_copy(models: dict[str, Path], tmp
 
 
 def test_what_is_missing_beside_weights_is_a_warning(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A missing tokenizer or processor gives a warning, and the conversion succeeds."""
     shutil.copytree(models["tied"], tmp_path / "bare")
     for name in ("tokenizer.json", "processor_config.json", "tokenizer_config.json"):
         (tmp_path / "bare" / name).unlink()
@@ -159,7 +170,7 @@ def test_what_is_missing_beside_weights_is_a_warning(models: dict[str, Path], tm
 
 
 def assert_refused(hf: Path | str, out: Path, capsys: pytest.CaptureFixture[str], said: str, *options: str) -> None:
-    """Exit code 1, one line, nothing at `out` and nothing hidden beside it."""
+    """Assert exit code 1, a one-line error, and no new files, hidden ones included."""
     before = sorted(out.parent.rglob("*"))
     capsys.readouterr()
     assert main(["--hf", str(hf), "--out", str(out), *options]) == 1
@@ -229,6 +240,7 @@ def test_a_layout_that_does_not_fit(models: dict[str, Path], tmp_path: Path, cap
 
 
 def test_places_that_cannot_be_written(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An --out that is a file, or below a file, is refused, also with --force."""
     (file := tmp_path / "file").write_text("mine")
     assert_refused(models["tied"], file, capsys, f"--out={file}: exists")
     assert_refused(models["tied"], file, capsys, "not a checkpoint", "--force")
@@ -247,7 +259,7 @@ def test_a_checkpoint_is_replaced_only_when_told_to(models: dict[str, Path], tmp
 
 
 def test_a_disk_that_fills_up(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And the checkpoint that was to be replaced stays."""
+    """A full disk is a one-line error, and a checkpoint that was to be replaced stays intact."""
     assert convert(models["tied"], tmp_path / "out") == 0
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
@@ -261,7 +273,7 @@ def test_a_disk_that_fills_up(models: dict[str, Path], tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("fault", ["lost", "renamed", "short"])
 def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_path: Path, capsys, monkeypatch) -> None:  # noqa: ANN001
-    """What is on the disk is compared with what was to be written, whatever the writer believes."""
+    """The files on disk are compared with the plan, independently of what the writer reports."""
     key, add = "language.decoder.layers.1.mlp.linear_fc2.weight", TorchDistWriter.add
 
     def add_wrongly(self: TorchDistWriter, name: str, *runs: torch.Tensor, dim: int, parts: int) -> None:

@@ -1,4 +1,6 @@
-"""Pictures out of a Parquet file. Oracles: pixels we painted, Pillow's own JPEG, pandas, killed and repeated runs."""
+"""Extraction of images from a Parquet file. Oracles: pixels painted by the test, Pillow's JPEG
+encoder, pandas, and interrupted and repeated runs.
+"""
 
 import tempfile
 from io import BytesIO
@@ -17,7 +19,7 @@ from tools.data.extract_images_from_parquet import file_name, main
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow copies go to a folder of the test's own."""
+    """Redirect Arrow copies to a temporary folder of the test."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "cache"))
 
@@ -29,7 +31,7 @@ def noise(seed: int) -> bytes:
 
 
 def is_jpeg_of(path: Path, content: bytes) -> bool:
-    """Pixel by pixel what Pillow makes of the picture at quality 95."""
+    """Return True if the file has the pixels that Pillow's JPEG encoder produces at quality 95."""
     by_hand = BytesIO()
     Image.open(BytesIO(content)).save(by_hand, format="JPEG", quality=95)
     with Image.open(path) as written, Image.open(by_hand) as oracle:
@@ -95,7 +97,9 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_files_that_the_tool_did_not_write_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The row's own source, another program's JPEG with a comment, what is no picture at all, and a link to nowhere."""
+    """Files that the tool did not write are not overwritten: the row's own source image, a JPEG of
+    another program with a comment, a file that is not an image, and a dangling link.
+    """
     (tmp_path / "images").mkdir()
     Image.open(BytesIO(noise(0))).save(tmp_path / "images" / "own.jpg", quality=80)
     Image.open(BytesIO(noise(1))).save(tmp_path / "images" / "scan.jpg", comment="scanned")
@@ -117,7 +121,9 @@ def test_files_that_the_tool_did_not_write_stay(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_tools_own_pictures_are_left_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A second run over the same table, and one over the table that the first wrote; names that change places are refused."""
+    """A second run over the same table, and a run over the table that the first run wrote, leave
+    the images unchanged. Two rows that exchange their image names are refused.
+    """
     path = write_rows(tmp_path / "t.parquet", [row(f"{name}.png", noise(number)) for number, name in enumerate("ab")])
     assert run(path, tmp_path) == 0
     before = {file: (file.read_bytes(), file.stat().st_mtime_ns) for file in (tmp_path / "images").iterdir()}

@@ -1,4 +1,6 @@
-"""Games of ALFWorld that are made here: held out by scene, repeatable, won by the planner, small where that is asked for."""
+"""Generated ALFWorld games: train and eval use different scenes, generation is reproducible, the
+planner wins every game, and games can be made small.
+"""
 
 import json
 import random
@@ -18,7 +20,7 @@ from tools.data import make_tiny_qwen2_5_vl as tiny
 from tools.data.make_alfworld import PARTIAL_SUFFIX, TEXTS_FILE, main
 
 SCENES = {"train": {*range(7, 31)}, "eval": {*range(1, 7)}}
-"""Numbers of floor plans, less the hundreds of their rooms."""
+"""Floor plan numbers per split, modulo 100; the hundreds digit is the room type."""
 
 
 def facts_at_start(problem: str) -> dict[str, set[tuple[str, ...]]]:
@@ -32,6 +34,10 @@ def facts_at_start(problem: str) -> dict[str, set[tuple[str, ...]]]:
 @pytest.mark.parametrize("kind", ALFWORLD_NAME_BY_KIND)
 @pytest.mark.parametrize(("places", "things"), [(4, 3), (6, 5), (0, 0)])
 def test_drafts_are_of_their_scene_and_not_yet_won(kind: str, places: int, things: int) -> None:
+    """Generated games use scenes of their split, do not start with any goal condition met, respect
+    the size limits, and place every object once, in a receptacle that can contain it
+    (desk lamps excepted).
+    """
     rules = find_alfworld_package()
     for split in ("train", "eval"):
         made = generate_drafts(rules, split=split, kind=kind, rng=random.Random(0), max_receptacles=places, max_objects=things)
@@ -76,7 +82,9 @@ def test_games_are_whole_and_held_out_by_scene(alfworld_games: Path) -> None:
 
 
 def test_the_same_arguments_make_the_same_games_and_go_on(alfworld_games: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is there stays as it is; what is lacking is what an unbroken run makes."""
+    """A second run keeps existing games and creates only the missing one, which equals the game of
+    an uninterrupted run. Another seed creates other games.
+    """
     again = tmp_path / "again"
     shutil.copytree(alfworld_games, again)
     files = {path.relative_to(again): path.read_bytes() for path in again.rglob("*.*") if path.is_file()}
@@ -96,7 +104,9 @@ def test_the_same_arguments_make_the_same_games_and_go_on(alfworld_games: Path, 
 
 
 def test_transcripts_of_games_that_lie_there(alfworld_games: Path, tmp_path: Path) -> None:
-    """By their walkthroughs, as official games have them, or the planner's."""
+    """Transcripts of existing games follow the game's walkthrough, as official games have one, or
+    the planner's solution if the game has none. Both equal the generated transcripts.
+    """
     for number, folder in enumerate(sorted((alfworld_games / "train").glob("*/*"))[:2]):
         copy = tmp_path / folder.parent.name / folder.name
         copy.mkdir(parents=True)
@@ -110,7 +120,9 @@ def test_transcripts_of_games_that_lie_there(alfworld_games: Path, tmp_path: Pat
 
 
 def test_a_tokenizer_for_its_words(alfworld_games: Path, random_model: Path, tmp_path: Path) -> None:
-    """A third fewer tokens than a nano has that never saw a household."""
+    """A tokenizer trained on the games' texts needs at least 33% fewer tokens than one that was
+    not.
+    """
     tiny.make_checkpoint(tmp_path / "nano", words=alfworld_games / TEXTS_FILE)
     text = (alfworld_games / TEXTS_FILE).read_text()
     own, other = (len(AutoTokenizer.from_pretrained(folder)(text).input_ids) for folder in (tmp_path / "nano", random_model))

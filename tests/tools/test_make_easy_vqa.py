@@ -1,4 +1,6 @@
-"""easy-VQA as training files. Oracles: the package itself, opened by hand; colors seen in its pictures. Skips without a package index."""
+"""The easy-VQA data set as training files. Oracles: the package itself, read directly, and colors
+measured in its images. Skipped without a package index.
+"""
 
 import asyncio
 import io
@@ -36,7 +38,7 @@ def everything(wheel: Path) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def built(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 and 100 questions, as Parquet and as JSON lines."""
+    """Build 300 training and 100 evaluation questions, as Parquet and as JSON lines."""
     out = tmp_path_factory.mktemp("built") / "deep" / "out"
     for form in ("parquet", "jsonl"):
         assert main(["--out", str(out), "--wheel", str(wheel), "--num", "300", "--num-eval", "100", "--format", form]) == 0
@@ -69,7 +71,9 @@ def test_both_formats_hold_the_same_questions(built: Path) -> None:
 
 
 def test_the_picture_shows_what_the_answer_says(built: Path) -> None:
-    """Two pictures whose annotated colors differ differ in the color that is furthest from the ground."""
+    """For questions about colors, the answer names the channel that dominates in the pixel that
+    differs most from the background.
+    """
     shown: dict[str, set[tuple[int, ...]]] = {}
     for example in load_questions([str(built / "train.parquet")], images_root="", name="train"):
         answer = example.payload["answer"]

@@ -1,4 +1,6 @@
-"""Rounds of the Lewis game. Oracles: colors that were drawn, counts by hand, `datasets` itself where it is installed."""
+"""Rounds of the Lewis game. Oracles: colors drawn by the test, counts by hand, and the `datasets`
+package if it is installed.
+"""
 
 import hashlib
 import io
@@ -22,7 +24,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two categories of five concepts, each a shade in four brightnesses; neighbors in number are neighbors in color."""
+    """Create two categories of five concepts with four images each. Concepts with adjacent numbers
+    have similar images.
+    """
     root = tmp_path_factory.mktemp("pictures")
     for category, base in (("red", (120, 0, 0)), ("blue", (0, 0, 120))):
         for concept in range(5):
@@ -59,8 +63,10 @@ def test_no_concept_is_in_both_splits(pictures: Path) -> None:
 
 
 def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> None:
-    """Embeddings by hand on an arc: the two nearest concepts of the category are the distractors, each by its nearest picture; the target
-    is the farthest view. With a cross share of 1 a concept of the other category comes first."""
+    """The embeddings lie on an arc. The distractors are the two nearest concepts of the category,
+    each with its nearest image; the target is the farthest view of the same concept. With
+    cross_share=1, a concept of the other category is the first distractor.
+    """
     catalogue = {"x": {name: [f"{name}{view}" for view in range(3)] for name in "abc"}, "y": {"d": ["d0", "d1"]}}
     angles = {"a": 0.0, "b": 0.5, "c": 1.0, "d": 0.2}
     embeddings = {
@@ -99,7 +105,9 @@ def test_distractors_are_hard_and_the_target_is_another_view(pictures: Path) -> 
 
 
 def test_the_rounds_have_the_games_columns(rounds: Path, pictures: Path) -> None:
-    """Read back by this project's own reader: 3 queries of each of 6 and 4 concepts; half of a listener's rows are of one object."""
+    """The rounds, read back with RecordFiles, have 3 queries for each of the 6 and 4 concepts. Half
+    of the listener's rows show the same object twice.
+    """
     for split, count in (("train", 18), ("test", 12)):
         records = RecordFiles([f"{rounds}/speaker:{split}"], images_root=str(pictures))
         assert len(records) == count
@@ -129,7 +137,7 @@ def test_datasets_reads_what_is_written_and_its_own_is_read(rounds: Path, tmp_pa
     ours = RecordFiles([f"{rounds}/speaker:train"], images_root=str(rounds))
     theirs = RecordFiles([f"{tmp_path}/again:train"], images_root=str(rounds))
     for ours_row, theirs_row in ((ours[place].row, theirs[place].row) for place in range(18)):
-        image = {**ours_row["image"], "path": Path(ours_row["image"]["path"]).name}  # as datasets 5.2 embeds a file (features/image.py)
+        image = {**ours_row["image"], "path": Path(ours_row["image"]["path"]).name}  # datasets 5.2 stores only the name (features/image.py)
         assert {**ours_row, "image": image} == theirs_row
 
 
@@ -157,7 +165,9 @@ def test_what_cannot_be_built_is_told(pictures: Path, tmp_path: Path, capsys: py
 
 @pytest.mark.parametrize("content", [b"no picture", b"half"])
 def test_a_picture_that_is_none_is_named(tmp_path: Path, capsys: pytest.CaptureFixture, content: bytes) -> None:
-    """By colors and by an encoder, which is never asked: the file is at fault, and not the folder that is to be written."""
+    """A damaged image file is named in the error, both with color embeddings and with an encoder.
+    The error does not blame --out, and nothing is written.
+    """
     root = split_folders(tmp_path / "p", mug=["a", "b", "c"])
     spoilt = root / "mug" / "b" / "1.jpg"
     spoilt.write_bytes(content if content != b"half" else spoilt.read_bytes()[:300])
@@ -182,7 +192,7 @@ def test_a_concept_of_one_picture_is_told(tmp_path: Path) -> None:
 
 
 def split_folders(root: Path, **concepts: list[str]) -> Path:
-    """root/<split>/<folder>/ of two pictures each, every one of its own color."""
+    """Create root/<split>/<folder>/ with two images each; every image has its own color."""
     for split, names in concepts.items():
         for name in names:
             (root / split / name).mkdir(parents=True)
@@ -193,7 +203,9 @@ def split_folders(root: Path, **concepts: list[str]) -> Path:
 
 
 def splits_made(root: Path, out: Path, *words: str) -> dict[str, set[str]]:
-    """Concepts of the speaker's rounds by split, as <category>/<concept>; every picture of a round is of its split's."""
+    """Run make_lewis; return {split: concepts of the speaker's rounds as <category>/<concept>}.
+    Without --resplit, assert that all images of a round come from its split.
+    """
     assert main(["--pictures", str(root), "--out", str(out), *words]) == 0
     found: dict[str, set[str]] = {}
     for split in ("train", "test"):
@@ -205,7 +217,9 @@ def splits_made(root: Path, out: Path, *words: str) -> dict[str, set[str]]:
 
 
 def test_train_and_test_above_the_categories_are_the_splits(tmp_path: Path) -> None:
-    """PerVA's layout, and YoLLaVA's, whose concepts have no category; no shares and no least number have a say."""
+    """The folders train/ and test/ above the categories determine the splits, as in PerVA, and in
+    YoLLaVA, where concepts have no category. Options for shares and minimum counts have no effect.
+    """
     perva = split_folders(tmp_path / "perva", train=["mug/a", "mug/b", "bag/c"], test=["mug/d", "bag/e", "bag/f"])
     assert splits_made(perva, tmp_path / "one") == {"train": {"mug/a", "mug/b", "bag/c"}, "test": {"mug/d", "bag/e", "bag/f"}}
     plain = split_folders(tmp_path / "yollava", train=["bo", "mam", "pug"], test=["cat", "cup", "duck"])
@@ -216,7 +230,9 @@ def test_train_and_test_above_the_categories_are_the_splits(tmp_path: Path) -> N
 
 
 def test_a_concept_in_both_splits_is_told_and_can_be_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Then of the pictures of both folders; one that has a single picture in one of them has two together."""
+    """A concept in both splits is an error. With --resplit, the images of both folders are pooled
+    and split again; a concept with a single image in one folder then has enough images.
+    """
     names = ["mug/a", "mug/b", "mug/c", "mug/d", "mug/e", "mug/f"]
     root = split_folders(tmp_path / "p", train=names, test=["mug/a", "mug/b"])
     assert main(["--pictures", str(root), "--out", str(tmp_path / "x")]) == 1
@@ -243,7 +259,7 @@ def rows_of(out: Path, split: str, root: Path) -> list[dict[str, object]]:
 
 
 def package_of(names: list[str]) -> bytes:
-    """A package as npm packs it: a disc of its own color for each name."""
+    """Return an npm package with a disc of its own color for each name."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as archive:
         for number, name in enumerate(names):
@@ -258,8 +274,10 @@ def package_of(names: list[str]) -> bytes:
 
 
 def test_emoji_become_objects_in_several_views(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dog, a cat, a pizza and a house are taken; a keycap, a skin tone and one beyond the categories are not. Views differ, and are the
-    same again for the same seed."""
+    """A dog, a cat, a pizza and a house are converted; a keycap, a skin tone and an emoji outside
+    the categories are skipped. Views differ from each other and are reproducible with the same
+    seed.
+    """
     package = package_of(["1f415", "1f408", "1f355", "1f3e0", "0023-fe0f-20e3", "1f44d-1f3fb", "2764"])
     monkeypatch.setattr(make_emoji, "SHA256", hashlib.sha256(package).hexdigest())
     file = tmp_path / "package.tgz"

