@@ -240,7 +240,7 @@ class ZygoteManager:
             self._control.sendmsg([json.dumps(message).encode()], passed, socket.MSG_DONTWAIT)  # send_fds of Python 3.11 ignores its flags
         except BlockingIOError as full:
             self.kill_zygote()
-            raise SandboxError("the zygote does not read its messages: it hangs or was stopped") from full
+            raise SandboxError("the zygote is not reading its messages: it is hung or was stopped") from full
         except OSError as error:
             raise SandboxError(f"cannot send to the zygote: {error}") from error
 

@@ -39,7 +39,7 @@ class VerdictCache:
             self._file.execute("PRAGMA synchronous=NORMAL")
             self._file.execute(_TABLE)
         except sqlite3.Error as error:
-            raise ValueError(f"{config_key}={path}: {error}; name a file of verdicts, or one in a folder that exists") from error
+            raise ValueError(f"{config_key}={path}: {error}; give an existing verdict file, or a new file in an existing folder") from error
 
     def find(self, key: str) -> float | None:
         """Return the verdict stored under a key, or None if there is none."""

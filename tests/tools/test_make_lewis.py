@@ -150,7 +150,7 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["--candidates", "9"], "--candidates=9: must be from 2 to the 6 concepts of a split"),
+        (["--candidates", "9"], "--candidates=9: must be between 2 and 6, the number of concepts in a split"),
         (["--candidates", "1"], "--candidates=1: must be from 2"),
         (["--easy-share", "0.9"], "--easy-share=0.9: requires --positive mixed"),
         (["--easy-share", "1.5"], "--easy-share=1.5: must be from 0 to 1"),

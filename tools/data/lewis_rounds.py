@@ -198,7 +198,12 @@ class RoundGenerator:
 
     def __post_init__(self) -> None:
         num = sum(map(len, self.catalogue.values()))
-        require(2 <= self.num_candidates <= num, "--candidates", self.num_candidates, f"must be from 2 to the {num} concepts of a split")
+        require(
+            2 <= self.num_candidates <= num,
+            "--candidates",
+            self.num_candidates,
+            f"must be between 2 and {num}, the number of concepts in a split",
+        )
         require(0 <= self.easy_share <= 1, "--easy-share", self.easy_share, "must be from 0 to 1")
         is_used = self.positive == "mixed" or self.easy_share == DEFAULT_EASY_SHARE
         require(is_used, "--easy-share", self.easy_share, "requires --positive mixed")

@@ -46,7 +46,7 @@ class CandidateImage(StrictMessage):
     @model_validator(mode="after")
     def _check_single_source(self) -> Self:
         if sum(map(bool, (self.path, self.base64, self.sha256))) != 1:
-            raise ValueError("a candidate has one of path, base64 and sha256")
+            raise ValueError("a candidate must have exactly one of path, base64 and sha256")
         return self
 
 
@@ -71,7 +71,7 @@ class ScoreItem(StrictMessage):
         if num < 2:
             raise ValueError("one candidate is no choice: give at least two")
         if self.topk > num:
-            raise ValueError(f"topk={self.topk} of {num} candidates")
+            raise ValueError(f"topk={self.topk}: must be at most {num}, the number of candidates")
         return self
 
     @property

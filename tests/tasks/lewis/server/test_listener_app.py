@@ -139,7 +139,7 @@ BAD = {
     "65 candidates": ({"candidate_paths": ["0.png"] * 65}, "at most 64"),
     "the same path twice": ({"candidate_paths": ["0.png", "0.png"]}, "candidates 0 and 1 are the same picture"),
     "the same picture twice": ({"candidate_paths": ["1.png", "0.png", "again.png"]}, "candidates 1 and 2 are the same picture"),
-    "more wanted than there are": ({"topk": 3}, "topk=3 of 2"),
+    "more wanted than there are": ({"topk": 3}, "topk=3: must be at most 2"),
     "no question": ({"question": ""}, "at least 1 character"),
     "a question of a megabyte": ({"question": "x" * (1 << 20)}, "at most 16384"),
     "a question beyond the model": ({"question": "why? " * 3000}, "tokens with the picture's"),
