@@ -3,11 +3,11 @@
 If several sequences share a prefix, the prefix is stored once, as a segment of its own. The rest of
 each sequence is another segment, which continues the prefix segment. Segments thus form a tree.
 
-On a CPU, and in fp32 on any device, attention runs scaled_dot_product_attention once for all
-segments of equal shape. In bfloat16 on a GPU without Transformer Engine it runs torch's
+On a CPU, and in fp32 on any device, attention calls scaled_dot_product_attention once per distinct
+segment shape. In bfloat16 on a GPU without Transformer Engine, attention calls torch's
 variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not support fp32. Tests
-on CPUs replace the kernel with a function of the same interface; tests/gpu and
-benchmarks/gpu/varlen.py compare it with float64 on a GPU.
+on CPUs replace the kernel with a function that has the same interface; tests/gpu and
+benchmarks/gpu/varlen.py compare the kernel with float64 attention on a GPU.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and
 values are [K, M, D], where K is the number of gathered rows and M the number of key/value heads.
@@ -39,7 +39,7 @@ rounding; a mask with a different alignment causes an error above 0.5.
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to the device without blocking the host.
 
-    On CUDA the tensor is pinned first: a copy from pageable memory would block.
+    On CUDA the tensor is pinned first, because a copy from pageable memory would block.
     """
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
@@ -62,7 +62,7 @@ class Segments:
 
     @cached_property
     def key_rows(self) -> list[torch.Tensor]:
-        """Indices of the packed rows that each segment attends to, on the host.
+        """Indices, on the host, of the packed rows that each segment attends to.
 
         For each segment, the rows of its prefix segments come first (root of the tree first),
         followed by the segment's own rows.
@@ -77,7 +77,7 @@ class Segments:
     def group_by_length(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Query rows [S, L] and key rows [S, before + L], one pair per distinct segment shape.
 
-        The S segments of a pair have the same number of queries, L, and the same number of keys.
+        All S segments of a pair have L queries and before + L keys.
         """
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
@@ -109,7 +109,7 @@ class VarlenInputs:
     """Segments in the form required by a variable-length attention kernel.
 
     The gathered keys and values of a segment are contiguous: first the keys and values of all
-    segments that it continues, then its own.
+    segments that the segment continues, then those of the segment itself.
     """
 
     cu_query_S1: torch.Tensor

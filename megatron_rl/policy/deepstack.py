@@ -5,9 +5,9 @@ concatenated to the embeddings, so that features and embeddings are gathered ove
 scattered along the sequence together.
 
 Megatron's layers do not accept the features as an input, so SharedPromptParams passes them to the
-layers. The features are detached from autograd: Megatron's recomputation is reentrant and would run
-the vision tower's backward pass once per layer. Each layer therefore stores the gradient of its
-features in `DeepStack.gradients`. The backward pass of the embeddings, which runs after the
+layers. The features are detached from autograd, because Megatron's recomputation is reentrant and
+would run the vision tower's backward pass once per layer. Each layer therefore stores the gradient
+of its features in `DeepStack.gradients`. The backward pass of the embeddings, which runs after the
 backward passes of all layers, passes the stored gradients on to the vision tower.
 """
 

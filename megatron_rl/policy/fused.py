@@ -12,7 +12,7 @@ from torch.nn.functional import rms_norm
 
 
 def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply root mean square norm, computed in fp32.
+    """Apply RMSNorm, computed in fp32.
 
     In bfloat16, plain torch rounds before and after the multiplication by the weight, as Hugging
     Face does. The fused kernel rounds once, after the multiplication. The two results differ by up

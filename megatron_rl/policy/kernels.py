@@ -1,8 +1,8 @@
 """Reports the kernel libraries that the policy uses.
 
-Megatron-Core 0.16.1 selects a library silently: Transformer Engine if installed, else NVIDIA's
-apex, else torch or Megatron's own code. This module also explains why an installed Transformer
-Engine is not used.
+Megatron-Core 0.16.1 uses Transformer Engine if it is installed, else NVIDIA's apex, else torch or
+Megatron's own code, but does not report which library it uses. This module also explains why an
+installed Transformer Engine is not used.
 """
 
 import importlib
@@ -28,13 +28,14 @@ get_attention_backend).
 def uses_transformer_engine(lora: LoraSettings) -> bool:
     """Return True if the language model is built from Transformer Engine's layers.
 
-    This requires a GPU, a working installation, and a model without adapters.
+    Transformer Engine is used only on a GPU, with a working installation, and for a model without
+    adapters.
     """
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None and not transformer_engine_error() and not lora.rank
 
 
 def transformer_engine_error() -> str:
-    """Return the reason why an installed Transformer Engine is not used, or ''.
+    """Return the reason why an installed Transformer Engine is not used, or '' if there is none.
 
     The reason has the form `transformer_engine=VERSION: ...`. The result is '' if the machine has
     no GPU, if Transformer Engine is not installed, or if it can be used.

@@ -22,7 +22,7 @@ class TokenDistribution:
     """Computes logprobs and entropies of sampled tokens from hidden states, block by block."""
 
     banned_V: torch.Tensor
-    """Mask (bool) of the ids that are never sampled, for this rank's part of the vocabulary."""
+    """Boolean mask of the ids that are never sampled, for this rank's part of the vocabulary."""
     temperature: float
     first_id: int
     """Id of the first entry of this rank's part of the vocabulary."""
@@ -60,10 +60,10 @@ def vocab_parallel_logprobs(
     """Return the logprob of each target and the entropy of each row.
 
     Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. `logits_RV` and the
-    bool mask `banned_V` cover this rank's part of the vocabulary, which starts at id `first_id`.
+    boolean mask `banned_V` cover this rank's part of the vocabulary, which starts at id `first_id`.
     `target_R` holds ids in the whole vocabulary.
 
-    The function is differentiable. The backward pass of its all-reduce is the identity
+    The function is differentiable. The backward pass of the function's all-reduce is the identity
     (megatron-core 0.16.1, tensor_parallel/mappings.py), so each rank receives the gradient of its
     own part.
     """
@@ -83,7 +83,7 @@ def vocab_parallel_logprobs(
 
 
 def banned_mask(banned_ids: list[int], *, first_id: int, size: int, device: torch.device) -> torch.Tensor:
-    """Return a bool mask [size] of the banned ids among first_id .. first_id + size - 1."""
+    """Return a boolean mask [size] of the banned ids among first_id .. first_id + size - 1."""
     mask_V = torch.zeros(size, dtype=torch.bool)
     mask_V[[token - first_id for token in banned_ids if first_id <= token < first_id + size]] = True
     return mask_V.to(device)

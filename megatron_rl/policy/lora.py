@@ -1,12 +1,12 @@
 """LoRA adapters (arXiv 2106.09685) on the linear layers of a frozen model, with tensor parallelism.
 
 An adapter adds alpha / rank * B A dropout(x) to the output of its layer. As in PEFT, every Hugging
-Face projection has its own A [rank, inputs] and B [outputs, rank]. A Megatron linear that fuses
-several projections holds one pair (A, B) per projection and applies all pairs at once: the A
-matrices are stacked, and the B matrices are the blocks of a block-diagonal matrix. The rows of that
-matrix are in the order of the fused weight's rows. Tensor-parallel ranks exchange only A's output,
-[tokens, projections * rank]. Fused projections share one dropout mask, whereas PEFT draws one mask
-per projection.
+Face projection has its own A [rank, inputs] and B [outputs, rank]. A linear layer of Megatron that
+fuses several projections holds one pair (A, B) per projection and applies all pairs at once: the A
+matrices are stacked, and the B matrices are the blocks of a block-diagonal matrix. The rows of the
+block-diagonal matrix are in the order of the fused weight's rows. Tensor-parallel ranks exchange
+only A's output, [tokens, projections * rank]. Fused projections share one dropout mask, whereas
+PEFT draws one mask per projection.
 
 Adapter parameters are named `<linear>.adapter.lora_a.<projection>` and
 `<linear>.adapter.lora_b.<projection>`. Parameters of the base model keep their names.
@@ -111,7 +111,10 @@ class LoraAdapter(nn.Module):
 
 
 class LoraColumnParallelLinear(ColumnParallelLinear):
-    """Column-parallel linear with adapters: B is sharded like the outputs, A is replicated."""
+    """Column-parallel linear layer with adapters.
+
+    B is sharded like the outputs; A is replicated.
+    """
 
     def __init__(
         self, input_size: int, output_size: int, *,
@@ -141,7 +144,10 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
 
 
 class LoraRowParallelLinear(RowParallelLinear):
-    """Row-parallel linear with adapters: A is sharded like the inputs, B is replicated."""
+    """Row-parallel linear layer with adapters.
+
+    A is sharded like the inputs; B is replicated.
+    """
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, lora: LoraSettings, name: str, **options: object
@@ -190,7 +196,7 @@ class LoraLinear(nn.Linear):
 
 
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
-    """Replace the linear layers of a layer spec that lora.targets selects with LoRA layers.
+    """Replace the linear layers that lora.targets selects in a layer spec with LoRA layers.
 
     `layer` is Megatron's local spec of a decoder layer; it is changed in place.
     """
@@ -228,7 +234,7 @@ def _adapters(chunks: nn.Module) -> Iterator[tuple[str, LoraAdapter]]:
 
 @contextmanager
 def disabled_adapters(chunks: nn.Module) -> Iterator[None]:
-    """Disable all adapters inside the `with` block, so that the model is exactly the base model."""
+    """Disable all adapters inside the `with` block, so that only the base model is evaluated."""
     adapters: Sequence[LoraAdapter] = [adapter for _, adapter in _adapters(chunks)]
     for adapter in adapters:
         adapter.enabled = False

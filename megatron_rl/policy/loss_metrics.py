@@ -60,7 +60,7 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict
     tokens. Each histogram is replaced by the metric NAME_p99, its 99th percentile.
 
     Tensor-parallel ranks other than the first must pass an empty `collected`, because their metrics
-    are copies of the first rank's. Raises NonFiniteValue on every rank if any rank passes a
+    are copies of the first rank's metrics. Raises NonFiniteValue on every rank if any rank passes a
     non-empty `error`.
     """
     sums: dict[str, float] = {}
@@ -90,7 +90,10 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict
 
 
 def _histograms(collected: Sequence[CollectedMetrics]) -> dict[str, dict[int, int]]:
-    """Return histograms summed over micro-batches, {name: {bin: count}}, without empty bins."""
+    """Return the histograms as {name: {bin: count}}, summed over micro-batches.
+
+    Empty bins are left out.
+    """
     counts: dict[str, Counter[int]] = {}
     for numbers in collected:
         for name, bins in numbers["histograms"].items():
@@ -104,7 +107,10 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
 
 
 def _update_maxima(maxima: dict[str, float], more: dict[str, float]) -> None:
-    """Set each metric in `maxima` to the larger of the two values, or NaN if either is NaN."""
+    """Update the running maxima with the values in `more`.
+
+    A maximum becomes NaN, and stays NaN, once any of its values is NaN.
+    """
     for name, value in more.items():
         known = maxima.get(name, value)
         maxima[name] = math.nan if math.isnan(value) or math.isnan(known) else max(known, value)

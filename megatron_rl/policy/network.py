@@ -1,7 +1,7 @@
-"""Distributed Megatron model with its optimizer: forward passes, updates, save and load.
+"""Distributed Megatron model with its optimizer: forward passes, updates, saving and loading.
 
 `Network` computes no logprobs, values or losses itself. The callbacks passed as `on_hidden` compute
-them from the final hidden states.
+these quantities from the final hidden states.
 
 `forward_only`, `update`, `save` and `load` are collective: call them on all ranks. Ranks that
 differ only in their tensor- or pipeline-parallel rank pass the same micro-batches. Results are
@@ -87,8 +87,8 @@ class Network:
     def close(self) -> None:
         """Drop the references to the model, so that its process groups can be destroyed.
 
-        Otherwise the gradient hooks of Megatron-Core 0.16.1 keep the model, all process groups and
-        the groups' threads alive forever.
+        If `close` is not called, the gradient hooks of Megatron-Core 0.16.1 keep the model, all
+        process groups and the groups' threads alive forever.
         """
         for wrapped in self.model:
             vars(wrapped).clear()
@@ -101,9 +101,9 @@ class Network:
         Runs without gradients and dropout. Returns one [N, T] tensor per micro-batch, where N is
         the number of functions; entries where mask_T is False are 0.
 
-        Example: two functions and one micro-batch with mask_T [0 1 1 0 1 0]. Both are called with
-        rows_R [1 2 4] and hidden_RH [3, H]. If the first returns logprobs [-0.3, -1.2, -0.7] and
-        the second values [0.5, 0.5, 0.9], the result is
+        Example: two functions and one micro-batch with mask_T [0 1 1 0 1 0]. Both functions are
+        called with rows_R [1 2 4] and hidden_RH [3, H]. If the first function returns logprobs
+        [-0.3, -1.2, -0.7] and the second returns values [0.5, 0.5, 0.9], the result is
             [[[0, -0.3, -1.2, 0, -0.7, 0],
               [0,  0.5,  0.5, 0,  0.9, 0]]].
         """
@@ -238,7 +238,7 @@ class Network:
     def sleep(self) -> None:
         """Move parameters to the host and free gradient buffers, if parallel.offload_params is set.
 
-        This frees device memory for the rollout engine. Only `wake` may be called afterwards.
+        Offloading frees device memory for the rollout engine. Only `wake` may be called afterwards.
         """
         if self._offload:
             self._offload.to_host()
@@ -265,7 +265,7 @@ class Network:
         self.num_updates = load(self._state(), folder, seed=seed)
 
     def restart_optimizer(self) -> None:
-        """Reset the optimizer's moments and the number of updates."""
+        """Reset the optimizer's moments and update count."""
         reset_optimizer_state(self.optimizer)
         self.num_updates = 0
 

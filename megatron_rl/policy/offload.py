@@ -87,7 +87,7 @@ class Offload:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a byte tensor over a whole storage."""
+    """Return a uint8 tensor that views a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -103,8 +103,8 @@ def _release_buffers() -> None:
 
     If the optimizer is on the host, Megatron builds it twice (0.16.1, distrib_optimizer.py,
     __init__). The first instance has a pinned copy and an fp32 copy of every parameter. The hooks
-    of that instance refer to the instance, so only the garbage collector frees it. Afterwards,
-    torch still caches the pinned memory.
+    of that instance refer to the instance, so only the garbage collector frees it. After the
+    release, torch still caches the pinned memory.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -125,7 +125,7 @@ def take_step(optimizer: MegatronOptimizer) -> float:
 
 @contextmanager
 def _using_own_cores() -> Iterator[None]:
-    """Raise torch's number of threads to this rank's share of the node's cores inside the block.
+    """Inside the `with` block, let torch use as many threads as this rank's share of the cores.
 
     torchrun sets one thread per process (OMP_NUM_THREADS=1). With one thread, torch's fused AdamW
     takes an estimated 10 to 15 s for 1e9 to 4e9 parameters.
@@ -143,9 +143,9 @@ def _using_own_cores() -> Iterator[None]:
 def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
     """Build the learning-rate schedule; steps of the schedule are numbered from 1.
 
-    The learning rate peaks at step warmup_steps, or at step 1 if warmup_steps is 0. It then decays
-    towards min_lr, unless the schedule is constant. The decay would reach min_lr one step after the
-    last step.
+    The learning rate peaks at step warmup_steps, or at step 1 if warmup_steps is 0. After the peak,
+    the learning rate decays towards min_lr, unless the schedule is constant. The decay would reach
+    min_lr one step after the last step.
     """
     peak = max(settings.warmup_steps, 1)
     return OptimizerParamScheduler(

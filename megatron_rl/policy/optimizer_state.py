@@ -1,4 +1,4 @@
-"""Stores the distributed optimizer's state as whole tensors that ranks write and read in parts.
+"""Stores the distributed optimizer's state as unsharded tensors; each rank writes a part.
 
 Every rank writes and reads only the entries that it updates. megatron-core 0.16.1 has two formats
 (optimizer/distrib_optimizer.py, sharded_state_dict):

@@ -1,4 +1,4 @@
-"""Parallel layout of the trainer: checks against the model, and Megatron's process groups."""
+"""Checks the trainer's parallel layout and creates Megatron's process groups."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from megatron_rl.models.model_spec import ModelSpec
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Parallel sizes, this rank's coordinates, and its tensor- and pipeline-parallel groups."""
+    """Parallel sizes, with this rank's coordinates and tensor- and pipeline-parallel groups."""
 
     tp: int
     pp: int

@@ -107,7 +107,7 @@ class Policy(TrainableModel):
             self.reference.copy_to_host()
 
     def pack(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> list[MicroBatch]:
-        """Shard one optimizer update over data-parallel ranks and pack this rank's share.
+        """Shard an update's sequences over data-parallel ranks and pack this rank's share.
 
         Returns at least one micro-batch.
         """

@@ -9,10 +9,11 @@ the run.
 
 A thread of this process writes in the background with torch's FileSystemWriter. megatron-core
 0.16.1's AsyncCallsQueue (dist_checkpointing/strategies/async_utils.py) is not used because it fails
-on CPUs with gloo. Its persistent worker divides by the number of GPUs and raises ZeroDivisionError.
-Its temporal worker is a forked process that inherits gloo's sockets: the peers of a killed rank
-notice its death only when the forked process ends (measured: after 25 s with a fork that ran for 25
-s; at once without a fork). The manager process of each rank's queue survives a killed rank.
+on CPUs with gloo. The persistent worker of AsyncCallsQueue divides by the number of GPUs and raises
+ZeroDivisionError. The temporal worker of AsyncCallsQueue is a forked process that inherits gloo's
+sockets: the peers of a killed rank notice its death only when the forked process ends (measured:
+after 25 s with a fork that ran for 25 s; at once without a fork). If a rank is killed, the manager
+process of the rank's queue keeps running.
 """
 
 import io
@@ -84,8 +85,8 @@ class AsyncSave:
     def __init__(self, state: TrainingState, folder: Path, *, background: bool) -> None:
         """Plan the files and start writing them into `folder`, which must exist.
 
-        If `background` is True, CPU tensors are copied first. If it is False, the constructor
-        returns after this rank's files have been written.
+        If `background` is True, CPU tensors are copied first. If `background` is False, the
+        constructor returns after this rank's files have been written.
         """
         self._folder = folder
         self.digests: dict[Path, str] = {}
@@ -215,7 +216,7 @@ def _vocab_size(state: TrainingState) -> int:
 def _common(state: TrainingState) -> dict[str, object]:
     """Return the content of common.pt: number of updates, layout and states of random generators.
 
-    Collective. The content consists of plain values and byte tensors only, because reading it back
+    Collective. The content consists of plain values and byte tensors only, because `_read_common`
     accepts no other types.
     """
     generators: list = [None] * dist.get_world_size()
@@ -254,7 +255,7 @@ def _balance_over_ranks(weights: ShardedStateDict) -> None:
 
 
 def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
-    """Return the tensors and objects that this rank writes, on the host and grouped by key.
+    """Return the tensors (in host memory) and objects that this rank writes, grouped by key.
 
     Only the main replica of a tensor or object is written. If `copy` is True, tensors that are
     already on the host are copied.

@@ -27,7 +27,7 @@ from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 Grid = Sequence[int]
-"""Size of an image in patches: number of frames, rows and columns."""
+"""Size of an image in patches: numbers of frames, rows and columns."""
 
 
 class LinearPatchEmbed(nn.Conv3d):
@@ -130,9 +130,10 @@ def encode_images(
 def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
     """Return the vision tower's embeddings [V, H] of patches.
 
-    All inputs that depend on the grids are computed here and passed to the tower. Otherwise the
-    tower would compute these inputs itself, with about ten device synchronizations plus one per
-    block. Offsets are passed as `Segments`, which the tower forwards unchanged to `attend_patches`.
+    All inputs that depend on the grids are computed here and passed to the tower. If these inputs
+    were not passed, the tower would compute them itself, with about ten device synchronizations
+    plus one per block. Offsets are passed as `Segments`, which the tower forwards unchanged to
+    `attend_patches`.
     """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}

@@ -1,1 +1,1 @@
-"""Generates rollouts: episodes, rendering, rollout engines and the scheduling of prompts."""
+"""Generation of rollouts: episodes, rendering, prompt scheduling and rollout engines."""

@@ -1,4 +1,4 @@
-"""Timer for the time during which requests are in flight."""
+"""Measures the time during which requests are in flight."""
 
 from dataclasses import dataclass
 

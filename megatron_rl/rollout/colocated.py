@@ -31,17 +31,18 @@ from megatron_rl.types import Image
 
 T = TypeVar("T")
 _LOOP_ITERATIONS = 3
-"""Number of event-loop iterations between two vLLM steps. The result of a rendering thread reaches
-its episode after two iterations, and the other episodes of the group after three iterations.
+"""Number of event-loop iterations between two vLLM steps. When a rendering thread has finished, the
+episode that started the thread receives the result after two iterations, and the other episodes of
+the group receive it after three iterations.
 """
 HEARTBEAT_S = 20.0
-"""Maximum number of seconds between two messages from an idle leader, well below the timeout of any
-collective.
+"""Maximum number of seconds between two messages from an idle leader. This interval is well below
+the timeout of any collective.
 """
 
 
 def _common_name(group: dist.ProcessGroup | None) -> str:
-    """Return a unique name for this engine, the same on all of the engine's ranks."""
+    """Return a name that is unique to this engine and identical on all of its ranks."""
     names = [uuid.uuid4().hex]
     if group is not None:
         dist.broadcast_object_list(names, group_src=0, group=group)
@@ -62,7 +63,7 @@ class _StepMessage:
 
 
 class ColocatedEngine:
-    """vLLM engine that spans the ranks of `group`, or only this process if `group` is None.
+    """vLLM engine on the ranks of `group`, or in this process only if `group` is None.
 
     All ranks of the default process group must construct their engines at the same time, because
     vLLM creates its process groups over all of these ranks. `banned_ids` get probability 0 and are
@@ -298,15 +299,15 @@ class ColocatedEngine:
         """Replace the weights in place and clear the caches computed with the old weights.
 
         vllm/weight_receiver.py verifies that every tensor arrives exactly once. On a sleeping CUDA
-        engine, this method restores the memory of the weights, but not the memory of the KV cache.
-        Turns in progress continue with the new weights.
+        engine, this method restores the memory for the weights, but not the memory for the KV
+        cache. Turns in progress continue with the new weights.
         """
         self._core.load_weights(tensors, version=version)
         self._has_weights, self.weight_version = True, version
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors that `load_weights` requires, by name.
+        """Shapes of the tensors that `load_weights` requires, keyed by tensor name.
 
         The names follow the naming scheme of newer Hugging Face checkpoints.
         """
@@ -315,7 +316,8 @@ class ColocatedEngine:
     def sleep(self) -> None:
         """Free memory for the trainer.
 
-        On CUDA, the weights are discarded too, since every step sends all weights again.
+        On CUDA, the weights are discarded too, because the next weight sync sends all weights
+        again.
         """
         self._core.sleep()
 
@@ -330,7 +332,7 @@ class ColocatedEngine:
     def close(self) -> None:
         """Shut vLLM down.
 
-        vLLM also destroys the default process group, so this must be the last call in a process.
+        vLLM also destroys the default process group, so `close` must be the last call in a process.
         """
         self._loop.close()
         self._core.close()

@@ -2,8 +2,8 @@
 
 An episode adds messages to its conversation and receives the policy's responses as text. The limits
 of a sequence (tokens, images, pixels) are enforced only in this module. The limits are checked
-between turns: a response is never truncated afterwards, and an observation that does not fit is not
-added. Large images are rendered in a thread, outside the event loop.
+between turns: a response is never truncated after it has been generated, and an observation that
+does not fit is not added. Large images are rendered in a thread, outside the event loop.
 """
 
 import asyncio
@@ -46,9 +46,10 @@ class SequenceLimits:
 
 
 class Conversation(Protocol):
-    """Conversation of one episode; an instance is used only once.
+    """Interface to the conversation between environment and policy in one episode.
 
-    `sequences` and `turns` grow during the episode and are shared with its rollout.
+    An instance is used for one episode only. `sequences` and `turns` grow during the episode and
+    are shared with the episode's rollout.
     """
 
     sequences: list[TokenSequence]
@@ -57,14 +58,15 @@ class Conversation(Protocol):
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
         """Add the prompt; return a stop reason if the prompt exceeds a limit, else None.
 
-        A prompt that exceeds a limit is added too, so that the error message can report its size.
+        A prompt that exceeds a limit is added too, so that the error message can report the
+        prompt's size.
         """
         ...
 
     async def generate(self, sampling: SamplingSettings) -> str:
         """Generate a response, append it to `turns`, and return its text.
 
-        The response is limited to the tokens that remain in the sequence.
+        The response may contain at most as many tokens as the sequence has room for.
         """
         ...
 
@@ -101,7 +103,7 @@ class SharedPrompt:
         self._is_rendered = asyncio.Event()
 
     async def get_prompt(self, messages: Sequence[Message]) -> TokenSequence:
-        """Return the prompt as a new sequence that belongs to the caller."""
+        """Return the prompt as a new sequence, which the caller may modify."""
         try:
             return await self._copy_or_render(messages)
         finally:
@@ -141,7 +143,10 @@ class TokenConversation:
     def __init__(
         self, engine: InferenceEngine, renderer: Renderer, limits: SequenceLimits, shared_prompt: SharedPrompt | None = None
     ) -> None:
-        """Create a conversation; conversations that share `shared_prompt` render it only once."""
+        """Create a conversation.
+
+        Conversations that share `shared_prompt` render their prompt only once.
+        """
         self._engine, self._renderer, self._limits = engine, renderer, limits
         self._shared_prompt = shared_prompt or SharedPrompt(renderer, 1)
         self.sequences: list[TokenSequence] = []
@@ -152,8 +157,8 @@ class TokenConversation:
     def first_token_version(self) -> int | None:
         """Weight version of the first sampled token; None before the first request.
 
-        Until a token is sampled, this is the engine's version at the first request. Later tokens
-        have this weight version or a newer version.
+        Between the first request and the first token, this is the weight version that the engine
+        had at the first request. Later tokens have the same or a newer weight version.
         """
         first = (turn for turn in self.turns if turn.token_span[0] < turn.token_span[1])
         return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._requested_version)
@@ -179,7 +184,8 @@ class TokenConversation:
     def char_to_token(self, char: int) -> int:
         """Return the index of the last response's token that contains character `char`.
 
-        The index counts from the start of the sequence, and `char` from the start of the response.
+        The index is relative to the start of the sequence; `char` is relative to the start of the
+        response.
         """
         start, stop = self.turns[-1].token_span
         return start + self._renderer.char_to_token(self.sequences[-1].token_ids[start:stop], char)

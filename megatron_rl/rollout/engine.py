@@ -104,14 +104,14 @@ class InferenceEngine(Protocol):
 class RolloutEngine(InferenceEngine, Protocol):
     """Engine that samples from the policy in training and receives its weights from the trainer.
 
-    An engine in the trainer's processes (colocated.py) and the trainer use their devices
-    alternately. An engine in other processes (server_engine.py) keeps generating while the trainer
-    computes.
+    A colocated engine (colocated.py) runs in the trainer's processes and takes turns with the
+    trainer in using the devices. A server engine (server_engine.py) uses other processes and keeps
+    generating while the trainer computes.
     """
 
     busy_s: float
-    """Seconds of work since construction. For server engines: seconds with at least one request in
-    flight, averaged over the servers.
+    """Number of seconds for which the engine has worked since its construction. For server engines:
+    seconds with at least one request in flight, averaged over the servers.
     """
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
@@ -121,16 +121,16 @@ class RolloutEngine(InferenceEngine, Protocol):
 
         In a colocated engine, tasks that `main` leaves running are paused until the next `run`, and
         so is the event loop's clock. The requests of these tasks keep the tokens sampled so far,
-        and the next `run` samples the rest with the weights that are current by then. After
-        `load_weights` or `sleep`, the engine first recomputes the whole sequence. If `main` raises,
-        all requests are aborted.
+        and the next `run` samples the rest with the weights that are current at that time. After
+        `load_weights` or `sleep`, the engine first recomputes the whole sequence of each request.
+        If `main` raises, all requests are aborted.
         """
         ...
 
     def run_alone(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main` without the engine's other ranks; `main` must not use the engine.
 
-        The other ranks may have exited.
+        The other ranks may already have exited.
         """
         ...
 
@@ -138,8 +138,8 @@ class RolloutEngine(InferenceEngine, Protocol):
         """Replace the engine's weights with `tensors`, (Hugging Face name, tensor) pairs.
 
         Raises:
-            RuntimeError: A received tensor differs from the tensor sent. A server engine marks the
-                server unhealthy instead of raising an error.
+            RuntimeError: A received tensor differs from the tensor that was sent. A server engine
+                marks the server unhealthy instead of raising an error.
         """
         ...
 
@@ -152,7 +152,7 @@ class RolloutEngine(InferenceEngine, Protocol):
         ...
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last `load_weights` call, by name."""
+        """Return the metrics of the last `load_weights` call, keyed by metric name."""
         ...
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Runs one episode as a coroutine (prompt, response, observation, and so on) and scores it.
 
-This module enforces the limits of an episode (turns, wall time, tool errors) and measures
-durations. conversation.py enforces the limits of a sequence.
+This module enforces the limits of an episode (turns, wall time, tool errors) and measures how long
+each phase takes. conversation.py enforces the limits of a sequence.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ class EpisodeSettings(SequenceLimits):
     stop_on_tool_error: bool = False
     """True to end the episode when a tool call fails."""
     seed: int
-    """Base seed. The seed of each request is derived from the base seed, group, sample index and
-    turn.
+    """Base seed. The seed of each request is derived from the base seed, the group number, the
+    sample index and the turn.
     """
 
     def at_step(self, step: int) -> Self:
@@ -127,7 +127,7 @@ def require_access(rollouts: Sequence[Rollout]) -> None:
 async def _run_turns(
     rollout: Rollout, env: Env, conversation: Conversation, *, settings: EpisodeSettings, stop: tuple[str, ...], timer: TimerFn
 ) -> StopReason:  # fmt: skip
-    """Alternate responses and observations until the episode ends; return the stop reason."""
+    """Run turns (response, then observation) until the episode ends; return the stop reason."""
     clock = asyncio.get_running_loop().time
     started = clock()
     while True:

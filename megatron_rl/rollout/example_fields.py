@@ -1,6 +1,6 @@
 """Extracts the fields of an example that are recorded with each of its rollouts.
 
-These are the question, the reference answer, and other fields of the data.
+The fields are the question, the reference answer, and the other fields of the data.
 """
 
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ MAX_DEPTH = 16
 def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
     """Return `question`, `answer` and `extra` of an example's payload as strings.
 
-    A field that the payload lacks becomes an empty string. `extra` is the JSON text of the
-    payload's `extra` mapping, without bytes, images and other objects.
+    A field that the payload lacks becomes an empty string. `extra` is the payload's `extra` mapping
+    as JSON text, without values that JSON cannot represent, such as bytes and images.
 
     Example: {"question": "How many?", "answer": 4, "extra": {"index": 7, "image": b"PNG..."}}
     returns {"question": "How many?", "answer": "4", "extra": '{"index": 7}'}.

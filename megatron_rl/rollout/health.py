@@ -34,9 +34,9 @@ PROBE_REQUEST = GenerateRequest([0], [], SamplingSettings(max_tokens=1, temperat
 
 
 class ServerSupervisor(Protocol):
-    """Supervisor of the servers that the run itself has started (services/engine_servers.py).
+    """Restarts servers that the run itself has started (services/engine_servers.py).
 
-    Its methods may block.
+    The supervisor's methods may block.
     """
 
     def report_alive(self, url: str) -> None:

@@ -2,9 +2,9 @@
 
 Every engine starts with groups that are chosen by their position in the batch. If the engines have
 capacity for the whole batch, all groups are assigned in this way, and the assignment does not
-depend on the engines' speed. Otherwise some groups remain unassigned at first, and engines with
-free capacity take them later, using a counter that all engines share. All episodes of a group run
-on the same engine, which caches their common prompt.
+depend on the engines' speed. If the capacity is too small, some groups remain unassigned at first,
+and engines with free capacity take them later, using a counter that all engines share. All episodes
+of a group run on the same engine, which caches their common prompt.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ StartGroupFn = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
 
 
 class SharedCounter(Protocol):
-    """Named counters that all engines share, for example a torch.distributed.Store."""
+    """Interface of named counters that all engines share, such as a torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to a counter, which starts at 0, and return the new value.
@@ -36,7 +36,7 @@ class SharedCounter(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineRank:
-    """Index of an engine among all engines, and capacity of each engine."""
+    """Index of one engine among all engines, and the capacity of each engine."""
 
     index: int = 0
     num_engines: int = 1
@@ -48,14 +48,15 @@ class EngineRank:
     def assign(self, groups: Sequence[int], sizes: Mapping[int, int], *, assignment_id: int) -> "GroupAssignment":
         """Return the groups of a generation batch that this engine runs.
 
-        An engine starts with as many groups as fit into max_episodes episodes, but with at most its
-        even share of the groups and with at least half of the even share, because some of the
-        episodes will be waiting for tools. A single engine starts with all groups.
+        An engine starts with as many groups as fit into max_episodes episodes, but never with more
+        than its even share of the groups. An engine starts with at least half of its even share,
+        because some of its episodes will be waiting for tools. A single engine starts with all
+        groups.
 
         Args:
             groups: All groups of the batch.
-            sizes: Number of episodes to start in each group, by group number. Groups that are not
-                in `sizes` are not started.
+            sizes: Number of episodes to start in each group, keyed by group number. Groups that are
+                not in `sizes` are not started.
             assignment_id: Unique number of this assignment.
         """
         share, size = math.ceil(len(groups) / self.num_engines), max(sizes.values(), default=1)
@@ -110,9 +111,10 @@ class GroupAssignment:
     async def requested(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
         """Wait until there is capacity for a group; return the number of groups to start.
 
-        Once an episode has failed, the engine takes no more than its even share. Otherwise a broken
-        engine, on which episodes fail quickly, would take groups that a healthy engine could run.
-        If all engines are broken, every group still runs, since each engine takes its even share.
+        Once an episode has failed, the engine takes no more than its even share. Without this
+        limit, a broken engine, on which episodes fail quickly, would take groups that a healthy
+        engine could run. If all engines are broken, every group still runs, since each engine takes
+        its even share.
         """
         while len(playing := [episode for episode in episodes if not episode.done()]) + self.group_size > self.capacity:
             done, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)

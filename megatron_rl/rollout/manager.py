@@ -61,9 +61,9 @@ class RolloutManager:
     Each process has a colocated engine, one rank of a colocated engine, or a client of the engine
     servers. All ranks must call each method together.
 
-    A colocated engine and the trainer use a device alternately. The engine has the device at first.
-    `offloaded` frees the device for the trainer, and `update_weights` returns the device to the
-    engine.
+    A colocated engine and the trainer take turns in using a device. At first, the engine uses the
+    device. `offloaded` frees the device for the trainer, and `update_weights` returns the device to
+    the engine.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class RolloutManager:
         return {group: oldest for each in self._buffer_states for group, oldest in each.oldest_versions.items()}
 
     def _generate_batch(self, step: int, stale: Sequence[int]) -> list[Rollout]:
-        """Run the active groups until num_prompts of them have finished; return their rollouts.
+        """Run active groups until num_prompts groups have finished; return these groups' rollouts.
 
         Unfinished groups stay in progress.
         """
@@ -260,9 +260,10 @@ class RolloutManager:
         self, scheduled: Mapping[int, ScheduledGroup], samples: Mapping[int, Sequence[int]], *,
         work_buffer: WorkBuffer, started: Collection[int] = (), stale: Sequence[int] = (), pause: float = 0.0,
     ) -> list[Rollout]:  # fmt: skip
-        """Run the given samples of each group to completion, after a pause; return their rollouts.
+        """After a pause, run the given episodes to completion and return their rollouts.
 
-        The episodes of the groups in `started` are already in the work buffer.
+        `samples` contains the sample indices to run, keyed by group number. The episodes of the
+        groups in `started` are already in the work buffer.
         """
         self._num_assignments += 1
         sizes = {group: len(of_group) for group, of_group in samples.items()}
@@ -369,7 +370,7 @@ class RolloutManager:
     def close(self, *, all_ranks: bool = True) -> None:
         """Cancel all episodes, close the task and then the engine.
 
-        This must be the last call in a process, because ColocatedEngine.close also destroys the
+        `close` must be the last call in a process, because ColocatedEngine.close also destroys the
         process group.
 
         Args:

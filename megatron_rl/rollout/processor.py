@@ -18,8 +18,8 @@ from megatron_rl.rollout import template_probe
 from megatron_rl.types import Message
 
 SIZE_FORMS = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
-"""Accepted key sets for an image processor's `size`. All values are pixel counts of a whole image
-(height x width).
+"""Accepted key sets for an image processor's `size`. Each value is a total pixel count (height x
+width), not a side length.
 """
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
 """Exceptions that rendering a faulty chat template may raise."""
@@ -64,9 +64,10 @@ def load_processor(path: str) -> ProcessorMixin:
 
 
 def _image_file(folder: Path) -> str:
-    """Return the name of the file from which transformers reads the image processor, or ''.
+    """Return the name of the file that defines the image processor, or '' if there is none.
 
-    If both processor_config.json and preprocessor_config.json exist, processor_config.json is used.
+    If both processor_config.json and preprocessor_config.json exist, transformers reads
+    processor_config.json.
     """
     return next((name for name in ("processor_config.json", "preprocessor_config.json") if (folder / name).is_file()), "")
 
@@ -164,7 +165,7 @@ def check_template(render: Callable[[Sequence[Message], bool], str], path: str) 
     """Raise ValueError unless the chat template preserves all parts of a test prompt.
 
     The test prompt has a system message, and a user message with text and two images. With
-    add_generation_prompt=True, the template must also begin the response.
+    add_generation_prompt=True, the template must also append the header that begins the response.
 
     Args:
         render: Renders messages as text; its second argument is `add_generation_prompt`.
@@ -224,7 +225,7 @@ def _render_checked(
 def find_banned_ids(vocab: dict[str, int], spec: ModelSpec, *, never_sampled: Sequence[str]) -> list[int]:
     """Return the token ids that no engine may sample.
 
-    These are the image and video markers, and the ids below the model's vocabulary size to which
-    the tokenizer assigns no token.
+    The banned ids are the image and video markers, and the ids below the model's vocabulary size to
+    which the tokenizer assigns no token.
     """
     return sorted({*(vocab[token] for token in never_sampled), *(set(range(spec.vocab_size)) - set(vocab.values()))})

@@ -46,7 +46,7 @@ ms, which is less than a decode step of a large model.
 """
 _THREADS = 4
 """Number of rendering threads. Rendering an image of 2,000,000 pixels takes about 100 ms and
-temporarily 100 MB of memory.
+temporarily uses 100 MB of memory.
 """
 _CACHED_BYTES = 1 << 30
 """Maximum size of the image cache in bytes, including the patches. An image of 2,000,000 pixels
@@ -59,7 +59,7 @@ _NEVER_SAMPLED = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|ima
 """Image and video markers, which the policy must not sample."""
 
 GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "quad") for end in ("start", "end"))
-"""Special tokens of Qwen2-VL's grounding data, which have no control function."""
+"""Special tokens that mark grounding data in Qwen2-VL. They have no control function."""
 
 
 def max_inline_pixels(engine: EngineSettings) -> int:
@@ -135,7 +135,7 @@ class Renderer:
     async def run_in_thread(self, fn: Callable[[], T]) -> T:
         """Run `fn` in a rendering thread and return its result.
 
-        This does not block the event loop, which also runs the steps of a colocated engine.
+        The event loop, which also runs the steps of a colocated engine, is not blocked.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
 

@@ -1,10 +1,11 @@
-"""Decides how many prompts run in each step, in which order, and which prompts run again.
+"""Decides how many prompts run in each step, in which order, and which prompts are rerun.
 
 The schedule is the same on every rank. A generation batch consists of num_prompts prompts. When a
 step begins, max_staleness + 1 generation batches are in progress; this is the capacity limit of
-AReaL (arXiv 2505.24298, eq. 3), in whole groups. The step ends when num_prompts groups have
+AReaL (arXiv 2505.24298, eq. 3), counted in whole groups. The step ends when num_prompts groups have
 finished, including all groups that would be too stale for the next step. The other groups continue
-with the next weights. With max_staleness=0, each step runs exactly one generation batch of its own.
+with the updated weights. With max_staleness=0, each step runs exactly one generation batch of its
+own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +28,8 @@ class GenerationSettings:
     max_num_gen_batches: int
     """Maximum number of generation batches per step."""
     max_staleness: int = 0
-    """Maximum staleness of a rollout's oldest token when the rollout is trained on, in weight
-    versions.
+    """Maximum staleness, in weight versions, of a rollout's oldest token when the rollout is used
+    for training.
     """
     num_steps: int | None = None
     """Total number of training steps of the run; prompts that the remaining steps do not need are
@@ -88,8 +89,8 @@ class PromptScheduler:
 
         Args:
             step: Index of the step that is about to begin.
-            oldest_versions: Oldest weight version used by each group, by group number; None before
-                the group's first request.
+            oldest_versions: Oldest weight version used by each group, keyed by group number; None
+                before the group's first request.
         """
         if not self.active_groups:
             self._next = 0
@@ -99,10 +100,10 @@ class PromptScheduler:
         return stale
 
     def schedule(self, step: int) -> dict[int, ScheduledGroup]:
-        """Schedule new groups and return them by group number.
+        """Schedule new groups and return them, keyed by group number.
 
-        Afterwards max_staleness + 1 generation batches are in progress, or as many as the remaining
-        steps of the run need.
+        After the call, max_staleness + 1 generation batches are in progress, or as many as the
+        remaining steps of the run need.
         """
         size, num_batches = self._settings.num_prompts, self._settings.max_staleness + 1
         if self._settings.num_steps is not None:
@@ -128,7 +129,7 @@ class PromptScheduler:
         return [prompts[place // size][place % size] for place in indices]
 
     def finish(self, groups: Sequence[int]) -> None:
-        """Remove the groups that are used for training from the active groups."""
+        """Remove `groups`, which are used for training, from the active groups."""
         for group in groups:
             del self.active_groups[group]
 
@@ -146,7 +147,8 @@ def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_in
 
     The choice depends only on seed and batch index, so that a resumed run uses the same prompts as
     an uninterrupted run. If the examples have a `probability`, they are drawn with replacement
-    according to these probabilities. Otherwise each epoch uses every example once, in random order.
+    according to these probabilities. Without probabilities, each epoch uses every example once, in
+    random order.
     """
     if examples[0].probability is not None:
         generator = np.random.default_rng(derive_seed(seed, batch_index, 0))

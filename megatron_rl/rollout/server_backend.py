@@ -1,6 +1,6 @@
-"""Interface of an inference server for the server engine and the health monitor.
+"""Interface through which the server engine and the health monitor use an inference server.
 
-URL paths, JSON fields and command-line flags of a server belong to the implementations of this
+URL paths, JSON fields and command-line flags of a server are defined by the implementations of this
 interface; rollout/vllm/server_api.py is the implementation for vLLM.
 """
 
@@ -15,8 +15,8 @@ from sandbox.bounded_http import BoundedClient
 class ServerBackend(Protocol):
     """One inference server.
 
-    Its methods raise EndpointError if the server rejects a request, does not answer in time, or
-    sends an unexpected reply.
+    Methods raise EndpointError if the server rejects a request, does not answer in time, or sends
+    an unexpected reply.
     """
 
     url: str
@@ -30,7 +30,7 @@ class ServerBackend(Protocol):
     is_checksumming: bool
     """True while the server computes checksums of all its weights and answers no other request."""
     busy_timer: BusyTimer
-    """Timer for the time during which this process has requests in flight to the server. All times
+    """Measures the time during which this process has requests in flight to the server. All times
     are values of time.perf_counter().
     """
     last_sampled_at: float
@@ -56,5 +56,5 @@ class ServerBackend(Protocol):
         ...
 
     async def abort_requests(self, http: BoundedClient, *, limit_s: float) -> None:
-        """Abort all requests in flight; each request returns its tokens sampled so far."""
+        """Abort all requests in flight; each request returns the tokens it has sampled so far."""
         ...

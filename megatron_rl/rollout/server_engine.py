@@ -143,7 +143,7 @@ class ServerEngine:
 
     @property
     def busy_s(self) -> float:
-        """Number of seconds with requests of this process in flight, averaged over servers."""
+        """Seconds for which this process had requests in flight, averaged over the servers."""
         now = time.perf_counter()
         return statistics.fmean(server.busy_timer.busy_seconds(now) for server in self._servers)
 
@@ -182,7 +182,7 @@ class ServerEngine:
         return completion
 
     def _append_part(self, completion: Completion, part: PartialCompletion, sampling: SamplingSettings, *, version: int) -> bool:
-        """Append a server's tokens; return True if a stop id or stop string ends the turn."""
+        """Append the tokens of `part`; return True if a stop id or stop string ends the turn."""
         before = len(completion.token_ids) + part.num_from_first_request
         completion.token_ids.extend(part.token_ids)
         completion.logprobs.extend(part.logprobs)
@@ -221,7 +221,7 @@ class ServerEngine:
             await asyncio.sleep(POLL_S)
 
     async def _await_reply(self, request: Coroutine[object, object, PartialCompletion], server: ServerBackend) -> PartialCompletion:
-        """Await a request to a server.
+        """Await a server's reply to a request.
 
         Raises:
             EndpointError: The request failed, or the server was marked unhealthy meanwhile.

@@ -23,12 +23,12 @@ class Step:
     """Result of one environment step, which follows a response of the policy."""
 
     messages: list[Message]
-    """Messages of the next observation; empty when `done`."""
+    """Messages of the next observation; empty if `done` is True."""
     reward: float
     """Reward given by the environment for this step."""
     done: bool
     reason: str = ""
-    """Reason why the episode ended, when `done`."""
+    """Reason why the episode ended; used only if `done` is True."""
     tool_call: ToolCall | None = None
     """Tool call made by the response, or None."""
     action_char: int | None = None
@@ -44,8 +44,8 @@ class Step:
 class Env(ABC):
     """Environment of one episode.
 
-    An environment is created for one example, used for one episode, and closed however the episode
-    ends. Its methods raise InfraError for infrastructure failures.
+    An environment is created for one example, used for one episode, and closed regardless of how
+    the episode ends. Methods raise InfraError for infrastructure failures.
     """
 
     @property
@@ -136,8 +136,8 @@ class Task(ABC):
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return additional evaluation metrics for scored rollouts, logged as eval/greedy_NAME.
 
-        Metrics named `success` or `return` replace the default means. Rollout.group is an index
-        into `examples`.
+        A metric named `success` or `return` replaces the default metric of that name. Rollout.group
+        is an index into `examples`.
         """
         return {}
 

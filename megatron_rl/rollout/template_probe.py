@@ -1,9 +1,9 @@
 """Standalone program that renders a chat template under kernel resource limits.
 
 A chat template may contain endless loops. processor.require_bounded_template therefore runs this
-program, which imports only Jinja, in a separate process. The program reads {"template", "seconds",
-"num_bytes", "conversations"} as JSON from standard input. The exit code is 0 unless a limit was
-exceeded; processor.check_template reports all other errors of the template.
+program, which imports only Jinja, in a separate process. The program reads a JSON object with the
+keys template, seconds, num_bytes and conversations from standard input. The exit code is 0 unless a
+limit was exceeded; processor.check_template reports all other errors of the template.
 """
 
 import json

@@ -19,7 +19,8 @@ class TranscriptSegment:
     r"""A reply and its observation, which is the text between the previous reply and this reply.
 
     Example: "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n" is a single
-    segment. Its observation is everything before "Yes", and its reply is "Yes<|im_end|>".
+    segment. The observation of the segment is everything before "Yes", and the reply is
+    "Yes<|im_end|>".
     """
 
     observation: str

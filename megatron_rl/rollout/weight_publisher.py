@@ -1,6 +1,6 @@
 """Publishes the policy's weights over HTTP to services that generate with this policy.
 
-These services are partner models in another run (tasks/lewis/server/weight_updates.py). A service
+The services are partner models in another run (tasks/lewis/server/weight_updates.py). A service
 that accepts an update uses the new weights from then on. If a service does not accept an update,
 the failure is logged; the service keeps its current weights and receives the next update.
 """
@@ -58,7 +58,7 @@ class WeightPublisher:
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
-        """Send the weights of step `step` if an update is due.
+        """Send the weights after `step` steps if an update is due.
 
         All ranks must call this method together. On the main rank, returns the metric
         weight_publish/num_behind: the number of services that have not accepted these weights.

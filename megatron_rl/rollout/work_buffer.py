@@ -59,17 +59,17 @@ class BufferState:
     running: list[int]
     """Groups in which some episodes have not finished."""
     oldest_versions: dict[int, int | None]
-    """Oldest weight version used by each group, by group number; None before the group's first
-    request.
+    """Oldest weight version used by each group, keyed by group number; None before the group's
+    first request.
     """
 
 
 @dataclass(slots=True)
 class WorkBuffer:
-    """Groups of episodes that run or have finished on one engine and are not collected yet."""
+    """Groups of episodes that are running, or finished but not yet collected, on one engine."""
 
     conversations: dict[tuple[int, int], TokenConversation] = field(default_factory=dict)
-    """Conversation of each episode in the buffer, by group and sample index."""
+    """Conversation of each episode in the buffer, keyed by group number and sample index."""
     _groups: dict[int, list[asyncio.Task[Rollout]]] = field(default_factory=dict)
     _counted: set[int] = field(default_factory=set)
     """Finished groups that were already counted for a target."""

@@ -1,1 +1,1 @@
-"""vLLM parts of the rollout engines: in-process engine, HTTP client and weight transfer."""
+"""Engine parts that depend on vLLM: in-process engine, HTTP client and weight transfer."""

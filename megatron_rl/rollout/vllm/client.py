@@ -136,7 +136,7 @@ class GenerateClient:
     async def _send_with_images(
         self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
-        """Request up to `most` tokens; resend the turn's images if the server has evicted one."""
+        """Request up to `most` tokens; resend the turn's images if the server has evicted any."""
         try:
             return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
         except _ImageForgotten:

@@ -98,7 +98,7 @@ def _start_vllm(
                 raise ValueError(misfit) from error
             raise
     torch.set_num_threads = set_num_threads
-    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has opened the segment; unlinked, it is freed when all ranks end
+    for segment in SHARED_MEMORY.glob(f"{name}*"):  # every rank has it open, so it is freed once all ranks exit
         segment.unlink(missing_ok=True)
     return llm
 
@@ -226,21 +226,21 @@ class VllmCore:
             raise ValueError(str(error)) from error
 
     def trim_images(self) -> None:
-        """Remove the least recently used images from the cache until its limit is met.
+        """Remove the least recently used images until the cache is within its limit.
 
-        All ranks must call this at the same point of a step, so that they have the same images when
-        the leader checks which images to send.
+        All ranks must call this method at the same point of a step, so that the ranks have the same
+        images when the leader checks which images to send.
         """
         while self._num_patches > self._max_cached_patches:
             _, oldest = self._items.popitem(last=False)
             self._num_patches -= int(oldest["image_grid_thw"].data.prod())
 
     def abort(self, request_ids: list[str]) -> None:
-        """Abort these requests."""
+        """Abort the given requests."""
         self._engine.abort_request(request_ids)
 
     def step(self) -> list[tuple[str, Completion]]:
-        """Run one step for all requests; return the id and completion of each ended request.
+        """Run one step for all requests; return the id and completion of each request that ended.
 
         Completion.is_stopped is True if a request ended at a stop id or stop string.
         """
@@ -306,7 +306,7 @@ class VllmCore:
         )
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the weights (EngineWeights.load) and clear the caches of the old weights.
+        """Replace the weights (EngineWeights.load) and clear the caches that depend on them.
 
         If `sleep` has freed the memory of the weights, this memory is restored first. Requests in
         progress keep their sampled tokens and weight versions, and continue with the new weights.
@@ -338,8 +338,8 @@ class VllmCore:
         patches are released too, because the trainer prepares its own patches; requests in progress
         keep their patches.
 
-        vLLM's worker keeps the patches of the requests that ended last until its next step. An idle
-        engine therefore runs one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,
+        Until its next step, vLLM's worker keeps the patches of the requests that ended last. An
+        idle engine therefore runs one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,
         EngineCoreProc.has_work).
         """
         if not self.is_busy():

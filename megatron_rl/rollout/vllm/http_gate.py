@@ -23,7 +23,8 @@ TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
 """Environment variable that contains the path of the server's token file."""
 MIDDLEWARE = f"{__name__}.Gate"
 ALLOWED_RPC = {"method": "rl_fingerprint"}
-"""Only request body that /collective_rpc accepts; rollout/vllm/server_api.py sends this body."""
+"""The only request body that /collective_rpc accepts. rollout/vllm/server_api.py sends this body.
+"""
 
 
 class Gate:

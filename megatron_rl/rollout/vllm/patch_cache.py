@@ -9,8 +9,8 @@ def keep_covered_patches() -> None:
 
     When a request arrives, vLLM 0.32.0 drops the images that a cached prefix covers
     (v1/core/sched/output.py, strip_covered_mm_data). If the prefix is no longer cached when the
-    request continues, vLLM fails, because it has no patches to encode. Keeping the patches copies
-    nothing, since scheduler and worker share this process.
+    request continues, vLLM fails, because it has no patches to encode. No data is copied, because
+    the scheduler and the worker share this process.
     """
     from vllm.v1.core.sched import output
 

@@ -2,8 +2,9 @@
 
 vLLM implements seeds with one random generator per request. On a CPU, such generators fail when a
 prompt is computed in two parts (vllm 0.32.0, v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU
-Generator does not use offset"), and they cost a call per request and step. Instead, the noise here
-is a hash of (seed, position), so it is the same however requests are batched, split or preempted.
+Generator does not use offset"), and they require one call per request and step. Instead, the noise
+here is a hash of (seed, position), so it is the same however requests are batched, split or
+preempted.
 
 On CUDA, one generator per request would cost a kernel launch per
 request and step (v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine
@@ -33,7 +34,7 @@ BANNED_IDS_KEY = "megatron_rl_banned_ids"
 
 
 def mix_seeds(seed_R: np.ndarray, position_R: np.ndarray) -> np.ndarray:
-    """Return a 63-bit hash of each (seed, position).
+    """Return a 63-bit hash of each (seed, position) pair.
 
     Uses the finalizer of SplitMix64 (Steele, Lea, Flood 2014). The inputs are uint64 [R], the
     output is int64 [R].
@@ -108,7 +109,7 @@ class EngineNoise:
         """Sample a token from softmax(logits) for each row; also return the logprobs.
 
         The sampled token minimizes E / p, where p is the probability of the token and E is an
-        exponential random number.
+        exponentially distributed random number.
         """
         assert not generators and k is None and p is None, "only sampling from the full distribution is supported"
         logprob_RV = logits.log_softmax(dim=-1, dtype=torch.float32)
@@ -117,7 +118,7 @@ class EngineNoise:
 
 
 def use_seeded_noise(runner: "GPUModelRunner") -> None:
-    """Make a CPU model runner derive its Gumbel noise from BanAndSeed instead of generators.
+    """Make a CPU model runner derive its Gumbel noise from BanAndSeed, not from generators.
 
     Replaces v1/sample/ops/topk_topp_sampler.py::forward_cpu.
     """

@@ -181,7 +181,7 @@ class VllmServer:
         return self.call_typed(_WorldSize, "/get_world_size").world_size
 
     def checksums(self) -> dict[str, str]:
-        """Return vLLM's SHA-256 checksums of all weights, by worker and parameter.
+        """Return vLLM's SHA-256 checksums of all weights, keyed by worker and parameter.
 
         vLLM computes the checksums in model_executor/model_loader/weight_checksum.py.
         """

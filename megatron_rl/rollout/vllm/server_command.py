@@ -22,8 +22,8 @@ VLLM_VERSION = "0.32.0"
 """Version of vLLM that this package was written against and tested with."""
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
 NO_MEDIA_DOMAIN = "none.invalid"
-"""Only domain from which a server may fetch images. The domain cannot exist (RFC 6761), so a server
-accepts images only as `data:` URLs. vLLM itself rejects `file:` URLs.
+"""The only domain from which a server may fetch images. The domain cannot exist (RFC 6761), so a
+server accepts images only as `data:` URLs. vLLM itself rejects `file:` URLs.
 """
 IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Keys of config.json that do not affect the computation."""
@@ -32,9 +32,9 @@ IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_
 def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
     """Return the environment variables to set for a server in addition to its inherited variables.
 
-    vLLM provides the HTTP calls for weight updates only with VLLM_SERVER_DEV_MODE. For an engine
-    with one worker, vLLM's multiprocessing is disabled, so that on a CPU the worker runs in the
-    scheduler's process; otherwise vLLM would start a separate worker process (0.32.0,
+    vLLM provides the HTTP calls for weight updates only if VLLM_SERVER_DEV_MODE is set. For an
+    engine with one worker, vLLM's multiprocessing is disabled, so that on a CPU the worker runs in
+    the scheduler's process; otherwise vLLM would start a separate worker process (0.32.0,
     platforms/cpu.py).
     """
     return {
@@ -104,7 +104,7 @@ def engine_fingerprint(
 ) -> dict[str, str]:  # fmt: skip
     """Return the properties in which a server must match the run.
 
-    The keys are the names of the properties in error messages about a mismatch.
+    The keys name the properties in error messages about a mismatch.
     """
     folder = Path(model_path)
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in IGNORED_CONFIG_KEYS}

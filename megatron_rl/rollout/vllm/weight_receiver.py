@@ -3,15 +3,15 @@
 vLLM's own loader writes the weights. Independently of the loader, this module maps each HF tensor
 to its location in the engine's memory, including parts of fused q/k/v and gate/up parameters and,
 with engine.tp > 1, this rank's slice. Each tensor is checksummed when it is received and, after
-loading, at its mapped location. This detects errors in the loader and errors in the map. Written
-against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
+loading, at its mapped location. The checksums detect errors in the loader and errors in the map.
+Written against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
 
 On a CPU, vLLM would repack Linear weights into oneDNN handlers and leave empty tensors.
 `disable_weight_packing` prevents this, so that loading is a plain copy and the weights can be read
 back. Generation is equally fast without packing: the nano model (1.1M parameters, float32, one
 AVX-512 core, 256 requests x 28 tokens) takes 0.92 to 0.98 CPU seconds per batch of rollouts in both
-cases. The alternative, vLLM's layerwise reload, takes 20 to 30 ms per weight sync, and its weights
-cannot be read back.
+cases. The alternative, vLLM's layerwise reload, takes 20 to 30 ms per weight sync, and weights
+loaded in this way cannot be read back.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +24,7 @@ from torch import nn
 from megatron_rl.models.name_mapping import canonical_name, nested_name
 
 CHECKSUM_CHUNK = 1 << 14
-"""Number of 64-bit words per chunk. All chunks use the same word factors."""
+"""Number of 64-bit words per chunk in `checksum`. Every chunk uses the same word factors a_i."""
 WORD_FACTOR = 0x61C8864680B583EB
 CHUNK_FACTOR = 0x2545F4914F6CDD1D
 
@@ -39,8 +39,8 @@ visual.).
 def disable_weight_packing() -> None:
     """Make vLLM's CPU Linear layers use `layer.weight` itself instead of a packed copy.
 
-    Call this function before the engine is built. It disables the AMX and oneDNN packing that vLLM
-    0.32.0 tries first in `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`.
+    Call this function before the engine is built. The function disables the AMX and oneDNN packing
+    that vLLM 0.32.0 tries first in `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -52,10 +52,10 @@ def disable_weight_packing() -> None:
 def checksum(tensor: torch.Tensor) -> int:
     """Return a position-dependent 64-bit sum over a tensor's bytes.
 
-    The sum is sum_c b_c sum_i a_i w_ci modulo 2^64 with odd a and b. Flipping one bit changes the
-    sum by odd * odd * 2^k, which is not 0 modulo 2^64, so two tensors that differ in one bit never
-    have the same sum. Computing the sum takes 1.1 ms for 8 MB on one core, and runs on the tensor's
-    device.
+    The sum is sum_c b_c sum_i a_i w_ci modulo 2^64, where w_ci is word i of chunk c and all factors
+    a_i and b_c are odd. Flipping one bit changes the sum by odd * odd * 2^k, which is not 0 modulo
+    2^64, so two tensors that differ in one bit never have the same sum. Computing the sum takes 1.1
+    ms for 8 MB on one core, and runs on the tensor's device.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = (nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data).view(torch.int64)
@@ -117,7 +117,7 @@ def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: 
 
 
 def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
-    """Return the locations of the HF tensors in one engine parameter, by unfused engine name.
+    """Return the locations of the HF tensors in one parameter, keyed by unfused engine name.
 
     The parameter is the `kind` (weight or bias) of the module named `prefix`.
     """
@@ -226,7 +226,7 @@ class EngineWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of all tensors by HF name."""
+        """Full shapes of all tensors, keyed by HF name."""
         return {to_hf_name(name): tuple(place.shape) for name, place in self._locations.items()}
 
     def load_bucket(self, bucket: list[tuple[str, torch.Tensor]]) -> None:
@@ -251,7 +251,7 @@ class WeightReceiver:
         """Pass (HF name, full tensor) pairs to vLLM's loader.
 
         Raises:
-            RuntimeError: A tensor is unexpected, was sent before, or has another shape.
+            RuntimeError: A tensor is unexpected, was sent before, or has the wrong shape.
         """
         fitting: list[tuple[str, torch.Tensor]] = []
         for name, tensor in ((nested_name(canonical_name(name)), tensor) for name, tensor in bucket):

@@ -1,9 +1,10 @@
 """Sends weights from the trainer to the inference servers.
 
-One process sends; the other ranks only take part in producing the tensors. Each server is paused,
-receives all buckets, and resumes only after the update is finished and labeled. If a server fails
-during an update, it stays unhealthy, so it never serves a partial update. The last update is kept
-in host memory, so that a server that comes back can receive the whole update at any time.
+One process sends the weights; the other ranks only take part in producing the tensors. Each server
+is paused, receives all buckets, and resumes only after the update is finished and labeled. If a
+server fails during an update, it stays unhealthy, so it never serves a partial update. The last
+update is kept in host memory, so that a server that comes back can receive the whole update at any
+time.
 """
 
 import socket
@@ -25,14 +26,14 @@ from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendez
 PAUSE_TIMEOUT_S = 30.0
 """Timeout in seconds for pausing a server, which first completes its current step."""
 ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-1)
-"""Deliberately invalid bucket. Receiving it makes a server end an update that a dead trainer has
-left open.
+"""Deliberately invalid bucket. A server that receives this bucket ends an update that a dead
+trainer has left open.
 """
 
 
 @dataclass(slots=True, kw_only=True)
 class Connection:
-    """Connection to one server. Its methods raise EndpointError if the server fails."""
+    """Connection to one server. Methods raise EndpointError if the server fails."""
 
     server: VllmServer
     expected: Mapping[str, str]
@@ -44,7 +45,7 @@ class Connection:
     """Lock that is held while weights are sent to the server."""
 
     def connect(self) -> None:
-        """Check the server and create a process group with its workers, unless connected already.
+        """Unless already connected, check the server and create a process group with its workers.
 
         The server must have the fingerprint that this run requires.
         """
@@ -146,7 +147,7 @@ def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
 
 
 class WeightSender:
-    """Sends weight updates to all servers. Its methods may be called from any thread.
+    """Sends weight updates to all servers. Methods may be called from any thread.
 
     Only one update is sent at a time. An update does not wait for a server that has come back and
     is still receiving the previous update; this server is left out, and receives the new update
@@ -195,7 +196,7 @@ class WeightSender:
         """Send an update, with the weight label `label`, to the servers at `urls`.
 
         All tensors are consumed, even if no server receives them. Returns the URLs of the servers
-        that received the update, and the failure reasons of the other servers by URL.
+        that received the update, and the failure reasons of the other servers, keyed by URL.
         """
         with self._lock, ExitStack() as held_back:
             lines, faults = [], {}
@@ -233,7 +234,8 @@ class WeightSender:
     def _check_same_checksums(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
         """Return the connections to servers with the same weight checksums as the first server.
 
-        Also returns the failure reasons of the other servers by URL. vLLM computes the checksums.
+        Also returns the failure reasons of the other servers, keyed by URL. vLLM computes the
+        checksums.
         """
         sums: dict[str, dict[str, str]] = {}
 
@@ -254,7 +256,7 @@ class WeightSender:
         """Run `act` on all connections in parallel.
 
         Returns the connections for which `act` succeeded, and the failure reasons of the other
-        servers by URL. Failed connections are aborted.
+        servers, keyed by URL. Failed connections are aborted.
         """
 
         def done(line: Connection) -> str:
@@ -317,7 +319,7 @@ def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, refe
 def local_address_towards(url: str) -> str:
     """Return the local address at which the server at `url` can reach this node.
 
-    This is the source address of the route to the server. No packet is sent.
+    The address is the source address of the route to the server. No packet is sent.
     """
     place = urlsplit(url)
     try:

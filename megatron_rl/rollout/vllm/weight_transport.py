@@ -40,7 +40,7 @@ class Rendezvous:
 class Transport(Protocol):
     """Process group of the trainer and the workers of one server.
 
-    Its methods raise RuntimeError if the connection is lost.
+    Methods raise RuntimeError if the connection is lost.
     """
 
     store: dist.Store
@@ -50,7 +50,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the group even if an operation is in progress; another rank may have exited."""
+        """Leave the group even during an operation, because another rank may have exited."""
         ...
 
 
@@ -69,7 +69,7 @@ class GlooTransport:
         self._group.broadcast([flat], options).wait()
 
     def close(self) -> None:
-        """Do nothing: an operation in progress ends with the timeout of the group.
+        """Do nothing: an operation in progress ends when the group's timeout expires.
 
         gloo's abort does not end an operation in progress (torch 2.13).
         """
