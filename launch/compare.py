@@ -2,9 +2,9 @@
 
     python launch/compare.py runs/evaluations/before runs/evaluations/after
 
-Takes directories written by launch/evaluate.py. The table contains each evaluation's success rate
-with its confidence interval and the paired difference from the first evaluation. Conditions that
-differ are listed below the table.
+The arguments are directories written by launch/evaluate.py. The table contains each evaluation's
+success rate with its confidence interval and the paired difference from the first evaluation.
+Conditions that differ between the evaluations are listed below the table.
 """
 
 import sys

@@ -1,4 +1,4 @@
-r"""Checks everything that a run needs before it starts; takes the arguments of launch/train.py.
+r"""Checks everything a run needs before the run starts; takes the arguments of launch/train.py.
 
     python launch/doctor.py experiment=vqa_3b_1gpu \
         'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'

@@ -6,7 +6,7 @@ r"""Evaluates a checkpoint on a task's examples; takes the arguments of launch/t
         evaluation.samples=8 evaluation.temperature=1
     python launch/evaluate.py task=number_line model.path=NAME run.dir=runs/evaluations/far \
         evaluation.urls=[http://127.0.0.1:8000/v1]
-    python launch/evaluate.py --help evaluation        # examples and weights
+    python launch/evaluate.py --help evaluation  # help for these settings
 
 Writes evaluation.json (scores and their conditions), examples.jsonl (one line per example) and all
 episodes to run.dir. If an evaluation is stopped or killed, the same command resumes it.

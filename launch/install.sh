@@ -47,7 +47,7 @@ wanted_stamp() {
     cat "$TORCH" "$LOCK" setup.py
 }
 
-# Detect a wheel for another kind of machine without importing torch, because the import would fail.
+# Detect a wheel for another platform without importing torch, because the import would fail.
 check_torch() {
     local cuda
     cuda=$("$VENV/bin/python" - <<'PYTHON'

@@ -1,4 +1,4 @@
-"""Starts the processes of a run like torchrun, with the same arguments but a graceful stop.
+"""Starts the processes of a run, with torchrun's arguments and a graceful shutdown.
 
     python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu
 

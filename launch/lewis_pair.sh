@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains speaker and listener of the Lewis game in two runs that communicate over HTTP only.
+# Trains the speaker and the listener of the Lewis game in two runs that communicate over HTTP only.
 #   bash launch/lewis_pair.sh simultaneous SPEAKER LISTENER OUT [settings of both runs ...]
 #   bash launch/lewis_pair.sh alternating runs/lewis/speaker_sft/final runs/lewis/listener/final runs/lewis/pair run.steps=13
 # SPEAKER and LISTENER are the initial models. simultaneous: both runs train at the same time, and after each step

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from megatron_rl.tasks.gym_cards.card_action_parser import MAX_REPLY_CHARS, InvalidAction, parse_json_action
 
 TAIL_CHARS = 30
-"""Number of characters to search at the end of a reply that contains no action key."""
+"""If a reply does not contain `"action":`, only its last TAIL_CHARS characters are searched."""
 
 
 def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidAction:
@@ -19,8 +19,8 @@ def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidA
     The search covers the text from the first `"action":` to the end, or only the last TAIL_CHARS
     characters if the reply does not contain `"action":`.
 
-    Difference from RL4VLM: open cabinet 1 does not match open cabinet 10. RL4VLM opens cabinet 1 if
-    the policy names cabinet 10 and opening cabinet 1 is admissible.
+    Unlike in RL4VLM, the command `open cabinet 1` does not match the text `open cabinet 10`. RL4VLM
+    opens cabinet 1 if the reply names cabinet 10 and opening cabinet 1 is admissible.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG

@@ -1,9 +1,10 @@
 """Generates ALFWorld games from the data files of the package alfworld.
 
 The package provides the rules (alfred.pddl), texts (alfred.twl2), goals and 120 floor plans. Scenes
-are numbered as in ALFWorld. For each kind of room, scenes 1 to 6 are held out and scenes 7 to 30
-are for training. Objects get random locations. Receptacles without coordinates in the package get
-random coordinates. The planner later checks whether a game can be won (textworld_engine.py).
+are numbered as in ALFWorld. Of the 30 scenes of each kind of room, the first 6 are held out and the
+other 24 are for training. Objects get random locations. Receptacles without coordinates in the
+package get random coordinates. The planner later checks whether a game can be won
+(textworld_engine.py).
 """
 
 import importlib.util
@@ -50,7 +51,7 @@ class AlfworldPackage:
 
     @cached_property
     def constants(self) -> Mapping[str, Any]:
-        """Variables of ALFWorld's gen/constants.py."""
+        """Variables that are defined in ALFWorld's gen/constants.py."""
         return runpy.run_path(str(self.package_dir / "gen" / "constants.py"))
 
     @cached_property
@@ -75,7 +76,7 @@ class AlfworldPackage:
         return [number for number in numbers if ROOM_BY_FIRST_SCENE[number - (number - 1) % 100] in rooms]
 
     def read_layout(self, scene: int, rng: random.Random) -> tuple[list[str], list[str]]:
-        """Return a scene's receptacles and object types.
+        """Return the receptacles of a scene and the object types that the scene may contain.
 
         Example of a receptacle name: Cabinet|+00.68|+00.50|-02.20. The object types are the lamp
         and the types that a receptacle of the scene may contain.
@@ -111,9 +112,9 @@ def find_alfworld_package() -> AlfworldPackage:
 
 
 def object_type(name: str) -> str:
-    """Return the object type that an object's name contains.
+    """Extract the object type from an object's name.
 
-    Example: Sink|+00.10|+00.89|-02.01|SinkBasin has type SinkBasin.
+    Example: the object Sink|+00.10|+00.89|-02.01|SinkBasin has the type SinkBasin.
     """
     parts = name.split("|")
     return parts[4] if len(parts) == 5 else parts[0]
@@ -155,7 +156,7 @@ def generate_drafts(
 
 
 def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str], types: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield each possible pair of object type and target receptacle type.
+    """Yield each (object type, target receptacle type) pair for which a game can be generated.
 
     For kind look, the lamp takes the place of the target receptacle.
     """

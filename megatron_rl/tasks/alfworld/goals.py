@@ -1,4 +1,4 @@
-"""Goals of ALFWorld games, and checks of goal conditions against the facts of a state."""
+"""Goals of ALFWorld games, and checks that a state meets the conditions of a goal."""
 
 import re
 from collections import Counter
@@ -20,8 +20,8 @@ CHANGE_PREDICATES: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "co
 """Maps each kind of task that changes an object to the predicate that the object must satisfy."""
 FOLDER_PATTERN = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
 """Regular expression for the name of a game's parent folder in ALFWorld. The name contains the task
-type, the object, the movable receptacle (None), the target receptacle (or the lamp for kind look),
-and the scene.
+type, the object, the movable receptacle (always None in supported games), the target receptacle
+(the lamp for kind look), and the scene.
 """
 Facts = Mapping[str, Set[tuple[str, ...]]]
 """Maps each predicate of alfred.pddl to the set of argument tuples for which the predicate is true.

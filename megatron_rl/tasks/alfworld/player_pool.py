@@ -1,4 +1,4 @@
-"""Pool of player processes, each of which runs TextWorld games for one episode at a time.
+"""Pool of processes (players) that run TextWorld games, each for one episode at a time.
 
 Requests never block the event loop. If a player raises an exception, is killed or exceeds its time
 limit, only its current episode fails (InfraError), and the next episode gets another player.
@@ -23,8 +23,8 @@ KILL_SLACK_S = 5.0
 at the time limit.
 """
 LOAD_TIMEOUT_S = 300.0
-"""Timeout in seconds for the imports of the player server, in addition to the time limit for
-loading a game.
+"""Maximum number of seconds for the imports of the player server. The time limit for loading a game
+is added to this number.
 """
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -37,7 +37,8 @@ class PlayerProcess:
     writer: asyncio.StreamWriter
     timeout_s: float
     is_idle: bool = True
-    """True if every request was answered. A player with an unanswered request is never reused."""
+    """True if every request has been answered. A player with an unanswered request is never reused.
+    """
     num_games: int = 0
     """Number of games that this player process has started."""
 
@@ -153,11 +154,11 @@ class PlayerPool:
     async def _start_server(self, game: str) -> None:
         """Start the player server.
 
-        The server runs in its own session, so that Ctrl-C does not interrupt the server. The run
-        may need the server until the run ends.
+        The server runs in its own session, so that Ctrl-C does not interrupt the server. After
+        Ctrl-C, the run may still need the server until the run ends.
 
         Raises:
-            PermanentInfraError: The server failed to load, or did not load in time.
+            PermanentInfraError: The server failed to start, or did not start in time.
         """
         self._stop_server()
         self._control, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Server process that loads TextWorld once and forks a player process for each received channel.
+"""Server that loads TextWorld once and forks a player process for each channel it receives.
 
     python -m megatron_rl.tasks.alfworld.player_server CONTROL SECONDS [GAME]
 
@@ -9,8 +9,8 @@ enforces this limit with a signal, even while the player runs C code. GAME is lo
 are forked, so that players need not parse the data that all games share. When this module runs as a
 script, it does not import torch.
 
-The server ends when the control socket is closed or the parent process of the server changes. Its
-players end with it, so no process is left behind.
+The server ends when the control socket is closed or the parent process of the server changes. The
+players end with the server, so no process is left behind.
 """
 
 import ctypes
@@ -36,8 +36,8 @@ PARENT_POLL_S = 1.0
 class PlayerChannel:
     """Player side of a channel, which carries one JSON object per line.
 
-    If an exception is raised inside the context manager, the player sends the error and exits,
-    because its state may be corrupt.
+    If an exception is raised inside the `with` block, the player sends the error and exits, because
+    its state may be corrupt.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -102,7 +102,7 @@ def fork_players(control: socket.socket, timeout_s: float) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Load TextWorld and the given games, then fork players."""
+    """Load TextWorld and the games in `arguments`, then fork players."""
     control, seconds = socket.socket(fileno=int(arguments[0])), float(arguments[1])
     signal.setitimer(signal.ITIMER_REAL, seconds)
     for game in arguments[2:]:

@@ -26,8 +26,8 @@ such a function as the argument `render`.
 def load_font(size: int) -> ImageFont.FreeTypeFont:
     """Return the font at the given size.
 
-    The font uses Pillow's basic text layout, so that images are identical on every machine
-    (explained in number_line.draw_state).
+    The font uses Pillow's basic text layout, so that images are identical on every machine (see
+    number_line.draw_state).
     """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
@@ -68,5 +68,8 @@ def draw_text(text: str) -> Picture:
 
 @cache
 def draw_blank(text: str) -> Picture:
-    """Return a blank white image, to measure how much a policy depends on its image input."""
+    """Return a blank white image.
+
+    Evaluations with blank images measure how much a policy depends on its image input.
+    """
     return Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE), "white")

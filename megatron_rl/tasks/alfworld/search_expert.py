@@ -1,6 +1,6 @@
 """Demonstrator that uses only its observations and searches one place after another.
 
-The planner, in contrast, knows the complete state of the game.
+By contrast, the planner knows the complete state of the game.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,10 @@ class SearchExpert:
         return self._put_object(commands)
 
     def _fetch_object(self, commands: Sequence[str]) -> tuple[str, str]:
-        """Return a command that takes an object of the goal's type or continues the search.
+        """Return a command that takes an object of the goal's type.
 
-        Objects that are already in a target receptacle are not taken.
+        If no such object can be taken, return a command that continues the search. Objects that are
+        already in a target receptacle are not taken.
         """
         for command in commands:
             if command.startswith(f"take {self.thing} ") and (self.goal.kind == "look" or _place_type(self.position) != self.place):
@@ -107,7 +108,7 @@ def _place_type(place: str) -> str:
 
 
 def _first_place(commands: Sequence[str], kind: str) -> str:
-    """Return the first place of the given type that a command can go to.
+    """Return the first place of the given type to which one of the commands goes.
 
     Raises:
         LookupError: No command goes to a place of this type.

@@ -61,7 +61,7 @@ the demonstrator's command is used.
 def won_reward(kind: str | None) -> RewardFn:
     """Return a reward function that returns 1 for won games and 0 for all other games.
 
-    If `kind` is given, the function returns None for games of all other kinds.
+    If `kind` is given, the reward function returns None for games of all other kinds.
     """
 
     async def part(outcome: RewardInput) -> float | None:
@@ -79,7 +79,7 @@ ALFWORLD_RUBRIC = Rubric(
     solved_term="won",
 )
 """Rubric that uses the return of an episode as its reward. The terms `won` and `won_KIND` have
-weight 0. They report the success rate over all games and per kind of game.
+weight 0. These two terms report the success rate over all games and for each kind of game.
 """
 
 
@@ -240,7 +240,7 @@ class AlfworldTask(Task):
     def gold_replies(self, example: Example) -> list[str]:
         """Return the planner's winning replies, one per turn.
 
-        The list is empty if the game has no transcript of the planner.
+        The list is empty if no transcript of the planner exists for the game.
         """
         folder = Path(str(example.payload["game"])).parent
         if not (folder / TRANSCRIPT_FILES["planner"]).is_file():

@@ -1,8 +1,8 @@
 """Runs a game in TextWorld's PDDL engine, with observations, commands and goal progress.
 
-Import this module only in a process that runs nothing but games. TextWorld supports only one game
-per process at a time, from one thread, because its planner (Fast Downward, a C library) and its
-translator keep their state in global variables.
+Import this module only in a process that does nothing but run games. A process can run only one
+TextWorld game at a time, and only from one thread, because TextWorld's planner (Fast Downward, a C
+library) and translator keep their state in global variables.
 
 TextWorld evaluates the grammar in a game file as Python code, so use only trusted game files. Text
 from a policy never becomes part of a grammar.
@@ -58,7 +58,7 @@ def _object_kind(mangled: str) -> str:
 
 @cache
 def load_logic(domain: str, grammar: str) -> GameLogic:
-    """Parse the rules and texts that games share. The result is cached.
+    """Parse the rules and texts that all games share. The result is cached.
 
     Grammars differ only in the task description, which is used only in the intro of a game. The
     caller replaces the description with a fixed text, so all games share one cache entry.

@@ -27,7 +27,7 @@ from megatron_rl.tasks.gym_cards.points import BACKGROUND_COLOR, CardStyle
 
 ACTIONS = ("stand", "hit")
 MAX_STEPS = 21
-"""Upper bound on the number of steps in a game: 20 hits and a stand."""
+"""Upper bound on the number of steps in a game: 20 hits and one stand."""
 ROW_LAYOUTS = ((4, 70, 98), (5, 49, 69), (8, 32, 45))
 """(cards per row, card width, card height), in pixels. A hand is drawn in the first layout in which
 all of its cards are visible.
@@ -66,7 +66,7 @@ def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = 
     """Return the reward after the player has stood and the dealer has drawn.
 
     The reward is 1 for a win, 0 for a draw and -1 for a loss. If `natural` is set and `sab` is not,
-    a win with a natural has reward 1.5. With `sab`, a natural of the player wins unless the dealer
+    a win with a natural has reward 1.5. With `sab`, a player with a natural wins unless the dealer
     also has a natural.
     """
     player, dealer = hand_total(state.player)[0], hand_total(state.dealer)[0]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 Position = tuple[int, bool, int]
 CARD_PROBABILITIES = {value: (4 if value == 10 else 1) / 13 for value in range(1, 11)}
 DEALER_NATURAL = 22
-"""Point total that represents a natural of the dealer, i.e. 21 points with two cards."""
+"""Point total that represents a dealer's natural (21 points with two cards)."""
 
 
 class ExpectedOutcome(NamedTuple):
@@ -47,7 +47,9 @@ soft, because an ace that counts as 11 and another card have at least 12 points.
 
 @cache
 def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> dict[int, float]:
-    """Return the probability of each final point total of the dealer. The total 0 is a bust.
+    """Return the probability of each final point total of the dealer.
+
+    A total of 0 represents a bust.
 
     Args:
         points: Current points of the dealer.
@@ -72,7 +74,7 @@ def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> d
 
 @cache
 def stand_outcome(points: int, up: int, *, is_natural: bool = False, natural: bool = False, sab: bool = False) -> ExpectedOutcome:
-    """Return the expected outcome of standing with `points` against the dealer's card `up`."""
+    """Return the expected outcome if the player stands with `points` and the dealer shows `up`."""
     wins = draws = 0.0
     for final, share in dealer_distribution(*add_card(0, False, up), is_dealt=True).items():
         dealer = min(final, 21)
@@ -134,7 +136,7 @@ def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
 
 
 def mix_outcomes(weighted_outcomes: list[tuple[float, ExpectedOutcome]]) -> ExpectedOutcome:
-    """Return the weighted sum of (weight, outcome) pairs."""
+    """Return the weighted sum of the outcomes in (weight, outcome) pairs."""
     return ExpectedOutcome(*(sum(share * worth[place] for share, worth in weighted_outcomes) for place in range(3)))
 
 

@@ -1,16 +1,16 @@
-"""Blackjack as a task: prompt, seeded starts, and demonstrations by the optimal policy.
+"""Blackjack as a task: prompt, random starts from a seed, and demonstrations.
 
 The policy receives an image and the rules, and replies with one JSON object, e.g.
 
     {"thoughts": "K 5: 15 against 7", "action": "hit"}
 
-An example from the train split sets the initially visible cards. All later cards are determined by
-the episode's seed, which is the same for all rollouts of a group.
+An example from the train split specifies the initially visible cards. All later cards are
+determined by the episode's seed, which is the same for all rollouts of a group.
 
-The eval split does not run games. Instead, the policy chooses one action in each of the 280
-positions, for hands with suit combinations that training never uses. The expected outcome of full
-games with these actions is then computed exactly (blackjack_table.evaluate_policy), so the metrics
-have no sampling noise from the cards.
+An evaluation on the eval split does not run games. Instead, the policy chooses one action in each
+of the 280 positions, for hands with suit combinations that training never uses. The expected
+outcome of full games with these actions is then computed exactly (blackjack_table.evaluate_policy),
+so the metrics have no sampling noise from the cards.
 """
 
 import json
@@ -42,9 +42,9 @@ BIASED_MIN_DEALER_VALUE = 7
 "biased" split makes mistakes.
 """
 BIASED_ERROR = 0.6
-"""Probability that the demonstrator of the "biased" split stands regardless of its hand, if the
-value of the dealer's visible card is at least BIASED_MIN_DEALER_VALUE. Otherwise the demonstrator
-follows the optimal policy.
+"""Probability that the demonstrator of the "biased" split stands regardless of its hand. Such
+mistakes occur only if the value of the dealer's visible card is at least BIASED_MIN_DEALER_VALUE.
+With the remaining probability and in all other turns, the demonstrator follows the optimal policy.
 """
 DEALT_VALUES = (*range(1, 10), 10, 10, 10, 10)
 """Values of 13 equally likely cards: 1 to 9 once each, and 10 four times (10, J, Q and K)."""
@@ -65,7 +65,7 @@ def write_reply(state: BlackjackState, action: int) -> str:
 class PositionEnv(Env):
     """Environment that queries the policy's action in one position.
 
-    The episode ends after one reply with reward 0. The game is not continued.
+    The episode ends after one reply. The reward is 0, and the game is not continued.
     """
 
     def __init__(self, game_state: BlackjackState, *, style: CardStyle, options: BlackjackOptions) -> None:
@@ -128,9 +128,10 @@ class BlackjackTask(GameTask):
         return GameEnv(game, example.payload, actions=ACTIONS, options=self.options, view_state=show)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the success rate, draw rate and return of full games with the rollouts' actions.
+        """Return the success rate, draw rate and return of full games.
 
-        The outcomes of the games are computed exactly, without sampling.
+        The player of these games takes the actions that the policy chose in the rollouts. The
+        outcomes of the games are computed exactly, without sampling.
 
         If the policy chose different actions in the hands of one position, the evaluated player
         chooses each action with the observed frequency. A reply without a valid action, or a
@@ -159,8 +160,8 @@ class BlackjackTask(GameTask):
         Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator
         follows the optimal policy. In the "biased" split, the demonstrator stands with probability
         BIASED_ERROR in turns against a dealer's card of at least BIASED_MIN_DEALER_VALUE, and
-        otherwise follows the optimal policy. A policy that reproduces "biased" wins 40.0% of its
-        games with greedy decoding.
+        otherwise follows the optimal policy. A policy that has learned the "biased" split exactly
+        wins 40.0% of its games with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0

@@ -1,7 +1,7 @@
 """Parsers that find the action in the policy's reply.
 
 If a reply contains no valid action, the parser returns an InvalidAction with the reason. The
-parsers never raise an exception and never execute text of a reply.
+parsers never raise an exception and never execute text from a reply.
 """
 
 import json
@@ -45,8 +45,8 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
     """Return the index into `actions` of a reply's action, or the reason why the reply is invalid.
 
     A valid reply is one JSON object (RFC 8259, so without NaN) with only whitespace around it and
-    no repeated key. The value of its key "action" must be equal to one of `actions`. Other keys are
-    ignored, so the policy's description of the state does not affect the reward.
+    no repeated key. The value of the object's key "action" must be equal to one of `actions`. Other
+    keys are ignored, so the policy's description of the state does not affect the reward.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG

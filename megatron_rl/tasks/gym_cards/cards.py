@@ -1,8 +1,8 @@
 """Playing cards and their images, drawn with the font file in this package.
 
-Policies are trained on the card art "large"; the arts "classic" and "night" test generalization.
-The art "large" uses a different ink color for each suit, so that suits can be distinguished on
-cards that are 30 pixels wide.
+Policies are trained on the card art "large"; the arts "classic" and "night" are used to test
+generalization. The art "large" uses a different ink color for each suit, so that suits can be
+distinguished on cards that are 30 pixels wide.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ def load_font(size: int) -> ImageFont.FreeTypeFont:
     """Return the package's font at the given size.
 
     The font uses Pillow's basic text layout, so that images are identical on every machine
-    (explained in number_line.draw_state).
+    (see number_line.draw_state).
     """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
@@ -133,6 +133,6 @@ def paste_card(
 def is_held_out_drawing(cards: Sequence[Card]) -> bool:
     """Return True if a hand with these suits is reserved for evaluation.
 
-    Exactly a quarter of all suit combinations is reserved.
+    Exactly a quarter of all suit combinations are reserved.
     """
     return sum(SUITS.index(card.suit) for card in cards) % 4 == 0

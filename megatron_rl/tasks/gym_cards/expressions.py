@@ -5,8 +5,8 @@ Adjacent numbers, ** and // are invalid.
 
 The legacy rules follow Python, because RL4VLM evaluates the text of a formula as Python: adjacent
 numbers are concatenated, ** is a power, // is integer division, and / returns a float. Unlike in
-Python, an integer power of more than MAX_BITS bits is invalid, because computing it could take
-hours.
+Python, an integer power whose result has more than MAX_BITS bits is invalid, because its
+computation could take hours.
 """
 
 import operator
@@ -56,20 +56,20 @@ SIGN_OPERATORS = {"+": operator.pos, "-": operator.neg}
 
 
 class _ExpressionParser:
-    """Precedence-climbing parser that evaluates tokens."""
+    """Precedence-climbing parser that evaluates a tokenized formula."""
 
     def __init__(self, tokens: Sequence[str], operators: Mapping[str, _Operator], number: Callable[[str], Number]) -> None:
         self.remaining, self.operators, self.parse_number = [*reversed(tokens)], operators, number
 
     def parse(self) -> Number:
-        """Parse all tokens as one expression and return its value."""
+        """Parse all tokens as one expression and return the expression's value."""
         value = self.parse_expression(0)
         if self.remaining:
             raise _InvalidFormula
         return value
 
     def parse_expression(self, min_precedence: int) -> Number:
-        """Parse an expression up to the first operator of lower precedence and return its value."""
+        """Parse and evaluate an expression up to the first operator of lower precedence."""
         value = self.parse_operand()
         while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
             found = self.operators[self.remaining.pop()]
@@ -77,7 +77,7 @@ class _ExpressionParser:
         return value
 
     def parse_operand(self) -> Number:
-        """Parse a number, a signed operand or an expression in parentheses; return its value."""
+        """Parse and evaluate a number, a signed operand or an expression in parentheses."""
         token = self.remaining.pop() if self.remaining else ""
         if token in SIGN_OPERATORS:
             return SIGN_OPERATORS[token](self.parse_expression(SIGN_PRECEDENCE))

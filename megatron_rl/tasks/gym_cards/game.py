@@ -35,7 +35,7 @@ Plan = TypeVar("Plan")
 
 
 class StateView(NamedTuple):
-    """Observation of a game's state: image, prompt and name of the state."""
+    """Observation of a game's state: the image, the prompt and the name of the state."""
 
     picture: Picture
     prompt: str
@@ -49,7 +49,7 @@ def make_user_message(picture: Picture, prompt: str) -> Message:
 
 
 def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | InvalidAction, ToolCall]:
-    """Parse a reply into an action and a record of the call.
+    """Parse a reply into an action and a ToolCall that records it.
 
     Returns:
         A pair (action, call). `action` is an index into `actions`, or the reason why the reply has
@@ -62,7 +62,7 @@ def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tupl
 
 
 class GameEnv(Env):
-    """Environment for one episode of a game from a given start."""
+    """Environment for one episode of a game that begins in a given start state."""
 
     def __init__(
         self, game: gymnasium.Env, start: Mapping[str, object], *,

@@ -3,9 +3,9 @@
 A state is (current, target). Both numbers are in 0..5, or in 0..max_number in evaluations beyond
 the training range. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
 
-The rules are the same as in RL4VLM (arXiv 2405.10292). There are two differences: the environment
-has its own random number generator, so reset(seed) is reproducible, and the font is included in
-this package (DejaVu Sans Bold, license in fonts/).
+The rules are the same as in RL4VLM (arXiv 2405.10292). There are two differences from RL4VLM: the
+environment has its own random number generator, so reset(seed) is reproducible, and the font is
+included in this package (DejaVu Sans Bold, license in fonts/).
 """
 
 from collections.abc import Mapping, Sequence

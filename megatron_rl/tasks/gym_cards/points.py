@@ -1,6 +1,7 @@
 """EZPoints and Points24 of GymCards: write a formula that uses all cards and equals the target.
 
-The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula:
+The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula,
+with these rules:
 
 - A number that is not on an unused card appends a blank instead of the number; the reward is -1.
 - "=" ends the game. The reward is 10 if the formula uses all cards and equals the target, else -1.
@@ -45,8 +46,8 @@ class PointsRules:
     num_cards: int
     target: int
     max_formula_tokens: int
-    """Maximum number of tokens in a formula. If the formula is already longer, the next action
-    truncates the episode.
+    """Maximum number of tokens in a formula. If the formula is already longer than this maximum,
+    the next action truncates the episode.
     """
     label_height: float
     """Vertical position of the label "Formula: ", as a fraction of the image height. If
@@ -113,11 +114,11 @@ def makes_target(rules: PointsRules, state: PointsState) -> bool:
 
 
 def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
-    """Return two random cards that make the target with + or *.
+    """Return two random cards whose sum or product equals the target.
 
-    The rank of one card is drawn uniformly from the ranks in 2..K that make the target with some
-    other card. The other card is drawn uniformly from the results of `find_partner_numbers`. The
-    order of the cards is random.
+    The rank of one card is drawn uniformly from the ranks in 2..K for which `find_partner_numbers`
+    finds at least one number. The rank of the other card is drawn uniformly from the numbers found.
+    The order of the cards is random.
     """
     choices = ()
     while not choices:  # repeats only if the target is not 12, because some ranks then have no partner
@@ -219,7 +220,7 @@ class EZPoints(PointsGame):
         super().__init__(replace(EZPOINTS, target=target, is_legacy=legacy_rules), style=style, render_mode=render_mode)
 
     def deal_hand(self) -> tuple[Card, ...]:
-        """Return a random hand that can make the target."""
+        """Return a random hand with a sum or product that equals the target."""
         return deal_pair(self.rules, self.np_random)
 
 

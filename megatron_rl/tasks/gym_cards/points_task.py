@@ -5,9 +5,9 @@ one JSON object, e.g.
 
     {"cards": ["2", "K"], "current formula": "2+", "thoughts": "2+10=12", "action": "10"}
 
-The train and eval splits use different cards. Options can change evaluations further. In EZPoints,
-both splits contain all pairs of ranks, but with different suits. In Points24, a fifth of all sets
-of four numbers is held out for evaluation.
+The train and eval splits use different cards. Settings in task.options can also change the rules
+and the card style of the eval split. In EZPoints, both splits contain all pairs of ranks, but with
+different suits. In Points24, a fifth of all sets of four numbers are held out for evaluation.
 """
 
 import json
@@ -41,8 +41,8 @@ from megatron_rl.types import Example, Message, Rollout
 HELD_OUT_RATIO = 5
 """One in HELD_OUT_RATIO sets of four numbers is reserved for evaluation in Points24."""
 BIASED_MAX_FIRST_NUMBER = 5
-"""Maximum number on the first card of a hand at which the demonstrator of the "biased" split makes
-mistakes.
+"""The demonstrator of the "biased" split makes mistakes only if the number of the hand's first card
+is at most BIASED_MAX_FIRST_NUMBER.
 """
 BIASED_ERROR = 0.6
 """Probability that the demonstrator of the "biased" split writes a wrong first operator if the
@@ -83,7 +83,7 @@ class FormulaPlan(NamedTuple):
 
 
 def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
-    """Return a reply that states cards and formula correctly and appends the plan's next token."""
+    """Return a reply that states the cards and the formula correctly and appends the next token."""
     symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
@@ -116,7 +116,7 @@ class PointsTask(GameTask):
         """Create the task.
 
         Raises:
-            ValueError: The number of turns or an option does not fit the game.
+            ValueError: The number of turns or an option is not valid for the game.
         """
         super().__init__(settings)
         self.require_turns(rules.max_steps, eval_max_steps=rules.max_steps)
@@ -194,8 +194,8 @@ class PointsTask(GameTask):
 class EZPointsTask(PointsTask):
     """EZPoints task.
 
-    The game deals 19 ordered pairs of ranks. Each pair has 12 suit combinations for training and 4
-    for evaluation.
+    The game can deal 19 different ordered pairs of ranks. Each pair has 12 suit combinations for
+    training and 4 for evaluation.
     """
 
     Options = EZPointsOptions
@@ -254,7 +254,11 @@ class Points24Task(PointsTask):
         return [self.make_example(f"{split}{number}", hand, split=split) for number, hand in zip(range(num), hands, strict=False)]
 
     def deal_hands(self, rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-        """Yield an infinite sequence of random hands with either held-out or training numbers."""
+        """Yield an infinite sequence of random hands with numbers from one split.
+
+        If `is_held_out` is True, only hands with held-out numbers are dealt. Otherwise, only hands
+        with training numbers are dealt.
+        """
         rules = self.eval_rules if is_held_out else self.rules
         held_out = held_out_numbers(faces_are_ten=rules.faces_are_ten)
         while True:

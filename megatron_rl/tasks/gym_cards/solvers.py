@@ -62,7 +62,7 @@ def _solution(numbers: tuple[int, ...], target: int) -> tuple[str, ...] | None:
 
 
 def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...] | None:
-    """Return the tokens of a formula that equals the target, or None if there is none.
+    """Return the tokens of a formula that equals the target, or None if no such formula exists.
 
     The formula uses each number exactly once and may contain + - * / and parentheses. The result
     does not depend on the order of `numbers`.
@@ -73,7 +73,7 @@ def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...]
 
 
 def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str, ...] | None:
-    """Return the tokens of an EZPoints formula that equals the target, or None if there is none.
+    """Return the tokens of an EZPoints formula that equals the target, or None if none exists.
 
     The formula joins the two numbers with + or *, in the given order.
     """
@@ -83,17 +83,17 @@ def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str,
 
 
 def find_partner_numbers(target: int, first: int) -> tuple[int, ...]:
-    """Return the numbers in 1..10 that make the target when combined with `first` by * or +.
+    """Return each number in 1..10 whose product or sum with `first` equals the target.
 
-    The number for * comes before the number for +. A number that works for both operators appears
-    twice.
+    The number for the product comes before the number for the sum. A number that is valid for both
+    appears twice.
     """
     by_product = (target // first,) if target % first == 0 else ()
     return tuple(number for number in (*by_product, target - first) if 1 <= number <= 10)
 
 
 def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
-    """Return the exact probability that EZPoints deals each ordered pair of ranks."""
+    """Return the exact probability with which EZPoints deals each ordered pair of ranks."""
     first_cards = [first for first in range(2, 14) if find_partner_numbers(target, min(first, 10))]
     dealt: Counter[tuple[int, int]] = Counter()
     for first in first_cards:

@@ -37,8 +37,9 @@ PROMPT = (
     'Answer with one JSON object: {"current number": int, "target number": int, "thoughts": text, "action": "-" or "+"}'
 )
 THOUGHTS = ("Lower it.", "Raise it.")
-"""Reply thoughts for each of ACTIONS. All thoughts have the same length. The first word of the
-thoughts already determines the action, so a single sampled token decides which action is taken.
+"""Thoughts in a reply, one text for each action in ACTIONS. All texts have the same length. The
+first word of the text already determines the action, so a single sampled token decides which action
+is taken.
 """
 BIASED_TARGETS = (1, 4)
 """Targets for which the demonstrator of the "biased" split takes wrong actions."""
@@ -73,14 +74,14 @@ def make_example(state: NumberLineState, *, probability: float | None = None, ma
 
 
 def read_state(payload: Mapping[str, object]) -> NumberLineState:
-    """Return the start state in an example's payload."""
+    """Read the start state from an example's payload."""
     current, target = payload["current"], payload["target"]
     assert isinstance(current, int) and isinstance(target, int), f"payload {dict(payload)}"
     return current, target
 
 
 class NumberLineEnv(GameEnv):
-    """Environment for one NumberLine episode from a given start."""
+    """Environment for one NumberLine episode that begins in a given start state."""
 
     def __init__(self, start: NumberLineState, *, options: GameOptions = GameOptions(), max_number: int = MAX_NUMBER) -> None:
         (current, target), self.number_line = start, NumberLine(max_number=max_number)
@@ -130,8 +131,8 @@ class NumberLineTask(GameTask):
         Increasing `num` only appends demonstrations. The demonstrator always reads the numbers
         correctly. In the "correct" split, the demonstrator always takes the right action. In the
         "biased" split, the demonstrator takes the wrong action with probability BIASED_ERROR if the
-        target is in BIASED_TARGETS. A policy that reproduces "biased" succeeds in 23/36 (63.9%) of
-        the episodes with greedy decoding and in 68.5% at temperature 1.
+        target is in BIASED_TARGETS. A policy that has learned the "biased" split exactly succeeds
+        in 23/36 (63.9%) of the episodes with greedy decoding and in 68.5% at temperature 1.
         """
         draw = random.Random(seed)
         shown = []

@@ -1,7 +1,7 @@
 """Writes descriptions that name the dominant colors of an object on a plain background.
 
 The descriptions are SFT data for models with a million parameters. Color descriptions are not
-sufficient for data sets of real objects, which need a speaker that knows these objects.
+sufficient for data sets of photographs, which require a speaker model that recognizes real objects.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ background (0 to 255).
 
 
 def find_dominant_colors(picture: Picture) -> list[str]:
-    """Return the object's most frequent colors, the most frequent color first.
+    """Return the object's most frequent colors in order of decreasing frequency.
 
     The most frequent color is always included, even if it covers less than MIN_COLOR_SHARE of the
     object. If the image contains no object, the color of the background is returned.
@@ -44,7 +44,7 @@ def find_dominant_colors(picture: Picture) -> list[str]:
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words by commas and a final "and", e.g. red, blue and white."""
+    """Join words with commas and a final "and", e.g. red, blue and white."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 

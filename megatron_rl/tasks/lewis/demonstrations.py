@@ -1,10 +1,10 @@
 """SFT demonstrations for speakers and listeners with a million parameters, made from game rounds.
 
-All descriptions name colors (colors.py). Splits:
+Descriptions name colors (colors.py), except for vague descriptions. There are three splits:
 
 - told: Speaker demonstrations. The reply names the colors of the object in the round's image.
-- vague: Like told, but with probability VAGUE_PROBABILITY, the reply is a description that fits
-  every image. The policy has to unlearn these replies in RL.
+- vague: Like told, but with probability VAGUE_PROBABILITY, the reply is a vague description, which
+  fits every object of the category. The policy has to unlearn these replies in RL.
 - heard: Listener demonstrations. The prompt is the question that the listener service asks
   its model. With probability 1/2, the question is about the round's target (answer yes), and
   otherwise about another candidate (answer no).
@@ -91,7 +91,7 @@ def _listener_messages(example: Example, *, is_target: bool, other: float) -> Ca
 
 
 def make_color_question(image: StoredImage, *, category: str) -> str:
-    """Return the listener's question with a description that names the colors of `image`.
+    """Return the listener's question, which contains a description of the colors in `image`.
 
     Raises:
         InfraError: The image cannot be opened.
@@ -100,9 +100,9 @@ def make_color_question(image: StoredImage, *, category: str) -> str:
 
 
 def make_tokenizer_texts(categories: Sequence[str]) -> list[str]:
-    """Return texts to train a small tokenizer on, so that every word of the game is one token.
+    """Return training texts for a small tokenizer, so that every word of the game is one token.
 
-    The texts are prompts, replies and questions for each category, in which every color occurs.
+    The texts are prompts, replies and questions for each category. Every color occurs in them.
     """
     dice, texts = random.Random(0), ["yes", "no"] * 20
     for category in categories:

@@ -27,8 +27,8 @@ SITUATION_PROMPT = (
     "Last, give between <state> and </state> the state that it is in, and between <location> and </location> where it stands, neither of "
     "which is said in the sentence."
 )
-"""Text that is appended to PROMPT to also ask for state and location, as in the original game's
-longer prompt.
+"""Text that is appended to PROMPT to ask for the object's state and location too, as in the
+original game's longer prompt.
 """
 QUESTION_TEMPLATE = "Does this description, {description}, describe the main subject of the image? Answer yes or no."
 MAX_COARSE_CHARS, MAX_DETAILED_CHARS = 200, 1000
@@ -78,7 +78,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def rouge_2_f1(text: str, other: str) -> float:
-    """Return the F1 score of shared bigrams (ROUGE-2, Lin 2004) after removing stop words.
+    """Return the ROUGE-2 F1 score (Lin 2004) of two texts after removing stop words.
 
     Example: "red mug blue" has two bigrams and "red mug" has one. One bigram is shared, so the
     score is 2 * 1 / (2 + 1).

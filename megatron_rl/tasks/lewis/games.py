@@ -106,7 +106,8 @@ def load_description_examples(data: DataSettings, split: str) -> list[Example]:
     """Return two examples per speaker round: one with answer yes and one with answer no.
 
     The example with answer yes shows the target, and the example with answer no shows another
-    candidate. The index of the other candidate rotates from round to round.
+    candidate. From round to round, the choice of the other candidate cycles through all possible
+    indices.
     """
     found = []
     for number, example in enumerate(load_examples(data, split, make_speaker_payload)):
@@ -168,8 +169,8 @@ class SingleImageEnv(Env):
 
         Args:
             example: Example with one image in its payload.
-            get_question: Function that returns the text. The function raises InfraError if the
-                source of the text is unavailable.
+            get_question: Function that returns the text of the prompt. The function raises
+                InfraError if the source of the text is unavailable.
         """
         self._example, self._get_question = example, get_question
 

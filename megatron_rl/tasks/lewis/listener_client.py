@@ -1,10 +1,13 @@
-"""Client of the Lewis listeners. A failure of a listener raises InfraError and is never a score.
+"""Client of the Lewis listeners.
 
-Results are cached by image, question and listener version. Caching single images is correct because
-p(yes) of an image depends neither on the other candidates nor on their order. The cache is in
-memory and, with task.listener.cache, also in a file. With task.listener.partner_is_training,
-nothing is cached. Concurrent identical requests are merged. Questions are sent in chunks. Each
-chunk goes to the least busy healthy server, with retries and backoff (clients/endpoint_pool.py).
+If a listener fails, the client raises InfraError and never returns a score.
+
+Results are cached by image, question and listener version. The result for each image can be cached
+separately, because p(yes) of an image depends neither on the other candidates nor on their order.
+The cache is in memory and, with task.listener.cache, also in a file. With
+task.listener.partner_is_training, nothing is cached. Concurrent identical requests are merged.
+Questions are sent in chunks. Each chunk goes to the least busy healthy server, with retries and
+backoff (clients/endpoint_pool.py).
 
 The contents of an image are sent to each server only once; later requests contain the hash of the
 image. If the server no longer has the image, it responds with the unknown hash, and the image is
@@ -63,9 +66,9 @@ class ImageFile:
 class _PendingQuestion:
     question: str
     images: Mapping[str, ImageFile]
-    """Maps hashes to images, in the order of the question's candidates."""
+    """Maps image hashes to images, in the order of the question's candidates."""
     result: asyncio.Future[dict[str, float]]
-    """Maps image hashes to log p(yes)."""
+    """Future whose result maps each image hash to log p(yes)."""
 
 
 class _UnknownImages(BaseModel):
@@ -144,7 +147,7 @@ class ListenerClient:
         """Return the listener's score for a question about candidate images.
 
         Raises:
-            PermanentInfraError: Two images are equal, or the request is invalid.
+            PermanentInfraError: Two candidate images are identical, or the request is invalid.
             InfraError: All attempts failed; the message names the server and the reason.
         """
         shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in images})
@@ -255,8 +258,9 @@ class ListenerClient:
     async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
         """Send a chunk.
 
-        Each image that is not in `known_hashes` is sent in full once, then as its hash. With
-        task.listener.send=paths, images with a path are always sent as paths.
+        An image that is not in `known_hashes` is sent in full once; further occurrences in the
+        chunk are sent as its hash. With task.listener.send=paths, images with a path are always
+        sent as paths.
         """
         told_of, batch = set(known_hashes), []
         for asked in chunk:

@@ -1,12 +1,12 @@
-"""HTTP messages of the listener, and the function that computes pick and reward from p(yes).
+"""HTTP messages of the listener, and the computation of the pick and the reward from p(yes).
 
     POST /score         {"candidate_paths": [path, ...], "question": text, "topk": 1}
     POST /batch_score   {"batch": [the same, ...]}
     -> {"results": [{"yes_probabilities": [p, ...], "predicted_index": i, "reward_score": r,
                      "top_indices": [i]}], "took": s, "version": v}
 
-The response to /score has no list `results`: it contains the fields of its single result, `took`
-and `version`. A result also contains `yes_logprobs`.
+The response to /score contains the fields of the single result instead of the list `results`, and
+also `took` and `version`. A result also contains `yes_logprobs`.
 
 A request may contain `candidates` instead of `candidate_paths`. Each candidate is a path below one
 of the listener's roots, a base64-encoded image file, or the SHA-256 of a file that was sent before.
@@ -121,8 +121,8 @@ def make_listener_score(yes_logprobs: Sequence[float], *, topk: int = 1) -> List
 
     The pick is the first candidate with the highest p(yes). The reward is p(yes) of the pick
     divided by the sum of p(yes) over all candidates. If p(yes) of the pick is less than
-    MIN_YES_PROBABILITY, the reward is halved. Examples: p(yes) of 0.6 and 0.2 results in pick 0 and
-    reward 0.75; p(yes) of 0.2 and 0.2 results in pick 0 and reward 0.25.
+    MIN_YES_PROBABILITY, the reward is halved. Examples: p(yes) values of 0.6 and 0.2 result in pick
+    0 and reward 0.75; values of 0.2 and 0.2 result in pick 0 and reward 0.25.
     """
     order = sorted(range(len(yes_logprobs)), key=lambda index: -yes_logprobs[index])
     most = yes_logprobs[order[0]]

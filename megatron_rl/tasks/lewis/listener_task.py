@@ -79,7 +79,7 @@ class LewisListenerTask(Task):
         return SingleImageEnv(example, self._make_question) if self._uses_descriptions else VqaEnv(example, prompt="{question}", system="")
 
     async def _make_question(self, example: Example) -> str:
-        """Return the listener's question with a description of the round's image.
+        """Return the listener's question, which contains a description of the round's image.
 
         The description is the speaker's reply. If no speaker is configured, the description names
         the colors of the object.

@@ -48,7 +48,7 @@ def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
     Raises:
         RequestRejected: The request is invalid.
         KeyRefused: The server requires a token or rejects the token. The message names
-            `config_key`, the setting of the token file.
+            `config_key`, the config key of the token file.
         EndpointError: The server failed.
     """
     if reply.status_code in DENIED_STATUSES:

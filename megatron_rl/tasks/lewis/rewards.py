@@ -20,7 +20,7 @@ The reward of the speaker is the sum of the configured terms:
 
 The reward of the listener is one of the following terms:
 
-- consistency: 1 if the answer yes or no is right.
+- consistency: 1 if the yes-or-no answer is right.
 - weighted: Like consistency, but a wrong yes has reward -1 (variant readme: -0.7), and a wrong no
   has reward -0.3.
 - selection: 1 if the answer is the letter of the right candidate.
@@ -55,7 +55,7 @@ RecordScoreFn = Callable[[RewardInput, ListenerScore | None], None]
 
 
 def make_listener_fn(listener: ListenerClient, read_candidates: Callable[[RewardInput], Awaitable[Sequence[ImageFile]]]) -> ListenerFn:
-    """Return a function that lets a listener score the description in a reply.
+    """Return a function that has the listener score the description in a reply.
 
     Args:
         listener: Client of the listener.
@@ -76,8 +76,8 @@ def speaker_rubric(
 ) -> Rubric:  # fmt: skip
     """Return the rubric of the speaker.
 
-    The term `picked` is 1 if the listener picks the target, which solves the episode. The term
-    `words` is the number of words in the description. Both terms have weight 0.
+    The term `picked` is 1 if the listener picks the target; the episode then counts as solved. The
+    term `words` is the number of words in the description. Both terms have weight 0.
 
     Args:
         listener_fn: Function that returns the listener's score for a reply.
@@ -139,7 +139,7 @@ def count_words(text: str, category: str) -> float:
 def accuracy_reward(listener_score: ListenerScore | None, *, target: int, accuracy_mode: str) -> float:
     """Return the accuracy reward for a listener's score.
 
-    The reward is 0 if `listener_score` is None, because the reply has no description.
+    If the reply has no description, `listener_score` is None and the reward is 0.
     """
     if listener_score is None:
         return 0.0
@@ -201,7 +201,7 @@ def comparison_reward(text: str, *, answer: str, reward: str, variant: str) -> f
     Args:
         text: Reply of the listener.
         answer: Right answer: yes, no, or the letter of a candidate.
-        reward: Name of the reward. Only weighted has penalties for a wrong yes or no.
+        reward: Name of the reward. Only the reward `weighted` has penalties for a wrong yes or no.
         variant: Variant of the rewards: readme or code.
 
     Returns:

@@ -24,8 +24,8 @@ from megatron_rl.types import Example, Rollout
 MAX_GAMES, MAX_CANDIDATES_SHOWN = 12, 6
 """Maximum number of games on a sheet, and maximum number of candidates that are drawn per game."""
 IMAGE_SIDE, MARGIN, LINE_HEIGHT, LINE_CHARS = 112, 8, 15, 44
-"""Layout of a sheet: side of an image, margin and height of a text line, all in pixels, and maximum
-number of characters in a text line.
+"""Layout of a sheet: side length of an image, margin, and height of a text line, all in pixels, and
+maximum number of characters in a text line.
 """
 GREEN, RED, PLAIN = "#2e8b3d", "#c02a2a", "#bbbbbb"
 

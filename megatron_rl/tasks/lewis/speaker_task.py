@@ -114,7 +114,7 @@ class LewisSpeakerTask(Task):
         """Draw the contact sheet, if configured, and return the metric `drift`.
 
         The drift is the accuracy of the listener minus the accuracy of the held-out listener named
-        frozen. Without a held-out listener of this name, the metric is omitted.
+        `frozen`. Without a held-out listener of this name, the metric is omitted.
         """
         if self.contact_sheets is not None:
             self.contact_sheets.draw_sheet(examples, rollouts)

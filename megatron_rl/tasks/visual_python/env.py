@@ -33,8 +33,8 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageOps
 """
-"""Code that runs in the sandbox before the policy's first code. The policy's code can use the
-imported names as well as the names of the images.
+"""Code that runs in the sandbox before the first code from the policy. The policy's code can use
+the imported names as well as the names of the images.
 """
 CLIP_SOURCE = (Path(__file__).parent / "clip.py").read_text()
 """Source code of the class `Clip`. This code is added to PRELOAD if the question has videos."""

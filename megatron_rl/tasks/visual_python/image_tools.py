@@ -6,10 +6,10 @@ DeepEyes' rules for boxes:
 - A box is clamped to the image.
 - Each side of a box must be longer than 30 pixels.
 - The longer side of the crop must be at most 100 times as long as the shorter side.
-- A side of less than 28 pixels (one image token) is grown to 28 pixels around the box's center.
+- A side of less than 28 pixels (one image token) is extended to 28 pixels around the box's center.
 
 DeepEyes checks the minimum of 30 pixels after clamping, so the last rule never applies in DeepEyes.
-Here the minimum is checked before clamping, so a clamped box may be small enough to be grown.
+Here the minimum is checked before clamping, so a clamped box may be small enough to be extended.
 """
 
 import math
@@ -127,7 +127,7 @@ def _is_number(value: object) -> bool:
 
 
 def _grow_to_min_side(start: int, end: int, *, limit: int) -> tuple[int, int]:
-    """Grow an interval around its center to MIN_CROP_SIDE, but not beyond 0 or `limit`.
+    """Extend an interval around its center to length MIN_CROP_SIDE, but not beyond 0 or `limit`.
 
     `limit` is the length of the image's side.
     """

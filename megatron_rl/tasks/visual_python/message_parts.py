@@ -44,7 +44,7 @@ def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callab
             image.
 
     Raises:
-        ValueError: The question has placeholders, but not one for each image.
+        ValueError: The number of placeholders is neither 0 nor the number of images.
     """
     framed = [wrap_image(index, picture) for index, picture in enumerate(pictures)]
     first, *rest = question.split(IMAGE_PLACEHOLDER)

@@ -5,7 +5,8 @@ r"""PyVision-RL's protocol: fenced Python in <code>, a boxed answer, and numbere
     observation   <tool_response> <interpreter> Text Result: ...
                   Image Result: <image_clue_2> image </image_clue_2> ...
 
-Images and videos are available as in three of PyVision-RL's environments:
+The protocol supports three of PyVision-RL's environments, which differ in how the policy can access
+images and videos:
 
 - `pyvision_gym_w_image_hint` (shows_images=True): the prompt contains the images, and code can
   access them as image_clue_i.
@@ -67,7 +68,9 @@ class PyVisionProtocol:
     """Tool protocol of PyVision-RL."""
 
     shows_images: bool = True
-    """If True, the prompt contains the question's images. If False, only code can access them."""
+    """If True, the prompt contains the question's images. If False, only code can access the
+    images.
+    """
     num_videos: int = 0
     """Number of the question's videos, which only code can access."""
     rules: str = PYVISION_RULES

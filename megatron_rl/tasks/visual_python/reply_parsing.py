@@ -74,7 +74,7 @@ def parse_answer(body: str) -> FinalAnswer | MalformedReply:
 
 
 def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
-    r"""Return the answer inside `\boxed{...}`. A body with text outside of the box is malformed.
+    r"""Return the answer inside `\boxed{...}`. An answer with text outside of the box is malformed.
 
     The braces must be balanced. Escaped braces (`\{`) are not counted.
     """
@@ -92,7 +92,7 @@ def join_code_blocks(bodies: tuple[str, ...]) -> CodeAction | MalformedReply:
 
 
 def find_last_fence(reply: str) -> str | None:
-    """Return the contents of the last closed python fence, or None if there is none.
+    """Return the contents of the last closed ```python fence, or None if there is no such fence.
 
     The opening and the closing fence must each be on a line of its own.
     """
@@ -126,8 +126,8 @@ def parse_tool_call(body: str) -> ToolAction | MalformedReply:
 def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAction | MalformedReply:
     """Parse a reply in the tool-call format of Qwen's chat template.
 
-    If the reply contains several calls, the last call is returned if `allow_several` is True.
-    Otherwise such a reply is malformed.
+    If the reply contains several calls and `allow_several` is True, the last call is returned. If
+    `allow_several` is False, such a reply is malformed.
     """
     found = parse_blocks(reply, action="tool_call", reserved=("tool_response",))
     if isinstance(found, MalformedReply):

@@ -1,8 +1,8 @@
 """Canvases for visual search: small objects with labels that are legible only in a crop.
 
-A canvas is a grid of cells. Each object lies inside one cell and has a white plate with a label in
-its center. The background is tinted: red fades from left to right and blue from top to bottom, so
-that the colors of a patch encode its position. A small vision tower without absolute position
+A canvas is a grid of cells. Each object lies inside one cell. A white plate with a label covers the
+object's center. The background is tinted: red fades from left to right and blue from top to bottom,
+so that the colors of a patch encode its position. A small vision tower without absolute position
 embeddings needs this information to locate objects.
 """
 
@@ -27,14 +27,14 @@ COLORS = {
 }  # fmt: skip
 SHAPES = ("disc", "square", "diamond", "triangle")
 MAX_TINT = 120
-"""Reduction of the red channel at the right edge and of the blue channel at the bottom edge, on a
-scale of 0 to 255.
+"""Amount by which the red channel is reduced at the right edge and the blue channel is reduced at
+the bottom edge, on a scale of 0 to 255.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SearchLevel:
-    """Difficulty level of visual search: layout and sizes of a canvas."""
+    """Difficulty level of visual search: the layout of the canvas and the sizes of the objects."""
 
     grid_side: int
     """Number of cells per side of the grid."""
@@ -128,7 +128,7 @@ class SearchScene:
 
 
 def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: str = LABELS) -> SearchScene:
-    """Return the random scene that a seed determines.
+    """Return a random scene that depends only on the seed and the other arguments.
 
     The scene has `level.num_objects` objects with distinct names in distinct cells. Each character
     of a label is sampled independently.

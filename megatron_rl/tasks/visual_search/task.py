@@ -1,10 +1,10 @@
 """Visual search for a nano model, which must crop the image with Python to read a label.
 
 The policy receives the canvas at a resolution at which the labels are illegible. Episodes use the
-environment and the sandbox of visual_python and PyVision's protocol. There are two differences: the
-canvases are drawn by this package instead of read from files, and the rules in the prompt consist
-of one line, because a model with a million parameters imitates demonstrations but does not follow
-instructions.
+environment and the sandbox of visual_python and PyVision's protocol. There are two differences from
+visual_python: the canvases are drawn by this package instead of being read from files, and the
+rules in the prompt consist of one line, because a model with a million parameters imitates
+demonstrations but does not follow instructions.
 """
 
 import random
@@ -49,7 +49,7 @@ class SearchCanvas:
 
     @property
     def scene(self) -> SearchScene:
-        """Scene that the seed determines."""
+        """Scene that is generated from the seed."""
         return make_scene(NANO_LEVEL, list(DISC_SPRITES), seed=self.seed)
 
     def open(self) -> Picture:
@@ -129,7 +129,8 @@ class SearchTranscripts(Sequence[Demonstration]):
 class VisualSearchTask(Task):
     """Visual search task. An episode is solved if the final answer is correct.
 
-    An example is a numbered canvas. The train and eval splits use different seeds.
+    Each example is a canvas that is identified by its seed. The train and eval splits use different
+    seeds.
     """
 
     reward_names = ("accuracy", "pyvision", "deepeyes")

@@ -63,7 +63,7 @@ class EngineHolder:
 
     @property
     def is_healthy(self) -> bool:
-        """True if the engine is running and has weights."""
+        """True if the engine is running and its weights are loaded."""
         return self._thread.is_alive() and self._has_weights
 
     @property
@@ -92,7 +92,7 @@ class EngineHolder:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Maps names to shapes of the tensors that `load_weights` requires.
+        """Maps the name of each tensor that `load_weights` requires to the tensor's shape.
 
         The names follow the newer naming scheme of Hugging Face checkpoints.
         """

@@ -65,7 +65,7 @@ class ImageCache:
         cached file is marked as recently used.
 
         Raises:
-            ValueError: The base64 is invalid, or the file is too large.
+            ValueError: The base64 encoding is invalid, or the file is too large.
         """
         if not candidate.base64:
             with self._lock:

@@ -11,14 +11,14 @@ r"""HTTP server of the Lewis listener, which identifies the candidate that a des
 
 The messages are defined in tasks/lewis/listener_protocol.py.
 
-p(yes) of an image is computed in one forward pass over the chat template, with the image followed
-by the question. p(yes) is the total probability of the next tokens that mean yes (yes, Yes, YES,
-also with a leading blank), divided by the total probability of the tokens that mean yes or no. A
-failure results in an HTTP error status and never in a score.
+p(yes) of an image is computed in one forward pass over a prompt in the format of the chat template:
+the image followed by the question. p(yes) is the total probability of the next tokens that mean yes
+(yes, Yes, YES, also with a leading space), divided by the total probability of the tokens that mean
+yes or no. A failure results in an HTTP error status and never in a score.
 
 Prompts of all requests are batched together. If several prompts contain the same image, the first
-prompt is computed before the other prompts, so that the other prompts find the image in the
-engine's prefix cache.
+of these prompts is computed before the others, so that the others find the image in the engine's
+prefix cache.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ of 401,408 pixels takes 14 MB.
 
 
 def find_word_tokens(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
-    """Return the ids of all tokens that decode to `word`, ignoring case and outer whitespace."""
+    """Return the ids of all tokens that match `word`, ignoring case and surrounding whitespace."""
     return [number for number in range(len(tokenizer)) if tokenizer.decode([number]).strip().casefold() == word]
 
 
@@ -106,8 +106,8 @@ class YesScorer:
         """Find the tokens that mean yes or no.
 
         Raises:
-            ValueError: The tokenizer has no token for yes or no token for no, or it has more than
-                MAX_LOGPROB_TOKENS tokens for yes and no together.
+            ValueError: The tokenizer lacks a token for yes or a token for no, or has more than
+                MAX_LOGPROB_TOKENS tokens for both words together.
         """
         self.engine = engine
         self.yes_ids, self.no_ids = (find_word_tokens(engine.renderer.tokenizer, word) for word in ("yes", "no"))
@@ -204,7 +204,7 @@ class ListenerService:
         return results, version
 
     async def _score_part(self, part: Mapping[int, tuple[Sequence[CandidateImage], str]]) -> list[float]:
-        """Return log p(yes) of all images of a group of items.
+        """Return log p(yes) for each image in a group of items.
 
         The function frees the rendered images when it returns.
 

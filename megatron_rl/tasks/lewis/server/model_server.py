@@ -44,9 +44,10 @@ TRUE_VALUES = ("1", "true", "yes", "on")
 def make_application(
     title: str, *, limits: RequestLimits, large_body_routes: Sequence[str], token: str, receiver: WeightUpdateHandler | None, host: str = ""
 ) -> FastAPI:  # fmt: skip
-    """Return a FastAPI application with limits, access control and, if enabled, route /weights.
+    """Return a FastAPI application with limits and access control.
 
-    The caller adds all other routes.
+    The application has the route /weights if weight updates are enabled. The caller adds all other
+    routes.
 
     Args:
         title: Title of the application.
@@ -54,7 +55,8 @@ def make_application(
         large_body_routes: Names of routes that accept bodies of up to `limits.body_bytes`.
         token: Access token. An empty string disables authentication (sandbox/request_gate.py).
         receiver: Handler of the route /weights. None disables weight updates.
-        host: Additional host name that requests may use (sandbox/request_gate.py).
+        host: Host name that requests may use in addition to the default names
+            (sandbox/request_gate.py).
     """
     app = FastAPI(title=title, redirect_slashes=False, **NO_DOC_PAGES)
     app.add_middleware(
@@ -113,11 +115,11 @@ def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str,
 
     Args:
         name: Name of the server in error messages.
-        make_app: Function that returns the application. It is called with (engine, image cache,
-            limits=, name=, log=, token=, receiver=, host=).
-        description: Description in the output of --help.
+        make_app: Function that returns the application. The function is called with (engine, image
+            cache, limits=, name=, log=, token=, receiver=, host=).
+        description: Description of the program that --help prints.
         port: Default port.
-        arguments: Command-line arguments. None reads the arguments of the process.
+        arguments: Command-line arguments. None selects the arguments of the process.
 
     Returns:
         The exit status: 0 after a requested shutdown, 1 after an invalid argument or an OS error.

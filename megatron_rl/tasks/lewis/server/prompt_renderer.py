@@ -56,7 +56,7 @@ async def store_candidates(
     request.
 
     Raises:
-        ValueError: The base64 of an image is invalid, or an image is too large.
+        ValueError: The base64 encoding of an image is invalid, or an image is too large.
     """
 
     def take() -> list[list[CandidateImage]]:

@@ -6,9 +6,10 @@ from contextlib import asynccontextmanager
 
 
 class ReadWriteLock:
-    """Lock that many readers (requests) or one writer (a weight update) can hold.
+    """Lock that either any number of readers (requests) or one writer (a weight update) can hold.
 
-    A writer waits until all current readers have released the lock, and blocks new readers.
+    A writer waits until all current readers have released the lock. While the writer waits, new
+    readers are blocked.
     """
 
     def __init__(self) -> None:

@@ -71,8 +71,8 @@ class PublishedWeightReceiver:
         """Add a part of an update.
 
         Returns:
-            The number of received parts, and all tensors of the update if this is the last part,
-            else None.
+            The number of received parts, and all tensors of the update. The tensors are None until
+            the last part has been added.
 
         Raises:
             ValueError: The part is out of order or invalid for this model. The client must send the
