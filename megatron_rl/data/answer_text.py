@@ -176,7 +176,7 @@ def text_before_closing_brace(body: str) -> str | None:
 
 
 def _strip_end(text: str) -> str:
-    """Strip trailing punctuation, and `!` only after a word.
+    """Strip trailing punctuation, but strip `!` only after a word.
 
     `n!` and `5...` are kept, because their values differ from `n` and `5`.
     """

@@ -26,7 +26,7 @@ MAX_ANSWER_CHARS = 1000
 An answer that contains a tag of an agent protocol is invalid at any length.
 """
 MAX_EXPECTED_CHARS = 200
-"""Length in characters at which a reference answer is reported as a likely whole solution."""
+"""Length in characters at which a reference answer is reported as probably a whole solution."""
 PROTOCOL_TAG = re.compile(
     r"</?(?:answer|interpreter|code|think|tool_call|tool_response|sandbox_output)>|\\(?:boxed|fbox)|<\|", re.IGNORECASE
 )

@@ -51,7 +51,9 @@ class StoredVideo:
 
 
 def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, roots: Sequence[Path]) -> tuple[StoredVideo, ...]:
-    """Return the videos named by an mm_hint of type video (one path or a list of paths).
+    """Return the videos named by an mm_hint of type video.
+
+    The value of hint_path is one path or a list of paths.
 
     Raises:
         ValueError: a file does not exist, has no video suffix, or lies outside the allowed folders.

@@ -27,7 +27,7 @@ class MissingColumn(ValueError):
 def _hint_of_rows(record: DataRecord) -> str:
     """Return a hint for a JSON file that is a single object with the rows in a nested list.
 
-    COCO and VQA v2 are published in this form. The result is "" for all other rows.
+    COCO and VQA v2 are published in this form. The result is "" for all other files.
     """
     lists = [name for name, value in record.row.items() if isinstance(value, list) and value and isinstance(value[0], Mapping)]
     rows = [name for name in lists if not {"role", "from", "type"} & record.row[name][0].keys()]
@@ -75,7 +75,7 @@ def picture_columns(record: DataRecord) -> list[str]:
 
 
 def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
-    """Return unread values from mappings stored in image columns, keyed as in `image.bbox`.
+    """Return unread values in the mappings of image columns, keyed by names such as `image.bbox`.
 
     Only the keys bytes and path of these mappings are read.
     """

@@ -13,7 +13,9 @@ import numpy as np
 import pyarrow as pa
 
 MOST_PLACES = 1000
-"""Largest exponent that is written out; writing out 1e-999999999 would take a gigabyte."""
+"""Largest exponent of a number that is converted to decimal notation; 1e-999999999 would take a
+gigabyte in decimal notation.
+"""
 MORE_DIGITS = 3
 """Minimum number of digits that the 32-bit or 16-bit form of a float must save to be used.
 
@@ -24,7 +26,7 @@ WIDENED_DIGITS = 8
 
 Such a double counts as a widened 32-bit float. Every widened decimal with up to five digits is
 recognized, and no fraction k/2 to k/8192 with k below 32,768 is mistaken for a widened decimal. For
-longer decimals, either form earns the reward, because one rounds to the other.
+longer decimals, either form counts as correct, because one form rounds to the other.
 """
 _NARROW = {pa.float32(): np.float32, pa.float16(): np.float16}
 

@@ -58,7 +58,7 @@ def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool
 
 
 def _are_several(given: str, answer: str) -> bool:
-    """Return True if a text marks another, different value as its answer."""
+    """Return True if a text marks a value other than `answer` as its answer."""
     blocks = TAGGED.findall(given)
     marked = [*blocks, *boxed_texts(blocks[-1] if blocks else given)]
     return any(comparison_form(extract_answer(text)) not in ("", comparison_form(answer)) for text in marked)

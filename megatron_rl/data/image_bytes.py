@@ -60,8 +60,8 @@ _BASE64 = re.compile(r"[A-Za-z0-9+/_-]*={0,2}")
 _MIN_BASE64, _LONGEST_PATH = 64, 1024
 """Text lengths above which base64 that is not an image is an error.
 
-The first length applies if the decoded bytes have a known format. The second applies to any
-content, because paths are never longer.
+_MIN_BASE64 applies if the decoded bytes have a known format. _LONGEST_PATH applies to any content,
+because paths are never longer.
 """
 _UNKNOWN = "is not a known image format"
 
@@ -74,7 +74,7 @@ def picture_format(head: bytes) -> str:
 
 
 def describe_bytes(head: bytes) -> str:
-    """Describe a file by its first bytes, in words that complete a sentence.
+    """Describe a file by its first bytes, as the predicate of a sentence about the file.
 
     Example: `is an SVG; PNG, ... are read: convert it`.
     """

@@ -65,7 +65,7 @@ _HEADER, _PNG_DEPTH = 32, 24
 """
 _JPEG, _SCAN = b"\xff\xd8\xff", b"\xff\xda"
 _END_MARKERS = {b"\x89PNG": b"IEND\xaeB`\x82", b"\xff\xd8\xff": b"\xff\xd9", b"GIF8": b";"}
-"""Maps the first bytes of a format to the last bytes of a complete file."""
+"""Maps the first bytes of a file format to the last bytes of a complete file in this format."""
 
 
 @dataclass(slots=True, frozen=True)

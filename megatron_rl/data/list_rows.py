@@ -57,7 +57,7 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
     """Return the position of the next row or closing bracket, or None if the text ends first.
 
     Raises:
-        UnreadableFile: any other text is at that position.
+        UnreadableFile: the next text is neither a row nor the closing bracket.
     """
     at = _SPACE.match(text, at).end()
     if at == len(text) or text[at] == "]":

@@ -1,4 +1,4 @@
-"""Placeholders for media and objects that other trainers fill and this trainer does not support."""
+"""Placeholders for media and objects that other trainers support but this trainer does not."""
 
 import re
 

@@ -8,8 +8,8 @@ _CAPITALS = re.compile(r"(?:^|(?<=[\s(;,]))\(?([A-Z])[.:)\u3001]\s*(?=\S)|(?<=[^
 _SMALL = r"(?<![A-Za-z\d)\]])\(({0})\)\s*(?=[^\s,;:?!)\].]|\.\d)|(?:^|(?<=[\s;,]))({0})\)\s+(?=\S)|^[ \t]*({0})[.\u3001]\s+(?=\S)"
 """Matches lowercase letters and numbers used as option labels.
 
-These are `(a) 3` and `a) 3`, and at the start of a line also `a. 3`. `f(1)` and `sides a: 3` do not
-match.
+The forms are `(a) 3` and `a) 3`, and at the start of a line also `a. 3`. `f(1)` and `sides a: 3` do
+not match.
 """
 _MARKS = (
     (_CAPITALS, LETTERS),

@@ -235,7 +235,7 @@ def _question_column(record: DataRecord) -> str:
 
 
 def _question(record: DataRecord, extra: Mapping[str, object]) -> ChatPrompt:
-    """Read the question, the system message and the images in messages."""
+    """Read the question and the system message, and any images that the messages contain."""
     system = record.require_text(record.row.get("system", ""), "system")
     if IMAGE_PLACEHOLDER in system:
         raise record.make_error("system", f"contains {IMAGE_PLACEHOLDER}, but a system message has no images; move it to the question")

@@ -112,7 +112,8 @@ class DataRecord:
 ConvertRecord = Callable[[DataRecord], DataRecord]
 """Function that converts a row of a benchmark's file to a row that questions.py can read.
 
-The function raises ValueError, created by `record.make_error`, for a row in an unexpected format.
+For a row in an unexpected format, the function raises the ValueError that `record.make_error`
+creates.
 """
 
 
@@ -186,7 +187,7 @@ def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> 
 def _file_labels(paths: Sequence[Path]) -> list[str]:
     """Return the file names used in messages.
 
-    A name that occurs several times is preceded by its folders.
+    If several files have the same name, their folders are included.
     """
     names = Counter(path.name for path in paths)
     common = os.path.commonpath([path.parent.absolute() for path in paths]) if paths else ""

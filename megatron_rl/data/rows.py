@@ -303,7 +303,7 @@ class _RepeatedKey(ValueError):
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the object with these pairs; raise _RepeatedKey if a key is repeated."""
+    """Return the JSON object with these key-value pairs; raise _RepeatedKey if a key repeats."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Selects the files of a folder that belong to its data set, and checks that no shard is missing.
+"""Selects the files of a folder that belong to the folder's data set, and detects missing shards.
 
 `datasets.save_to_disk` writes state.json next to the shards of a data set and lists the shards in
 its key `_data_files`. If there are several splits, save_to_disk also writes dataset_dict.json in

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from megatron_rl.data.file_formats import UnreadableFile
 
 UNNAMED_COLUMN = "Unnamed: 0"
-"""Name that an unnamed first column gets, as in pandas.
+"""Name given to an unnamed first column, as in pandas.
 
 pandas writes an unnamed column for the index of a table.
 """
@@ -88,7 +88,7 @@ class TableRows(Sequence[dict[str, str]]):
 
 
 def _check_header(names: Sequence[str], separator: str) -> None:
-    """Raise UnreadableFile if the first row is not in UTF-8 or uses another separator."""
+    """Raise UnreadableFile if the first row seems to be in UTF-16 or to use another separator."""
     if any("\0" in name for name in names):
         raise UnreadableFile("its first row contains NUL bytes; is it in UTF-16? write it in UTF-8")
     found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]

@@ -70,7 +70,7 @@ def read_parts(
 
 
 def _prepend_placeholders(parts: Sequence[ContentPart], num: int) -> Iterator[ContentPart]:
-    """Yield `num` image placeholders, each followed by a line break, and then the parts."""
+    """Yield `num` image placeholders, each followed by a line break, and then the given parts."""
     for _ in range(num - 1):
         yield from ({"type": "image"}, {"type": "text", "text": "\n"})
     yield {"type": "image"}

@@ -172,6 +172,6 @@ class TranscriptSurvey:
 
 
 def _only_thinks(reply: Message) -> bool:
-    """Return True if a response contains only thoughts: `<think>..</think>`, closed or not."""
+    """Return True if a response consists of `<think>` blocks, of which the last may be unclosed."""
     text = "".join(str(part["text"]) for part in reply["content"] if part["type"] == "text")
     return "<think>" in text and not _THOUGHTS.sub("", text).strip()

@@ -20,7 +20,7 @@ _SOME_PREFIXES = {
     **{"M": ("", *"mun\u03bcp"), "G": "mk", "t": ("", *"kMG")},
     **dict.fromkeys(("h", "d", "min", "ft", "in", "yd", "mi", "lb", "oz", "gal", "pt", "Da", "au", "ha", "dB", "Cal"), ("",)),
 }
-"""Units with few prefixes, and units without prefixes.
+"""Units that are used with few prefixes or with none.
 
 Units with few prefixes are bytes, bits, moles per liter, gauss and tonnes.
 """
@@ -50,7 +50,7 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 
 def mark_unit_case(text: str) -> str:
-    """Mark the units in a text that casefold() would confuse: `5 MW` -> `5 MW<1>`."""
+    """Mark unit symbols that casefold() would make equal to other units: `5 MW` -> `5 MW<1>`."""
     return _UNITS.sub(lambda units: _WORD.sub(lambda word: _mark_word(word[0]), units[0]), text)
 
 

@@ -262,7 +262,7 @@ def _find_letter_columns(names: Mapping[str, object], payload: Mapping[str, obje
 
 
 def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> Iterator[UnreadFinding]:
-    """Yield findings about further columns that could also contain the question.
+    """Yield findings about other columns that could also contain the question.
 
     A finding reports images in such a column, or text that differs from the question.
     """

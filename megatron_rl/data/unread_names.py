@@ -62,7 +62,7 @@ class UnreadColumns:
                 self._first[name] = where
 
     def format_lines(self, remedy: str) -> list[str]:
-        """Return a list with one line about the unread columns, or an empty list.
+        """Return a list with one line about the unread columns, or an empty list if all are read.
 
         `remedy` explains how to read the columns.
 

@@ -2,8 +2,8 @@
 
 An answer is first checked for vetoes and then compared with the ground truth by rules. If the rules
 leave it undecided, a judge decides. The example's `data_source` selects the rule. If the source is
-unknown, the answer is compared as text, choice, label or number, then as mathematics, and finally
-by the judge.
+unknown, the answer is compared as text, as a choice, as a label or as a number, then as
+mathematics, and finally by the judge.
 """
 
 from collections.abc import Mapping
@@ -59,9 +59,9 @@ class AccuracyReward:
     async def __call__(self, reward_input: RewardInput) -> float:
         """Return 1 for a correct answer and 0 for a wrong one.
 
-        Two kinds of questions can get values in between: numeric data sources are scored by mean
-        relative accuracy, and questions from a published benchmark by that benchmark's own rule.
-        Without a judge, an answer that the rules leave undecided is wrong.
+        Two kinds of questions can get values in between: questions from numeric data sources are
+        scored by mean relative accuracy, and questions from a published benchmark by that
+        benchmark's own rule. Without a judge, an answer that the rules leave undecided is wrong.
 
         Raises:
             InfraError: The judge or the math verifier failed.
@@ -98,5 +98,5 @@ def get_data_source(reward_input: RewardInput) -> str:
 
 
 def find_example_family(source: str) -> str:
-    """Return the family of worked examples that fits a data source."""
+    """Return the family of worked examples for a data source."""
     return next((name for name, starts in EXAMPLE_FAMILIES.items() if source.startswith(starts)), "general")

@@ -1,17 +1,18 @@
 """Symbolic equality of two short LaTeX expressions, computed by math-verify in a killable process.
 
 The text comes from the policy and is untrusted: an expression of ten characters can make SymPy
-compute a number with a billion digits. So a helper process imports SymPy once and forks for every
-question. The fork has two seconds of CPU time and a bounded address space, and its exit status is
-the verdict. If a limit ends the fork early (SIGPROF, SIGSEGV, MemoryError), the verdict is
-"undecided". The timeouts of math-verify rely on signals to the caller's main thread, so they are
-switched off (math-verify 0.9.0, parser.py and utils.py). Only its LaTeX parser is used, because its
-parser for plain expressions calls SymPy's parse_expr, which evaluates Python.
+compute a number with a billion digits. Therefore, a helper process imports SymPy once and forks for
+every question. The CPU time of each fork is limited to two seconds and its address space is
+bounded. The exit status of the fork is the verdict. If a limit ends the fork early (SIGPROF,
+SIGSEGV, MemoryError), the verdict is "undecided". The timeouts of math-verify rely on signals to
+the caller's main thread, so they are switched off (math-verify 0.9.0, parser.py and utils.py). Only
+its LaTeX parser is used, because its parser for plain expressions calls SymPy's parse_expr, which
+evaluates Python.
 
 Both sides are converted to LaTeX first (typed_math.py). Some texts are not compared at all: texts
 longer than MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other digit
-labels (labels.py), quantities (`5 km`) and statements about numbers alone (`1=1`). SymPy would read
-adjacent letters as a product, so `listen` would equal `silent`, and `A12` would equal `12A`.
+labels (labels.py), quantities (`5 km`) and relations that contain only numbers (`1=1`). SymPy would
+read adjacent letters as a product, so `listen` would equal `silent`, and `A12` would equal `12A`.
 Math-verify's removal of units is switched off, because otherwise `5 km` would equal `5 m`, and `x +
 2t` would equal `x + 2`.
 """
@@ -40,8 +41,8 @@ from megatron_rl.rewards.matrices import matrix
 from megatron_rl.rewards.typed_math import to_latex
 
 Chains = Sequence[tuple[str, str, bool]]
-"""Pairs of values that must agree, each with a flag that is True for the last pair of its chain
-(equations.links).
+"""Pairs of values that must agree. The flag of a pair is True if the pair is the last one in its
+chain of equalities (equations.links).
 """
 MAX_EXPRESSION_CHARS = 200
 CPU_LIMIT_S = 2.0
@@ -78,7 +79,7 @@ _NAMED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{1,2}(?:_\w|_\{\w*\}|\(\w\))?\s*=")
 """Matches the name and equals sign before a value: `x =`, `AB =`, `S_{10} =`, `f(x) =`."""
 _JOINED = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?:[\s~.}]|\\[ ,;:!])*\d|\d(?:[\s~]|\\[ ,;:!])+\d")
 """Matches a letter before a digit (`A12`, `No 7`), or two adjacent numbers. Math-verify adds
-adjacent numbers: `1 2` would be 3, and `1 1/2` would be 1.
+adjacent numbers: `1 2` would be 3, and `1 1/2` would be (1 + 1)/2.
 """
 _SUM = re.compile(r"[^\s({\[,=:+-]\s*[+<>-]|\\[lg](?:t|eq?)(?![A-Za-z])|\^\{[^{}]*[A-Za-z]")
 """Matches notation that does not occur in codes and quantities: a sum, a difference, an inequality,
@@ -101,8 +102,8 @@ r"""Matches notation that math-verify misreads.
 """
 _FORMULA = re.compile(r"\d|\\[A-Za-z]|(?<![A-Za-z])[A-Za-z]\s*[+^]\s*[A-Za-z](?![A-Za-z])")
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|lt|gt|ne|leq|geq|neq)(?![A-Za-z])")
-"""Matches a relation. Math-verify treats any two true statements about numbers alone (`1=1`, `3>2`)
-as equal, and likewise any two false statements.
+"""Matches a relation. Math-verify treats any two true relations that contain only numbers (`1=1`,
+`3>2`) as equal, and likewise any two false relations.
 """
 _VECTORS = re.compile(
     r".*\\nabla|(?=.*(?:\\times|\xd7))(?=.*(?:\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm|pmb|bf)(?![A-Za-z])|\*\*))", re.DOTALL
@@ -188,7 +189,7 @@ class MathVerifier:
         raise PermanentInfraError(f"algebra: no answer by {MAX_ATTEMPTS} helpers; the last: {reasons[-1]}")
 
     def _ensure_helper(self) -> subprocess.Popen[str]:
-        """Return the running helper process, or start a new one.
+        """Return the helper process, and start it first if it is not running.
 
         Raises OSError if no process can be started.
         """
@@ -235,8 +236,8 @@ def is_mathematics(text: str) -> bool:
     r"""Return True if a text is mathematics and nothing else.
 
     Such a text is short and contains a digit, a LaTeX command, or a sum or power of single letters.
-    It is neither a label nor a statement about numbers alone. It contains no words (three adjacent
-    letters that are not a `\command`), no inner dollar signs and no line breaks.
+    It is neither a label nor a relation that contains only numbers. It contains no words (three
+    adjacent letters that are not a `\command`), no inner dollar signs and no line breaks.
     """
     inside = to_latex(text).strip("$") if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text.strip() and not ends_in_dots(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
@@ -253,7 +254,7 @@ def is_mathematics(text: str) -> bool:
 def _without_thousands(text: str) -> str:
     """Remove thousands separators: `1,000` -> `1000`.
 
-    The first element of a list in brackets is changed only if the list is separated by `, ` or `;`.
+    The first element of a list in brackets is changed only if `, ` or `;` separates the elements.
     """
     pattern = _THOUSANDS_IN_A_LIST if re.search(r",\s|;", text) else _THOUSANDS
     return pattern.sub(lambda found: found[0].replace(",", ""), text)

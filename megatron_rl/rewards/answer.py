@@ -54,8 +54,8 @@ def read_strict_boxed(reply: str) -> str | None:
 def read_tagged(reply: str) -> str | None:
     r"""Return the content of the last <answer> block after the last </think>, without \boxed{}.
 
-    If there is no block, return the content of the last box. If there is no box either, return the
-    final answer of a reply in GSM8K's format (`#### 18`).
+    If there is no block, return the content of the last \boxed{}. If there is no box either, return
+    the final answer of a reply in GSM8K's format (`#### 18`).
     """
     spoken = _text_after_thinking(reply)
     blocks = _answer_blocks(spoken)
@@ -95,10 +95,10 @@ def same_text(truth: str, answer: str) -> bool:
 
 
 def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> float:
-    """Return the mean over MRA_THRESHOLDS t of 1[ |answer - truth| / |truth| < 1 - t ].
+    """Return the fraction of MRA_THRESHOLDS for which the relative error is small enough.
 
-    Equal texts score 1. If the truth is 0 or not a number, the result is 1 for an equal answer and
-    0 otherwise.
+    The answer meets a threshold t if |answer - truth| / |truth| < 1 - t. Equal texts score 1. If
+    the truth is 0 or not a number, the result is 1 for an equal answer and 0 otherwise.
 
     Example: for truth 100 and answer 88, the relative error 0.12 is below 1 - t for the 8
     thresholds from t = 0.50 to 0.85. With 10 thresholds, the result is 0.8.
@@ -117,8 +117,9 @@ def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> fl
 def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | None:
     """Return the verdict of the text rules, or None if mathematics or a judge must decide.
 
-    Equal texts are right. Other texts are compared by value if both are choices (among the options
-    listed in the question), digit labels such as times and dates, numbers, or lists of numbers.
+    Equal texts count as correct. Other texts are compared by value if both are choices (among the
+    options listed in the question), digit labels such as times and dates, numbers, or lists of
+    numbers.
     """
     options = find_options(question)
     if same_text(truth, answer):
@@ -132,7 +133,7 @@ def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | N
 
 
 def _has_similar_options(text: str, options: Mapping[str, str]) -> bool:
-    """Return True if several options equal the text after normalization (`BB`, `bb`)."""
+    """Return True if more than one option equals the text after normalization (`BB`, `bb`)."""
     forms = [comparison_form(option) for option in options.values()]
     return forms.count(comparison_form(text)) > 1
 

@@ -36,20 +36,22 @@ _CHANGED = re.compile(
     r"|\\(?!text|mathrm|mathbf|mbox|circ|degree|approx|left|right)[A-Za-z]",
     re.IGNORECASE,
 )
-r"""Matches text that changes the value of the only number in an answer or makes it a label: `-(5)`,
-`\sqrt{5}`, `5 million`, `A12`, `f(0)`.
+r"""Matches text that changes the value of the only number in an answer, or that makes the number
+part of a label: `-(5)`, `\sqrt{5}`, `5 million`, `A12`, `f(0)`.
 """
 _PI = re.compile(r"\\pi(?![A-Za-z])|\u03c0|(?<![A-Za-z])pi(?![A-Za-z])")
 _AFTER_PI = re.compile(r"\s*(?:/\s*(\d{1,9}))?(?:\s+[A-Za-z\u00b0 ]{1,20})?\.?\s*", re.ASCII)
 _BARE = re.compile(r"\(([A-Za-z])\)|\[([A-Za-z])\]|<([A-Za-z])>|([A-Za-z])[).:]?")
 _LABELED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[).:])\s*(\S.*)", re.DOTALL)
 _MARKS = " \t\n*`$\"'"
-"""Markdown, LaTeX and quotation marks that may enclose an answer."""
+"""Characters that may enclose an answer: white space, quotation marks, and marks of Markdown and
+LaTeX.
+"""
 _DOTTED = re.compile(r"^([A-Z])\.(?=\s)")
 
 
 def read_number(text: str) -> Fraction | None:
-    """Return the only number in a text, or None if there is not exactly one.
+    """Return the number in a text, or None if the text does not contain exactly one number.
 
     Examples: `-2.5 cm` -> -5/2, `1e3` -> 1000, `3 or 4` -> None.
     """
@@ -60,7 +62,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def read_number_with_pi(text: str) -> float | None:
-    """Return the only number in a text, including multiples of pi, or None if there is none.
+    """Return the only number in a text, which may be a multiple of pi, or None if there is none.
 
     Examples: `2.5π` -> 7.853981633974483, `-π/2` -> -1.5707963267948966.
     """
@@ -104,7 +106,7 @@ def read_pair(text: str) -> tuple[Fraction, Fraction] | None:
 
 
 def read_grid(text: str, side: int) -> list[int]:
-    """Return the first run of side * side integers, or an empty list if there is none.
+    """Return the first run of side * side integers, or an empty list if there is no such run.
 
     The integers are separated by commas or blanks.
     """

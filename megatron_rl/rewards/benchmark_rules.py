@@ -29,8 +29,8 @@ ScoringRule = Callable[[str, str, Mapping[str, object]], float | None]
 """Maps (truth, answer, benchmark item) to a score in [0, 1], or None if undecided."""
 DYNAMATH_MARGIN = 0.001
 VSI_ERRORS = tuple(float(error) for error in 1 - np.linspace(0.5, 0.95, 10))
-"""Maximum relative error for each threshold, computed in floating point as in thinking-in-space.
-There, `1 - 0.8` is 0.19999999999999996, so an error of 0.2 exceeds the limit.
+"""Maximum relative error for each threshold, computed in floating point as in thinking-in-space. In
+floating point, `1 - 0.8` is 0.19999999999999996, so an error of 0.2 exceeds the limit.
 """
 _WHOLE = re.compile(r"[-+]?\d+", re.ASCII)
 _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
@@ -131,7 +131,7 @@ def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score like DynaMath: decimals within 0.001, choices by letter, and text by substring.
+    """Score decimals within 0.001, choices by letter, and text by substring, as in DynaMath.
 
     A choice without a letter is right if its first three characters contain the truth.
     """
@@ -182,7 +182,7 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def _nearest_option(answer: str, options: Sequence[str]) -> str:
-    """Return the option selected by letter or text, else the option with the nearest text."""
+    """Return the option selected by letter or text, else the option nearest in edit distance."""
     letters = [*LETTERS[: len(options)]]
     bracketed = _IN_BRACKETS.search(answer)
     for given in (read_bare_letter(answer).upper(), find_option(answer, options), bracketed[1].upper() if bracketed else ""):
@@ -194,7 +194,10 @@ def _nearest_option(answer: str, options: Sequence[str]) -> str:
 
 
 def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score a letter, several letters in any order with any separators, or a word."""
+    """Score an answer that is a letter, several letters or a word.
+
+    Several letters may be in any order and have any separators.
+    """
     if len(truth) == 1:
         given = find_option(answer, _choices(item))
         return None if given is None else float(given == truth)

@@ -22,7 +22,7 @@ r"""Matches names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
 
 
 def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
-    r"""Normalize equations in a text, and return the pairs of values in it that must agree.
+    r"""Return the text with normalized equations, and the pairs of values that must agree.
 
     In the returned text, every name precedes its value, and everything after \approx is removed. A
     pair consists of two adjacent values of a chain (`x = 2+3 = 5`) and a flag. The flag marks the
@@ -73,7 +73,8 @@ def _relation_signs(part: str) -> list[re.Match[str]]:
 def read_named_values(text: str) -> dict[str, str]:
     """Return the values of a text such as `x = 1, y = 2`, keyed by name.
 
-    The result is empty for any other text, and if a name occurs twice (`x = 1 or x = 2`).
+    The result is empty for any other text, and for a text in which a name occurs twice
+    (`x = 1 or x = 2`).
     """
     equations = [[side.strip() for side in part.split("=")] for part in _split_parts(text) if part.strip()]
     if not all(len(sides) == 2 and _NAME.fullmatch(sides[0]) and sides[1] for sides in equations):
@@ -98,7 +99,7 @@ def is_value_equation(text: str) -> bool:
 
 
 def rounding_of(one: str, other: str) -> float | None:
-    """Return half a unit in the last place of the less precise decimal.
+    """Return half a unit in the last decimal place of the less precise of two decimals.
 
     Return None if neither text is a decimal.
     """

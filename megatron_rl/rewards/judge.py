@@ -1,4 +1,4 @@
-"""Judge: a model, served by OpenAI-compatible servers, that returns verdicts on answers or work.
+"""Judge: a model on OpenAI-compatible servers that returns verdicts on answers or responses.
 
 A failure of the judge is an InfraError and never becomes a score. A verdict is first looked up in
 the cache. If it is missing, it is requested from one of the servers and then cached. The endpoint
@@ -34,12 +34,13 @@ from megatron_rl.types import JudgeResult, Rollout
 
 MAX_IMAGE_SIDE, MIN_IMAGE_SIDE = 1024, 28
 """Limits in pixels on the sides of an image that is sent to the judge. The longest side is at most
-MAX_IMAGE_SIDE; shrinking leaves no side shorter than MIN_IMAGE_SIDE, one patch of Qwen2.5-VL.
+MAX_IMAGE_SIDE; shrinking leaves no side shorter than MIN_IMAGE_SIDE, which is the side of one
+vision token of Qwen2.5-VL.
 """
 
 
 MAX_REASONING_CHARS = 500
-"""Maximum number of characters of a judge's reasoning to keep."""
+"""Maximum length in characters of the stored reasoning of a judge; the rest is cut off."""
 MAX_CACHED_REASONINGS = 10_000
 """Maximum number of verdicts with reasoning kept in memory, to answer repeated requests."""
 Judgement = tuple[float, str]
@@ -104,7 +105,7 @@ class Judge:
         self.model = self.model or await self.endpoints.request(self._find_served_model)
 
     async def close(self) -> None:
-        """Cancel pending requests and close clients and cache."""
+        """Cancel the pending requests, and close the clients and the cache."""
         for task in self._pending.values():
             task.cancel()
         await asyncio.gather(*self._pending.values(), return_exceptions=True)
@@ -144,7 +145,7 @@ class Judge:
         """Return the verdict and the reasoning, from the cache or from a server.
 
         Raises:
-            InfraError: All attempts failed. The message names the last server and reason.
+            InfraError: All attempts failed. The message names the last server and its error.
             PermanentInfraError: Retrying cannot help, e.g. there are no servers and the cache lacks
                 this verdict.
         """
@@ -233,7 +234,7 @@ def check_cached_verdict(found: object, prompt: JudgePrompt, *, path: str) -> No
 
 
 def make_judge(settings: JudgeSettings) -> Judge | None:
-    """Return a judge if the settings have servers or a file of recorded verdicts, else None.
+    """Return a judge if the settings name servers or a file of recorded verdicts, else None.
 
     Raises:
         ValueError: The settings name a judge model but neither servers nor a file.

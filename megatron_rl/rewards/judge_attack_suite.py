@@ -70,7 +70,7 @@ async def judge_answer(judge: Judge, question: AttackQuestion, answer: str) -> f
 
 
 async def judge_work(judge: Judge, prompt_name: str, response: str) -> float | None:
-    """Return the verdict on a response about a plain gray image, which shows no evidence.
+    """Return the verdict on a response whose image is plain gray and therefore shows no evidence.
 
     Return None if a healthy judge returns no verdict. Raises InfraError.
     """
@@ -126,7 +126,7 @@ def format_results(tallies: Sequence[TrickResult]) -> Table:
 
 
 async def run_suite(settings: JudgeSettings, trick_names: Sequence[str]) -> int:
-    """Run controls and attacks, print the table and a summary, and return the exit status.
+    """Run the controls and the attacks, print the table and a summary, and return the exit status.
 
     Raises:
         InfraError: No server could be used.

@@ -79,7 +79,7 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    r"""Replace each image placeholder by a blank, or by a line break next to a line break.
+    r"""Replace each image placeholder by a line break if it is next to one, else by a blank.
 
     Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered
     placeholders such as `<image 2>` are part of the text and are kept.

@@ -24,8 +24,8 @@ _DIGITS_ONLY = re.compile(r"[#+]?[(\d][\d\s().:/\-,+#_]*", re.ASCII)
 _MIXED_NUMBER = re.compile(r"-?\s*\d+\s+\d+/\d+", re.ASCII)
 _RANGE = re.compile(r"[+#]?\(?\d[\d.,]*(?:\s*-\s*\d[\d.,]*)+\)?", re.ASCII)
 _MARKS = re.compile(r"\d\s*:\s*\d|\d/\d+/\d|\d\.\d+\.\d|(?<![\d.,])0\d|,\s*0\d(?!\d(?!\d))|\)\s*\d|\d\s*_|#\s*\d|\d\s+\(?\d", re.ASCII)
-"""Matches labels that are not arithmetic: `2:20`, `1/2/2023`, `1.2.3`, `007`, `(555) 1234`, `12_3`,
-`#5`, `555 1234`.
+"""Matches labels that must not be read as arithmetic or as a number: `2:20`, `1/2/2023`, `1.2.3`,
+`007`, `(555) 1234`, `12_3`, `#5`, `555 1234`.
 """
 _SEPARATOR = re.compile(r"\s*([-:/.,])\s*")
 
@@ -42,7 +42,7 @@ class DigitLabel:
 
 
 def read_digit_label(text: str) -> DigitLabel | None:
-    """Return the label if the whole text is one, or None.
+    """Parse a text that is a label and nothing else; return None for any other text.
 
     Numbers, fractions (`3/4`), sums and lists of numbers are not labels.
     """
@@ -71,11 +71,13 @@ def same_label(truth: str, answer: str) -> bool | None:
 
     - One text is not a label.
     - The times are ambiguous: `7:30` and `7:30 pm`.
-    - The kinds differ: `1:30` and `1:30:00`, since 1:30 may be minutes or hours.
-    - Two codes differ, because a judge may know that a ratio of 1:2 equals 2:4.
+    - The kinds differ: `1:30` and `1:30:00`, since `1:30` may be hours and minutes or minutes and
+      seconds.
+    - Two codes differ. They may be ratios, and a judge may know that 1:2 equals 2:4.
 
     The sides of two sizes are compared in order, with any multiplication sign: `1920 x 1080` does
-    not equal `1080 x 1920`. If only one text is a size, it counts as a product and not as a label.
+    not equal `1080 x 1920`. If only one of the texts is a size, that text counts as a product and
+    not as a label.
     """
     size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:
@@ -95,6 +97,6 @@ def same_label(truth: str, answer: str) -> bool | None:
 
 
 def _read_size(text: str) -> tuple[str, ...]:
-    r"""Return the sides of a size such as `3 x 4` or `3\times4`; empty for other texts."""
+    r"""Return the sides in a size such as `3 x 4` or `3\times4`, or () for any other text."""
     size = normalize_text(text).strip("\"'`$ .") if len(text) <= 2 * MAX_LABEL_CHARS else ""
     return tuple(re.findall(r"\d[\d.]*", size.replace(",", ""))) if _SIZE.fullmatch(size) else ()

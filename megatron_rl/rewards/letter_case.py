@@ -1,7 +1,7 @@
 r"""Letter case in formulas.
 
 Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. This module treats
-case as significant for Greek letters, and in texts that contain some letter in both cases. In other
+case as significant for Greek letters, and in texts that contain a letter in both cases. In other
 texts, case is ignored: `X^2` equals `x^2`.
 """
 
@@ -39,7 +39,7 @@ def differ_in_case(one: str, other: str) -> bool:
 
 
 def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
-    r"""Replace capital letters by unused letters in two LaTeX formulas, where case is significant.
+    r"""Replace case-significant capital letters in two LaTeX formulas by unused letters.
 
     Return None if there are not enough unused letters. Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`.
     `\Delta` is also replaced if `\delta` occurs.

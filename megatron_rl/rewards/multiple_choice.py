@@ -1,6 +1,6 @@
 """Parses the option letters that an answer to a multiple-choice question selects.
 
-A text may select an option by its letter, its letter and text, its text alone, or its one-based
+A text may select an option by the option's letter, letter and text, text alone, or one-based
 position in the list of options. Several letters select a set of options.
 """
 
@@ -20,8 +20,8 @@ _ONE_OF_SEVERAL = re.compile(r"[(\[]?([A-Z])[)\]]?[.:]?|\(([a-z])\)|([a-z])\)")
 _NAMED_IN_WORDS = re.compile(r"(?<!\w)[A-Z](?!\w)|[(\[][a-z][)\]]|(?<!\w)[a-z]\)")
 _BETWEEN = re.compile(r"\s*(?:[,;&]\s*(?:and\s)?|\s(?:and\s)?)\s*")
 _BETWEEN_OF_OPTIONS = re.compile(r"\s*(?:[,;&/+]\s*(?i:and\s)?|\s(?i:and\s)?)\s*")
-"""Matches a separator of letters, for questions that list options. Without options, `A/B` and `A +
-B` are formulas.
+"""Matches a separator between option letters; used only if the question lists options. Without
+options, `A/B` and `A + B` are formulas.
 """
 _NUMBER_WORD = re.compile(
     r"\d|(?<!\w)(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|none|single|double|triple|once|twice|half|pair|dozen"
@@ -36,15 +36,15 @@ _OPTION_IN_FULL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})(?:[)\]]|\s*[-.:,(]|\s)+(
 option B if the text of option B is `red`.
 """
 _BARE_LABEL = re.compile(r"[(\[]?([A-Za-z]|\d{1,2})[)\]]?[.:]?")
-"""Matches a single letter of either case or a number, for questions that list options."""
+"""Matches a single letter of either case or a number; used only if the question lists options."""
 _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
 
 
 def read_choice(text: str) -> str | None:
     """Return the letter in a text such as `B`, `(B)`, `B.`, `(b)` or `B) a dog`.
 
-    Return None for any other text (`B. Obama`), and if the rest of the text contains another
-    letter.
+    Return None for any other text (`B. Obama`), and for a text that names another letter after the
+    first one.
     """
     text = normalize_text(text)
     found = _CHOICE.match(text)
@@ -129,7 +129,7 @@ def _read_choice(text: str, options: Mapping[str, str]) -> _ChosenLetters | None
 
 
 def _bare_label(text: str, options: Mapping[str, str]) -> str:
-    """Return the option label of a text that is a lower-case letter or a number, in upper case.
+    """Return the option label, in upper case, for a text that is a lower-case letter or a number.
 
     Return an empty string for any other text, and if the text may be an option's text instead.
     """

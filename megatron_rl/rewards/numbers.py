@@ -17,8 +17,7 @@ from megatron_rl.rewards.number_words import keeps_value
 MAX_NUMBER_CHARS = 30
 """Maximum length of a number that is read from a text."""
 ROUNDED_DIGITS = 6
-"""Minimum number of digits with which a decimal counts as equal to a longer decimal that rounds to
-it.
+"""Minimum number of digits of a decimal that counts as equal to a longer decimal that rounds to it.
 """
 _DIGITS = r"((?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _EXPONENT = r"[-+]?\d{1,2}"
@@ -45,7 +44,7 @@ _UNREADABLE_AFTER = re.compile(
 repeating decimal.
 """
 _OPENING = " $\u20ac\xa3\xa5\u20b9\u20a9\u20bd\u20ba([{\"'`\\"
-"""Characters allowed between a sign and its number: currencies, brackets, quotation marks."""
+"""Characters allowed between a sign and its number: currency signs, brackets, quotation marks."""
 _READABLE_SYMBOLS = "+-=~\u2248\u223c\u2243\u2245\u2261\u2234\u2190\u2192\u21d2\u27f9\u27f6"
 _UNIT_POWER = re.compile(r"(?<=[^\W\d_])\^\{?-?\d+\}?", re.ASCII)
 _PERCENT = re.compile(r"(?<=[\d.])\s*(?:\\?[%\uff05]|percent|per cent|pct)[\s.$]*\Z", re.IGNORECASE)
@@ -148,9 +147,9 @@ def same_numbers(truth: str, answer: str) -> bool | None:
     """Return True if two lists of numbers are equal, False if not, None if undecided.
 
     The result is None if a text is not a list, or if one list has round brackets and the other has
-    square brackets. If a list is in braces, order and repetitions are ignored, and a list in other
-    brackets differs from it. If neither list has brackets, only order is ignored. Otherwise order
-    and repetitions count.
+    square brackets. If a list is in braces, order and repetitions are ignored, and the list differs
+    from any list in other brackets. If neither list has brackets, only order is ignored. Otherwise
+    order and repetitions count.
     """
     (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
@@ -222,7 +221,7 @@ def _ten_to_the(exponents: tuple[str | None, ...]) -> Fraction:
 
 
 def _is_rounding(short: str, long: str) -> bool:
-    """Return True if `short` is a decimal without exponent and `long` rounds to it."""
+    """Return True if `short` is a decimal without an exponent and `long` rounds to it."""
     (sign, one), (other_sign, other) = _signed_literal(short), _signed_literal(long)
     digits = one.replace(",", "")
     if sign != other_sign or not re.fullmatch(r"\d*\.\d+", digits) or len(digits.replace(".", "").lstrip("0")) < ROUNDED_DIGITS:
@@ -234,7 +233,7 @@ def _is_rounding(short: str, long: str) -> bool:
 
 
 def _parse_list(text: str) -> tuple[str, list[Fraction]]:
-    """Return brackets and values of a list; the values are empty if the text is not a list."""
+    """Return the kind of brackets and the values of a list; no values if the text is not a list."""
     inside, kind = normalize_text(text).strip("$. "), ""
     for (start, end), name in _BRACKETS.items():
         if inside.startswith(start) and inside.endswith(end):
@@ -249,7 +248,8 @@ def _parse_list(text: str) -> tuple[str, list[Fraction]]:
 def _elements(inside: str) -> list[str]:
     """Split a list at semicolons, `and` and commas.
 
-    The comma in `1,000` does not split it if other items are separated by `, `, `;` or `and`.
+    The comma in `1,000` does not split the number if other items are separated by `, `, `;` or
+    `and`.
     """
     parts = _PART.split(inside)
     if len(parts) == 1 and _NUMBERS_IN_GROUPS.fullmatch(inside):

@@ -2,8 +2,9 @@ r"""Detects differences between parsed expressions that math-verify's evaluation
 
 Only the helper process of algebra.py imports this module, because SymPy loads slowly. Math-verify
 solves equations and evaluates both sides. For example, `f(2)=4` has no unknown, `x^2=-1` has no
-real solution and \frac{dy}{dx} is 0, so each would equal any other expression of its kind. A limit,
-a sum or an integral would equal its value, which is usually the answer that the question asks for.
+real solution and \frac{dy}{dx} is 0, so math-verify would accept any other expression of the same
+kind as equal. A limit, a sum or an integral would equal its value, which is usually the answer that
+the question asks for.
 """
 
 from collections.abc import Sequence
@@ -45,9 +46,10 @@ _UNEVALUATED = (AppliedUndef, Derivative, Integral, Limit, Product, Sum)
 
 
 def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
-    """Replace each unevaluated part of the sides by a symbol; equal parts get the same symbol.
+    """Replace each unevaluated part of the expressions by a symbol.
 
-    The second return value is True if any part was replaced.
+    Equal parts are replaced by the same symbol. The second return value is True if any part was
+    replaced.
     """
     parts = sorted(set().union(*(_unevaluated_parts(side) for side in sides)), key=str)
     symbols = {part: Symbol(f"#{place}", real=True) for place, part in enumerate(parts)}
@@ -79,14 +81,14 @@ def with_exact_exponents(side: Expr) -> Expr:
 
 
 def are_numbers(*sides: Expr) -> bool:
-    """Return True if all sides are finite numbers."""
+    """Return True if all expressions are finite numbers."""
     return all(isinstance(side, Expr) and side.is_number and side.is_finite for side in sides)
 
 
 def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
     """Return True if two numbers differ by more than `margin`.
 
-    If `margin` is None, it is RELATIVE_TOLERANCE times the larger absolute value of the two.
+    If `margin` is None, it is RELATIVE_TOLERANCE times the larger of their absolute values.
     """
     size = Abs(one - other).evalf()
     return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))
@@ -105,7 +107,7 @@ def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
 
 
 def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
-    """Return True if one of two different formulas contains a number that rounds to 0.
+    """Return True if two formulas differ and at least one contains a number that rounds to 0.
 
     Math-verify rounds to six decimal places.
     """

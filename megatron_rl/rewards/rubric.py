@@ -75,8 +75,8 @@ class TurnRewardTerm:
     reward_fn: TurnRewardFn
     weight: float = 1.0
     averages_turns: bool = True
-    """Reward the episode with the mean over the turns to which this reward applies, or 0 if there
-    are none. False uses the sum instead.
+    """If True, the episode's value of this term is the mean over the turns to which the reward
+    applies, or 0 if there are none. If False, it is the sum over these turns.
     """
 
 
@@ -97,7 +97,8 @@ class RubricScore:
     """
     reward_deltas: list[float]
     """Contribution of each turn to `reward`: the contributions plus `outcome_reward` equal
-    `reward`. For a term that averages over turns, it is the change in the running mean.
+    `reward`. For a term that averages over turns, the contribution is the change in the running
+    mean.
     """
 
 
@@ -106,7 +107,7 @@ class Rubric:
     """Terms, turn terms and vetoes of a task's reward.
 
     If a veto applies, all positive values become 0 and penalties remain. The reward functions are
-    called even then.
+    called even if a veto applies.
     """
 
     terms: Mapping[str, RewardTerm] = field(default_factory=dict)

@@ -106,7 +106,7 @@ class ToolUseJudgeReward:
     judge: Judge
 
     async def __call__(self, reward_input: RewardInput) -> float:
-        """Return the verdict; 0 for search and counting questions without executed code."""
+        """Return the verdict, or 0 for a search or counting question if no code was executed."""
         source = get_data_source(reward_input)
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
         if kind != "calculation" and not await count_executed_code(reward_input):

@@ -10,11 +10,11 @@ JSON string on one line with these changes:
   `ASSISTANT:` and `### Response:` are roles in chat templates without special tokens.
 - Double quotation marks of all kinds become `\"`.
 - Invisible characters and direction marks are escaped: `\u202e`, `\u200b`, `\u2028`, lone
-  surrogates, private use.
+  surrogates, private-use characters.
 
 Characters that a tokenizer's normalizer (NFKD) may turn into one of these characters are treated in
-the same way. Only blanks and the kinds of quotation marks are changed, so that letters, formulas
-and tags remain readable: `< b>`, `x < 4`, `[ 4, \\infty)`.
+the same way. Apart from escaped characters, only blanks and the kinds of quotation marks change, so
+that letters, formulas and tags remain readable: `< b>`, `x < 4`, `[ 4, \\infty)`.
 """
 
 import json
@@ -36,7 +36,8 @@ _BEYOND_ASCII = re.compile(r"[^ -~]")
 _UNSEEN_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Matches the marks and letters in Unicode's Default_Ignorable_Code_Point
-(DerivedCoreProperties.txt 16.0); the property's other characters are matched by category.
+(DerivedCoreProperties.txt 16.0); the other characters with this property are matched by their
+category.
 """
 
 

@@ -53,8 +53,8 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
     """Return 1 for a valid format, else 0.
 
     Code, thinking, answer and vision tags must be paired, with exactly one answer and no code after
-    it. The released code of CodeV also returns 1 for an episode without an answer, which rewards
-    running out of turns; here, an answer is required.
+    it. The released code of CodeV also returns 1 for an episode without an answer, which rewards an
+    episode that runs out of turns; this function requires an answer.
     """
     text = "\n".join(reward_input.replies)
     paired = all(_are_tags_paired(text, tag) for tag in ("code", "think", "answer")) and _are_tags_paired(
@@ -65,7 +65,7 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
 
 
 def step_violations(reward_input: RewardInput) -> list[bool]:
-    """Return one flag per turn: True if its tool call failed or repeats an earlier call.
+    """Return one flag per turn: True if the turn's tool call failed or repeats an earlier call.
 
     Only failures caused by the policy count: an unreadable call, a box outside the image, an
     exception.

@@ -110,7 +110,7 @@ def _write_products(text: str) -> str:
 
 
 def _is_mixed(text: str, at: int) -> bool:
-    r"""Return True if the fraction at `at` is below 1 and follows an integer: `3\frac{1}{2}`."""
+    r"""Return True if the fraction at `at` is below 1 and follows an integer, as in `3\frac12`."""
     fraction = _FRACTION.match(text, at)
     return bool(fraction and _MIXED_GROUP.search(text[:at]) and 0 < int(fraction[1]) < int(fraction[2]))
 

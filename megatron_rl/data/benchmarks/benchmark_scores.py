@@ -53,7 +53,7 @@ def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> H
 
 
 def group_by_label(scores: Iterable[ItemScore], label: str) -> dict[str, list[ItemScore]]:
-    """Group the items by the value of a label, sorted by that value."""
+    """Group the items by the value of a label; the groups are sorted by this value."""
     found: dict[str, list[ItemScore]] = {}
     for each in scores:
         found.setdefault(each.labels[label], []).append(each)
@@ -61,7 +61,7 @@ def group_by_label(scores: Iterable[ItemScore], label: str) -> dict[str, list[It
 
 
 def group_by_unit(scores: Iterable[ItemScore]) -> dict[str, list[ItemScore]]:
-    """Group the items by unit, in order of first appearance."""
+    """Group the items by unit; the units keep the order in which they first appear."""
     found: dict[str, list[ItemScore]] = {}
     for each in scores:
         found.setdefault(each.unit_id, []).append(each)
@@ -79,10 +79,10 @@ def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, f
 
     Only problems with scores for all their steps and for the composite question count. If the
     composite question of a problem is solved, the problem counts as mastered if all its steps are
-    correct (loose variant: any step), else as memorized. If the composite question is not solved,
-    the problem counts as not generalized if all steps are correct, else as lacking knowledge. The
-    score is mastered + not_generalized / 2. "memorized" is a fraction of the problems with a solved
-    composite question; the other metrics are fractions of all problems.
+    correct (in the loose variant, if any step is correct), else as memorized. If the composite
+    question is not solved, the problem counts as not generalized if all steps are correct, else as
+    lacking knowledge. The score is mastered + not_generalized / 2. "memorized" is a fraction of the
+    problems with a solved composite question; the other metrics are fractions of all problems.
     """
     counts = dict.fromkeys(("mastered", "memorized", "not_generalized", "lacking"), 0)
     for unit in group_by_unit(scores).values():
@@ -143,7 +143,7 @@ def average_over_samples(samples: Sequence[Sequence[ItemScore]], headline: Headl
 
 
 def _resampled_units(units: Mapping[str, Sequence[ItemScore]], names: Sequence[str]) -> list[ItemScore]:
-    """Return the items of the drawn units; a unit that is drawn twice counts as two units."""
+    """Return the items of the units in a bootstrap sample; a unit drawn twice counts twice."""
     return [ItemScore(f"{number} {name}", each.labels, each.credit) for number, name in enumerate(names) for each in units.get(name, ())]
 
 

@@ -69,7 +69,7 @@ def load_benchmark_questions(data: DataSettings, split: str, *, videos: bool = F
     If task.data.benchmark is set, the rows of task.data.eval are read as items of that benchmark.
 
     Raises:
-        ValueError: no files are given, or a row cannot be used (load_split).
+        ValueError: no files are given, or a row cannot be used (see `load_split`).
     """
     return load_split(data, split, convert_record=make_record_reader(data, split), allow_videos=videos)
 
@@ -88,7 +88,7 @@ def open_benchmark_questions(data: DataSettings, split: str) -> QuestionDataset:
 
 
 def make_record_reader(data: DataSettings, split: str) -> ConvertRecord | None:
-    """Return the function that converts benchmark rows, or None if rows need no conversion."""
+    """Return the function that converts benchmark rows to questions, or None if none is needed."""
     if split != "eval" or not data.benchmark:
         return None
     read = BENCHMARKS[data.benchmark].read_item

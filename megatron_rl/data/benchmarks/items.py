@@ -71,8 +71,8 @@ def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tup
     """Return the options in shuffled order, and the letter of the correct option.
 
     The order is unchanged if the seed is 0 or the answer is not the letter of an option. It is also
-    unchanged if an option is only a letter, such as `(A)` or `$A$`, because such options name
-    places in the image.
+    unchanged if an option is only a letter, such as `(A)` or `$A$`, because such options refer to
+    labels in the image.
     """
     stay = not seed or any(_LABEL.fullmatch(option.strip()) for option in item.options)
     if stay or item.answer not in [*LETTERS[: len(item.options)]]:

@@ -250,9 +250,10 @@ def read_vlmblind(record: DataRecord) -> BenchmarkItem:
 
 
 def _split_options(words: str) -> tuple[str, tuple[str, ...]]:
-    """Split a text into the question and its options, which are on lines (A) ..., (B) ....
+    """Split a text into the question and its options.
 
-    Instructions after the options are dropped.
+    Each option is on a line that starts with its letter: (A), (B) and so on. Instructions after the
+    options are dropped.
     """
     found = list(_OPTION.finditer(words))
     return (words[: found[0].start()] if found else words).strip(), tuple(option[2].strip() for option in found)
