@@ -1,4 +1,4 @@
-"""Splits a step's sequences into mini-batches, sets loss weights and shards across ranks."""
+"""Splits a step's sequences into mini-batches, sets loss weights and shards the data over ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ class PackItem:
 
 
 def find_turns(context: TokenSequence) -> list[tuple[int, int]]:
-    """Return the [start, stop) range of each turn (consecutive sampled tokens)."""
+    """Return the [start, stop) range of each turn, which is a run of consecutive sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
     return list(zip(borders[::2], borders[1::2], strict=True))
@@ -89,7 +89,7 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
-    """Return pack items with loss weights for a rollout's sequences that have sampled tokens.
+    """Return a pack item with loss weights for each sequence of a rollout that has sampled tokens.
 
     The weights implement batch.loss_agg_mode (see `episode_weight`). `index` is the index of the
     rollout in the step's list.
@@ -109,9 +109,10 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, kee
     """Split the step's trained sequences into mini-batches, one per optimizer update.
 
     A group is never split. Groups are assigned in order, as evenly as possible, and empty
-    mini-batches are left out. Without `keep_zero_advantage`, sequences with all-zero advantages are
-    dropped, but they still count in the denominator. If a mini-batch contains only such sequences,
-    these sequences are kept, so that every step can compare engine logprobs with trainer logprobs.
+    mini-batches are left out. If `keep_zero_advantage` is False, sequences with all-zero advantages
+    are dropped, but they still count in the denominator. If a mini-batch contains only such
+    sequences, these sequences are kept, so that every step can compare engine logprobs with trainer
+    logprobs.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
@@ -171,7 +172,7 @@ class PackCost:
 
 
 RankShares = list[list[list[PackItem]]]
-"""Sequences for one optimizer update, as [data-parallel rank][micro-batch][sequence]."""
+"""Sequences for one optimizer update, indexed as [data-parallel rank][micro-batch][sequence]."""
 
 
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
@@ -191,7 +192,7 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
 
 
 def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
-    """Return each sequence's token ids, with image placeholders replaced by negative image numbers.
+    """Return each sequence's token ids, with a negative number per image in place of placeholders.
 
     If the keys of two sequences have a common prefix, the model's inputs for this prefix are equal,
     including images and rotary positions.
@@ -244,7 +245,7 @@ def common_prefix(before: TokenKey, after: TokenKey) -> int:
 
 
 def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
-    """Assign adjacent sequences to each data-parallel rank, so that token counts are similar."""
+    """Give each data-parallel rank a range of adjacent sequences with a similar token count."""
     total = sum(load.num_added_tokens for load in loads)
     dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0

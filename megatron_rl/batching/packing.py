@@ -65,8 +65,8 @@ def split_points(shared: Sequence[int], length: int) -> list[int]:
     from this sequence. The last position is the end of the sequence.
 
     Example: `shared` [2, 7, 9, 4, 2, 8] and `length` 10 yield [2, 4, 7, 10]. The entries 9 and 8
-    add no split position, because the predecessors of these sequences had already diverged from
-    this sequence at positions 7 and 2.
+    add no split position: each is the length shared with a predecessor that had already diverged
+    from this sequence (at position 7 and 2, respectively).
 
     Args:
         shared: Result of `shared_lengths`, starting at this sequence.
@@ -193,7 +193,7 @@ def make_loss_inputs(
     """Return the loss inputs for a micro-batch.
 
     `rows_R` contains the indices of the entries with a sampled target. If the micro-batch has no
-    old logprobs, the current logprobs are used, detached.
+    old logprobs, the detached current logprobs are used instead.
     """
     reference_T, old_T, coefficient_T, current_T = batch.ref_logprob_T, batch.old_logprob_T, batch.logprob_scale_T, batch.on_policy_T
     return LossInputs(
@@ -250,7 +250,7 @@ def gather_column(rollouts: Sequence[Rollout], batch: MicroBatch, column: str) -
     """Return a per-token column of the rollouts, aligned to a micro-batch's targets, as [T].
 
     The result is 0 where the target was not sampled. `column` is one of TOKEN_COLUMNS or
-    weight_versions. Use this for columns that are computed after packing.
+    weight_versions. Use this function for columns that are computed after packing.
     """
     assert column in (*TOKEN_COLUMNS, "weight_versions"), column
     borders = batch.offset_S1

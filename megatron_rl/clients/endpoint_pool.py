@@ -87,7 +87,7 @@ class Endpoint:
         self.backoff_until = max(self.backoff_until, now + retry_after_s)
 
     def record_success(self) -> None:
-        """Reset the count of consecutive failures."""
+        """Reset the number of consecutive failures to zero."""
         self.failures = 0
 
 

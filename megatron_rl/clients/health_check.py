@@ -58,7 +58,7 @@ async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: s
     Args:
         clients: Client of each endpoint, by address.
         model: Model that each endpoint must serve; an empty name accepts any model.
-        secret: API key of the endpoints, from `api_key`.
+        secret: API key of the endpoints, as returned by `api_key` (clients/openai.py).
         token_file: File that contains the key, for error messages.
     """
     greetings = await asyncio.gather(

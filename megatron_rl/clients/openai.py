@@ -29,7 +29,7 @@ MAX_BODY_BYTES = 1 << 20
 class UnreadBody(openai.OpenAIError):
     """Raised for a response body that is compressed or too long; the rest of the body stays unread.
 
-    The class derives from OpenAIError, because the openai package re-raises errors of its own kind
+    The class derives from OpenAIError, because the openai package re-raises its own exceptions
     unchanged (_base_client.py, request).
     """
 
@@ -65,7 +65,7 @@ async def _bound_response(response: httpx2.Response) -> None:
 
 
 BOUNDED_CLIENT_OPTIONS: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound_response]}}
-"""Arguments of an httpx2 client with bounded replies: reading a longer reply raises UnreadBody."""
+"""Arguments that make an httpx2 client raise UnreadBody for a compressed or too long reply."""
 
 
 def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
@@ -84,7 +84,7 @@ def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> 
 
 
 def proxy_options(urls: Iterable[str]) -> dict[str, Any]:
-    """Return the httpx2 client arguments that configure certificates and the proxies for `urls`.
+    """Return the httpx2 client arguments that set the certificates and the proxies for `urls`.
 
     The proxies come from environment variables (clients/proxies.py).
 
@@ -142,7 +142,7 @@ class ChatMessage(BaseModel):
 
 
 class Choice(BaseModel):
-    """Choice of a chat completion."""
+    """One of the alternative replies in a chat completion."""
 
     message: ChatMessage
 

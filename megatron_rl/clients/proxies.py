@@ -21,7 +21,7 @@ import psutil
 
 @dataclass(slots=True, frozen=True)
 class Proxy:
-    """Proxy for an address."""
+    """Proxy through which requests to an address are sent."""
 
     variable: str
     """Environment variable that defines the proxy."""
@@ -61,7 +61,7 @@ def proxy_hint(url: str) -> str:
 
 
 def _is_own(host: str) -> bool:
-    """Return True for names and addresses of this machine."""
+    """Return True if the host is a name or an address of this machine."""
     if host == "localhost" or host.endswith(".localhost") or host in _own_names():
         return True
     try:

@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 
 
 class _RedirectCudaDevice(TorchFunctionMode):
-    """Redirects CUDA devices in factories, ignores `.cuda()` and reports CUDA type strings."""
+    """Creates CUDA tensors on `device`, ignores `.cuda()` and reports CUDA type strings."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _patched_cuda(device: torch.device) -> Iterator[None]:
 
 
 def megatron_on_cpu():  # noqa: ANN201
-    """Return a context manager that lets Megatron run on the CPU; a no-op with CUDA."""
+    """Return a context manager that lets Megatron run on the CPU if CUDA is unavailable."""
     return nullcontext() if torch.cuda.is_available() else _patched_cuda(torch.device("cpu"))
 
 

@@ -1,7 +1,7 @@
 """Makes a CUDA build of torchvision importable with a CPU-only torch; does nothing otherwise.
 
-The package registry only has CUDA builds of torchvision. With a CPU-only torch, the shared object
-of such a build cannot be loaded, and `import torchvision` fails in `_meta_registrations.py`
+The package registry provides only CUDA builds of torchvision. With a CPU-only torch, the shared
+object of such a build cannot be loaded, and `import torchvision` fails in `_meta_registrations.py`
 ("operator torchvision::nms does not exist"). transformers and vLLM import torchvision. The
 transforms that their image processors use need no compiled operator, so declaring two operator
 schemas is enough.
@@ -15,7 +15,7 @@ _libraries = []
 
 
 def declare_operators() -> None:
-    """Declare operators nms and qnms if torch is CPU-only and torchvision is a CUDA build."""
+    """Declare the operators nms and qnms if torch is CPU-only and torchvision is a CUDA build."""
     import importlib.util
     from pathlib import Path
 

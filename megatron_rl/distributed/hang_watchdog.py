@@ -51,9 +51,10 @@ REPLY_TIMEOUT_S = 5.0
 STACK_WRITE_TIMEOUT_S = 1.0
 """Maximum seconds to wait for the stacks to be written before a report is sent."""
 EXIT_TIMEOUT_S = 6 * REPLY_TIMEOUT_S
-"""Maximum seconds for publishing the final report. The limit is needed because, if the process that
-hosts the store hangs, a request can block forever, regardless of the request's timeout: torch
-2.13's TCPStore waits for a reply to the cancellation.
+"""Maximum seconds for publishing the final report. The limit is needed because a request to the
+store can block forever if the process that hosts the store hangs. The request's own timeout does
+not prevent this: after the timeout, torch 2.13's TCPStore waits for a reply to the cancellation of
+the request.
 """
 MAX_MISSED_REPLIES = 3
 """Number of consecutive requests that a rank must miss before the run is ended. The run is ended
@@ -125,8 +126,8 @@ class HangWatchdog:
     def _watch_and_exit(self) -> None:
         """Watch, then publish the last report.
 
-        The report is published from this thread, because a new thread may not start if memory is
-        low.
+        The report is published from this thread, because starting a new thread may fail if memory
+        is low.
         """
         self._watch()
         self._is_leaving.wait()
@@ -147,7 +148,7 @@ class HangWatchdog:
                 _print_to_stderr(f"error: the first node, which hosts the store of all ranks, is not reachable ({first_line(lost)})")
 
     def _watch(self) -> None:
-        """Answer requests for reports; send a request if the training thread does not move."""
+        """Answer requests for reports; send a request if the training thread makes no progress."""
         before, since = None, time.monotonic()
         while not self._is_leaving.wait(min(POLL_S, self._timeout_s / POLLS_PER_TIMEOUT)):
             now = [(frame.f_code, frame.f_lasti) for frame, _ in self._frames()]
@@ -178,7 +179,7 @@ class HangWatchdog:
         return self._store.compare_set("watch/asked", self._last_request.decode(), mine).decode() == mine
 
     def _answer_request(self) -> bool:
-        """Answer a new request with a report and a stack file; return False without a new request.
+        """Answer a new request with a report and a stack file; return False if none is new.
 
         A rank that is leaving does not answer, because it publishes its last report.
         """
@@ -301,7 +302,7 @@ def _request_number(asked: bytes) -> int:
 
 
 def diagnose(answers: Mapping[int, RankReport], gone: Mapping[int, RankReport], *, stacks: Path) -> str:
-    """Return a line that names the ranks that the other ranks are waiting for.
+    """Return a line that names the ranks for which the other ranks are waiting.
 
     Args:
         answers: Reports, keyed by rank. A report with an exit reason takes precedence, because it

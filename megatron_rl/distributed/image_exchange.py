@@ -31,7 +31,7 @@ memory (through /proc) if these files have the same contents for both processes.
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Transfer:
-    """Transfer of an image to the first rank on another node that needs the image."""
+    """Image to be sent to another node, to the first rank on that node that needs the image."""
 
     key: str
     sender: int
@@ -215,7 +215,7 @@ def _node_name() -> tuple[str, int]:
 
 
 TokenData = tuple[Rollout, list[tuple]]
-"""A rollout without its sequences, and the sequences in the encoding of `_pack_context`."""
+"""A rollout without its sequences, and the sequences as encoded by `_pack_context`."""
 
 
 def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:

@@ -1,9 +1,9 @@
-"""Readers for untrusted files, which accept only regular files up to a size limit.
+"""Readers for untrusted files. Only regular files up to a size limit are accepted.
 
 A FIFO or a device is rejected, because reading it could block. The message of every ValueError is
-worded to follow the file's name. An OSError means that the file cannot be read. Parsing needs up to
-about 30 times the file size in memory. YAML aliases are rejected, because they could expand a small
-file to any size.
+worded so that the caller can put the file's name in front of it. An OSError means that the file
+cannot be read. Parsing needs up to about 30 times the file size in memory. YAML aliases are
+rejected, because they could expand a small file to any size.
 """
 
 import os
@@ -97,7 +97,7 @@ def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = Fals
 
 
 def parse_yaml(text: str, *, as_text: bool = False) -> object:
-    """Return the plain values of a YAML text; with `as_text`, every scalar remains a string.
+    """Parse YAML text into plain Python values; with `as_text`, every scalar remains a string.
 
     Raises:
         ValueError: The text is not valid YAML, or contains an alias.

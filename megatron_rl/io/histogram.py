@@ -29,7 +29,7 @@ def count_in_bins(value_R: torch.Tensor, *, mask_R: torch.Tensor | None = None) 
 
 
 def quantile(counts: Mapping[int, int], percent: int) -> float:
-    """Return the upper edge of the `percent` quantile's bin; 0 if there are no values.
+    """Return the upper edge of the bin that contains the `percent` quantile; 0 without any values.
 
     The quantile is the smallest value that at least `percent` percent of all values do not exceed.
     `counts` maps each bin index to the number of values in the bin. Returns infinity if the

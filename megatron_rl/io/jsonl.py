@@ -23,8 +23,8 @@ NON_FINITE_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.
 """Maps the strings that stand for NaN and infinite numbers to the numbers."""
 
 BROKEN_DISK = "the disk has an error (see dmesg): check and remount it, or choose another folder"
-"""Fix that is suggested if a write fails with an I/O error, or because the kernel has made the file
-system read-only after earlier errors.
+"""Fix that is suggested if a write fails with an I/O error, or if a write fails because the kernel
+has made the file system read-only after earlier errors.
 """
 
 
@@ -98,8 +98,8 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
     Raises:
         OSError: The file cannot be read.
         ValueError: The file has more than `at_most` bytes, is not valid JSON, or is nested deeper
-            than MAX_DEPTH, a depth that recursive code can still process. The message is worded to
-            follow the file's name.
+            than MAX_DEPTH, a depth that recursive code can still process. The message is worded so
+            that the caller can put the file's name in front of it.
     """
     content = read_bytes(path, at_most=at_most)
     try:

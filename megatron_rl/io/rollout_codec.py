@@ -59,7 +59,7 @@ def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -
     images. The record is untrusted input.
 
     Raises:
-        ValueError: The record is damaged or has another version. The message is one line.
+        ValueError: The record is damaged or has a different version. The message is one line.
     """
     _require(isinstance(record, dict), "record", record, "not an object")
     _require(record.get("version") == VERSION, "version", record.get("version"), f"this program reads {VERSION}")

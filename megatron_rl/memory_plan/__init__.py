@@ -1,1 +1,1 @@
-"""Plans of a run's memory and step time, computed without GPUs or weights."""
+"""Estimates of a run's memory usage and step time, computed without GPUs or weights."""

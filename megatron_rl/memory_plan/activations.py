@@ -1,14 +1,14 @@
 """Formula for the activation memory of one micro-batch on a rank.
 
 The formula counts the activations saved by autograd and the temporary tensors, in the manner of
-Korthikanti et al. (arXiv 2205.05198). It lists the tensors of this project's layers
+Korthikanti et al. (arXiv 2205.05198). The formula lists the tensors of this project's layers
 (policy/transformer.py without Transformer Engine, policy/vision.py) with the GPU kernels of
 policy/fused.py; with Transformer Engine, fewer bytes are saved.
 tests/memory_plan/test_activations.py compares the formula with the tensors that autograd really
 saves, using operations that save the same tensors as those kernels.
 
-Sizes per token or patch are H (hidden), A (queries), K (keys) and F (MLP). Attention is flash
-attention, so attention memory is linear in the sequence length.
+The sizes per token or patch are denoted by H (hidden), A (queries), K (keys) and F (MLP). Attention
+is flash attention, so attention memory is linear in the sequence length.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from megatron_rl.models.name_mapping import padded_vocab
 LOGIT_BYTES = 24
 """Bytes per logit at the peak of the backward pass (logprobs.py).
 
-These are six fp32 values, whatever the model's dtype.
+Each logit then takes up six fp32 values, whatever the model's dtype.
 """
 
 
@@ -54,8 +54,8 @@ def compute_activation_memory(
         model: sizes of the model.
         parallel: parallel layout and recomputation.
         stage: index of the pipeline stage.
-        num_tokens: number of tokens in the micro-batch; all of them may be image tokens, and all
-            may be sampled.
+        num_tokens: number of tokens in the micro-batch; in the worst case, which is assumed here,
+            all of them are image tokens and all of them are sampled.
         max_patches: maximum number of patches per image. The rank with the most patches encodes an
             even share of the patches plus at most one more image.
         itemsize: bytes per activation value.
@@ -104,11 +104,11 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     """Return the bytes per token that autograd saves in one decoder layer.
 
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
-    projection, the rotated queries, the rotated keys and the result (A + 2 K, A, K, A), its softmax
-    statistics, and four rows of sines and cosines. The MLP saves the fused projection and the
-    output of the activation (2 F, F). Selective recomputation would avoid only the softmax
-    statistics, because flash attention stores no scores. Query and key norms save the same tensors
-    as other norms, with A and K values and one statistic per head.
+    projection, the rotated queries, the rotated keys and the result (A + 2 K, A, K and A values),
+    its softmax statistics, and four rows of sines and cosines. The MLP saves the fused projection
+    and the output of the activation function (2 F and F values). Selective recomputation would
+    avoid only the softmax statistics, because flash attention stores no scores. Query and key norms
+    save the same tensors as other norms, with A and K values and one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
@@ -177,8 +177,9 @@ def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
 def _num_in_flight(stage: int, parallel: ParallelSettings) -> float:
     """Return the number of micro-batches in flight on a stage (forward done, backward pending).
 
-    The schedule is 1F1B with many micro-batches. An interleaved schedule (megatron-core 0.16.1,
-    pipeline_parallel/schedules.py) counts model chunks, and each chunk is 1/vpp of the stage.
+    The schedule is assumed to be 1F1B with enough micro-batches to fill the pipeline. In an
+    interleaved schedule (megatron-core 0.16.1, pipeline_parallel/schedules.py), a micro-batch in
+    flight on one model chunk counts as 1/vpp, because a chunk is 1/vpp of the stage.
     """
     behind = parallel.pp - stage - 1
     if parallel.vpp == 1:

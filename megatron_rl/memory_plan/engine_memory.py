@@ -28,7 +28,7 @@ keeps them while it is asleep (config/model.py, sleep_mode_offload_cudagraph).
 LOGIT_BYTES = 22
 """Bytes per logit during sampling (rollout/vllm/sampler.py, EngineNoise).
 
-These are one bfloat16 value and five fp32 values.
+Each logit takes up one bfloat16 value and five fp32 values.
 """
 
 
@@ -64,7 +64,7 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     Args:
         model: sizes of the model.
         settings: settings of the run.
-        memory: memory of the GPU in bytes; 0 selects the memory of plan.gpu.
+        memory: memory of the GPU in bytes; 0 selects the memory of the GPU named by plan.gpu.
 
     Raises:
         ValueError: the share is too small for the weights, the largest step and a KV cache of one
@@ -94,7 +94,8 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
 def max_batched_tokens(settings: Settings) -> int:
     """Return the maximum number of tokens in a vLLM step.
 
-    vLLM computes it in engine/arg_utils.py, _set_default_max_num_seqs_and_batched_tokens_args.
+    vLLM computes this number in engine/arg_utils.py,
+    _set_default_max_num_seqs_and_batched_tokens_args.
     """
     return min(MAX_BATCHED_TOKENS[settings.plan.gpu], settings.engine.max_num_seqs * settings.engine.max_model_len)
 
@@ -128,8 +129,9 @@ def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
 def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
     """Return the peak bytes of the engine's largest step.
 
-    The peak is the larger of two peaks, plus the logits: the vision tower with all profiled images,
-    and the language model with all batched tokens.
+    The result is the larger of two peaks, plus the bytes of the logits. One is the peak of the
+    vision tower with all profiled images, and the other is the peak of the language model with all
+    batched tokens.
     """
     pictures = num_profiled_image_tokens(model, settings)
     passing = max(
@@ -145,8 +147,8 @@ def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) 
 def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
     """Return the peak number of values per token in a decoder layer.
 
-    The values are the hidden, residual, normalized and next rows, the MLP's fused projection, and
-    the MLP's product.
+    The values are four vectors of the hidden size (hidden state, residual, normalized input and
+    output), the MLP's fused projection, and the MLP's product.
     """
     return 4 * model.hidden_size + 3 * model.ffn_size / tp
 
@@ -154,10 +156,10 @@ def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
 def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
     """Return the peak number of values per patch in a block of the vision tower.
 
-    The values are the row, its normalized form, and the tensors of attention: the fused projection,
-    the copied (2) and rotated (2) queries and keys, the values, and the result in three shapes. The
-    MLP of a block needs less memory than the attention. Learned position embeddings, if there are
-    any, and DeepStack features of earlier blocks are added.
+    The values are the patch's hidden state, the normalized hidden state, and the tensors of
+    attention: the fused projection, the copied (2) and rotated (2) queries and keys, the values,
+    and the result in three shapes. The MLP of a block needs less memory than the attention. Learned
+    position embeddings, if there are any, and DeepStack features of earlier blocks are added.
     """
     vision = model.vision
     left = vision.num_deepstack_layers * vision.out_hidden_size / vision.patches_per_token
@@ -167,7 +169,8 @@ def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
 def vision_bytes_per_token(model: ModelSpec, settings: Settings) -> float:
     """Return the bytes per vision token for the token's patches.
 
-    Each patch needs its values in a block, and its pixels in fp32 and in the engine's dtype.
+    Each patch takes up its peak values in a block, and its pixels in fp32 and in the engine's
+    dtype.
     """
     vision, width = model.vision, getattr(torch, settings.engine.dtype).itemsize
     return vision.patches_per_token * (peak_values_per_patch(model, tp=settings.engine.tp) * width + vision.patch_dim * (4 + width))

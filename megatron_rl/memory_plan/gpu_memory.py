@@ -36,9 +36,9 @@ handle and stream on Hopper: torch 2.13, aten/src/ATen/cuda/CublasHandlePool.cpp
 COMMUNICATOR_BYTES = 5 * GB // 10
 """Bytes of an NCCL communicator.
 
-On an H100, communicators of one rank took 0.59 GB (the first, with NCCL's kernels), 0.41 GB and
-0.41 GB. Larger communicators have not been measured; from the number of channels that NCCL 2.29
-uses on NVLink, the buffers were estimated at 0.2 to 0.5 GB.
+On an H100, three communicators with one rank each took 0.59 GB (the first, including NCCL's
+kernels), 0.41 GB and 0.41 GB. Larger communicators have not been measured; from the number of
+channels that NCCL 2.29 uses on NVLink, the buffers were estimated at 0.2 to 0.5 GB.
 """
 
 
@@ -103,7 +103,8 @@ def plan_gpu_memory(
         world_size: number of ranks.
         has_values: True if the algorithm needs a critic.
         uses_sandbox: True if the task runs code in sandboxes on the nodes of the engines.
-        memory: memory of the actual GPU in bytes; 0 selects the memory of plan.gpu.
+        memory: memory of the actual GPU in bytes; 0 selects the memory of the GPU named by
+            plan.gpu.
 
     Raises:
         ValueError: the engine's share is too small for its weights and one sequence.
@@ -126,7 +127,7 @@ def plan_gpu_memory(
 
 
 def require_fit(planned: MemoryPlan) -> str:
-    """Return a description of how the plan fits the GPU.
+    """Describe how the plan fits the GPU.
 
     Raises:
         ValueError: the plan does not fit the GPU.
@@ -142,9 +143,9 @@ def unplanned_bytes(settings: Settings) -> int:
 
     These bytes are used by CUDA, by the libraries, and by NCCL for each process group that takes
     part in a collective operation on GPU tensors. Megatron uses three groups in every update, even
-    if they have one rank: data-parallel (gradients and weights), pipeline (the last broadcast) and
-    optimizer (the norm of the gradients). Other groups, which are tensor-parallel, world (between
-    pipeline stages) and the engine's, are used only if they have more than one rank.
+    if they have only one rank: data-parallel (gradients and weights), pipeline (the last broadcast)
+    and optimizer (the norm of the gradients). Other groups, which are tensor-parallel, world
+    (between pipeline stages) and the engine's, are used only if they have more than one rank.
     """
     parallel = settings.parallel
     num_groups = 3 + sum(size > 1 for size in (parallel.tp, parallel.pp, settings.engine.tp))
@@ -157,8 +158,8 @@ def _plan_rank(
     """Return the plan of one rank; `unplanned` is the result of unplanned_bytes."""
     held, parallel = rank_share.total_footprint, settings.parallel
     itemsize = getattr(torch, settings.model.dtype).itemsize
-    # Megatron keeps the main weights on the GPU and offloads a copy of them and the moments
-    # (optimizer/distrib_optimizer.py, 0.16.1).
+    # Megatron offloads the moments and a copy of the main weights. The main weights themselves
+    # stay on the GPU (optimizer/distrib_optimizer.py, 0.16.1).
     optimizer = held.main_weight_bytes if parallel.offload_optimizer else held.main_weight_bytes + held.moment_bytes
     awake = held.param_bytes + held.grad_bytes
     max_patches = settings.model.max_pixels // model.vision.patch_size**2

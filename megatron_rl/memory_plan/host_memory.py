@@ -70,8 +70,8 @@ def plan_host_memory(
 def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: int, on_this_machine: bool = False) -> str:
     """Return the error `plan.host_gb=N: ...` if a node has too little memory, else "".
 
-    The node's memory is plan.host_gb or, if plan.host_gb is 0, the memory of this machine. If the
-    run is on this machine (`on_this_machine`), the smaller of the two applies.
+    The node's memory is plan.host_gb or, if plan.host_gb is 0, the memory of this machine. If
+    `on_this_machine` is True, a larger plan.host_gb is reduced to the memory of this machine.
     """
     ranks, stated, own = min(world_size, GPUS_PER_NODE), settings.plan.host_gb, psutil.virtual_memory().total
     available_bytes, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)

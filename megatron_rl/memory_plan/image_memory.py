@@ -7,9 +7,10 @@ distributed evenly. An engine that is faster than the others may get more groups
 During the rollout, each image exists as a Pillow image and as the patches passed to vLLM until its
 episode ends. During training, host memory contains the images exchanged with other ranks
 (distributed/image_exchange.py) and the patches of the current and the next micro-batch
-(policy/patches.py). In both phases, the renderer caches images from any step. Source images are
-counted once per episode, at the size of the rendered images: while the engine computes a step,
-threads render all images of a generation batch, and no episode can release its source images.
+(policy/patches.py). In both phases, the renderer's cache may also contain images from earlier
+steps. Source images are counted once per episode, at the size of the rendered images: while the
+engine computes a step, threads render all images of a generation batch, and no episode can release
+its source images.
 
 The plan does not count the additional size of large source images, the episodes of an evaluation,
 or the memory of user-defined tasks.
@@ -27,12 +28,13 @@ NUM_PREFETCHED_MICRO_BATCHES = 2
 RENDER_BYTES_PER_PIXEL, NUM_RENDER_THREADS = 15, 4
 """Temporary bytes per pixel during rendering, and number of images rendered at the same time.
 
-The temporary bytes come on top of the bytes of the image and its patches (measured: 43 in total).
+The temporary bytes come on top of the bytes of the image and its patches. A total of 43 bytes per
+pixel was measured.
 """
 RENDERER_CACHE_BYTES = 1 << 30
 """Bytes of the renderer's cache for images and their patches (rollout/renderer.py)."""
 ENGINE_CACHE_PATCHES = 1 << 20
-"""Number of patches that the engine caches until it sleeps (rollout/vllm/engine_core.py)."""
+"""Number of patches that the engine caches until it goes to sleep (rollout/vllm/engine_core.py)."""
 
 
 def plan_image_bytes(model: ModelSpec, settings: Settings, *, world_size: int) -> int:

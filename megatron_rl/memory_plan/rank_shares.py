@@ -1,7 +1,7 @@
 """Memory footprint of each rank in a parallel layout, counted on the real model.
 
 The model is built on the meta device in a fake process group. Every (tensor, pipeline) share is
-built for the first data-parallel replica, which has the largest part of the optimizer.
+built for the first data-parallel replica, which has the largest part of the optimizer state.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ The time of each part is limited by arithmetic, memory or a link, and the parts 
 model deliberately leaves out kernels too small to fill a GPU, overlap of communication and
 computation, stragglers among equal GPUs, other users of the network, further generation batches if
 filters drop groups, and a critic's own backbone. The constants are in step_time_constants.py. The
-model has not been compared with measurements on a GPU.
+predictions of the model have not been compared with measurements on a GPU.
 """
 
 import math
@@ -47,7 +47,7 @@ These are the main weight and both moments in fp32.
 COLLECTIVES_PER_LAYER = 4
 """Number of tensor-parallel collectives per layer and pass.
 
-Attention and MLP each have a gather before them and a scatter after them.
+Attention and MLP each need an all-gather before them and a reduce-scatter after them.
 """
 
 
@@ -56,9 +56,9 @@ class ParamCounts:
     """Parameter counts of a model, taken from the shapes of its tensors."""
 
     language: int
-    """Number of language-model parameters multiplied with each token."""
+    """Number of language-model parameters that are used in the matrix products for each token."""
     vision: int
-    """Number of vision-tower parameters multiplied with each patch."""
+    """Number of vision-tower parameters that are used in the matrix products for each patch."""
     total: int
     num_tensors: int
 
@@ -84,7 +84,7 @@ class StepTimeInputs:
 
     @property
     def episode(self) -> EpisodeEstimate:
-        """Estimated mean episode of the run."""
+        """Estimated average episode of the run."""
         return estimate_mean_episode(self.model, self.settings, self.speeds)
 
     @property
@@ -251,9 +251,10 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the FLOPs of all epochs on the slowest pipeline stage.
 
     A forward pass takes 2 FLOPs per parameter and token, plus 2 * layers * heads * head size *
-    length FLOPs per token for attention. An update consists of a forward pass and, at the same cost
-    each, the gradient of the input, the gradient of the weights (not with LoRA), and recomputation
-    (if layers are recomputed). The vision tower is on the first stage.
+    length FLOPs per token for attention. An update consists of a forward pass, the gradient of the
+    inputs, the gradient of the weights (not with LoRA), and recomputation (if layers are
+    recomputed). Each of these costs as much as the forward pass. The vision tower is on the first
+    stage.
     """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision
@@ -280,8 +281,8 @@ def num_forward_passes_before_update(inputs: StepTimeInputs) -> int:
 def tensor_parallel_bytes(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the bytes that a rank sends to its tensor-parallel group in a step.
 
-    An epoch counts as three passes (one forward, two backward). With full recomputation, it counts
-    as four passes.
+    An epoch counts as three passes (one forward, two backward), or as four passes with full
+    recomputation.
     """
     parallel, model = inputs.settings.parallel, inputs.model
     passes = inputs.settings.batch.epochs * (3 + (parallel.recompute == "full")) + num_forward_passes_before_update(inputs)

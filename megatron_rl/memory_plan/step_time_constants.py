@@ -1,8 +1,9 @@
-"""Constants of the step-time model (step_time.py), and the mean episode that the model assumes.
+"""Constants of the step-time model (step_time.py), and the average episode that the model assumes.
 
-No code of this project has been timed on a GPU: every constant is an estimate or an assumption, as
-its docstring states. The nominal specifications of GPUs are in gpu_specs.py. When a constant is
-measured, the measured value replaces the value here, and the name is added to MEASURED_CONSTANTS.
+Every constant is an estimate or an assumption, as its docstring states. The first timings of this
+project on a GPU (benchmarks/results/h100_2026-11-26.md) have not been used for these constants. The
+nominal specifications of GPUs are in gpu_specs.py. When a constant is measured, the measured value
+replaces the value here, and the name is added to MEASURED_CONSTANTS.
 """
 
 import math
@@ -77,7 +78,8 @@ class StepTimeConstants:
     wake_s: float = 1.0
     """Seconds per step for the engine to go to sleep, wake up and allocate its KV cache.
 
-    Assumption; the goal is 0.3 s, but no measurement exists yet.
+    Assumption; the goal is 0.3 s. On one H100, going to sleep and waking up took 0.25 s with a 7B
+    model (benchmarks/results/h100_2026-11-26.md).
     """
     disk: float = 1e9
     """Bandwidth of a node for writing checkpoints, in bytes/s.
@@ -90,20 +92,21 @@ class StepTimeConstants:
     Assumption: a crop or a short program in the sandbox.
     """
     turns_share: float = 0.4
-    """Fraction of task.max_turns used in a mean episode. Assumption, not measured."""
+    """Fraction of task.max_turns used in an average episode. Assumption, not measured."""
     reply_share: float = 0.1
-    """Fraction of task.max_new_tokens used in a mean response.
+    """Fraction of task.max_new_tokens used in an average response.
 
     Estimate: 2,000 tokens in five turns of at most 4,096 tokens.
     """
     picture_share: float = 0.35
-    """Fraction of model.max_pixels used in a mean image. Estimate: 0.7 of 2 megapixels."""
+    """Average image size as a fraction of model.max_pixels. Estimate: 0.7 of 2 megapixels."""
     prompt_tokens: float = 500.0
     """Number of text tokens in a prompt. Assumption, not measured."""
     spread: float = 0.6
     """Standard deviation of the logarithm of the number of tokens sampled per episode.
 
-    Assumption: the longest of 128 episodes has 4 times as many sampled tokens as the mean.
+    Assumption: the longest of 128 episodes has 4 times as many sampled tokens as the average
+    episode.
     """
 
 
@@ -112,7 +115,7 @@ DEFAULT_CONSTANTS = StepTimeConstants()
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EpisodeEstimate:
-    """Sizes of the mean episode."""
+    """Sizes of the average episode."""
 
     num_turns: float
     sampled_tokens: float
@@ -135,10 +138,10 @@ class EpisodeEstimate:
 
 
 def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> EpisodeEstimate:
-    """Return the mean episode, scaled down if it exceeds engine.max_model_len.
+    """Return the sizes of the average episode, scaled down if it exceeds engine.max_model_len.
 
     The episode has one image in the prompt and one in each tool response, but at most
-    engine.max_images.
+    engine.max_images images in total.
     """
     task, unit = settings.task, (model.vision.patch_size * model.vision.spatial_merge_size) ** 2
     turns = max(1.0, speeds.turns_share * task.max_turns)
@@ -155,7 +158,7 @@ def estimate_mean_episode(model: ModelSpec, settings: Settings, speeds: StepTime
 
 
 def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> float:
-    """Return the ratio of the longest length among `num_episodes` episodes to the mean length.
+    """Return the ratio of the longest to the mean length of `num_episodes` episodes.
 
     Lengths in sampled tokens are assumed to be log-normal. The longest length is approximated by
     the quantile at num_episodes / (num_episodes + 1).

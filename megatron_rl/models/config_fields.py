@@ -59,8 +59,8 @@ LANGUAGE_SIZE_FIELDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
     "head_dim",
 )  # fmt: skip
-"""Fields of the language model that must have equal values if a config contains them twice, at the
-top level and in text_config.
+"""Fields of the language model that may occur both at the top level and in text_config. If a config
+contains such a field at both places, the two values must be equal.
 """
 _LANGUAGE: Fields = {
     **dict.fromkeys((*LANGUAGE_SIZE_FIELDS, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters",
@@ -141,7 +141,7 @@ def _find_unaccepted(stored: Mapping[str, object], fields: Fields, path: str) ->
 
 
 def _equal(value: object, known: object) -> bool:
-    """Compare as JSON does: 0 equals 0.0, and false is not a number."""
+    """Return True if two JSON values are equal: 0 equals 0.0, and false does not equal 0."""
     return isinstance(value, bool) == isinstance(known, bool) and value == known
 
 
@@ -151,7 +151,7 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
-    """Yield phrases for layer types except full attention and for unsupported rotary settings."""
+    """Yield phrases about layers without full attention and unsupported rotary settings."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
@@ -181,7 +181,7 @@ def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object
 
 
 def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Yield a phrase for each rotary setting that occurs several times with different values.
+    """Yield a phrase for each rotary setting that a config contains with different values.
 
     Such a config is ambiguous, because libraries read the setting from different places.
     """

@@ -1,7 +1,7 @@
 """Name mappings of the decoder layers of Qwen2 and Qwen3.
 
-Qwen2's layers have biases on q, k and v, and Qwen3's layers have norms on q and k. Otherwise the
-layers are equal.
+Qwen2's layers have biases on q, k and v, and Qwen3's layers have norms on q and k. Otherwise, the
+layers of the two models have the same structure.
 """
 
 from functools import partial

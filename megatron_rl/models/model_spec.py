@@ -50,7 +50,7 @@ class VisionSpec:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **own: int) -> "VisionSpec":
-        """Build a VisionSpec from config fields in SHARED_SIZES and the family's `own` sizes."""
+        """Build a VisionSpec from the config's SHARED_SIZES and the family-specific sizes `own`."""
         return cls(
             num_blocks=config.depth, num_heads=config.num_heads, in_channels=config.in_channels, patch_size=config.patch_size,
             temporal_patch_size=config.temporal_patch_size, spatial_merge_size=config.spatial_merge_size, **own,
@@ -84,9 +84,9 @@ class ModelFamily:
     """
 
     config_class: type[PreTrainedConfig]
-    """transformers' class of the whole config.json."""
+    """transformers' config class, which represents the entire config.json."""
     model_class: type[PreTrainedModel]
-    """transformers' class of the whole model, which defines the tensors of a checkpoint."""
+    """transformers' class of the entire model, which defines the tensors of a checkpoint."""
     text_fields: Fields
     """Supported config.json fields of the language model, with their accepted values
     (config_fields.py).
@@ -128,7 +128,7 @@ class ModelFamily:
     a family, transformers and vLLM accept no other names.
     """
     has_interleaved_mrope: bool
-    """True if successive rotary pairs of a head alternate between frame, row and column position
+    """True if successive rotary pairs of a head cycle through frame, row and column position
     (mrope.interleave_sections). If False, each of the three positions is used by a contiguous block
     of pairs.
     """

@@ -14,11 +14,11 @@ from megatron_rl.types import Image
 def interleave_sections(sections: Sequence[int]) -> list[int]:
     """Return Megatron's mrope_section for interleaved multimodal rotary embeddings, as in Qwen3-VL.
 
-    Rotary pair i uses the frame, row or column position if i % 3 is 0, 1 or 2. Once all pairs of
-    the row or column section are assigned, the frame position is used instead (transformers 5.19,
-    models/qwen3_vl, Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The result contains
-    three numbers per rotary pair: 1 for the position that the pair uses, and 0 for the other two
-    positions.
+    Rotary pair i uses the frame, row or column position if i % 3 is 0, 1 or 2, respectively. Once
+    all pairs of the row or column section are assigned, the frame position is used instead
+    (transformers 5.19, models/qwen3_vl, Qwen3VLTextRotaryEmbedding.recomposition_frequencies). The
+    result contains three numbers per rotary pair: 1 for the position that the pair uses, and 0 for
+    the other two positions.
 
     Example: interleave_sections((3, 1, 1)) == [1,0,0, 0,1,0, 0,0,1, 1,0,0, 1,0,0].
     """
@@ -29,11 +29,11 @@ def interleave_sections(sections: Sequence[int]) -> list[int]:
 def mrope_positions(token_ids: Sequence[int], images: Iterable[Image], image_token_id: int) -> torch.Tensor:
     """Return rotary positions [3, L] (frame, row, column) of a sequence.
 
-    The positions equal the result of get_rope_index in transformers 5.19 for still images, for
-    Qwen2-VL, Qwen2.5-VL and Qwen3-VL. Text positions increase by one on all three axes. The
-    positions of an image form a grid that starts at the next text position, and the text after the
-    image continues after the longer side of the grid. Raises ValueError if placeholders and grids
-    do not match.
+    For still images, the positions equal the results of the get_rope_index methods of Qwen2-VL,
+    Qwen2.5-VL and Qwen3-VL in transformers 5.19. Text positions increase by one on all three axes.
+    The positions of an image form a grid that starts at the next text position, and the text after
+    the image continues after the longer side of the grid. Raises ValueError if placeholders and
+    grids do not match.
     """
     grids = [(image.grid[0], image.grid[1] // image.merge, image.grid[2] // image.merge) for image in images]
     parts, start, used = [], 0, 0

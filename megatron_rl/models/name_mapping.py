@@ -6,10 +6,10 @@ Hugging Face names have the canonical form `model.layers.0...`, `visual...`, `lm
 `canonical_name` converts the newer names (`model.language_model...`, `model.visual...`) to the
 canonical form. Layer numbers are global in Hugging Face's and in Megatron's names.
 
-Layouts: Hugging Face has separate q, k and v, and separate gate and up. Megatron's linear_qkv has
-one block per key/value group, [q heads of the group, k, v] (megatron-core 0.16.1,
-transformer/attention.py, get_query_key_value_tensors). Megatron's linear_fc1 has [gate, up], each
-with the rank's own rows.
+Layouts: Hugging Face stores q, k, v, gate and up as separate tensors. Megatron's linear_qkv
+consists of one block per key/value group, [q heads of the group, k, v] (megatron-core 0.16.1,
+transformer/attention.py, get_query_key_value_tensors). On each rank, Megatron's linear_fc1 consists
+of [gate, up], with only the rank's own rows of gate and of up.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,7 +109,7 @@ class ParamMapping:
     def to_hf(self, shards: Sequence[torch.Tensor]) -> Tensors:
         """Convert all tensor-parallel shards, in rank order, to full Hugging Face tensors.
 
-        The tensors are in the order of `hf_names`, without padding of the vocabulary.
+        The result is in the order of `hf_names` and contains no vocabulary padding.
         """
         if self.shard_dim is None:
             return (shards[0],)
@@ -192,7 +192,7 @@ def canonical_name(name: str) -> str:
 
 
 def nested_name(name: str) -> str:
-    """Convert a canonical name to the newer form, used by transformers' modules since 4.52."""
+    """Convert a canonical name to the newer form, which transformers uses since version 4.52."""
     for newer, released in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if name.startswith(released):
             return newer + name.removeprefix(released)

@@ -65,7 +65,7 @@ class ServiceKind:
     """Path of the health check, which is appended to the address."""
     read_names: Callable[[bytes], list[str]]
     """Takes the body of a health check's reply and returns the names in the body, which include the
-    nonce. Raises ValidationError if the body comes from another kind of server.
+    nonce. Raises ValidationError if the body comes from a different kind of server.
     """
     key_remedy: str = "another server uses its port, or it was started with another token; restart it"
     """Fix suggested by the error message if a server rejects the token."""
@@ -107,7 +107,7 @@ def address_file(run: Path, name: str) -> Path:
 def token_file(run: Path, name: str) -> Path:
     """Return the path of the token file that the run creates for a server.
 
-    Only the user of the run can read the file.
+    Only the user who started the run can read the file.
     """
     return run / SERVICES_FOLDER / f"{name}.token"
 
@@ -146,7 +146,7 @@ def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated
     The request contains the service's own token, but none of the user's keys. Port and nonce are
     visible to every user who can list processes. If `is_gated` is True, the server must therefore
     first prove that it knows the token (see `has_proven_token`). Without this proof, a foreign
-    server that has taken the port is mistaken for the service.
+    server that has taken the port would be mistaken for the service.
 
     Raises:
         KeyRefused: The server at the address rejects the token.

@@ -42,8 +42,8 @@ forgotten.
 """
 MIN_BACKOFF_S, MAX_BACKOFF_S = 2.0, 60.0
 """Minimum and maximum backoff in seconds before a restart. After a first failure, the restart is
-immediate. After a second consecutive failure, the restart waits for the minimum backoff, which
-doubles with each further failure.
+immediate. The backoff after a second consecutive failure is the minimum backoff, and it doubles
+with each further failure up to the maximum.
 """
 
 SHARED_CORES_TEXT = "cores shared with the ranks"
@@ -172,7 +172,7 @@ class EngineServers:
             engine.consecutive_exits = 0
 
     def restart(self, url: str, *, is_unresponsive: bool) -> None:
-        """Restart a server that does not respond; see health.ServerSupervisor."""
+        """Restart a server that does not respond; implements health.ServerSupervisor."""
         engine, now = self._engines[url], time.monotonic()
         with engine.lock:
             if self._is_stopped:
@@ -234,7 +234,7 @@ def split_cores(cores: Sequence[int], settings: EngineSettings, *, num_ranks: in
 
 
 def describe_placement(settings: EngineSettings, *, num_ranks: int) -> str:
-    """Return a description of the devices that the servers would use on this node."""
+    """Describe the devices that the servers would use on this node."""
     if is_on_gpu(settings):
         return ", ".join(f"GPU {'-'.join(map(str, place))}" for place in settings.places(num_ranks=num_ranks))
     _, own = split_cores(sorted(os.sched_getaffinity(0)), settings, num_ranks=num_ranks)

@@ -138,13 +138,13 @@ class LaunchedService:
         raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        """Return the end of the service's log for an error line."""
+        """Return the last line of the service's log, or a hint for an external service."""
         if self._settings.external:
             return f"{address_file(self._run, self.name)} must be written by launch/serve.py in another job"
         return self._process.log_tail()
 
     def stop(self) -> None:
-        """Remove the address and token files and stop the service, if this process started it."""
+        """If this process started the service, remove its address and token files and stop it."""
         if self._process is None:
             return
         for file in (address_file(self._run, self.name), token_file(self._run, self.name)):
@@ -153,14 +153,14 @@ class LaunchedService:
 
 
 def enabled_services(services: ServicesSettings) -> dict[str, ServiceSettings]:
-    """Return the settings of the services that are configured, by name."""
+    """Return the settings of the configured services, keyed by name."""
     named = {"judge": services.judge, "listener": services.listener, "sandbox": services.sandbox, "speaker": services.speaker}
     return {name: service for name, service in named.items() if service.kind}
 
 
 @contextmanager
 def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]) -> Iterator[dict[str, str]]:
-    """Run the services inside the block and yield their addresses by name.
+    """Run the services inside the block and yield their addresses, keyed by name.
 
     All ranks must enter the block together. `raise_if_stopped` is called while waiting for the
     services, and may raise an exception to end the wait.
@@ -200,7 +200,10 @@ def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path)
 
 
 def _resolve_partner(partner: P, urls: Mapping[str, str], *, run: Path) -> P:
-    """Return a partner's settings with the addresses and token of the run's services."""
+    """Return a partner's settings with the names of services replaced by their addresses.
+
+    The token file of these services is set, too.
+    """
     own = [service_of(url) for url in partner.urls if service_of(url)]
     token = str(token_file(run, own[0])) if own else partner.token_file
     return replace(partner, urls=[urls.get(service_of(url), url) for url in partner.urls], token_file=token)

@@ -1,4 +1,4 @@
-"""Runs a command under a supervisor, and logs its output.
+"""Runs a command under a supervisor, and logs the command's output.
 
 The supervisor (supervisor.py) ends the command regardless of how the run ends.
 """

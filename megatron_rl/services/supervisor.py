@@ -4,8 +4,8 @@ usage: supervisor.py COMMAND ...
 
 Standard input is a pipe from the parent process. However the parent dies, the kernel closes the
 pipe. The supervisor also adopts and kills descendants that the command leaves behind (prctl(2),
-PR_SET_CHILD_SUBREAPER). Its exit code is the command's exit code. This script imports nothing from
-this project.
+PR_SET_CHILD_SUBREAPER). The exit code of the supervisor is the command's exit code. This script
+imports nothing from this project.
 """
 
 import ctypes

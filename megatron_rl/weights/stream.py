@@ -142,8 +142,8 @@ class HfWeightIterator:
     """Streams the weights of a live model as full Hugging Face tensors, in a fixed order.
 
     Iteration is collective, and every rank receives all tensors. Parameters are gathered in
-    buckets: one all-gather over tensor-parallel ranks and one broadcast from the pipeline stage
-    that holds the bucket's parameters.
+    buckets. Each bucket takes one all-gather over the tensor-parallel ranks and one broadcast from
+    the pipeline stage that holds the bucket's parameters.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class HfWeightIterator:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (Hugging Face name, full tensor) in a fixed order.
 
-        A tensor may share memory with the model: use it before the next update.
+        A tensor may share memory with the model, so it must be used before the next update.
         """
         for bucket in self.buckets:
             shards_by_row = self._gather(bucket)

@@ -46,8 +46,8 @@ def _sampled(names: Iterable[str]) -> list[str]:
 def check_base(config: dict[str, object], source: TensorSource, *, key: str, adapter: object) -> str:
     """Raise ValueError if an adapter was trained on a different base model than `source`.
 
-    `config` is the content of adapter_config.json. Returns a warning if the config has no digest,
-    which is the case for adapters written by other tools, and '' otherwise.
+    `config` is the content of adapter_config.json. Adapters written by other tools have no digest;
+    for such an adapter, returns a warning. Otherwise, returns ''.
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:

@@ -1,9 +1,10 @@
 """Reads checkpoints of any format as Hugging Face tensors and checks that they are complete.
 
-A source has `specs` and `read`. `specs` maps the tensor names of the released checkpoints to dtype
-and shape, in the preferred reading order. Constructing a source reads headers only. The constructor
-raises ValueError unless the checkpoint contains every tensor of the model exactly once and no other
-tensor, and every tensor has the shape required by config.json. There are two exceptions:
+A source has `specs` and `read`. `specs` maps each tensor name, as used in released checkpoints, to
+the tensor's dtype and shape, in the preferred reading order. Constructing a source reads headers
+only. The constructor raises ValueError unless the checkpoint contains every tensor of the model
+exactly once and no other tensor, and every tensor has the shape required by config.json. There are
+two exceptions:
 - Vocabulary rows beyond config.vocab_size are padding and are cut off.
 - A stored copy of tied embeddings is accepted if it is bitwise equal to the embeddings.
 """
@@ -41,13 +42,13 @@ class TensorSpec:
 
 
 BUFFERS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|rotary_pos_emb\.inv_freq|attn\.masked_bias|attn\.bias)")
-"""Pattern for names of tensors in older checkpoints that are not read, because they are computed
-when a model is built. transformers also ignores these tensors.
+"""Pattern for the names of buffers stored in older checkpoints. These tensors are not read, because
+they are computed when a model is built; transformers also ignores them.
 """
 
 
 class TensorSource(Protocol):
-    """Checkpoint of any format that is read as Hugging Face tensors."""
+    """Checkpoint of any format, read as Hugging Face tensors."""
 
     specs: Mapping[str, TensorSpec]
     skipped: Sequence[str]
@@ -90,7 +91,7 @@ def describe_skipped(source: TensorSource) -> str:
 def check_names(found: Iterable[str], wanted: Iterable[str], *, source: str, target: str) -> None:
     """Raise ValueError unless `found` and `wanted` contain the same names.
 
-    The message lists missing and unknown names.
+    The message lists the missing and the unknown names.
     """
     missing, unknown = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
     if missing or unknown:
@@ -111,7 +112,7 @@ def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) 
     """Return the spec without vocabulary padding.
 
     Raises ValueError if the stored shape differs from the model's `shape`. `stored` is the start of
-    the error message and consists of file name and stored name.
+    the error message and consists of the file name and the tensor's stored name.
     """
     found = spec.shape
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
@@ -124,7 +125,8 @@ def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) 
 def check_rows(specs: Mapping[str, TensorSpec], shapes: Mapping[str, torch.Size], *, num_token_ids: int, where: str) -> None:
     """Raise ValueError if a token id has no stored vocabulary row or is not below vocab_size.
 
-    `specs` maps canonical names to stored specs, and `shapes` maps them to the model's shapes.
+    `specs` maps canonical names to stored specs, and `shapes` maps canonical names to the model's
+    shapes.
     """
     rows = {name: specs[name].shape[0] for name in (EMBEDDINGS, HEAD) if name in specs and specs[name].shape}
     check_vocabulary(rows, vocab_size=shapes[EMBEDDINGS][0], num_token_ids=num_token_ids, where=where)
@@ -155,7 +157,7 @@ class HfNamedSource:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this name, without padding of the vocabulary.
+        """Return the tensor with this name, without vocabulary padding.
 
         Raises ValueError if a stored copy of tied embeddings differs from the embeddings.
         """
@@ -181,8 +183,8 @@ class MegatronSource:
 
         Args:
             ranks: Stored tensors of each tensor-parallel rank; a single element if the checkpoint
-                contains whole tensors. All ranks have the same names (ParamMapping.mcore_name or
-                checkpoint_key).
+                contains unsharded tensors. All ranks have the same tensor names, which are those of
+                ParamMapping.mcore_name or ParamMapping.checkpoint_key.
             rows: Name mappings of the model.
             shapes: Shapes of the model's tensors, keyed by Hugging Face name.
             leave_out: Stored names that do not belong to the model.
@@ -233,7 +235,7 @@ class MegatronSource:
         return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf_names, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this name, without padding of the vocabulary.
+        """Return the tensor with this name, without vocabulary padding.
 
         Raises ValueError if the ranks' copies of a replicated parameter differ, or if a stored copy
         of tied embeddings differs from the embeddings.

@@ -5,12 +5,13 @@ reader supports the files of Megatron-LM (`model_optim_rng.pt`: the state dict u
 under "model0", "model1" ... for an interleaved pipeline) and of verl
 (`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one per model chunk). Optimizer and random
 states in these files are ignored. Layer numbers count from the first layer of a chunk, and the
-chunks of an interleaved pipeline are assigned to the stages in turn.
+chunks of an interleaved pipeline are assigned to the stages cyclically.
 
 The language model's parameters are named as in name_mapping.py, with or without the prefix
-`language_model.`; norms may have either of their two names. The vision tower is on the first stage
-with the prefix `vision_model.`, `visual.` or `vision.`. It is either Hugging Face's tower,
-replicated, or a tower of Megatron layers, sharded by tensor parallelism (models/megatron_tower.py).
+`language_model.`; norms may be named as in the local or as in the Transformer Engine layer spec.
+The vision tower is on the first stage, and its parameters have the prefix `vision_model.`,
+`visual.` or `vision.`. The tower is either Hugging Face's tower, which is replicated on all ranks,
+or a tower of Megatron layers, which is sharded by tensor parallelism (models/megatron_tower.py).
 The reader was written from descriptions of these formats, without real files, so an unknown name
 raises an error instead of being skipped.
 """
@@ -33,7 +34,7 @@ LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
 
 
 class ClassicRank:
-    """Parameters of one tensor-parallel rank from all stages, with global layer numbers."""
+    """Parameters of one tensor-parallel rank on all pipeline stages, with global layer numbers."""
 
     def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
         self.folder, self._pieces = folder, pieces
@@ -120,9 +121,10 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
-    """Return the state dict of each model chunk in a file, with the prefixes of name_mapping.py.
+    """Return the state dict of each model chunk in a file.
 
-    Layer numbers still count from the first layer of the chunk.
+    Parameter names have the prefixes that name_mapping.py uses. Layer numbers
+    still count from the first layer of the chunk.
     """
     state = pickle_tensors.load(path)
     if isinstance(state, dict) and "model" in state:

@@ -1,6 +1,6 @@
 """Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json.
 
-Each file is compared with the record when the file is read. The record lists every file except
+When a file is read, it is compared with the record. The record lists every file except
 run/state.json:
     "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}
 Folders without run/state.json are not checked. A CPU core with SHA extensions hashes more than
@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_rl.io.jsonl import read_json
 
 STATE = "run/state.json"
-"""Path, relative to the checkpoint, of the file that records all other files."""
+"""Path of the file with the records of all other files, relative to the checkpoint."""
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
 """Subfolder of a checkpoint with the critic's training state. The files in the subfolder are
@@ -31,7 +31,7 @@ def compute_sha256(path: Path) -> str:
 
 
 def make_file_record(path: Path, sha256: str | None = None) -> dict[str, int | str]:
-    """Return size and SHA-256 of a file; the SHA-256 is computed unless `sha256` is passed."""
+    """Return the size and the SHA-256 of a file; compute the SHA-256 unless `sha256` is passed."""
     return {"bytes": path.stat().st_size, "sha256": sha256 or compute_sha256(path)}
 
 
@@ -60,7 +60,7 @@ class RecordedFiles:
     checkpoint: Path
     files: Mapping[str, FileRecord]
     prefix: str
-    """Path of the folder with tensors, relative to the checkpoint: "" or "critic/"."""
+    """Path of the tensor folder, relative to the checkpoint: "" or "critic/"."""
 
     def find_difference(self, names: Iterable[str]) -> str:
         """Describe the first file that differs from its record; return "" if all files match.

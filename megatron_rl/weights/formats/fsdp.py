@@ -3,12 +3,13 @@
 Each file contains a state dict of DTensors, keyed by Hugging Face names. A DTensor is either
 replicated on all ranks, or sharded (Shard) along one tensor dimension over the last dimension of
 the mesh. In a (ddp, fsdp) mesh, a sharded DTensor is replicated over the first mesh dimension.
-Ranks are numbered row by row over the mesh, as in init_device_mesh, so the parts of one replica are
-in rank order and are followed by the parts of the next replica.
+Ranks are numbered row by row over the mesh, as in init_device_mesh. In rank order, the parts of the
+first replica are therefore followed by the parts of the second replica, and so on.
 
 The reader checks that the sizes of the parts add up to the size of the tensor, and that all
-replicas have the same shapes, before any tensor is read. Only the first replica is read. A plain
-tensor (a world size of 1, or a parameter not handled by FSDP) is whole.
+replicas have the same shapes, before any tensor is read. Only the first replica is read. A tensor
+that is not a DTensor is unsharded. Such tensors occur with a world size of 1, and for parameters
+that FSDP does not handle.
 """
 
 import re
@@ -98,7 +99,7 @@ def _pieces(path: Path) -> dict[str, StoredTensor]:
 
 
 def _shard_dimension(piece: StoredTensor) -> int | None:
-    """Return the dimension that a tensor is sharded along; None for a whole tensor."""
+    """Return the dimension along which a tensor is sharded; None for an unsharded tensor."""
     kinds = [kind for kind, _ in piece.placements]
     if kinds in ([], ["Replicate"], ["Replicate", "Replicate"]):
         return None
@@ -112,8 +113,8 @@ def _shard_dimension(piece: StoredTensor) -> int | None:
 def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
     """Return the parts of the first replica of a tensor, in order.
 
-    Raises ValueError if the parts do not add up to the tensor, or if the parts of the other ranks
-    are not replicas of them.
+    Raises ValueError if the parts do not add up to the tensor, or if the other ranks' parts do not
+    form replicas of the tensor with the same shapes.
     """
     first = pieces[0]
     for piece in pieces:
@@ -138,7 +139,7 @@ def _shard_shapes(whole: torch.Size, dimension: int, sizes: list[int]) -> list[t
 
     `sizes` are the sizes of the stored parts along `dimension`; they determine the number of parts.
     The last parts may be smaller or empty. Returns [] if `sizes` do not add up to a multiple of the
-    tensor's size.
+    tensor's size along `dimension`.
     """
     replicas = sum(sizes) // whole[dimension]
     if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:

@@ -45,7 +45,7 @@ class MergedTensors:
         """Warning for an adapter without a digest of its base model; '' if it has a digest."""
 
     def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
-        """Check the shapes of A and B for a tensor of the base model, and return their names."""
+        """Return the names of lora_A and lora_B for a base-model tensor; check their shapes."""
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:

@@ -22,10 +22,10 @@ MISSING_FILE = "none: the file does not exist"
 
 
 def model_digests(folder: Path) -> dict[str, str]:
-    """Return a digest of each relevant file in a model folder, keyed by relative path.
+    """Return a digest for each relevant file in a model folder, keyed by relative path.
 
-    The digest of an existing file in FILES is its SHA-256. The digest of a weight file is a sampled
-    digest (io/sampled_digest.py).
+    The digest of a file named in FILES is the file's SHA-256. The digest of a weight file is a
+    sampled digest (io/sampled_digest.py).
     """
     stored = {name: compute_sha256(folder / name) for name in FILES if (folder / name).is_file()}
     weights = sorted(path for path in folder.rglob("*") if path.suffix in WEIGHTS and path.is_file())
@@ -35,7 +35,7 @@ def model_digests(folder: Path) -> dict[str, str]:
 def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, key: str, folder: object) -> None:
     """Raise ValueError if the digests of a model differ from the recorded digests.
 
-    The message names the first file that differs and both digests.
+    The message contains the name of the first file that differs, and both digests of this file.
     """
     for name in dict.fromkeys((*found, *recorded)):
         before, now = recorded.get(name, MISSING_FILE), found.get(name, MISSING_FILE)

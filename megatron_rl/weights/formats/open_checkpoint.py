@@ -42,7 +42,7 @@ def detect_format(folder: Path, *, key: str) -> str:
 
 
 def find_hf_folder(folder: Path) -> Path | None:
-    """Return the folder with a checkpoint's config, tokenizer and processor, or None.
+    """Return the folder with a checkpoint's config, tokenizer and processor; None if there is none.
 
     The folder is `hf` in checkpoints of this trainer, `huggingface` in checkpoints of verl, and the
     checkpoint folder itself otherwise.
@@ -58,7 +58,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
             contains an adapter, the adapter is merged into the weights; a value head is ignored.
         spec: Model that the checkpoint must match.
         key: Setting or option that names the folder, for error messages.
-        read_once: Set to True if each tensor is read once and by this process only. With
+        read_once: Set to True if each tensor is read only once, and only by this process. With
             memory-mapped formats (torch_dist, Hugging Face), tensors are then dropped from the page
             cache after use.
 
@@ -66,7 +66,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
         Source of the model's tensors.
 
     Raises:
-        ValueError: The checkpoint is incomplete, damaged or belongs to another model.
+        ValueError: The checkpoint is incomplete or damaged, or belongs to a different model.
     """
     kind, shapes = detect_format(folder, key=key), spec.shapes()
     companions = find_hf_folder(folder)

@@ -32,8 +32,8 @@ KNOWN_FIELDS = (
 )  # fmt: skip
 """Fields of adapter_config.json (PEFT 0.21, and the lora*_ fields of ms-swift) that are read, or
 that have no effect in plain LoRA. Adapters with a value in any other field are rejected, because
-the field may change the computation (layers_to_transform, exclude_modules, use_dora, rank_pattern,
-or a field of a newer PEFT).
+the field may change the computation. Examples are layers_to_transform, exclude_modules, use_dora,
+rank_pattern, and fields of newer PEFT versions.
 """
 TARGET_PREFIXES = (True, False, None, "gaussian", "eva", "orthogonal")
 """Accepted values of init_lora_weights: initializations that leave the base model unchanged. PiSSA,
@@ -55,9 +55,9 @@ LANGUAGE_TARGETS = {
         ("mlp.linear_fc2", "mlp.down_proj", 1),
     ),
 }
-"""Adapted linear layers of a decoder layer, keyed by value of lora.targets. Each entry consists of
-Megatron's linear layer, Hugging Face's projection, and the weight dimension that tensor parallelism
-shards.
+"""Adapted linear layers of a decoder layer, keyed by the value in lora.targets. Each entry consists
+of Megatron's linear layer, Hugging Face's projection, and the weight dimension that tensor
+parallelism shards.
 """
 
 
@@ -100,8 +100,8 @@ def _lora_rows(linear: str, hf: str, stage: str, *, cut: int | None) -> list[Par
     """Return the name mappings of A and B for one linear layer.
 
     With cut=0, tensor parallelism shards the rows of the layer's weight: ranks compute different
-    outputs, so B is sharded. With cut=1 it shards the columns: ranks have different inputs, so A is
-    sharded. With cut=None, A and B are replicated.
+    outputs, so B is sharded. With cut=1, tensor parallelism shards the columns: ranks have
+    different inputs, so A is sharded. With cut=None, A and B are replicated.
     """
     name = projection_name(hf)
     return [
@@ -115,7 +115,7 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 
 def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
-    """Initialize adapters as PEFT does: B is zero, A is uniform in +-1 / sqrt(inputs).
+    """Initialize adapters as PEFT does: B is zero, A is uniform within +-1 / sqrt(inputs).
 
     The values depend on the seed and the layer's name, but not on the parallel layout.
     """
@@ -194,9 +194,9 @@ def make_peft_config(
 ) -> dict[str, object]:
     """Return the content of adapter_config.json.
 
-    `target_modules` is a pattern for whole module names: a list of suffixes such as gate_proj could
-    match modules of both the language model and the vision tower. `digest` is the digest of the
-    base model (base_digest.py).
+    The field `target_modules` is a regular expression for full module names, because a list of
+    suffixes such as gate_proj could match modules of both the language model and the vision tower.
+    `digest` is the digest of the base model (base_digest.py).
     """
     language = "|".join(re.escape(hf) for target, entries in LANGUAGE_TARGETS.items() if target in targets for _, hf, _ in entries)
     vision = "|".join(pattern for target, pattern in vision_lora.items() if target in targets)

@@ -6,9 +6,9 @@ with weights_only: it inflates compressed members, trusts strides, and allocates
 length.
 
 Objects in the pickle other than tensors become inert records (safe_unpickler.py), so DTensors can
-be read without their classes, a mesh or a process group. Loading records only the positions of
-tensor data. The data is read one tensor at a time, so that memory and memory maps do not grow with
-the size of the file.
+be read without their classes, a mesh or a process group. `load` records only the positions of
+tensor data. The data is read one tensor at a time, so that neither the memory usage nor the number
+of memory maps grows with the size of the file.
 """
 
 import io
@@ -35,7 +35,7 @@ _STORAGES = {
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """Position of a tensor in a file: a whole tensor, or one rank's part of a DTensor."""
+    """Position in a file of an unsharded tensor, or of one rank's part of a DTensor."""
 
     path: Path
     offset: int
@@ -44,7 +44,7 @@ class StoredTensor:
     shape: torch.Size
     stride: tuple[int, ...]
     full_shape: torch.Size | None = None
-    """Shape of the DTensor that this part belongs to; None for a whole tensor."""
+    """Shape of the DTensor that this part belongs to; None for an unsharded tensor."""
     placements: tuple[tuple[str, int | None], ...] = ()
     """Placement of the DTensor for each dimension of the mesh: ("Shard", tensor dimension) or
     ("Replicate", None).
@@ -152,9 +152,10 @@ class _Archive:
         return self._file.read(size)
 
     def _place(self, name: str) -> int:
-        """Return the position of a member's data, computed from the member's local header.
+        """Return the position of an archive member's data, computed from the member's local header.
 
-        See PKWARE APPNOTE 6.3.10, 4.3.7. Raises ValueError if the data extends beyond the archive.
+        See PKWARE APPNOTE 6.3.10, section 4.3.7. Raises ValueError if the data extends beyond the
+        archive.
         """
         member = self._members[name]
         self._file.seek(member.header_offset)
@@ -202,8 +203,8 @@ def _num_spanned(sizes: torch.Size, steps: tuple[int, ...]) -> int:
 def _empty() -> dict:
     """Return an empty dict in place of an OrderedDict; the pickle adds the items one by one.
 
-    Arguments are not accepted: with a list of items as argument, every three bytes of pickle could
-    create another copy of the items.
+    Arguments are rejected: if a list of items were accepted as an argument, every three bytes of
+    the pickle could create another copy of these items.
     """
     return {}
 

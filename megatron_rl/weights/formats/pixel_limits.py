@@ -49,7 +49,7 @@ def _with_limits(stored: dict[str, object], limits: tuple[int, int]) -> dict[str
 
 
 def _read(path: Path) -> dict[str, object]:
-    """Return the content of a JSON file; {} if it is missing or is not a JSON object.
+    """Return the content of a JSON file; {} if the file is missing or contains no JSON object.
 
     Damaged files are ignored here, because loading the model rejects them.
     """

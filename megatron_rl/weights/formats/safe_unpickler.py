@@ -1,11 +1,11 @@
-"""Unpickler for untrusted data: executes no code from the data and limits memory and time.
+"""Unpickles untrusted data without executing code from the data.
 
 Memory and time are proportional to the size of the data. Names in a pickle are looked up in a fixed
 set of constructors for the file format. Depending on the format, other names are rejected or become
 an `InertRecord`, which stores its arguments and does nothing. The implementation extends the Python
 version of pickle's unpickler, because the C version (Python 3.11, Modules/_pickle.c,
-_Unpickler_ResizeMemoList) allocates 34 GB for a nine-byte pickle that writes to position
-2**31 - 1 of the memo.
+_Unpickler_ResizeMemoList) allocates 34 GB for a nine-byte pickle that writes to position 2**31 - 1
+of the memo.
 
 Some opcodes are reimplemented. NEWOBJ calls the format's constructor. BUILD sets no attributes of
 classes or functions. Keys of dicts must not be nested tuples, because hashing a deeply nested tuple
@@ -45,7 +45,7 @@ class InertRecord:
     state: object = None
 
     def set_state(self, state: object) -> None:
-        """Store the state of the object, which the opcode BUILD passes."""
+        """Store the state that the opcode BUILD passes to this object."""
         self.state = state
 
 
@@ -55,7 +55,7 @@ def make_record_maker(module: str, name: str) -> Maker:
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """Unpickler that resolves names, states and persistent ids with functions of the file format.
+    """Unpickler that handles names, states and persistent ids with functions of the file format.
 
     `load` raises one of UNPICKLING_ERRORS for invalid data.
     """

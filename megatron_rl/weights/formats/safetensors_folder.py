@@ -3,9 +3,9 @@
 A safetensors file consists of an 8-byte little-endian length, a JSON header of that length (which
 may end in spaces), and the tensors' data in header order without gaps (safetensors 0.6, README.md,
 Format). The reader checks that headers and index are complete and consistent. The writer reserves
-space for the header and writes the header last, so that tensors need not be known in advance. Two
-or three tensors are in memory at a time. Headers are read back before the folder is renamed to its
-final name.
+space for the header and writes the header last, so that the tensors need not be known in advance.
+Two or three tensors are in memory at a time. Headers are read back before the folder is renamed to
+its final name.
 """
 
 import json
@@ -42,8 +42,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def find_missing_file(folder: Path) -> str:
     """Return the first required file that is missing from a Hugging Face folder, or "".
 
-    Required files are config.json, the files listed in the index, and at least one file of weights.
-    An invalid index counts as missing.
+    Required files are config.json, the files listed in the index, and at least one weight file. An
+    invalid index counts as missing.
     """
     if not (folder / "config.json").is_file():
         return "config.json"
@@ -72,14 +72,14 @@ class _Entry:
 class HfTensors:
     """Tensors of a Hugging Face folder, read one at a time by canonical name.
 
-    The constructor checks headers and index. Raises ValueError if the folder is incomplete or
-    damaged; the message names the setting or option `key` that contains the folder.
+    The constructor checks the headers and the index. Raises ValueError if the folder is incomplete
+    or damaged; the message names the setting or option `key` that contains the folder.
     """
 
     def __init__(self, folder: str | Path, *, key: str = "model.path", read_once: bool = False) -> None:
         """Read and check the headers and the index.
 
-        Set `read_once` to True if each tensor is read once and by this process only; see
+        Set `read_once` to True if each tensor is read only once, and only by this process; see
         tensor_files.map_tensor.
         """
         self.folder, self.key, self._read_once = Path(folder), key, read_once
@@ -185,15 +185,15 @@ def write_hf_folder(
 ) -> list[str]:
     """Write a complete Hugging Face folder at `out`, atomically.
 
-    The folder contains `tensors`, and config, tokenizer and processor from `like`. The folder is
-    written under a temporary name, verified (headers are read back), flushed to disk and finally
-    renamed, so that `out` is never incomplete.
+    The folder contains `tensors`, and the config, tokenizer and processor files of `like`. The
+    folder is written under a temporary name, verified (headers are read back), flushed to disk and
+    finally renamed, so that `out` is never incomplete.
 
     Args:
         out: The new folder. An existing folder is replaced.
         tensors: Names and tensors, consumed one at a time.
         like: Hugging Face folder from which all other files are copied.
-        shard_bytes: Maximum size in bytes of a file of weights.
+        shard_bytes: Maximum size of a weight file in bytes.
         config: Content of config.json; None keeps the config.json of `like`.
         check: Function called with the folder before it is renamed; it raises an exception to
             reject the folder.

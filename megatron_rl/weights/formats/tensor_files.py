@@ -35,8 +35,8 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 the disk (Modules/mmapmodule.c).
 """
 WRITE_BYTES = 64 << 20
-"""Number of bytes between two requests to the kernel to start writing a file to disk, so that fsync
-has little left to write.
+"""Number of written bytes after which the kernel is asked to start writing a file to disk, so that
+fsync has little left to write.
 """
 NO_COMPANIONS = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx", ".distcp"}
 """Suffixes of weight files in a Hugging Face folder; `*.index.json` files also count as weights."""
@@ -51,10 +51,10 @@ def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size
     """Return the contiguous tensor stored at an offset of a file, as a private memory map.
 
     The tensor's part of the file is read immediately and stays mapped as long as the tensor exists.
-    Writing to the tensor changes memory, never the file. Set `read_once` to True if neither this
-    nor another process reads that part of the file again: it is then dropped from the page cache
-    together with the tensor, so that the kernel need not free other memory for the next tensor.
-    Raises OSError if the disk cannot be read.
+    Writing to the tensor changes memory, never the file. Set `read_once` to True if no process
+    reads that part of the file again. The part is then dropped from the page cache when the tensor
+    is freed, so that the kernel need not free other memory for the next tensor. Raises OSError if
+    the disk cannot be read.
     """
     before = offset % mmap.ALLOCATIONGRANULARITY
     num_bytes = shape.numel() * dtype.itemsize

@@ -77,7 +77,7 @@ class McoreImport:
         return row.list_row_slices(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf_names)))
 
     def _check_result(self, into: Path) -> None:
-        """Read the metadata of the written folder and compare it with the plan."""
+        """Compare the written folder's metadata with the planned names, specs and total size."""
         result = McoreTensors(into, key="--out")
         check_names(result.specs, self.target_specs, source=str(into), target="the name mapping")
         for key, spec in self.target_specs.items():

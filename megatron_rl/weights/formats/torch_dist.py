@@ -1,9 +1,9 @@
 """Reader and writer of Megatron's checkpoint format `torch_dist`.
 
-Reader and writer handle one tensor at a time and need no process group. A folder contains
-`*.distcp` files (every chunk of a tensor is a separate torch.save at an offset), `.metadata` (a
-pickled torch Metadata object with the chunks of each tensor and their positions), `common.pt` and
-`metadata.json` (megatron-core 0.16.1, dist_checkpointing).
+The reader and the writer handle one tensor at a time and need no process group. A folder contains
+`*.distcp` files (each chunk of a tensor is the output of a separate torch.save call, at its own
+offset), `.metadata` (a pickled torch Metadata object with the chunks of each tensor and their
+positions), `common.pt` and `metadata.json` (megatron-core 0.16.1, dist_checkpointing).
 
 The writer does not use torch 2.13's FileSystemWriter, which keeps every tensor of a file in memory
 until the file is complete (checkpoint/filesystem.py, _write_files_from_queue), nor
@@ -78,7 +78,7 @@ class McoreTensors:
         Args:
             folder: The torch_dist folder.
             key: Setting or option that names the folder, for error messages.
-            read_once: Set to True if each tensor is read once and by this process only; see
+            read_once: Set to True if each tensor is read only once, and only by this process; see
                 tensor_files.map_tensor.
             with_optimizer: Include the optimizer's tensors.
             is_verified: Set to True if all files have already been compared with their digests.
@@ -139,7 +139,7 @@ class McoreTensors:
         return [(chunk.offsets, chunk.sizes) for chunk in self._tensors[name].chunks]
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, on the CPU and in the stored dtype."""
+        """Return the full tensor, on the CPU and in the stored dtype."""
         entry = self._tensors[name]
         if len(entry.chunks) == 1:
             return self.read_chunk(name, entry.chunks[0].offsets)
@@ -193,7 +193,7 @@ class TorchDistWriter:
             self._file.close()
 
     def add(self, key: str, *runs: torch.Tensor, dim: int = 0, parts: int = 1) -> None:
-        """Write a tensor, given as a whole or as consecutive slices of rows.
+        """Write a tensor, passed either in one piece or as consecutive slices of rows.
 
         The tensor is stored as `parts` equal chunks along `dim`, so that a rank can read its shard
         without reading the rest of the tensor. With dim=0, the last chunk is shorter if `parts`
@@ -263,7 +263,7 @@ class TorchDistWriter:
 
 
 class _ChunkBuffer:
-    """File object for one torch.save call that writes the data of `runs` in place of `tensor`."""
+    """File object for one torch.save call; replaces the data of `tensor` by the data of `runs`."""
 
     def __init__(self, file: FlushedFile, tensor: torch.Tensor, runs: Tensors) -> None:
         self.file, self.tensor, self.runs = file, tensor, runs
@@ -285,7 +285,7 @@ def _stacked_shape(runs: Tensors) -> torch.Size:
 
 
 def _cut_runs(runs: Tensors, dim: int, parts: int) -> Iterator[Tensors]:
-    """Yield the slices of each of `parts` equal chunks along `dim`."""
+    """Split the tensor into `parts` equal chunks along `dim`; yield the slices in each chunk."""
     if parts == 1:
         yield runs
     elif dim:

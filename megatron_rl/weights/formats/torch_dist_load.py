@@ -1,6 +1,6 @@
-"""Loads an untrusted torch_dist folder with dist_checkpointing, but without its pickle calls.
+"""Loads an untrusted torch_dist folder with dist_checkpointing, but without unsafe unpickling.
 
-megatron-core 0.16.1 and torch 2.13 would unpickle data in four places:
+megatron-core 0.16.1 and torch 2.13 would unpickle four parts of such a folder:
 - `.metadata` (pickle.load, checkpoint/filesystem.py; if that fails, `__R.metadata` of every rank),
 - a chunk (torch.load with weights_only and with classes that Megatron allows for the whole process,
   safe_globals.py),
@@ -104,7 +104,8 @@ class _Reader(FileSystemReader):
 def _using_reader(reader: _Reader) -> Iterator[None]:
     """Make Megatron use `reader` inside the block instead of creating its own reader.
 
-    Megatron creates readers with a module-level function (strategies/torch.py), which is replaced.
+    Megatron creates readers with a module-level function (strategies/torch.py), which this context
+    manager replaces.
     """
     make = strategy._get_filesystem_reader
     strategy._get_filesystem_reader = lambda folder, cache_metadata=False: reader
