@@ -125,7 +125,7 @@ def build_rollout_manager(
         task: Task of the episodes.
         trainer: Trainer that is offloaded while a colocated engine uses the device.
         renderer: Renders prompts and observations.
-        world: Rank and device of this process, and the size of the run.
+        world: Rank and device of this process, and the number of processes in the run.
         image_exchange: Gathers the rollouts of all ranks.
         stop_signal: Ends generation when a stop of the run is requested.
         log: Receives one line of text per event.
@@ -153,7 +153,7 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the name that identifies this run as owner of its locked servers in error messages.
+    """Return the name that identifies this run, in error messages, as the owner of locked servers.
 
     Example: `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two components of the run
     directory's path are included, because vLLM 0.32.0 removes absolute paths from responses
@@ -179,7 +179,7 @@ def build_server_engine(
     Args:
         settings: Settings of the run.
         renderer: Provides the image token id, the stop token ids and the tokenizer.
-        world: Rank and device of this process, and the size of the run.
+        world: Rank and device of this process, and the number of processes in the run.
         image_exchange: Gathers data across ranks.
         log: Receives one line of text per event.
         supervisor: Supervisor of the servers that this run started itself; set on rank 0 only.

@@ -21,15 +21,15 @@ from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
 CACHE_BYTES = 1 << 30
-"""Maximum size in bytes of the images in one process's demonstration cache. Each image counts as
-RGB at its final size.
+"""Maximum size in bytes of the images in one process's demonstration cache. An image counts as the
+bytes of its resized RGB pixels.
 """
 
 
 def train_sft(
     settings: Settings, *, task: Task, policy: Policy, renderer: Renderer, run: Run, checkpoints: Checkpoints, stop_signal: StopSignal
 ) -> None:
-    """Run the SFT stages in order; each stage cycles through its demonstrations for its step count.
+    """Run the SFT stages in order. Each stage repeats its demonstrations until its last step.
 
     Raises:
         GracefulStop: On every rank, if a stop of the run was requested, as in training_loop.train.

@@ -37,7 +37,7 @@ def prepare_training_batch(
         policy: Policy to train.
         critic: Critic with its own backbone; None without a critic or with a shared backbone.
         algorithm: Algorithm that computes the advantages.
-        fetch_images: Function that makes images available to the ranks that encode them. The
+        fetch_images: Function that makes images available to the ranks that encode them. Its
             argument maps each rank to the images that the rank encodes.
         step: Current step, which is also the weight version before the first update.
     """
@@ -130,9 +130,9 @@ def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[Mic
 def compute_advantages(rollouts: list[Rollout], minibatches: list[list[MicroBatch]], algo: AlgoSettings, algorithm: Algorithm) -> None:
     """Compute advantages that depend on logprobs or values.
 
-    This writes the model outputs to the sequences, then the advantages to sequences and
-    micro-batches. If the rollout correction bypasses old logprobs, the engine's logprobs are used
-    in place of old logprobs.
+    This function writes the model outputs to the sequences, then the advantages to the sequences
+    and the micro-batches. If the rollout correction bypasses old logprobs, the engine's logprobs
+    are used in place of old logprobs.
     """
     every = [batch for batches in minibatches for batch in batches]
     fields = BATCH_COLUMN | ({"old_logprobs": "rollout_logprob_T"} if bypasses(algo) else {})

@@ -225,6 +225,6 @@ def make_updaters(
 def raise_on_nonfinite(
     run: Run, policy: Policy, update: Callable[[list[MicroBatch], int], dict[str, float]], step: int, batches: list[MicroBatch]
 ) -> dict[str, float]:
-    """Run one update. If a value is not finite, save the micro-batches in the run directory."""
+    """Run one update. If it raises NonFiniteValue, save the micro-batches in the run directory."""
     with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
         return update(batches, step)

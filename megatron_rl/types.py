@@ -376,7 +376,10 @@ class Rollout:
 
     @property
     def images(self) -> list[Image]:
-        """Images of all sequences, then images of all turns. Most images occur more than once."""
+        """Images of all sequences, followed by the images of all turns.
+
+        Most images occur more than once in this list.
+        """
         return [image for each in (*self.sequences, *self.turns) for image in each.images]
 
     def drop_patches(self) -> None:
@@ -548,7 +551,7 @@ class ValueLossInputs:
     """Turn index of each token, as in LossInputs.turn_R."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Return a bool tensor for each input name, True if all values of the input are finite."""
+        """Map each input's name to a bool tensor, which is True if all of its values are finite."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 
@@ -601,7 +604,7 @@ class LossInputs:
     """Inputs of the value loss if the critic shares the policy's backbone, else None."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Return a bool tensor for each input name, True if all values of the input are finite.
+        """Map each input's name to a bool tensor, which is True if all of its values are finite.
 
         Inputs from outside the current forward pass come first, so the first failed check names the
         origin of a non-finite value.

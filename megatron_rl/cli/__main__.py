@@ -1,4 +1,7 @@
-"""Does the same as launch/train.py once installed: `torchrun -m megatron_rl.cli key=value ...`."""
+"""Equivalent of launch/train.py for the installed package.
+
+Usage: `torchrun -m megatron_rl.cli key=value ...`.
+"""
 
 from megatron_rl.cli import cli
 

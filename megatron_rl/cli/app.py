@@ -43,7 +43,7 @@ from megatron_rl.run.shutdown import EXIT_INTERRUPTED, die_with_parent
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
 NON_MAIN_DELAY_S = 20.0
 """Delay in seconds before ranks other than the main rank print an error or exit. The main rank
-reports errors that all ranks raise, and torchrun ends the other ranks during the delay.
+prints and exits first, and torchrun ends the other ranks during the delay.
 """
 MIN_FREE_BYTES = 1 << 20
 """Free disk space in bytes below which a disk counts as full."""
@@ -79,11 +79,11 @@ def cli(
     """Run the command given by this process's command-line arguments.
 
     Args:
-        tasks: User-defined tasks by name: with {"mine": MyTask}, task=mine selects the task.
-        rewards: User-defined reward functions by name: with {"short": short}, task.reward=short
-            selects the function.
-        algorithms: User-defined algorithms by name: with {"mine": Algorithm(...)}, algo.name=mine
-            selects the algorithm (docs/extend.md).
+        tasks: User-defined tasks, keyed by name. With {"mine": MyTask}, task=mine selects the task.
+        rewards: User-defined reward functions, keyed by name. With {"short": short},
+            task.reward=short selects the function.
+        algorithms: User-defined algorithms, keyed by name. With {"mine": Algorithm(...)},
+            algo.name=mine selects the algorithm (docs/extend.md).
 
     The first argument may be one of these commands; without a command, a training run starts.
 
@@ -137,7 +137,7 @@ def cli(
 
 
 def exit_with(is_finished: bool) -> None:
-    """Exit with STOPPED_EXIT_CODE if the run was stopped; the main rank exits first."""
+    """Exit with STOPPED_EXIT_CODE if the run is not finished; the main rank exits first."""
     if not is_finished:
         if not read_world().is_main:
             time.sleep(NON_MAIN_DELAY_S)
@@ -148,7 +148,7 @@ def transformer_engine_error(error: ImportError) -> str:
     """Return the error message for an installed Transformer Engine that cannot be imported.
 
     megatron-core 0.16.1 cannot be imported if Transformer Engine is broken or lacks a module that
-    Megatron needs. Import errors of other packages are re-raised.
+    Megatron needs. Import errors from other packages are re-raised.
     """
     inside = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(name.startswith("transformer_engine") for name in (*inside, error.name or "")):
@@ -158,7 +158,7 @@ def transformer_engine_error(error: ImportError) -> str:
 
 
 def register_tasks(tasks: Mapping[str, type]) -> None:
-    """Register a user's tasks and their options as choices of task=NAME.
+    """Register a user's tasks and their options as choices for task=NAME.
 
     A YAML file configs/task/NAME.yaml next to the user's script takes precedence.
     """
@@ -227,8 +227,8 @@ def block_wandb_import(is_disabled: bool) -> None:
 def exit_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
     """Print an error as one line and exit.
 
-    If all ranks have raised the error, only the main rank prints it. This is the case in a dry run
-    and for errors from world.raise_on_all_ranks.
+    If all ranks have raised the error, only the main rank prints it. All ranks raise the same error
+    if `is_dry` is set, or if world.raise_on_all_ranks raised the error.
     """
     exit_with_line(add_disk_full_hint(str(error)), world, on_all_ranks=is_dry or isinstance(error, SharedValueError | SharedOSError))
 
@@ -246,7 +246,7 @@ def add_disk_full_hint(line: str) -> str:
 
 
 def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> NoReturn:
-    """Print a line and exit with code 1; with `on_all_ranks`, only the main rank prints it."""
+    """Print a line and exit with code 1; if `on_all_ranks` is set, only the main rank prints."""
     if not world.is_main:
         time.sleep(NON_MAIN_DELAY_S)
     if world.is_main or not on_all_ranks:
@@ -255,7 +255,7 @@ def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> No
 
 
 def reject_flags(message: str) -> NoReturn:
-    """Raise a ValueError for unknown flags that suggests the equivalent key=value overrides."""
+    """Raise a ValueError that suggests key=value overrides in place of unknown flags."""
     words = [written for flag in message.partition("arguments: ")[2].split() if (written := flag_to_override(flag, sys.argv))]
     remedy = f"write {' '.join(words)}" if words else "see --help for the usage"
     raise ValueError(f"{message}; {remedy}")

@@ -1,4 +1,4 @@
-"""Prints a table that compares evaluations with the first of them (launch/compare.py)."""
+"""Prints a table that compares one or more evaluations with a baseline (launch/compare.py)."""
 
 import argparse
 import sys
@@ -29,7 +29,7 @@ def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> 
 
 
 def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
-    """Print the table, and the conditions in which evaluations differ from the first one."""
+    """Print the table, and the conditions in which evaluations differ from the first evaluation."""
     first, *others = evaluations
     table = Table("evaluation", "examples", "success (95%)", "in common", "minus the first (95%)", "p")
     for each in evaluations:

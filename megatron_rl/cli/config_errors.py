@@ -1,7 +1,7 @@
 """Turns Hydra and OmegaConf errors into one-line messages: `key=value: remedy`.
 
-Written for hydra 1.3.2 (core/default_element.py, _internal/config_loader_impl.py) and omegaconf
-2.3.
+The code depends on internals of hydra 1.3.2 (core/default_element.py,
+_internal/config_loader_impl.py) and omegaconf 2.3.
 """
 
 import re
@@ -49,14 +49,15 @@ MIN_SIMILARITY = 0.6
 def format_error(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
     """Return the one-line message for an error raised while composing the settings.
 
-    `overrides` are the command-line arguments. Addresses may contain credentials, because
-    config.checks.require_address has not been applied yet; so they are masked.
+    `overrides` are the command-line arguments. Addresses in the message are masked, because they
+    may contain credentials: config.checks.require_address, which rejects credentials, has not been
+    applied yet.
     """
     return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", error_line(error, overrides))
 
 
 def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
-    """Return the message for an error according to its type, without masking addresses."""
+    """Return the one-line message for an error, without masking addresses."""
     if isinstance(error, OverrideParseException):
         return malformed_override_line(error.override, overrides)
     if isinstance(error, MissingConfigException):
@@ -105,7 +106,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
 
 
 def describe_expected_value(error: ValidationError, value: object) -> str:
-    """Describe the type that a setting expects, after `value` was rejected."""
+    """Describe the type that a setting expects, for the message that rejects `value`."""
     is_entry = get_origin(error.ref_type) is dict
     kind = get_args(error.ref_type)[1] if is_entry else get_type_hints(error.object_type)[error.key]
     if is_dataclass(kind):
@@ -168,9 +169,9 @@ def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
 
 
 def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
-    """Rejoin the value of an override that the shell split at blanks.
+    """Rejoin the value of an override that the shell split at blanks, up to the closing bracket.
 
-    The value ends with the closing bracket. Return an empty string if the bracket is never closed.
+    Return an empty string if the bracket is never closed.
     """
     value, opener = word.partition("=")[2], word.partition("=")[2][:1]
     for following in overrides[overrides.index(word) + 1 :] if word in overrides else ():
@@ -198,7 +199,7 @@ def unknown_key_line(key: str, given: str) -> str:
 
 
 def closest_key(key: str) -> str:
-    """Return the setting or config group that was probably meant, or an empty string.
+    """Return the setting or config group that the user probably meant, or an empty string.
 
     Names used by other trainers are tried first, then the known key with the most similar last
     component.
@@ -228,7 +229,7 @@ def split_override(word: str) -> tuple[str, str]:
 
 
 def format_typed(key: str, typed: dict[str, str]) -> str:
-    """Return `key=value` as typed, or the key alone if it was not typed."""
+    """Return `key=value` as the user typed it, or only the key if the user typed no value."""
     return f"{key}={typed[key]}" if key in typed else key
 
 

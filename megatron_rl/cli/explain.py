@@ -1,4 +1,4 @@
-"""Command line of launch/explain.py, which analyzes one recorded step and prints one page."""
+"""Command line of launch/explain.py, which analyzes one recorded step and prints its findings."""
 
 import argparse
 import sys
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report_error(is_main: bool, line: str, code: int) -> int:
-    """Print the error and return its exit code on the main rank; other ranks return EXIT_AGREE."""
+    """On the main rank, print the error and return its exit code; on others, return EXIT_AGREE."""
     if is_main:
         print(line, file=sys.stderr, flush=True)
     return code if is_main else EXIT_AGREE

@@ -89,7 +89,7 @@ def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str
 
 
 def read_field_docs(schema: type) -> dict[str, str]:
-    """Return the docstring of each field of a dataclass on one line, keyed by field name.
+    """Return the docstrings of a dataclass's fields, each joined to one line, keyed by field name.
 
     A field that holds a settings dataclass and has no docstring gets the docstring of the
     dataclass.
@@ -105,7 +105,7 @@ def read_field_docs(schema: type) -> dict[str, str]:
 
 
 def format_value(value: object) -> str:
-    """Return a value in command-line syntax: true, [a,b], ''."""
+    """Return a value in command-line syntax, such as `true`, `[a,b]` or `''`."""
     if isinstance(value, bool):
         return str(value).lower()
     if OmegaConf.is_list(value):
@@ -114,7 +114,7 @@ def format_value(value: object) -> str:
 
 
 def _group_lines() -> Iterator[str]:
-    """Yield a line for each config group that lists its names: experiment=NAME, ..."""
+    """Yield one line per config group with the names of its configs: `GROUP=NAME, NAME, ...`."""
     loader = GlobalHydra.instance().config_loader()
     for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
         yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")

@@ -122,9 +122,9 @@ def _evaluate_on_ranks(settings: Settings, plugins: Plugins, *, world: World, st
 
 
 def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
-    """Check and return the task and weights, before any engine or service is started.
+    """Check and return the task and the weights, before any engine or service is started.
 
-    The weights are None for an evaluation on an endpoint.
+    The weights are None if an endpoint is evaluated.
     """
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:

@@ -4,8 +4,8 @@
     OUT/scores.json                     summary of the score changes
 
 Each step is saved as soon as it is scored, so an interrupted rescoring can be resumed. A rollout
-that had already failed stays failed. If a judge is unavailable during rescoring, the rollout is
-marked as failed.
+that was recorded as failed is not scored and stays failed. If a judge is unavailable during
+rescoring, the rollout is marked as failed.
 """
 
 import asyncio
@@ -187,8 +187,8 @@ def _write_summary(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, f
     """Compute, write, print and return a summary of the score changes.
 
     The summary contains the mean rewards before and after rescoring, the fraction of changed
-    rewards and the rank correlation, over the rollouts that have a score both before and after
-    rescoring.
+    rewards and the rank correlation. These statistics are computed from the rollouts that have a
+    score both before and after rescoring.
     """
     before, after, failed = [], [], 0
     for old, new in pairs:

@@ -50,15 +50,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrainingStage:
-    """A training stage such as RL or SFT: number of steps, data splits and training function."""
+    """Definition of a training stage, such as RL or SFT."""
 
     num_steps: Callable[[Settings], int]
     """Returns the number of training steps for the given settings."""
     splits: tuple[str, ...]
     """Data splits of the task that must contain examples."""
     is_rl: bool
-    """True for RL: logprobs are computed at algo.temperature, the sampling temperature, and the
-    reference model's weights are kept if the settings need them.
+    """True for RL. Logprobs are then computed at algo.temperature, the sampling temperature, and
+    the reference model's weights are kept if the settings need them.
     """
     run: Callable[[Settings, TrainerContext], RolloutManager | None]
     """Trains the policy and returns the rollout manager with the trained weights; None if the stage
@@ -135,7 +135,10 @@ def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
 
 
 def run_in_own_thread(action: Callable[[], T]) -> T:
-    """Run `action` in a new thread if this thread has a running event loop, as in Jupyter."""
+    """Run `action` and return its result.
+
+    A new thread is used if the current thread has a running event loop, as in Jupyter.
+    """
     try:
         has_loop = asyncio.get_running_loop().is_running()
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""Evaluation during training (in_run.py) and of checkpoints, and paired comparisons."""
+"""Evaluation during training (in_run.py), evaluation of checkpoints, and paired comparisons."""

@@ -1,9 +1,9 @@
-"""Evaluation of a model behind an OpenAI-compatible endpoint, with the trainer's tasks.
+"""Evaluates a model behind an OpenAI-compatible endpoint on the trainer's tasks.
 
 The endpoint returns no token ids, so a rollout contains only text. No stop strings are sent with a
 request, because servers omit the stop string from the response. Instead, the client truncates each
-response after the first of the task's stop strings (Task.stop). Errors of the endpoint fail the
-episode (InfraError) and never become a score.
+response after the first of the task's stop strings (Task.stop). If the endpoint returns an error,
+the episode fails (InfraError) and is not scored.
 """
 
 import asyncio
@@ -30,10 +30,11 @@ from megatron_rl.rollout.transcript_segments import extract_images
 from megatron_rl.types import Example, Image, Message, Rollout, StopReason, TokenSequence, Turn
 
 IMAGE_PLACEHOLDER_TEXT = "[picture]"
-"""Text that replaces an image when a prompt is written as text."""
+"""Text that replaces an image when a message is converted to text."""
 PATCH_SIZE, MERGE_SIZE = 14, 2
-"""Patch size in pixels and merge size of Qwen2.5-VL. Images get sides that are multiples of their
-product, 28, so model.min_pixels and model.max_pixels have the same effect as in training.
+"""Patch size in pixels and merge size of Qwen2.5-VL. Images are resized to sides that are multiples
+of 28, the product of the two sizes. model.min_pixels and model.max_pixels therefore have the same
+effect as in training.
 """
 
 
@@ -60,7 +61,7 @@ class EndpointCompletion(BaseModel):
 
 
 class EndpointClient:
-    """Client of the evaluated servers, shared by all episodes.
+    """Client for the evaluated servers, shared by all episodes.
 
     The client is bound to the event loop in which it is constructed.
     """
@@ -105,7 +106,10 @@ class EndpointClient:
 
 
 class ChatConversation:
-    """One episode's conversation as chat messages (interface of rollout/conversation.py)."""
+    """Conversation of one episode as chat messages.
+
+    The methods are those of the conversation in rollout/conversation.py.
+    """
 
     def __init__(self, client: EndpointClient, limits: SequenceLimits) -> None:
         self._client, self._limits = client, limits
@@ -155,7 +159,7 @@ class ChatConversation:
 
 
 def prepare_image(picture: Picture, model: ModelSettings) -> Image:
-    """Resize an image as the trainer's renderer would."""
+    """Resize an image to the size that the trainer's renderer would choose."""
     limits = {"min_pixels": model.min_pixels, "max_pixels": model.max_pixels}
     height, width = smart_resize(picture.height, picture.width, factor=PATCH_SIZE * MERGE_SIZE, **limits)
     resized = picture.convert("RGB").resize((width, height), Pictures.Resampling.BICUBIC)
@@ -164,7 +168,7 @@ def prepare_image(picture: Picture, model: ModelSettings) -> Image:
 
 
 def message_to_text(message: Message) -> str:
-    """Return a message as readable text: role and content, with [picture] for each image."""
+    """Return a message's role and content as text, with [picture] in place of each image."""
     content = message["content"]
     parts = (
         [content] if isinstance(content, str) else [part["text"] if part["type"] == "text" else IMAGE_PLACEHOLDER_TEXT for part in content]
@@ -246,7 +250,7 @@ class EndpointRolloutRunner:
         return rollouts
 
     def close(self) -> None:
-        """Close task and client, and print the number of truncated responses if there are any."""
+        """Close the task and the client, and report truncated responses if there are any."""
         if self.client.num_truncated:
             print(f"{self.client.num_truncated} responses were truncated at task.max_new_tokens", flush=True)
         try:

@@ -1,7 +1,7 @@
 """Report of an evaluation: scores with confidence intervals, and the conditions of the evaluation.
 
-The report includes conditions such as prompt and limits, because the evaluation harness alone can
-change a score by 7 points.
+The report includes conditions such as the prompt and the limits, because the evaluation harness
+alone can change a score by 7 points.
 """
 
 import hashlib
@@ -21,8 +21,8 @@ from megatron_rl.types import Example, Rollout
 
 NUM_RESAMPLES = 10_000
 RESULT_COLUMNS = ("solved", "credit", "rewards", "stop_reasons", "responses")
-"""Result columns with one entry per episode of an example. `credit` is the accuracy term; for tasks
-without one, it is 1 for a solved episode and 0 otherwise.
+"""Result columns with one entry per episode of an example. `credit` is the accuracy term, or, for
+tasks without an accuracy term, 1 for a solved episode and 0 for an unsolved episode.
 """
 
 
@@ -49,7 +49,7 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
     """Return the 95% bootstrap confidence interval of the mean over examples.
 
     `means` contains one mean per example. The means are resampled with replacement (Efron 1979),
-    using a fixed seed. If all means are equal, both ends of the interval equal this value.
+    using a fixed seed. If all means are equal, both ends of the interval equal their common value.
     """
     values, dice = np.asarray(means), np.random.default_rng(SEED)
     drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]
@@ -68,10 +68,11 @@ def pass_at_k(k: int, solved: Sequence[Sequence[float]]) -> float:
 
 
 def compute_success_statistics(example_results: Sequence[Mapping[str, object]], *, samples: int) -> dict[str, float]:
-    """Return the confidence interval of the success rate, and pass@k for k = 1, 2, 4, ...
+    """Return the confidence interval for the success rate, and pass@k for powers of two.
 
-    k is at most `samples`. The interval treats the examples as a random sample. pass@k is computed
-    only if `samples` is above 1, from the examples with all episodes scored.
+    The values of k are 1, 2, 4, ... up to `samples`. The interval treats the examples as a random
+    sample. pass@k is computed only if `samples` is above 1, from the examples with all episodes
+    scored.
     """
     solved = [line["solved"] for line in example_results]
     low, high = bootstrap_interval([sum(each) / len(each) for each in solved])
@@ -83,7 +84,7 @@ def compute_success_statistics(example_results: Sequence[Mapping[str, object]], 
 def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -> dict[str, str]:
     """Return the conditions on which the scores depend, as text keyed by name.
 
-    `prompt` is the first prompt of the first example, which is stored in PROMPT_FILE.
+    `prompt` is the text stored in PROMPT_FILE: the first prompt of the first example.
     """
     task, judge, given = settings.task, settings.task.judge, settings.evaluation
     turns, length = task.eval_max_turns or task.max_turns, settings.engine.max_model_len
@@ -112,7 +113,7 @@ def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -
 
 
 def print_report(scores: Mapping[str, float], conditions: Mapping[str, str], console: Console) -> None:
-    """Print scores and conditions as two tables."""
+    """Print the scores and the conditions as two tables."""
     found, beside = Table("figure", "value"), Table("evaluation condition", "")
     for name, value in scores.items():
         found.add_row(name, f"{value:.4g}")

@@ -12,7 +12,7 @@ from megatron_rl.types import Example, Rollout, Status
 
 
 def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutManager) -> dict[str, float]:
-    """Return mean return, success rate and other scores on the evaluation examples.
+    """Return the mean return, the success rate and other scores on the evaluation examples.
 
     The metrics `eval/greedy_*` are computed from one greedily decoded episode per example, and
     `eval/sampled_*` from task.eval_samples episodes per example, sampled at algo.temperature.
@@ -43,7 +43,7 @@ def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[
         task: Task of the rollouts.
         examples: Examples of the evaluation; `Rollout.group` is an index into this list.
         rollouts: Rollouts of all examples, including failed ones.
-        max_failed: Maximum fraction of the rollouts that may have failed.
+        max_failed: Maximum fraction of failed rollouts.
 
     Raises:
         RunFailed: The fraction of failed rollouts is above `max_failed`, or all rollouts failed.

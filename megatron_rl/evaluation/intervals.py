@@ -1,4 +1,4 @@
-"""Confidence intervals of proportions."""
+"""Confidence intervals for proportions."""
 
 import math
 
@@ -7,7 +7,7 @@ Z_95 = 1.959964
 
 
 def wilson_interval(proportion: float, num: int) -> tuple[float, float]:
-    """Return the 95% Wilson interval of a success rate (Wilson 1927).
+    """Return the 95% Wilson confidence interval for a success rate (Wilson 1927).
 
     `num` is the number of independent episodes. Example: 8 successes in 10 episodes (proportion
     0.8) -> (0.490, 0.943).

@@ -96,7 +96,7 @@ def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult)
 def mcnemar_p_value(differences: Sequence[float]) -> float:
     """Return the p-value of McNemar's exact two-sided test (McNemar 1947).
 
-    This is a binomial test on the examples that only one of the two evaluations solved.
+    This is a binomial test on the examples that exactly one of the two evaluations solved.
     """
     won, lost = sum(gap > 0 for gap in differences), sum(gap < 0 for gap in differences)
     return float(binomtest(won, won + lost).pvalue) if won + lost else 1.0

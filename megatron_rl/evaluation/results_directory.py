@@ -1,4 +1,4 @@
-"""Directory of a standalone evaluation, which is locked while in use and can be resumed.
+"""Results directory of a standalone evaluation. It is locked while in use and can be resumed.
 
     DIR/config.yaml                        settings; with other settings, resuming raises an error,
                                            unless run.overwrite moves the directory to a backup
@@ -45,8 +45,8 @@ def locked_results_directory(settings: Settings) -> Iterator[None]:
     """Context manager that locks run.dir. Collective over all ranks.
 
     Raises:
-        ValueError: Another process has locked the directory, or the directory contains something
-            else.
+        ValueError: Another process has locked the directory, or the directory contains a training
+            run or an evaluation with other settings or weights, and run.overwrite is false.
     """
     with ExitStack() as locks:
         run_on_rank_zero(lambda: _open_directory(settings, locks))
@@ -88,7 +88,7 @@ def _find_conflict(folder: Path, settings: Settings) -> str:
 
 
 def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
-    """Return name, size and modification time of every weight file.
+    """Return the name, the size and the modification time of every weight file.
 
     The files in model.path are included even if evaluation.weights is set, because an adapter uses
     these files as its base model.
@@ -111,7 +111,7 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 
 def save_chunk(path: Path, rollouts: Sequence[Rollout], *, chunk: int) -> None:
-    """Write a chunk's episodes and the images of all ranks. Collective over all ranks."""
+    """Write a chunk's episodes, and the images that each rank holds. Collective over all ranks."""
     with explain_write_errors(path.parent.parent):
         raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
         run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=chunk, step_rollouts=rollouts))

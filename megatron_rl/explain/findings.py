@@ -64,7 +64,7 @@ class CheckResult:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LogprobComparison:
-    """Comparison of the sampled tokens' logprobs in one implementation with the reference."""
+    """Comparison of one implementation's logprobs of the sampled tokens with the reference."""
 
     name: str
     abs_diffs: Sequence[float]

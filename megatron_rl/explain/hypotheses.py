@@ -28,12 +28,13 @@ MAX_OTHER_IMAGES = 24
 MAX_FITTED_TOKENS = 64
 """Maximum number of sampled tokens to which a temperature is fitted."""
 MIN_FITTED_TOKENS = 4
-"""Minimum number of sampled tokens for fitting a temperature; fewer may match by chance."""
+"""Minimum number of sampled tokens for fitting a temperature; fewer may fit by chance."""
 MIN_GAP_RATIO = 1.25
-"""Ratio of mean differences above which a later hypothesis is preferred to an earlier hypothesis.
+"""Maximum mean difference of a candidate, as a multiple of the smallest mean difference.
 
-With a dozen tokens and bfloat16 rounding, a wrong hypothesis with little effect had a mean
-difference that was a fifth smaller than the mean difference of the right hypothesis.
+The first candidate within this limit is selected. With a dozen tokens and bfloat16 rounding, a
+wrong hypothesis with little effect had a mean difference that was a fifth smaller than that of the
+right hypothesis.
 """
 LogprobsFn = Callable[[], torch.Tensor]
 """Function that returns the float64 logprobs [R] of a sequence's sampled tokens."""
@@ -53,7 +54,7 @@ class MismatchCase:
     tolerance: LogprobTolerance
 
     def abs_diffs(self, logprob_R: torch.Tensor) -> list[float]:
-        """Return the absolute differences to the observed logprobs for the compared tokens."""
+        """Return the absolute differences from the observed logprobs for the compared tokens."""
         return (logprob_R - self.observed_R).abs()[self.mask_R].tolist()
 
 
@@ -64,7 +65,7 @@ class HypothesisInputs:
     reference: HfReferenceModel
     renderer: Renderer
     images: Mapping[str, Image]
-    """Images of the step by key."""
+    """Images of the step, keyed by image key."""
     older_source: TensorSource | None = None
     """Older weights, used to test whether one tensor or all tensors are stale."""
 
@@ -110,7 +111,7 @@ def _hypotheses(case: MismatchCase, inputs: HypothesisInputs, logits_RV: torch.T
 
 
 def fit_temperature(case: MismatchCase, reference: HfReferenceModel, logits_RV: torch.Tensor) -> float:
-    """Return the temperature that minimizes the mean difference to the observed logprobs.
+    """Return the temperature that minimizes the mean difference from the observed logprobs.
 
     The search uses a grid that is refined around its best point.
     """
@@ -151,8 +152,9 @@ def _image_hypotheses(
 def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_token_id: int) -> list[int]:
     """Return the indices of the images that may cause the first differing token.
 
-    These images lie between the last agreeing token and the first differing token. If no single
-    token differs and only the mean does, the last token is used as the differing token.
+    These images lie between the last agreeing token and the first differing token. If only the mean
+    difference exceeds its limit and no single token differs, the last token is used as the
+    differing token.
     """
     wrong = [(logprob > case.tolerance.per_token).item() for logprob in (expected_R - case.observed_R).abs()]
     rows = [
@@ -174,7 +176,7 @@ def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_toke
 
 
 def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[str, Image]) -> Iterator[tuple[str, list[Image]]]:
-    """Yield image lists in which image `number` is replaced by an image with as many tokens.
+    """Yield image lists in which image `number` is replaced by an image with equally many tokens.
 
     If the new image is from the same sequence, the two images swap places. If it is from another
     sequence of the step, the remaining images are unchanged.
@@ -193,7 +195,8 @@ def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[
 def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]]:
     """Return the sizes that a second resize of an image may produce.
 
-    These sizes follow from the run's limits, from the checkpoint's own limits, and from halving.
+    These are the size within the run's pixel limits, the size within the checkpoint's own limits,
+    and half of the image's size.
     """
     width, height = image.pil.size
     processor = renderer.processor.image_processor
@@ -207,9 +210,10 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
 
 
 def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
-    """Resize an image to another size and back to its original size.
+    """Resize an image to another size, and then back to its original size.
 
-    `size` applies to the image `scale_of`. Any other image is scaled by the same ratio.
+    `size` is the intermediate size of the image `scale_of`. Any other image is scaled by the same
+    ratios.
     """
     (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))
@@ -237,7 +241,7 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
 
 
 def alternative_rope_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return wrong rope sections: permutations, and sections with pairs moved to another axis."""
+    """Return wrong rope sections: permutations, and sections with dimensions moved between axes."""
     right, found = tuple(sections), list(permutations(sections))
     for giver in range(len(right)):
         for taker in range(len(right)):

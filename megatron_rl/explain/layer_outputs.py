@@ -17,7 +17,7 @@ from torch import nn
 from megatron_rl.explain.findings import LAYER_TOLERANCE, relative_row_diffs
 
 LayerOutputs = dict[str, torch.Tensor]
-"""Maps a name to a tensor [rows, ...]; rows are patches, vision tokens or tokens."""
+"""Maps a name to a tensor [rows, ...]. Each row is a patch, a vision token or a sequence token."""
 ToRows = Callable[[object], torch.Tensor]
 
 
@@ -87,7 +87,7 @@ def _input_name(number: int) -> str:
 
 
 def is_vision_output(name: str) -> bool:
-    """Return True if the rows of an output belong to images and not to tokens."""
+    """Return True if the rows of an output belong to images instead of sequence tokens."""
     return name == "patches" or name.startswith("tower")
 
 
@@ -101,7 +101,7 @@ def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_tensor(value: object) -> torch.Tensor:
-    """Return a module's input or output, or its first element if it is a tuple."""
+    """Return `value`, a module's input or output, or its first element if `value` is a tuple."""
     return value[0] if isinstance(value, tuple) else value
 
 

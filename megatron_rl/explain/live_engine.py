@@ -3,7 +3,7 @@
 Each sampled token requires one request, which generates a single token. The engine's prefix cache
 shares the common prefixes of these requests. Every process has an engine, or a part of an engine
 that spans settings.tp neighboring ranks, as in a run. Only the first engine receives requests; the
-others stay idle.
+other engines stay idle.
 """
 
 import asyncio

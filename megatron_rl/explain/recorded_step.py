@@ -20,7 +20,7 @@ from megatron_rl.run.record import CHECKPOINTS_FOLDER, CONFIG_FILE, FINAL_FOLDER
 from megatron_rl.types import Rollout, TokenSequence
 
 MAX_ERROR_CHARS = 160
-"""Maximum length in characters of an error message on the page."""
+"""Maximum length in characters of an error message on the findings page."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,7 +48,7 @@ class RecordedSequence:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """Readable rollouts of a step by row or line, and one message per unreadable rollout."""
+    """Readable rollouts of a step, keyed by row or line, and one message per unreadable rollout."""
 
     path: Path
     rollouts: dict[int, Rollout] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class RecordedStep:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ReplaySettings:
-    """Settings of a run's config.yaml that a replay needs."""
+    """Settings from a run's config.yaml that a replay needs."""
 
     model: ModelSettings
     parallel: ParallelSettings
@@ -104,7 +104,7 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
     `model_path` replaces the run's model.path, which is needed if the model files have moved.
 
     Raises:
-        ValueError: the run directory has no valid settings.
+        ValueError: The run directory has no valid settings.
     """
     try:
         found = read_settings(run / CONFIG_FILE)
@@ -139,7 +139,7 @@ def read_step(run: Path, step: int) -> RecordedStep:
     best and worst rollouts are read.
 
     Raises:
-        ValueError: no rollout of the step can be read.
+        ValueError: No rollout of the step can be read.
     """
     bank, lines = step_path(run / ROLLOUTS_FOLDER, step), run / ROLLOUTS_FOLDER / f"step_{step:06d}.jsonl"
     skipped: list[str] = []
@@ -177,7 +177,7 @@ def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) 
 
 
 def _iterate_rows(path: Path) -> Iterator[tuple[int, RolloutLoader]]:
-    """Yield the index of each row and a function that loads it.
+    """Yield the index of each row and a function that loads the row.
 
     The file is read as a whole if it has no errors, else row by row.
     """
@@ -215,7 +215,7 @@ def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
     """Return the path of the weights after `version` completed steps.
 
     Raises:
-        ValueError: the weights were not kept.
+        ValueError: The weights were not kept.
     """
     kept = run / CHECKPOINTS_FOLDER / f"step_{version:08d}"
     if version == 0:

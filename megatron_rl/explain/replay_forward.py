@@ -29,7 +29,7 @@ from megatron_rl.weights.formats.checkpoint_source import TensorSource
 MAX_EXPLAINED = 3
 """Maximum number of sequences per implementation for which hypotheses are tested.
 
-These are the first sequences that differ.
+The first sequences that differ are used.
 """
 RECORDED_ENGINE = "engine, recorded"
 SampledLogprobs = Sequence[torch.Tensor | None]
@@ -38,7 +38,7 @@ SampledLogprobs = Sequence[torch.Tensor | None]
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Results of a replay; ranks send them to each other."""
+    """Results of a replay, in the form in which ranks exchange them."""
 
     reference_logprobs: Sequence[torch.Tensor]
     """Logprobs [R] from Hugging Face's model for each sequence."""
@@ -283,7 +283,7 @@ class ForwardReplay:
         return "; it is stale: it equals the older weights"
 
     def _check_unchanged_tensors(self) -> list[CheckResult]:
-        """Report tensors that equal the older weights although nearly all others have changed."""
+        """Report unchanged tensors if nearly all other tensors differ from the older weights."""
         if self.older_source is None or self.settings.trains_subset:
             return []
         weights = self.reference.weights

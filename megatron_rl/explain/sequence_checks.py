@@ -16,7 +16,7 @@ from megatron_rl.types import Image, Rollout
 PATCH_TOLERANCE = 1e-5
 """Maximum difference between two computations of the same patches.
 
-Pixel values are near 1, so this tolerance covers rounding.
+Normalized pixel values are of the order of 1, so this tolerance covers rounding.
 """
 
 
@@ -164,7 +164,7 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
 
 
 def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
-    """Compute the patches of an image, float32 [P, C], from the definition in the paper.
+    """Compute the patches of an image, float32 [P, C], without calling the image processor.
 
     Pixels are scaled, normalized and cut into squares in merge order; the frame is repeated to fill
     a temporal patch.
@@ -192,7 +192,7 @@ def make_patch_fn(renderer: Renderer) -> ImageToPatches:
 
 
 def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
-    """Return the sequences that a model can process, and a message about each other sequence."""
+    """Return the sequences that a model can process, and one message per remaining sequence."""
     good, lines = [], []
     for each in step.sequences:
         context = each.tokens

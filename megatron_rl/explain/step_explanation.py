@@ -61,15 +61,15 @@ class ExplainRequest:
     larger, it is replayed only with a parallel layout.
     """
     parallel_sizes: tuple[tuple[str, int], ...] = ()
-    """Sizes of the parallel layout by name; missing sizes are taken from the run."""
+    """Sizes of the parallel layout, keyed by name; missing sizes are taken from the run."""
 
 
 def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
     """Return the findings about a step.
 
     Raises:
-        ValueError: the step, its settings or its weights cannot be used.
-        OSError: a file cannot be read.
+        ValueError: The step, its settings or its weights cannot be used.
+        OSError: A file cannot be read.
     """
     settings, step, renderer, spec = raise_on_all_ranks(lambda: _read_inputs(request, world))
     page = FindingsPage(title=[_title(request, step)], skipped=step.skipped)
@@ -149,7 +149,7 @@ def _title(request: ExplainRequest, step: RecordedStep) -> str:
 
 
 def _open_weights(request: ExplainRequest, settings: ReplaySettings, step: RecordedStep, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
-    """Return the newest weight version with available weights, their path, and their source.
+    """Return the newest weight version with available weights, and the weights' path and source.
 
     Weights named in the request count as the newest version.
     """

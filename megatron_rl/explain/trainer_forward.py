@@ -40,7 +40,7 @@ MAX_TOKENS = 8192
 
 
 class TrainerForward:
-    """This rank's chunks of the network in float32, with the weights of a source."""
+    """This rank's chunks of the network in float32, with weights read from a source."""
 
     @with_megatron_on_cpu
     def __init__(

@@ -27,7 +27,7 @@ class NotConvertible(ValueError):
 
 
 def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:
-    """Convert a sequence to messages, up to the last reply and with its images.
+    """Convert a sequence, up to its last reply, to messages with images.
 
     Raises:
         NotConvertible: The messages would be rendered differently, the sequence contains invalid
@@ -85,7 +85,7 @@ def _split_parts(content: str, images: Iterator[Image]) -> Iterator[dict[str, ob
 
 
 def _reply_spans(context: TokenSequence) -> list[tuple[int, int]]:
-    """Return (start, stop) of each run of sampled tokens."""
+    """Return the half-open range (start, stop) of each contiguous run of sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place, (before, now) in enumerate(pairwise(mask)) if before != now]
     return list(zip(borders[::2], borders[1::2], strict=True))

@@ -4,8 +4,8 @@
 
 The size of each file is bounded. Each line contains the fields that RL Logging Board reads. The
 tokens are the sampled tokens of all turns. `token_rewards` sum to the rollout's reward: the last
-token of a turn has the turn's reward delta, and the last token of the rollout also has the outcome
-reward. `ground_truth` is the recorded reference answer.
+token of a turn gets the turn's reward delta, and the last token of the rollout also gets the
+outcome reward. `ground_truth` is the recorded reference answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
-    """Export the rollouts of all steps from `first_step` on, and return their number.
+    """Export the rollouts of all steps from `first_step` on, and return the number exported.
 
     Raises:
         ValueError: A step is damaged, or no steps are recorded.

@@ -90,7 +90,7 @@ def select_best(paths: Mapping[int, Path], *, max_per_example: int, min_reward: 
     """Return the locations of each example's best rollouts, ordered by step.
 
     Among rollouts with equal rewards, a later step is preferred, because its policy is closer to
-    the current one.
+    the newest policy.
     """
     found: dict[str, dict[str, ScoredRollout]] = {}
     for step, path in paths.items():

@@ -1,1 +1,1 @@
-"""Launchers: local processes, Slurm jobs and sweeps."""
+"""Launchers for local processes, Slurm jobs and sweeps."""

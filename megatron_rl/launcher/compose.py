@@ -1,4 +1,4 @@
-"""Composition of settings for other commands, e.g. for the runs of a sweep or a Slurm job."""
+"""Composes the settings of runs for other commands, e.g. launch/sweep.py and launch/submit.py."""
 
 from collections.abc import Sequence
 

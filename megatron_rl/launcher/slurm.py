@@ -50,7 +50,7 @@ def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_argum
 
 
 def write_job(settings: Settings, script: str) -> Path:
-    """Write job script and settings into the run directory, and return the path of the script.
+    """Write the job script and the settings into the run directory; return the script's path.
 
     Raises:
         ValueError: A run is active in the run directory, or run.overwrite is false and the

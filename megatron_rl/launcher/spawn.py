@@ -1,7 +1,7 @@
-"""Launches processes with torchrun's arguments, a graceful stop and short error messages.
+"""Launches processes as torchrun does, but with a graceful stop and short error messages.
 
 When torchrun receives a signal (torch 2.13.0, distributed/elastic/multiprocessing/api.py), it
-leaves its monitoring loop: it forwards the signal, waits for shutdown_timeout, and exits with a
+leaves its monitoring loop, forwards the signal, waits for shutdown_timeout, and exits with a
 SignalException, regardless of the processes' exit codes. This launcher installs its own handlers,
 which forward the signals in SIGNALS, so that torch's agent keeps monitoring the processes and their
 exit codes are available.
@@ -37,10 +37,10 @@ from megatron_rl.run.shutdown import (
 )
 
 IMMEDIATE_KILL_S = 5
-"""Delay in seconds after a second signal, before the child processes are killed.
+"""Delay in seconds between a second signal and killing the child processes.
 
-A second SIGINT always counts; any other signal counts if it arrives at least SECOND_SIGNAL_S
-seconds after the first.
+A second SIGINT always counts as a second signal. Any other signal counts only if it arrives at
+least SECOND_SIGNAL_S seconds after the first signal.
 """
 
 
@@ -133,15 +133,17 @@ def launch_processes(arguments: Sequence[str]) -> int:
 
 
 def omp_num_threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int:
-    """Return OMP_NUM_THREADS for a process: its share of the cores if there are GPUs, else 1.
+    """Return the value of OMP_NUM_THREADS for each process.
 
-    On a CPU, a vLLM engine with two threads per process is up to 20 times slower than with one.
+    With GPUs, each process gets an equal share of the cores. Without GPUs, each process gets one
+    thread, because a vLLM engine on a CPU is up to 20 times slower with two threads per process
+    than with one.
     """
     return max(1, num_cores // num_processes) if num_gpus else 1
 
 
 def parse_grace_s(overrides: Sequence[str]) -> float:
-    """Return the value of run.grace_s in a command line, or the default.
+    """Return the value of run.grace_s from a command line, or the default.
 
     Return 0 for an invalid number; the run itself will report the error.
     """

@@ -39,8 +39,8 @@ class LaunchScripts:
     def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
         """Return the command that starts a run.
 
-        The run uses all nodes of the current Slurm job if it has several, and this machine
-        otherwise.
+        The run uses all nodes of the current Slurm job if the job has several nodes, and only this
+        machine otherwise.
         """
         if int(environment.get("SLURM_NNODES", 1)) > 1:
             given = [f"--nproc_per_node={processes}"] if processes else []
@@ -73,8 +73,8 @@ def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings])
     """Return the tasks with unfinished runs.
 
     Raises:
-        ValueError: Some run directories are in use or contain something else. The message has one
-            line per directory.
+        ValueError: Some run directories are in use, or contain runs that cannot be resumed with
+            these settings. The message has one line per directory.
     """
     stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]

@@ -30,7 +30,7 @@ from megatron_rl.io.bounded_files import read_yaml
 SEARCH_KINDS = ("grid", "list", "random")
 SWEEP_KEYS = ("overrides", *SEARCH_KINDS, "folder", "processes")
 MAX_NAME_CHARS = 200
-"""Maximum length of a run directory's name in characters, since file systems allow 255 bytes."""
+"""Maximum length of a run directory's name in characters; file systems allow 255 bytes."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class SweepTask:
 
     index: int
     parameters: Mapping[str, str]
-    """Overrides that distinguish this run from the sweep's other runs, as values by key."""
+    """Overrides that distinguish this run from the sweep's other runs, as {key: value}."""
     overrides: Sequence[str]
     """All overrides on the run's command line; run.dir is the last one."""
     folder: Path
@@ -52,8 +52,8 @@ class Sweep:
     path: Path
     folder: Path
     num_processes: int
-    """Number of processes per run; 0 starts one per GPU that Slurm assigns, or a single process if
-    it assigns none.
+    """Number of processes per run. With 0, each run has one process per GPU that Slurm assigns, or
+    a single process if Slurm assigns no GPU.
     """
     tasks: Sequence[SweepTask]
 
@@ -157,7 +157,7 @@ def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float
 
 
 def _draw_value(candidates: list[str] | tuple[str, float, float], generator: random.Random) -> str:
-    """Draw a value, rounded to three digits because it becomes part of a directory name."""
+    """Draw a value, rounded to three significant digits to keep the run directory's name short."""
     if isinstance(candidates, list):
         return generator.choice(candidates)
     how, low, high = candidates
@@ -198,7 +198,7 @@ def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str],
 
 
 def run_folder_name(parameters: Mapping[str, str]) -> str:
-    """Return a run directory's name that needs no quotes in Hydra or a shell.
+    """Return a name for a run directory that needs no quotes in Hydra or a shell.
 
     Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4.
     """

@@ -176,12 +176,12 @@ def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, sp
 
 
 def has_scoring_rule(source: str) -> bool:
-    """Return True if a data source has its own worked examples or numeric scoring rule."""
+    """Return True if a data source has its own worked examples or a numeric scoring rule."""
     return find_example_family(source.casefold()) != "general" or source.casefold().endswith(NUMERIC_SOURCES)
 
 
 def check_judges(settings: Settings, report: CheckReport) -> None:
-    """Check that the judge's servers respond and have the requested model."""
+    """Check that the judge's servers respond and serve the requested model."""
     try:
         greetings = asyncio.run(_check_judge_endpoints(settings.task.judge))
         for url, greeting in greetings.items():
@@ -229,7 +229,7 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
 
 
 def private_paths(settings: Settings) -> dict[str, str]:
-    """Return the paths that no sandbox box may access, keyed by setting."""
+    """Return the paths that code in a sandbox must not be able to access, keyed by setting."""
     data = settings.task.data
     files = {
         f"task.data.{name}": paths for name, paths in (("train", data.train), ("eval", data.eval), ("demonstrations", data.demonstrations))

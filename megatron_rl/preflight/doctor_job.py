@@ -57,7 +57,10 @@ def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Calla
 
 
 def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
-    """Merge the nodes' reports; if only some nodes report an error, their names are added to it."""
+    """Merge the nodes' reports.
+
+    If only some nodes report an error or a warning, their names are added to its text.
+    """
     whole = CheckReport(findings=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.findings])
     for kind in ("errors", "warnings"):
         told = {node: getattr(report, kind) for node, report in reports.items()}

@@ -28,8 +28,8 @@ LOCK_FOLDER = Path(__file__).resolve().parents[2] / "requirements"
 COMPILERS = ("cc", "gcc", "clang")
 DISK_TEST_BYTES = 64 << 20
 CHECKPOINT_BYTES_PER_WEIGHT_BYTE = 7
-"""Number of checkpoint bytes per byte of bfloat16 weights: 6 for the float32 main weights and two
-moments, and 1 for the weights.
+"""Number of checkpoint bytes per byte of bfloat16 weights: 6 for the float32 main weights and the
+optimizer's two moments, and 1 for the bfloat16 weights.
 """
 
 

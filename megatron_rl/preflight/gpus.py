@@ -1,4 +1,7 @@
-"""Checks of a node's GPUs and driver before a model is loaded; each problem is one error line."""
+"""Checks of a node's GPUs and driver before a model is loaded.
+
+Each problem is reported as one error line.
+"""
 
 import os
 import re
@@ -55,7 +58,7 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
 
     Args:
         settings: Settings of the run.
-        world: Ranks of the job.
+        world: Rank and device of this process, and the number of processes in the job.
         needed: Planned peak memory in bytes of the GPU that needs the most, 0 if there is no plan,
             or the error that prevented the plan. This error is raised only if the other checks
             pass, because with a MIG slice or mixed GPU types it would name the wrong cause.

@@ -24,7 +24,7 @@ SHARED_FOLDER_REMEDY = "put it in a folder that all nodes share"
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NodeReport:
-    """State of a node as observed by the first process on it."""
+    """State of a node, as observed by the first process on that node."""
 
     host: str
     node: int
@@ -34,7 +34,7 @@ class NodeReport:
     same directory.
     """
     file_fingerprints: Mapping[str, Mapping[str, object]]
-    """Maps each setting to {file: fingerprint} for the existing files that it names."""
+    """Maps each setting to {file: fingerprint} for the existing files that the setting names."""
     sees_judge_cache: bool = False
     """True if the directory of rank 0's judge cache is visible on this node."""
 
@@ -43,7 +43,7 @@ class NodeReport:
 
 
 def check_nodes(settings: Settings, world: World) -> None:
-    """Raise ValueError on every rank if the nodes are inconsistent, e.g. have different files.
+    """Raise ValueError on every rank if the nodes are inconsistent, e.g. if their files differ.
 
     Collective over all ranks. Rank 0 must hold the lock of the run directory.
     """

@@ -52,7 +52,7 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
     Args:
         settings: Settings of the run.
         plugins: The user's tasks, rewards and algorithms.
-        world: Ranks of the job.
+        world: Rank and device of this process, and the number of processes in the job.
         needed: Result of `plan_gpu_bytes`.
         splits: Splits of the task that must have examples.
     """

@@ -1,4 +1,7 @@
-"""Checks the settings against model, algorithm and number of processes, before the rendezvous."""
+"""Checks settings against the model, the algorithm and the number of processes.
+
+The checks run before the rendezvous.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -19,7 +22,7 @@ from megatron_rl.weights.formats.open_checkpoint import check_tokenizer
 
 
 def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugins()) -> None:
-    """Raise ValueError if settings do not fit the model or the number of processes.
+    """Raise ValueError if the settings do not fit the model, algorithm or number of processes.
 
     The error is the same on every rank.
     """
@@ -46,7 +49,7 @@ def check_examples(task: Task, splits: tuple[str, ...]) -> None:
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
     """Raise ValueError if the settings do not fit the model or the number of processes.
 
-    This function checks the settings of algorithm, parallel layout, frozen modules and engine.
+    This function checks the settings of the algorithm, parallel layout, frozen modules and engine.
     """
     algorithms = {**ALGORITHMS, **plugins.algorithms}
     check_algorithm(settings.algo, algorithms)
@@ -124,8 +127,8 @@ VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
     "vision_end_token_id": lambda spec: spec.vision_end_id,
     "mrope_interleaved": lambda spec: spec.family.has_interleaved_mrope,
 }
-"""Maps config.json fields to their values in `ModelSpec`. Models that read the same batches must
-agree in all of these fields.
+"""Maps names of config.json fields to functions that return the field's value from a `ModelSpec`.
+Models that read the same batches must agree in all of these fields.
 """
 
 

@@ -1,4 +1,4 @@
-"""Reads and writes run/state.json, the part of a checkpoint without tensors."""
+"""Reads and writes run/state.json, the part of a checkpoint that contains no tensors."""
 
 import hashlib
 import json

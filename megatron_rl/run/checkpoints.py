@@ -10,7 +10,7 @@
     RUN/checkpoints/.step_00000004.partial/   checkpoint that is being written or deleted; if the
                                               run is killed, the next attempt removes this folder
 
-Values that are computed from seed and step, such as sampling seeds, are not saved.
+Values that are computed from the seed and the step, such as sampling seeds, are not saved.
 """
 
 import os
@@ -79,7 +79,7 @@ def _try_load(checkpoint: Path) -> tuple[CheckpointState | None, str]:
 def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.ProcessGroup | None) -> str:
     """Compare a checkpoint's files with the recorded digests; return the first mismatch, or "".
 
-    Each rank checks a part of the files.
+    Each rank checks a share of the files.
     """
     by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
@@ -89,7 +89,7 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
 
 
 def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None:
-    """Move damaged checkpoints aside, since the run will write new checkpoints for their steps."""
+    """Move damaged checkpoints aside, because the run will repeat their steps and save again."""
     for checkpoint, damage in damaged.items():
         into.mkdir(parents=True, exist_ok=True)
         target = find_free_path(into / checkpoint.name)
@@ -101,8 +101,8 @@ def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best:
     """Return the steps of the checkpoints to delete, given {step: greedy success or None}.
 
     None means that the step was not evaluated. Of two checkpoints with the same success, the later
-    is preferred. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1} with keep_last 1 and keep_best 1 yields
-    {1, 3}.
+    checkpoint is preferred. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1} with keep_last 1 and
+    keep_best 1 yields {1, 3}.
     """
     last = sorted(successes)[-keep_last:]
     evaluated = [step for step, success in successes.items() if success is not None]
@@ -193,7 +193,7 @@ class Checkpoints:
     def finish_step(self, step: int, *, history: History, metrics: Mapping[str, float]) -> None:
         """Add the run's state to the pending checkpoint; publish it if all its files are written.
 
-        Call this after the step is recorded, so that the state includes its evaluation.
+        Call this after the step is recorded, so that the state includes the step's evaluation.
         """
         pending = self._pending
         if pending is None:
@@ -253,7 +253,7 @@ class Checkpoints:
             raise
 
     def mark_evaluated(self, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Add the evaluation that the last attempt did not finish to the restored checkpoint."""
+        """Add to the restored checkpoint the evaluation that the last attempt did not finish."""
 
         def write() -> None:
             state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))

@@ -7,7 +7,7 @@
                                                               start again if there is no checkpoint
     as above, but finished or stopped gracefully at a         refuse, unless checkpoint.allow_repeat
       later step than the newest checkpoint's                 is set
-    checkpoint folder named after a different step            refuse
+    name of a checkpoint folder differs from its step         refuse
     any other change                                          refuse, unless run.overwrite is set,
                                                               which moves the directory aside
 
@@ -182,7 +182,7 @@ def _remove_if_new(folder: Path) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Remove partially written small files (io/jsonl.py) of an earlier attempt."""
+    """Remove partially written small files (io/jsonl.py) from an earlier attempt."""
     for half in (*folder.glob(".*.partial"), *(folder / ROLLOUTS).glob(".*.partial")):
         if half.is_file():
             half.unlink()
@@ -217,7 +217,7 @@ def newest_saved_step(folder: Path) -> int:
 
 
 def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
-    """Compare a run directory with settings and determine if the run can start or resume."""
+    """Compare a run directory with a run's settings; determine if the run can start or resume."""
     metrics, newest = folder / METRICS_FILE, next(reversed(list_checkpoints(folder / CHECKPOINTS_FOLDER)), None)
     if newest is None and not (metrics.is_file() and metrics.stat().st_size):
         return ResumeState()
@@ -246,7 +246,7 @@ def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
 
 
 def _find_renamed(folder: Path) -> str:
-    """Return an error if a checkpoint's folder is named after a different step, else "".
+    """Return an error if a checkpoint folder's name differs from the step in its state, else "".
 
     Damaged checkpoints are ignored.
     """
@@ -290,8 +290,8 @@ def read_settings(path: Path) -> dict[str, object]:
     """Return the contents of a run's config.yaml.
 
     Raises:
-        ValueError: The file does not contain settings. The message is the rest of a sentence that
-            starts with the file's name.
+        ValueError: The file does not contain settings. The message continues a sentence that starts
+            with the file's name.
         OSError: The file cannot be read.
     """
     found = read_yaml(path)

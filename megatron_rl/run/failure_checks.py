@@ -1,4 +1,4 @@
-"""Checks that stop a run: failed rollouts, non-finite values, mismatch, no improvement."""
+"""Checks that stop a run on failures, non-finite values, logprob mismatch or no improvement."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ from megatron_rl.types import Rollout, Status, StopReason
 
 MAX_LOGPROB_ABS_DIFF = {"float32": 1e-3, "bfloat16": 5e-2}
 """Upper bound on the mean absolute difference between engine and trainer logprobs, keyed by the
-less precise of the two dtypes. Differences caused by rounding alone are below this bound
+less precise of their two dtypes. Differences caused by rounding alone are below this bound
 (measurements in docs/numerics.md).
 """
 _CAUSES = (
@@ -68,7 +68,7 @@ class MismatchCheck:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Disable the check for replays, because other weights may have sampled their tokens."""
+        """Disable the check for replays, whose tokens may have been sampled by other weights."""
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
         self._is_due = settings.run.mode != "replay"

@@ -1,4 +1,4 @@
-"""Records history, metrics, evaluations and rollouts of a run in the run directory."""
+"""Records the history, metrics, evaluations and rollouts of a run in the run directory."""
 
 import json
 import statistics
@@ -189,7 +189,7 @@ class Run:
 
     @contextmanager
     def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
-        """If the block raises LogprobMismatch, record some rollouts for launch/explain.py."""
+        """If the block raises LogprobMismatch, save a few rollouts for launch/explain.py."""
         try:
             yield
         except LogprobMismatch as error:

@@ -12,7 +12,7 @@ ranks wait for each other at startup, this may take minutes. `SignalDeadline` th
 signals in a separate thread and ends the process if it has not stopped by its deadline:
 
     STARTUP_TIMEOUT_S after the signal              before the first `check`
-    IMMEDIATE_S after the second signal             if a second one arrives
+    IMMEDIATE_S after the second signal             if a second signal arrives
     grace_s + close_timeout_s after the signal      otherwise
 
 Without a launcher, a second limit applies after the first step began, and the earlier of the two
@@ -45,15 +45,15 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], None]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 STARTUP_TIMEOUT_S = 10.0
-"""Seconds from a signal that arrives before the first step until the process is ended. Before the
-first step, there is nothing to save.
+"""Delay in seconds between a signal that arrives before the first step and the forced exit. Before
+the first step, there is nothing to save.
 """
 SECOND_SIGNAL_S = 5.0
 """Seconds after the first signal during which further signals count as the same request. Launchers,
 queues and terminals may each deliver the request once.
 """
 IMMEDIATE_S = 3.0
-"""Seconds from a second signal until the process is ended."""
+"""Delay in seconds between a second signal and the forced exit of the process."""
 CLOSE_TIMEOUT_S = 120.0
 """Seconds after the grace period in which the process may complete the step's updates, save the
 checkpoint and shut down the engine.
@@ -144,7 +144,8 @@ class SignalDeadline:
 def has_launcher() -> bool:
     """Return True if torchrun or launch/launch.py started this process.
 
-    Launchers have their own time limits and send signals to the remaining processes when one exits.
+    Launchers have their own time limits and send signals to the remaining processes when a process
+    exits.
     """
     return "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -229,7 +230,7 @@ class StopSignal:
         return self._since is not None
 
     def mark_started(self) -> None:
-        """Mark the first step as started, so that time to save progress is allowed from now on."""
+        """Mark the first step as started. From now on, a stop may take time to save progress."""
         self._has_started = True
 
     def check(self) -> None:

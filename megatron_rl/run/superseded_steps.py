@@ -31,7 +31,7 @@ IMAGE_KEY_READERS = {".jsonl": image_keys_in, ".parquet": image_keys_of_step}
 def supersede_records(
     run_dir: Path, *, first_step: int, first_line: int, num_steps: int, results: Sequence[str], models: Sequence[str]
 ) -> tuple[Path, int] | None:
-    """Move the records of steps that a resumed run repeats to RUN/superseded.
+    """Move to RUN/superseded the records of the steps that a resumed run repeats.
 
     Args:
         run_dir: Run directory.
@@ -87,7 +87,7 @@ def _is_final_evaluation(line: Mapping[str, float]) -> bool:
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Add the final evaluation to the last kept line if it directly followed that step."""
+    """Add the final evaluation to the last kept line if it directly follows that line."""
     if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
         return list(kept)
     evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}
