@@ -370,11 +370,7 @@ def describe_step_time(inputs: StepTimeInputs) -> str:
     for name, parts in phases.items():
         largest = ", ".join(f"{part} {value:.1f}" for part, value in parts.items() if value >= 0.05)
         said.append(f"{name} {sum(parts.values()):.1f} ({largest})")
-    known = (
-        f"{len(MEASURED_CONSTANTS)} of {len(fields(StepTimeConstants))} constants were measured"
-        if MEASURED_CONSTANTS
-        else "no constant was measured"
-    )
+    known = f"{len(MEASURED_CONSTANTS)} of {len(fields(StepTimeConstants))} constants were measured"
     return (
         f"{seconds.step_total:.0f} s per step expected on {inputs.world_size} {inputs.settings.plan.gpu}: {', '.join(said)}; a checkpoint "
         f"{seconds.checkpoint:.0f} s; for episodes of {episode.total_tokens:,.0f} tokens, "

@@ -1,9 +1,9 @@
 """Constants of the step-time model (step_time.py), and the average episode that the model assumes.
 
-Every constant is an estimate or an assumption, as its docstring states. The first timings of this
-project on a GPU (benchmarks/results/h100_2026-11-26.md) have not been used for these constants. The
-nominal specifications of GPUs are in gpu_specs.py. When a constant is measured, the measured value
-replaces the value here, and the name is added to MEASURED_CONSTANTS.
+Every constant is measured, an estimate or an assumption, as its docstring states. Measurements are
+those of one H100 (benchmarks/results/h100_2026-11-26.md). The nominal specifications of GPUs are in
+gpu_specs.py. When a constant is measured, the measured value replaces the value here, and the name
+is added to MEASURED_CONSTANTS.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from megatron_rl.config import Settings
 from megatron_rl.models.model_spec import ModelSpec
 
-MEASURED_CONSTANTS: frozenset[str] = frozenset()
+MEASURED_CONSTANTS = frozenset({"training_share", "tensor_s", "wake_s"})
 """Names of the StepTimeConstants fields that were measured on a GPU; all others are assumed."""
 
 
@@ -22,10 +22,11 @@ MEASURED_CONSTANTS: frozenset[str] = frozenset()
 class StepTimeConstants:
     """Constants of the step-time model; the docstring of each field states its source."""
 
-    training_share: float = 0.40
-    """Fraction of the peak FLOP/s reached in training, with fused elementwise kernels.
+    training_share: float = 0.35
+    """Fraction of the peak FLOP/s reached in training.
 
-    Estimate: 43 to 45% of the peak of an H200 for a 7B model with tp 2.
+    Measured on one H100 for a 7B model with adapters. Half of a 3B model without adapters reached
+    0.245.
     """
     prefill_share: float = 0.50
     """Fraction of the peak FLOP/s that the engine reaches for prompts and images.
@@ -69,17 +70,15 @@ class StepTimeConstants:
 
     Assumption for PCIe; an all-reduce over NVLink takes less time.
     """
-    tensor_s: float = 1e-3
+    tensor_s: float = 0.65e-3
     """Seconds to gather, check and load one tensor in a weight sync.
 
-    Estimate: 1 s for the 729 tensors of a 7B model. Two thirds of this time do not depend on
-    bandwidth.
+    Measured on one H100: 0.473 s for the 729 tensors of a 7B model.
     """
-    wake_s: float = 1.0
+    wake_s: float = 0.25
     """Seconds per step for the engine to go to sleep, wake up and allocate its KV cache.
 
-    Assumption; the goal is 0.3 s. On one H100, going to sleep and waking up took 0.25 s with a 7B
-    model (benchmarks/results/h100_2026-11-26.md).
+    Measured on one H100 with a 7B model.
     """
     disk: float = 1e9
     """Bandwidth of a node for writing checkpoints, in bytes/s.
