@@ -1,4 +1,4 @@
-"""Runs untrusted Python in many concurrent boxes, with images as inputs and outputs.
+"""Runs untrusted Python code in many concurrent boxes, with images as inputs and outputs.
 
 The package does not depend on torch. README.md describes the threat model.
 

@@ -1,7 +1,7 @@
 """Sandbox commands: python -m sandbox doctor | run FILE [--image IMG]... | serve | attack.
 
-doctor reports the isolation layers and protections of this host, run executes one file, serve
-offers a pool over HTTP, and attack tests whether the protections of this host hold.
+doctor reports the isolation layers and protections of this host, run executes one file, serve makes
+a pool of boxes available over HTTP, and attack tests whether the protections of this host hold.
 """
 
 import argparse
@@ -19,12 +19,12 @@ from sandbox.token import read_token
 EXIT_OK, EXIT_CODE_FAILED, EXIT_LIMIT, EXIT_HOST = 0, 1, 2, 3
 """Exit statuses of `run`.
 
-An unreadable file or an invalid image exits with 1 and a message. Arguments that argparse rejects
-exit with 2.
+If the file cannot be read or an image is invalid, the command prints a message and exits with
+status 1. If argparse rejects the arguments, the command exits with status 2.
 """
 
 IMAGE_SOURCES_HELP = "shown images (image_0.rotate(90).show(), plt.show()), figures left open, saved image files"
-"""Help text that lists how code returns images (implemented in sandbox/image_capture.py).
+"""Help text that lists the ways in which code can return images (see image_capture.py).
 
 The value of the last expression is not returned, even if it is an image.
 """
@@ -84,7 +84,7 @@ def _save_images(result: CallResult, out: Path | None) -> None:
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """Print the report on this host's layers and protections."""
+    """Print a report on the isolation layers and protections of this host."""
     text, able = host_report.make_report()
     print(text)
     return EXIT_OK if able else EXIT_HOST

@@ -1,18 +1,19 @@
-"""Checks a request's Host, origin, token and content type before its body is read.
+"""Checks the Host, origin, token and content type of a request before its body is read.
 
-request_gate.py applies the checks in this project's servers.
-megatron_rl/rollout/vllm/http_gate.py applies them in a run's vLLM servers. The checks also protect
-the servers from web pages in a browser on this machine, which can reach loopback ports:
+request_gate.py applies the checks in this project's servers. megatron_rl/rollout/vllm/http_gate.py
+applies them in a run's vLLM servers. Web pages in a browser on this machine can reach loopback
+ports. The checks also protect the servers from such pages:
 
-- The browser adds the page's Origin or Sec-Fetch-Site header, and the page does not know the token.
+- The browser adds an Origin or Sec-Fetch-Site header to the page's requests, and the page does not
+  know the token.
 - Without a CORS preflight, the page cannot send application/json.
 - After DNS rebinding, the browser treats the server as part of the page's origin, but the Host
   header still names the page's host.
 
 Before a client sends its token, the server can prove that it knows the token: it responds to a
 challenge with a keyed digest (`compute_proof`). The digest covers the port. Therefore, a process
-that took over the server's port cannot obtain a valid proof from another server with the same
-token.
+that took over the server's port cannot obtain a valid proof from a server with the same token on
+another port.
 """
 
 import hashlib

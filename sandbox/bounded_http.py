@@ -29,7 +29,7 @@ DENIED_STATUSES = (401, 403)
 class NoResponse(Exception):
     """No complete response arrived within the limits.
 
-    The connection was refused or broke, or the response was late, too large or compressed.
+    The connection was refused or lost, or the response was late, too large or compressed.
     """
 
 
@@ -65,9 +65,9 @@ class BoundedClient:
         Args:
             base_url: Base URL, to which relative URLs of requests are appended.
             token: Bearer token sent with every request; empty for none.
-            keepalive_s: Seconds that an idle connection is kept open.
+            keepalive_s: Seconds for which an idle connection is kept open.
             retries: Number of retries if a connection is refused.
-            transport: Transport that replaces HTTP in tests.
+            transport: Transport that replaces the HTTP transport in tests.
         """
         self._token = token
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_s)

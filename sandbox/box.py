@@ -1,4 +1,4 @@
-"""Box that runs the calls of one episode and replaces its interpreter after a kill."""
+"""Box that runs the calls of one episode. A killed interpreter is replaced by a new one."""
 
 import asyncio
 import os
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Box:
     """Isolated Python interpreter for one episode.
 
-    The box runs one call at a time, and concurrent calls wait. Leaving `async with` closes it.
+    The box runs one call at a time, and concurrent calls wait. Leaving the `async with` block
+    closes the box.
     """
 
     def __init__(
@@ -34,8 +35,8 @@ class Box:
             zygote: Zygote that forks the interpreters of the box.
             limits: Resource limits.
             group: Control group of the box's slot, if control groups are in use.
-            start_interpreter: Returns a fresh interpreter with the inputs loaded.
-            release_slot: Returns the slot of the box to the pool.
+            start_interpreter: Function that returns a fresh interpreter with the inputs loaded.
+            release_slot: Function that returns the slot of the box to the pool.
         """
         self.id = number
         self.interpreter: Interpreter | None = None
@@ -89,7 +90,8 @@ class Box:
         """Return the contents of files in the working directory, keyed by name.
 
         The result omits unreadable files, files larger than `BoxLimits.file` bytes, and files that
-        would raise the total above `BoxLimits.max_fetch_bytes`. Raises BoxClosed.
+        would raise the total above `BoxLimits.max_fetch_bytes`. Raises BoxClosed if the box is
+        closed.
         """
         async with self._lock:
             self._check_open()
@@ -124,7 +126,7 @@ class Box:
     async def close(self) -> None:
         """Kill the processes and release the slot, even if the caller is cancelled.
 
-        Calling it again has no effect.
+        Further calls of this method have no effect.
         """
         if self._closing is None:
             self._closing = asyncio.create_task(self._close())
@@ -150,7 +152,7 @@ class Box:
         return BoxTimer(seconds, pid=interpreter.pid, group=self._group, cpus=cpus, is_unstoppable=layers.pid_ns and layers.seccomp)
 
     def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> fault_diagnosis.FaultDiagnosis:
-        """Return the party at fault for an interpreter that died or broke its channel.
+        """Return the fault, limit and error for an interpreter that died or broke its channel.
 
         Only OOM kills since the last `reset_oom_counter` are considered.
         """
@@ -188,8 +190,8 @@ class Box:
     async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
         """End the interpreter, and record a host fault if the host is responsible.
 
-        The next call returns the recorded host fault instead of running its code. If the code ran,
-        it would lack the state of earlier calls, but its result would be scored.
+        The next call returns the recorded host fault instead of running its code. Otherwise, the
+        code would run without the state of earlier calls, and its result would be scored.
         """
         exit_ = await self._end_interpreter(interpreter)
         fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")

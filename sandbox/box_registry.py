@@ -25,7 +25,10 @@ class OpenBox:
 
 
 class BoxRegistry:
-    """Open boxes, keyed by id. Ids are unguessable, because a box can be used with its id alone."""
+    """Open boxes, keyed by id.
+
+    Ids are unguessable, because knowing the id of a box is sufficient to use the box.
+    """
 
     def __init__(self, *, idle_timeout_s: float, metrics: SandboxMetrics) -> None:
         self.idle_timeout_s = idle_timeout_s
@@ -41,7 +44,7 @@ class BoxRegistry:
         return name
 
     def find_box(self, name: str) -> OpenBox:
-        """Return the open box with this id. Raises BoxClosed."""
+        """Return the open box with this id. Raises BoxClosed if there is no such box."""
         if name not in self.open_boxes:
             raise BoxClosed(f"no open box has the id {name[:64]!r}: never opened, closed, or idle for {self.idle_timeout_s:g} s")
         return self.open_boxes[name]
@@ -68,9 +71,10 @@ class BoxRegistry:
         self.close_box(name)
 
     def close_box(self, name: str) -> asyncio.Task[None] | None:
-        """Remove the id at once, and close the box in a task that outlives the caller.
+        """Remove the id at once and close the box in a separate task.
 
-        Returns the task, or None if no box with this id is open.
+        The task continues if the caller is cancelled. Returns the task, or None if no box with this
+        id is open.
         """
         room = self.open_boxes.pop(name, None)
         if room is None:

@@ -35,14 +35,15 @@ class ControlGroup:
     _events_fd: int | None = None
     """Descriptor of the file with the kernel's OOM counters, which is read in each call."""
     _peak_fd: int | None = None
-    """Descriptor of the file with the memory peak in v1.
+    """Descriptor of the v1 file with the peak memory usage; None in v2.
 
-    The peak is used because the v1 counters of failed charges (failcnt) stay 0 in Linux 6.18.
+    The peak shows whether the group reached its limit. The v1 counters of failed charges (failcnt)
+    do not show this, because they stay 0 in Linux 6.18.
     """
     _counts_before: dict[str, int] = field(default_factory=dict)
 
     def add_process(self, pid: int) -> None:
-        """Move a process into the group. Raises OSError."""
+        """Move a process into the group. Raises OSError if that fails."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
         if self._events_fd is None:
@@ -51,7 +52,7 @@ class ControlGroup:
         self.reset_oom_counter()
 
     def reset_oom_counter(self) -> None:
-        """Reset the counters, so that `was_oom_killed` covers only later kills."""
+        """Reset the OOM counters, so that `was_oom_killed` only considers later kills."""
         self._counts_before = self._counts()
         for path in self._peak_files() if self._peak_fd is not None else ():
             # The file is opened for each reset. A file that stays open for writing would prevent
@@ -59,10 +60,10 @@ class ControlGroup:
             path.write_text("0")
 
     def was_oom_killed(self) -> bool:
-        """Return True if a process was killed since the reset because the group was out of memory.
+        """Return True if a process was killed since the reset because the group reached its limit.
 
-        The kernel also counts kills by other OOM killers, such as the host's. Therefore, the group
-        must also have reached its own limit.
+        The kernel's counter includes kills for other reasons, such as a host that is out of memory.
+        Therefore, the result is True only if the group has reached its own memory limit too.
         """
         now = self._counts()
         if now.get("oom_kill", 0) <= self._counts_before.get("oom_kill", 0):
@@ -72,7 +73,7 @@ class ControlGroup:
         return int(os.pread(self._peak_fd, 64, 0)) >= int((self.paths[0] / "memory.limit_in_bytes").read_text()) - CHARGE_BATCH_BYTES
 
     def list_processes(self) -> list[int]:
-        """Return the pids of all processes in the group. Raises OSError."""
+        """Return the pids of all processes in the group. Raises OSError if they cannot be read."""
         return [int(pid) for pid in (self.paths[0] / "cgroup.procs").read_text().split()]
 
     def close(self) -> None:
@@ -87,9 +88,9 @@ class ControlGroup:
         return {name: int(number) for name, number in map(str.split, os.pread(self._events_fd, 4096, 0).decode().splitlines())}
 
     def _peak_files(self) -> list[Path]:
-        """Return the v1 file with the memory peak as a list, which is empty in v2.
+        """Return a list with the v1 file of the peak memory usage; the list is empty in v2.
 
-        If swap is counted, the peak includes swap.
+        If the kernel counts swap, the returned file is the one that includes swap.
         """
         files = (self.paths[0] / name for name in ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes"))
         return [file for file in files if file.exists()][:1]
@@ -110,8 +111,9 @@ class ControlGroups:
     def __init__(self, *, size: int, limits: BoxLimits, parents: dict[str, Path] | None = None) -> None:
         """Create the groups.
 
-        `parents` maps each controller to the directory of this process's group; in v2, that is the
-        same directory for all controllers. None reads the directories from /proc.
+        `parents` maps each controller to the directory of this process's group; in v2, all
+        controllers have the same directory. If `parents` is None, the directories are read from
+        /proc.
         """
         self.parents = find_own_groups() if parents is None else parents
         missing = set(CONTROLLERS) - self.parents.keys()
@@ -156,9 +158,9 @@ class ControlGroups:
                     time.sleep(0.01)
 
     def _delegate_controllers(self, place: Path) -> None:
-        """Enable the controllers for child groups of `place`, which only v2 requires.
+        """Enable the controllers for child groups of `place`. Only v2 requires this step.
 
-        v2 permits this only in the root group or in a group without processes.
+        v2 permits the step only in the root group or in a group without processes.
         """
         if self.is_unified:
             given = (place / "cgroup.subtree_control").read_text().split()
@@ -189,7 +191,7 @@ class ControlGroups:
                 (folder[controller] / name).write_text(value)
 
     def _remove_stale_groups(self) -> None:
-        """Remove groups that remain from killed pools."""
+        """Remove the groups of pools that were killed before they could remove their groups."""
         for top in [top for place in self.parent_dirs for top in place.glob("sandbox-*-*")]:
             if not Path("/proc", top.name.split("-")[1]).exists():
                 for path in [*(entry for entry in top.iterdir() if entry.is_dir()), top]:

@@ -8,11 +8,11 @@ statistics from /proc (proc(5): state, schedstat):
   not counted.
 - If a check runs late, only the planned interval is counted, because the pool's event loop or the
   whole machine was blocked.
-- A reply that arrived before the last check is in time, even if the pool reads it later.
+- A reply that arrived before the last check counts as in time, even if the pool reads it later.
 
 Under load, the wall time of a call can reach MAX_WALL_FACTOR times its limit. The call times out at
-that point. The code is then at fault, unless the box was unable to run for at least the length of
-the limit; in that case, the host is at fault.
+that point. The code is then at fault, unless the time during which the box was unable to run is at
+least as long as the limit; in that case, the host is at fault.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ The interval is two CPU periods of a control group, because a box that has used 
 quota does not run for the rest of the period.
 """
 CHECK_GRACE_S = 0.05
-"""Maximum delay of a punctual check, and minimum time until the next check, in seconds.
+"""Delay in seconds up to which a check is punctual, and minimum time until the next check.
 
 A call times out at the first punctual check after its time is used up. At a punctual check, the
 event loop has already read every reply that arrived before the check.
@@ -51,7 +51,7 @@ class ProcessSnapshot:
     is_runnable: bool
     """True if the first process of the box is running or ready to run."""
     thread_times_ns: dict[str, tuple[int, int]]
-    """Scheduling times of each thread: directory in /proc -> (ns running, ns waiting).
+    """Nanoseconds that each thread has run and waited, keyed by the thread's directory in /proc.
 
     A thread is waiting if it is ready to run but has no core.
     """

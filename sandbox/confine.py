@@ -1,7 +1,7 @@
 """Enters the isolation layers of the zygote and of each box.
 
-Layers are entered in the following order, since later layers remove privileges that earlier layers
-need:
+Layers are entered in the following order. Each layer may remove privileges that are needed to enter
+the layers listed before it:
 
     zygote   user_ns -> mount_ns + read_only_root
     box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns
@@ -28,7 +28,7 @@ The worker needs them to encode images and to report that the code has used up i
 ADDRESS_SPACE_MARGIN_BYTES = 4 << 30
 """Bytes of address space beyond the memory limit, for thread stacks and allocator arenas.
 
-The margin applies only if the address space is limited, which bounds the size of page tables.
+The margin is used only if the address space is limited in order to bound the size of page tables.
 """
 HOST_NAME = "box"
 FIRST_UID = 1_000_000_000  # far above the ids of users, services and containers
@@ -43,13 +43,13 @@ class Confinement:
     directory: str
     """Directory in which the box's work/ and tmp/ are created."""
     uid: int
-    """User id of the box if the layer `drop_uid` is on."""
+    """User id of the box if the layer `drop_uid` is enabled."""
     base_data_bytes: int
     """Bytes of writable memory mapped by the zygote at the time it forks the box."""
     base_address_bytes: int
     """Bytes of address space mapped by the zygote at the time it forks the box."""
     cores: frozenset[int]
-    """Cores on which the box's processes may run if the layer `watchdog` is on."""
+    """Cores on which the box's processes may run if the layer `watchdog` is enabled."""
 
 
 def box_uid(zygote: int, slot: int) -> int:
@@ -72,7 +72,7 @@ def box_cores(slot: int, *, cpus: float) -> frozenset[int]:
 
 
 def write_id_maps(proc: int, *, inside: int, outside_uid: int, outside_gid: int) -> None:
-    """Write the id maps of this process's new user namespace, which has one user and one group.
+    """Write the id maps of this process's new user namespace, which map one user and one group.
 
     Args:
         proc: File descriptor of /proc.
@@ -121,7 +121,7 @@ def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
 def prepare_directory(confinement: Confinement, inputs: Mapping[str, bytes]) -> str:
     """Create the box's directories, write its inputs and return its working directory.
 
-    This must run before `drop_privileges`, because it needs privileges to mount and to chown.
+    This must run before `drop_privileges`, because mounting and changing owners require privileges.
     """
     owner = confinement.uid if confinement.layers.drop_uid else None
     if confinement.layers.private_tmp:
@@ -174,7 +174,7 @@ def set_rlimits(limits: BoxLimits, *, base_data_bytes: int, base_address_bytes: 
         base_data_bytes: Bytes of writable memory mapped by the zygote, which are added to the
             limit.
         base_address_bytes: Bytes of address space mapped by the zygote, which are added to the
-            limit. None leaves the address space unlimited, if a control group counts the page
+            limit. If None, the address space is unlimited, because a control group counts the page
             tables.
     """
     wanted = {

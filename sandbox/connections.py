@@ -1,9 +1,10 @@
 """Per-connection limits that uvicorn does not provide.
 
-They extend uvicorn's HTTP connection (0.54, protocols/http/h11_impl.py). A client must send the
-request header, then the announced body, and then read the response, each within a time limit. If
-there are too many connections or too many unread bytes, the connections that have waited longest
-are aborted first. Therefore, idle clients never displace active clients.
+The limits are implemented in a subclass of H11Protocol of uvicorn 0.54
+(protocols/http/h11_impl.py). A client must send the request header, then the announced body, and
+then read the response, each within a time limit. If there are too many connections or too many
+unread bytes, the connections that have waited longest are aborted first. Therefore, idle clients
+never displace active clients.
 """
 
 import asyncio
@@ -19,15 +20,18 @@ LOG_LINES_PER_MINUTE = 20
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionRegistry:
-    """Limits on a server's connections, and the connections that wait for their client."""
+    """Limits on a server's connections, and the connections that are waiting for their client."""
 
     max_connections: int = 1024
     header_timeout_s: float = 10.0
-    """Seconds from the connection's start or previous response to the end of a request header."""
+    """Maximum time in seconds until the header of the next request is complete.
+
+    The time is measured from the start of the connection or from its last response.
+    """
     body_timeout_s: float = 60.0
-    """Seconds from the end of a request's header to the end of its body."""
+    """Maximum time in seconds from the end of a request's header to the end of its body."""
     response_timeout_s: float = 60.0
-    """Seconds that a client may take to read a response."""
+    """Maximum time in seconds that a client may take to read a response."""
     max_unread_bytes: int = 512 << 20
     """Maximum total number of unread response bytes over all connections."""
     awaiting_request: dict["LimitedConnection", None] = field(default_factory=dict)
@@ -131,21 +135,21 @@ class LimitedConnection(H11Protocol):
 
 
 def _abort_oldest(connections: dict[LimitedConnection, None]) -> None:
-    """Abort the first connection, which has waited longest."""
+    """Abort the first connection of the dict, which is the connection that has waited longest."""
     first = next(iter(connections))
     del connections[first]
     first.transport.abort()
 
 
 class LogRateLimiter(logging.Filter):
-    """Limits the log lines per minute, because a client could cause millions of log lines."""
+    """Limits the number of log lines per minute, because clients could cause millions of lines."""
 
     def __init__(self, max_lines: int = LOG_LINES_PER_MINUTE) -> None:
         super().__init__()
         self.max_lines, self.window_start, self.count = max_lines, time.monotonic(), 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return True if at most `max_lines` lines, with this one, are logged in this minute."""
+        """Return True unless `max_lines` lines have already been logged in this minute."""
         now = time.monotonic()
         if now > self.window_start + 60.0:
             self.window_start, self.count = now, 0

@@ -16,14 +16,14 @@ LIMIT_MESSAGES = {
     "processes": "the code had more than {limits.processes} processes and threads",
     "system call": "the code made a system call that no program here may make",
 }
-"""Exceeded limit -> error message, to which CONSEQUENCE is appended."""
+"""Error messages, keyed by exceeded limit. CONSEQUENCE is appended to each message."""
 CONSEQUENCE = "its processes were killed; variables, imports and files of earlier calls are lost"
 STARVED_MESSAGE = "the box was stopped from outside, or had no core to run on"
 FaultDiagnosis = tuple[Fault, str | None, CallError]
 
 
 def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
-    """Return the party at fault for a call that timed out.
+    """Return the party at fault, the exceeded limit and the error for a call that timed out.
 
     `was_starved` is the value of `BoxTimer.was_starved` for the call.
     """
@@ -35,7 +35,7 @@ def diagnose_timeout(seconds: float, *, was_starved: bool) -> FaultDiagnosis:
 def diagnose_death(
     interpreter: Interpreter, exit_: ExitStatus, *, layers: Layers, limits: BoxLimits, out_of_memory: bool, channel_error: str
 ) -> FaultDiagnosis:
-    """Return the party at fault for an interpreter that died or was killed by the pool.
+    """Return the fault, limit and error for an interpreter that died or was killed by the pool.
 
     Args:
         interpreter: Interpreter of the box.

@@ -1,8 +1,8 @@
 """SandboxFusion's `/run_code` endpoint for the sandbox server.
 
-This endpoint lets clients of SandboxFusion use the sandbox server. The opposite direction is in
-fusion_client.py, which is a client for a SandboxFusion server. Names, defaults and statuses follow
-SandboxFusion's documented REST API:
+This endpoint lets clients of SandboxFusion use the sandbox server. The opposite case, a client for
+a SandboxFusion server, is in fusion_client.py. Names, defaults and statuses follow SandboxFusion's
+documented REST API. Each response has two statuses:
 
 - If the program times out, the command status is `TimeLimitExceeded`, and there is no return code.
   Otherwise, the command status is `Finished`, with a return code.
@@ -108,12 +108,12 @@ def _error_response(why: str) -> RunCodeResponse:
 
 
 def _was_killed(result: CallResult) -> bool:
-    """Return True if the program was killed instead of returning or raising an exception."""
+    """Return True if the program was killed before it could return or raise an exception."""
     return result.fault is Fault.HOST or (result.error is not None and not result.error.traceback)
 
 
 def _stdin_preload(request: RunCodeRequest) -> str:
-    """Return the source of a preload that sets standard input (descriptor 0 and sys.stdin).
+    """Return the source code of a preload that sets standard input (descriptor 0 and sys.stdin).
 
     The preload leaves no names in the namespace.
     """

@@ -9,7 +9,7 @@ The client is for clusters that already run SandboxFusion. It has fewer features
 - The isolation of the code depends on the SandboxFusion server.
 
 Images are returned as files with fixed names, which a wrapper around the code writes. These files
-are validated like the images of other boxes.
+are validated in the same way as the images of a `Box`.
 """
 
 import asyncio
@@ -123,7 +123,7 @@ class FusionSandbox:
 
 
 class FusionBox:
-    """Box without state: each call runs in a new process."""
+    """Box that keeps no state, because each call runs in a new process."""
 
     def __init__(self, pool: FusionSandbox, *, inputs: Mapping[str, bytes], variables: Mapping[str, str], preload: str) -> None:
         self.pool = pool
@@ -219,7 +219,8 @@ class FusionBox:
     def _check_images(self, files: Mapping[str, bytes]) -> tuple[list[ReturnedImage], list[DroppedOutput]]:
         """Return the images within the limits as plain PNGs, and notes on the dropped images.
 
-        The images are re-encoded, so that only pixel values are kept from the server's response.
+        The images are re-encoded, so that the result contains only their pixel values and no other
+        data of the response.
         """
         limits = self.pool.limits
         taken: list[ReturnedImage] = []
@@ -244,7 +245,10 @@ class FusionBox:
         return taken, dropped
 
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
-        """Return the requested inputs. Files written by the code are lost when its process ends."""
+        """Return the requested files that are inputs of the box.
+
+        Files written by the code are lost when the process of the call ends.
+        """
         return {name: decode_base64(self.inputs[name]) for name in names if name in self.inputs}
 
     async def close(self) -> None:

@@ -46,7 +46,7 @@ def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
 
 
 def describe_protections(layers: Layers) -> list[str]:
-    """Return one line per protection: `held` with the layers that enforce it, or `OPEN`."""
+    """Return one line per protection: either `held` and the enforcing layers, or `OPEN`."""
     lines = []
     for name, wall in PROTECTIONS.items():
         held = wall.find_enforcing_layers(layers)

@@ -1,6 +1,6 @@
-"""Shared parts of this project's HTTP servers: requests, disconnects, errors, limits and shutdown.
+"""Functions shared by this project's HTTP servers, for requests, errors, limits and shutdown.
 
-The sandbox server and the servers of megatron_rl/services use these parts. Each request first
+The sandbox server and the servers in megatron_rl/services use these functions. Each request first
 passes the checks in connections.py and request_gate.py.
 """
 
@@ -36,17 +36,17 @@ MAX_SHOWN_ERRORS, MAX_ERROR_CHARS = 20, 2000
 LISTEN_BACKLOG = 64
 """Maximum number of connections that the kernel queues before they are accepted."""
 ACCEPT_BATCH, ACCEPT_TICKS = 32, 4
-"""Connections accepted per event-loop tick, and ticks until an aborted connection is closed.
+"""Connections accepted per event-loop tick, and ticks from the abort to the close of a connection.
 
-asyncio accepts ACCEPT_BATCH connections per tick without checking for free file descriptors. When a
-connection above the limit causes an older connection to be aborted, the older connection releases
+asyncio accepts ACCEPT_BATCH connections per tick without checking for free file descriptors. If a
+new connection exceeds the limit, an older connection is aborted, but the older connection releases
 its descriptor only ACCEPT_TICKS ticks later (Python 3.11, selector_events.py: accept, create, abort
 and close take one tick each). Meanwhile, ACCEPT_TICKS * ACCEPT_BATCH connections may be accepted.
 """
 MIN_CONNECTIONS = 16
 """Minimum number of simultaneous connections that a server must support."""
 KEEPALIVE_S = 10.0
-"""Seconds that the server keeps an idle connection open.
+"""Seconds for which the server keeps an idle connection open.
 
 httpx clients close idle connections after 5 s, so they never send on a connection that the server
 has just closed.
@@ -107,8 +107,8 @@ async def read_body(request: Request, model: type[B]) -> B:
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a request body that the route parses itself.
 
-    References in the schema are inlined. Otherwise, they would be resolved relative to the whole
-    OpenAPI document.
+    References in the schema are inlined. Otherwise, the references would be resolved relative to
+    the whole OpenAPI document.
     """
     schema = model.model_json_schema()
     return {
@@ -127,7 +127,7 @@ def _inline_references(value: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 async def handle_http_error(_request: Request, error: StarletteException) -> JSONResponse:
-    """Return the response for an HTTP error, with its message cut to MAX_ERROR_CHARS.
+    """Return the response for an HTTP error, with at most MAX_ERROR_CHARS of the message.
 
     Lone surrogates, which a box may have produced, are replaced because they cannot be encoded.
     """
@@ -193,7 +193,7 @@ def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.C
 
 
 def reserve_connections(other_files: int, *, max_connections: int) -> int:
-    """Raise the soft limit on open files and return how many connections the limit allows.
+    """Raise the soft limit on open files and return the number of connections that it allows.
 
     The number is at most `max_connections`. `other_files` file descriptors are reserved for other
     uses. A server that runs out of descriptors serves no client and logs errors endlessly.

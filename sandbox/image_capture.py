@@ -4,8 +4,8 @@ A call returns images that it shows, saves, or leaves open as figures. It also r
 image files if it prints their names. The hooks are installed before the first call.
 
 `plt.show()` returns and closes every open figure. A figure that is still open at the end of a call
-is returned then and stays open for the next call. It is returned again only if it has changed. If a
-call saves a figure to a file, the file is returned instead of the figure.
+is returned by that call and stays open for the next call. It is returned again only if it has
+changed. If a call saves a figure to a file, the file is returned instead of the figure.
 """
 
 import os
@@ -188,6 +188,6 @@ def _is_image(name: str) -> bool:
 
 
 def _find_image_names(printed: str, *, work: str) -> list[str]:
-    """Return the image file names in printed text, relative to the working directory."""
+    """Return the image file names that occur in printed text, relative to the working directory."""
     words = (word.strip("'\"`()[]{}<>,;:").removeprefix(work + "/").removeprefix("./") for word in printed.split())
     return [word for word in words if _is_image(word)]

@@ -10,7 +10,7 @@ from sandbox.records import BoxLimits
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_CHANNELS = {0: 1, 2: 3, 6: 4}
-"""Accepted PNG color types (gray, RGB, RGBA; 8 bits per channel) -> bytes per pixel."""
+"""Bytes per pixel, keyed by accepted PNG color type (gray, RGB, RGBA; 8 bits per channel)."""
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 PIL_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 PLAIN_MODES = ("L", "RGB", "RGBA")
@@ -18,12 +18,12 @@ MAX_PNG_CHUNKS = 1000
 """Maximum number of chunks in a PNG.
 
 Pillow writes one chunk per 64 KiB. Without this limit, a PNG within `BoxLimits.image_bytes` could
-have half a million empty chunks, which take long to parse.
+have half a million empty chunks, which would take long to parse.
 """
 
 
 def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | None:
-    """Return None if the size of an image is allowed, else the reason as text for the model."""
+    """Return None if the image size is allowed, else the reason as text for the model."""
     shape = f"{width}x{height} pixels"
     shorter, longer = sorted((width, height))
     if shorter < limits.image_side:
@@ -38,8 +38,8 @@ def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | Non
 class ImageBudget:
     """Budget for the number, pixels and PNG bytes of returned images, per call and in total.
 
-    The pool enforces its own instance. The box has another instance, only to avoid drawing and
-    encoding images that the pool would drop.
+    The pool uses its own instance to enforce the budget. The box has another instance, which only
+    avoids drawing and encoding images that the pool would drop.
     """
 
     def __init__(self, limits: BoxLimits) -> None:
@@ -51,9 +51,9 @@ class ImageBudget:
         self._call = (0, 0, 0)
 
     def check_image(self, *, pixels: int, num_bytes: int = 0) -> str | None:
-        """Return None if the budget allows one more image, else the reason as text for the model.
+        """Return None if the budget allows the image, else the reason as text for the model.
 
-        `num_bytes` is omitted to check an image before it is encoded.
+        To check an image before encoding it, omit `num_bytes`.
         """
         limits = self._limits
         for used, most, when in (
@@ -74,8 +74,8 @@ class ImageBudget:
 def encode_png(picture: Image.Image) -> bytes:
     """Encode an image as a PNG that consists only of the header, pixel data and end chunks.
 
-    At this compression level, Z_RLE is faster than the default strategy, and PNGs of photographs
-    are one sixth smaller than with the default strategy.
+    At compression level 1, the strategy Z_RLE is faster than zlib's default strategy, and it makes
+    PNGs of photographs one sixth smaller.
     """
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain
@@ -88,7 +88,7 @@ def check_png(png: bytes) -> tuple[int, int]:
     """Validate a plain PNG and return its width and height.
 
     A valid PNG consists of header, data and end chunks with correct checksums, and contains exactly
-    the number of pixels in its header. Therefore, any decoder can read it. This function
+    as many pixels as its header announces. Therefore, any decoder can read it. This function
     decompresses the pixels, so pass the size from `read_png_size` to `check_image_size` first.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Validation of the inputs passed to `open`, and their conversion to named files."""
+"""Validates the inputs passed to `open` and converts them to named files."""
 
 import keyword
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ IMAGE_MAGIC = {
     b"II*\0": ".tif",
     b"MM\0*": ".tif",
 }
-"""First bytes of an image file -> file name suffix.
+"""File name suffix, keyed by the first bytes of an image file.
 
 The pool checks only these bytes of an encoded image. The image is decoded inside the box.
 """

@@ -1,7 +1,7 @@
 """Linux system calls that are not available in Python 3.11, called through libc.
 
-If a call fails, its function raises an OSError that names the call. The constants are from the
-Linux uapi headers.
+If a system call fails, the function raises an OSError that names the call. The constants are from
+the Linux uapi headers.
 """
 
 import ctypes
@@ -95,7 +95,7 @@ def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> Non
 
 
 def prctl(option: int, *arguments: int) -> None:
-    """Set an attribute of this process. At most four `arguments` are passed."""
+    """Set an attribute of this process, with at most four `arguments`."""
     padded = [ctypes.c_ulong(item) for item in (*arguments, 0, 0, 0, 0)[:4]]
     _check_result(_libc.prctl(option, *padded), name=f"prctl({option})")
 

@@ -1,4 +1,4 @@
-"""Landlock (Linux 5.13 and later): file access rules for a process and its children.
+"""File access rules for a process and its children, set with Landlock (Linux 5.13 and later).
 
 The rules apply to every user, including root. Newer kernels can also restrict TCP and signals.
 Access rights that the running kernel does not support are not restricted. The constants are from
@@ -19,7 +19,7 @@ REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 MAKE_DEVICES = 1 << 6 | 1 << 11  # MAKE_CHAR, MAKE_BLOCK
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 RIGHTS_BY_ABI = {1: (1 << 13) - 1, 2: REFER, 3: TRUNCATE, 5: IOCTL_DEV}
-"""Landlock ABI version -> file access rights that the version introduced."""
+"""File access rights introduced by each Landlock ABI version, keyed by version."""
 TCP_RIGHTS = 1 | 2  # bind and connect, ABI 4
 SCOPE_FLAGS = 1 | 2  # abstract Unix sockets and signals, ABI 6
 
@@ -46,10 +46,10 @@ def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
     """Restrict the files that this process and its children can access.
 
     Below the `readable` paths, they can read and execute files. Below the `writable` paths, they
-    can do everything except create devices and control devices by ioctl(2). If the kernel supports
-    these restrictions, TCP, signals to outside processes and abstract Unix sockets of outside
-    processes are refused too. The process must have no_new_privs or CAP_SYS_ADMIN. Paths that do
-    not exist are skipped.
+    can do everything except create devices and control devices by ioctl(2). TCP, signals to outside
+    processes and connections to their abstract Unix sockets are refused too, if the kernel supports
+    these restrictions. The process must have no_new_privs or CAP_SYS_ADMIN. Paths that do not exist
+    are skipped.
     """
     version = read_abi_version()
     handled = 0

@@ -1,4 +1,4 @@
-"""Test of every isolation layer in a separate process: `python -m sandbox.layer_probe`.
+"""Tests every isolation layer, each in a child process: `python -m sandbox.layer_probe`.
 
 The command prints a JSON object that maps each layer to null, or to the reason why the layer is
 not available.
@@ -33,7 +33,10 @@ def try_in_child(trial: Callable[[], None]) -> str | None:
 
 
 def probe_layers() -> dict[str, str | None]:
-    """Try to enter each layer. Map the layer's name to None, or to the reason for the failure."""
+    """Try to enter each layer.
+
+    Map the name of each layer to None, or to the reason for the failure.
+    """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     outer = Layers() if is_privileged() else Layers(user_ns=True)
 
@@ -101,7 +104,7 @@ def is_privileged() -> bool:
 
 
 def try_cgroup() -> None:
-    """Create a control group and move a process into it. Raises OSError if that fails."""
+    """Create a control group and move a process into it. Raises OSError if either step fails."""
     groups = cgroups.ControlGroups(size=1, limits=BoxLimits())
     try:
         child = os.fork()

@@ -1,4 +1,4 @@
-"""Isolation layers: detection on this host, selection, and the protections they provide.
+"""Detection and selection of isolation layers, and the protections that the layers provide.
 
 The zygote enters user_ns and mount_ns with read_only_root once. Each box then enters pid_ns,
 net_ns, ipc_ns, mount_ns with private_tmp, cgroup, rlimits, drop_uid, capabilities, landlock and
@@ -65,7 +65,7 @@ class Layers:
     drop_uid: bool = False
     """Separate user id for each box, not used by anything else on the host. Requires root."""
     capabilities: bool = False
-    """Empty capability sets, and no_new_privs."""
+    """Empty capability sets and the process attribute no_new_privs."""
     landlock: bool = False
     seccomp: bool = False
     """Allow-list of system calls (seccomp.py)."""
@@ -90,7 +90,7 @@ class Protection:
     enforced_by: tuple[frozenset[str], ...]
 
     def find_enforcing_layers(self, layers: Layers) -> frozenset[str] | None:
-        """Return the first sufficient set of layers that are all enabled, or None."""
+        """Return the first set in `enforced_by` that consists of enabled layers only, or None."""
         return next((names for names in self.enforced_by if names <= set(layers.enabled_names())), None)
 
 
@@ -131,7 +131,7 @@ LAYER_NAMES = [layer.name for layer in fields(Layers)]
 
 
 def detect_layers() -> dict[str, str | None]:
-    """Map each layer's name to None if this host offers the layer, else to the reason it does not.
+    """Map each layer's name to None, or to the reason why this host does not offer the layer.
 
     Each layer is tested by entering it in a separate process. The test takes about 0.3 s.
     """

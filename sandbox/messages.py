@@ -1,6 +1,7 @@
 """Messages between the sandbox server and its clients.
 
-They are JSON with binary data in base64. Server and client validate every message they receive.
+The messages are JSON with binary data in base64. The server and the client validate every message
+that they receive.
 """
 
 import base64
@@ -67,7 +68,7 @@ class CallRequest(StrictRequest):
 
 
 class FetchRequest(StrictRequest):
-    """Body of a request for files."""
+    """Body of a request to fetch files."""
 
     names: Annotated[list[str], Field(max_length=1000)]
 
@@ -148,7 +149,7 @@ def max_response_chars(limits: BoxLimits) -> int:
 def count_json_delimiters(text: bytes) -> int:
     """Return the number of commas and opening brackets in JSON text.
 
-    The count bounds the cost of parsing, because a JSON parser creates at most about 200 values per
-    delimiter. Base64 contains no delimiters.
+    The count bounds the cost of parsing, because JSON text contains at most two values (a key and
+    its value) per delimiter, apart from the outermost value. Base64 contains no delimiters.
     """
     return sum(map(text.count, (b",", b"[", b"{")))

@@ -1,11 +1,11 @@
 """File system of a box: a read-only root built once per zygote, and a tmpfs per box.
 
-    /          empty read-only tmpfs with the interpreter's prefixes, /usr and its links, a few
+    /          empty read-only tmpfs with the interpreter's prefixes, /usr and links to it, a few
                files of /etc, five devices
     /box       the box's tmpfs: work/ (its working directory), tmp/ (target of /tmp and /dev/shm)
 
-/proc, /sys and /home do not exist in a box. The only part of this project in a box is its virtual
-environment.
+/proc, /sys and /home do not exist in a box. The only part of this project that a box contains is
+the virtual environment.
 """
 
 import os
@@ -131,5 +131,5 @@ def _set_owner(path: str, owner: int | None) -> None:
 
 
 def tmpfs_size(disk: int, inputs: Sequence[bytes]) -> int:
-    """Return the size of a tmpfs in bytes: `disk` plus each input rounded up to whole pages."""
+    """Return the size of a tmpfs in bytes: `disk` plus the input sizes rounded up to full pages."""
     return disk + sum(-(-len(content) // 4096) * 4096 for content in inputs)

@@ -29,7 +29,7 @@ The descriptors are the channel, two output streams, the control group's counter
 in cgroup v1, the control group's memory peak.
 """
 EXTRA_DESCRIPTORS = 32
-"""Number of file descriptors reserved for the zygote's socket, opening boxes and other uses."""
+"""Number of file descriptors reserved for other purposes, such as the zygote's socket."""
 CLOSED_SLOT = -1
 """Sentinel that `close` puts into the queue of free slots."""
 
@@ -111,7 +111,10 @@ class SandboxPool:
             self._prefork(slot)
 
     async def close(self) -> None:
-        """Kill every box and the zygote, and remove their resources. Idempotent."""
+        """Kill every box and the zygote, and remove their resources.
+
+        Further calls have no effect.
+        """
         if not self._started:
             return
         self._started = False
@@ -135,7 +138,7 @@ class SandboxPool:
         preload: str = "",
         wait_s: float | None = None,
     ) -> Box:
-        """Open a box with `images` and `files`, run `preload` in it and return it.
+        """Open a box with `images` and `files`, run `preload` in the box and return the box.
 
         Args:
             images: Images keyed by name. The name `image_0` defines the variable `image_0` and the
@@ -295,7 +298,7 @@ class SandboxPool:
         ]
 
     def _on_watchdog_failure(self, error: BaseException) -> None:
-        """End all boxes as host faults and refuse to open new boxes.
+        """End all boxes with a host fault and refuse to open new boxes.
 
         Without the watchdog, nothing enforces the limits of the boxes.
         """

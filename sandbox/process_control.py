@@ -1,4 +1,4 @@
-"""Functions that inspect and kill the processes of a box from outside, with /proc and signals."""
+"""Functions that use /proc and signals to inspect and kill the processes of a box from outside."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ def is_dying(pid: int) -> bool:
 
 
 def list_threads(process: int) -> list[str]:
-    """Return the /proc directories of a process's threads; empty if the process is gone."""
+    """Return the /proc directories of a process's threads; none if the process is gone."""
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
     except OSError:
@@ -57,9 +57,9 @@ def list_process_tree(pid: int) -> list[int]:
 def kill_process_tree(pid: int) -> None:
     """Stop `pid` and kill all its descendants, for boxes without a PID namespace.
 
-    `pid` itself is not killed here; the zygote kills it. As a subreaper, `pid` adopts the orphans
-    among its descendants. Two kinds of processes survive: processes that fork faster than this
-    function finds them, and processes that remain after `pid` has exited by itself.
+    `pid` itself is not killed here; the zygote kills it. `pid` is a subreaper, so it adopts the
+    orphans among its descendants. Two kinds of processes survive: processes that fork faster than
+    this function finds them, and processes that remain after `pid` has exited by itself.
     """
     with contextlib.suppress(psutil.NoSuchProcess):  # the root is gone
         root = psutil.Process(pid)

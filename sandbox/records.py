@@ -1,4 +1,4 @@
-"""Records of the sandbox: limits of a box, result of a call, and party at fault for a failure."""
+"""Records for the limits of a box, the result of a call, and the party at fault for a failure."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -10,8 +10,8 @@ from PIL import Image
 class Fault(Enum):
     """Party at fault for a call that did not succeed.
 
-    `CODE`: the executed code is at fault; the result is scored and trained on. `HOST`: the host
-    had an infrastructure error; the result is never scored. `NONE`: the call succeeded.
+    `CODE`: the executed code is at fault; the result is scored and used for training. `HOST`: the
+    host had an infrastructure error; the result is never scored. `NONE`: the call succeeded.
     """
 
     NONE = "none"
@@ -38,13 +38,19 @@ class BoxLimits:
     """
 
     call_timeout_s: float = 10.0
-    """Time limit of a call. A timeout kills the processes of the box, and its state is lost."""
+    """Time limit of a call.
+
+    A timeout kills the processes of the box, and the state of the box is lost.
+    """
     open_timeout_s: float = 30.0
     """Time limit for opening a box, including loading its images and running its preload."""
     cpu_s: int = 300
     """Limit on the total CPU time of each process of the box."""
     cpus: float = 1.0
-    """Number of CPU cores shared by all processes of the box (cgroup)."""
+    """Number of CPU cores that all processes of the box share.
+
+    If the layer `watchdog` enforces the limit instead of `cgroup`, the number is rounded up.
+    """
     memory: int = 1 << 30
     """Total memory limit of a box's processes, excluding library pages shared by all boxes."""
     processes: int = 32
@@ -58,7 +64,10 @@ class BoxLimits:
     code: int = 1 << 20
     """Maximum length of the source code of a call, in characters."""
     text: int = 20_000
-    """Characters kept per output stream of a call, half from its start and half from its end."""
+    """Maximum number of characters kept per output stream.
+
+    If a stream is longer, its first and last `text // 2` characters are kept.
+    """
     images: int = 5
     """Maximum number of images returned per call."""
     images_total: int = 100
@@ -75,7 +84,7 @@ class BoxLimits:
     image_side: int = 28
     """Minimum length of an image's shorter side, in pixels.
 
-    The default is one patch of Qwen2.5-VL after its merger.
+    The default is the side length of the image area that one image token of Qwen2.5-VL covers.
     """
     input_pixels: int = 64_000_000
     """Maximum number of pixels of an image passed to `open`.
@@ -117,8 +126,9 @@ class ReturnedImage:
 class CallError:
     """Reason why a call failed.
 
-    `type` is the class name of the exception that the code raised. If the box was killed, it is
-    LimitExceeded, InterpreterDied or InterpreterBroken; for a host fault, it is SandboxError.
+    If the code raised an exception, `type` is the class name of the exception. If the box was
+    killed, `type` is LimitExceeded, InterpreterDied or InterpreterBroken. For a host fault, `type`
+    is SandboxError.
     """
 
     type: str
@@ -130,9 +140,9 @@ class CallError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DroppedOutput:
-    """Note that part of the output of a call is missing from its result.
+    """Record of a part of a call's output that is missing from the result.
 
-    `str()` returns the note as a sentence for the model.
+    `str()` returns a description of the missing part for the model.
     """
 
     what: str
@@ -166,7 +176,7 @@ class CallResult:
     """One-based index of the call in its box."""
     fault: Fault = Fault.NONE
     text: str = ""
-    """Standard output. If the box was killed, the output printed before the kill."""
+    """Standard output of the call. If the box was killed, this is the output before the kill."""
     stderr: str = ""
     images: tuple[ReturnedImage, ...] = ()
     error: CallError | None = None
@@ -176,7 +186,7 @@ class CallResult:
     One of `time`, `memory`, `cpu`, `disk`, `processes`, `system call` and `code` (source length).
     """
     files: dict[str, int] = field(default_factory=dict)
-    """Files in the working directory that the call created or changed: name -> size in bytes."""
+    """Size in bytes of each file that the call created or changed, keyed by relative path."""
     dropped: tuple[DroppedOutput, ...] = ()
     usage: CallUsage = field(default_factory=CallUsage)
     state_lost: bool = False

@@ -16,7 +16,7 @@ MAX_NAME = 4096
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 8192
 LIGHT_BYTES = LIGHT_PIXELS = 1 << 18
-"""Maximum PNG bytes and maximum pixels of a reply that is checked on the event loop.
+"""Maximum number of PNG bytes, and of pixels, in a reply that is checked on the event loop.
 
 The check takes at most 2 ms. Larger replies are checked in a thread.
 """
@@ -38,14 +38,20 @@ class CallReply:
 
 
 async def parse_reply_off_loop(frame: Frame, *, number: int, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallReply:
-    """Parse a reply to call `number`, in a thread if it is large. Raises MalformedFrame."""
+    """Parse a reply to call `number`, in a thread if the reply is large.
+
+    Raises MalformedFrame if the reply is invalid.
+    """
     if _is_light(frame):
         return parse_reply(frame, number=number, limits=limits, budget=budget)
     return await asyncio.to_thread(parse_reply, frame, number=number, limits=limits, budget=budget)
 
 
 def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: image_codec.ImageBudget) -> CallReply:
-    """Parse a reply to call `number` and validate its images. Raises MalformedFrame."""
+    """Parse a reply to call `number` and validate its images.
+
+    Raises MalformedFrame if the reply is invalid.
+    """
     message, blobs = frame
     if len(blobs) > limits.images:
         raise MalformedFrame(f"{len(blobs)} images, {limits.images} allowed")
@@ -76,7 +82,10 @@ def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: image_c
 
 
 def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: BoxLimits) -> dict[str, bytes]:
-    """Parse the reply to request `number` for the files `asked`. Raises MalformedFrame."""
+    """Parse the reply to request `number` for the files `asked`.
+
+    Raises MalformedFrame if the reply is invalid.
+    """
     message, blobs = frame
     names = [_text(name, most=MAX_NAME) for name in _list(message, "names", most=len(blobs))]
     if _integer(message, "id") != number or len(names) != len(blobs) or not asked.issuperset(names):
@@ -87,7 +96,7 @@ def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: B
 
 
 def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
-    """Return an output stream, shortened in the middle to `limits.text` characters.
+    """Return an output stream, in which the middle is cut to leave `limits.text` characters.
 
     The second value describes the omitted part. It is None if the text is complete.
     """

@@ -107,7 +107,7 @@ def _make_body_too_large(most: int) -> RequestRejection:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI `receive` that first returns `body`, then the messages of `receive`."""
+    """Return an ASGI callable that first returns `body`, then the messages of `receive`."""
     left = [body]
 
     async def again() -> Message:

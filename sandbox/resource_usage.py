@@ -7,8 +7,8 @@ charged to a box:
 - page tables
 - kernel memory: sockets and pipes, each with its full capacity, and mappings
 
-Pages of files and of a tmpfs are not charged, because a fork does not map these pages and other
-limits bound them.
+Pages of files and of a tmpfs are not charged. Other limits bound these pages, and a fork does not
+copy their page table entries.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from sandbox.records import BoxLimits
 
 SOCKET_BYTES = 256 << 10
-"""Bytes that one end of a socket can hold in flight.
+"""Maximum number of bytes that can be queued at one end of a socket.
 
 The value is the limit net.core.wmem_default plus the size of one more buffer. A process can exceed
 net.core.wmem_default only with setsockopt(2).
@@ -51,7 +51,7 @@ class BoxUsage:
     """Memory usage and task count of a box."""
 
     memory_bytes: int
-    """Charged bytes. Anonymous memory that is shared with the zygote is not charged."""
+    """Number of charged bytes. Anonymous memory shared with the zygote is not charged."""
     num_tasks: int
     """Number of processes and threads."""
 
@@ -66,8 +66,7 @@ class KernelMemoryMonitor:
     def has_grown(self) -> bool:
         """Return True if the memory has grown by more than one step.
 
-        The growth is measured from the value at the last detected growth, or from the lowest value
-        since then.
+        The growth is measured from the lowest value since the last detected growth.
         """
         now = read_unreclaimable_bytes()
         grown = now > self.level_bytes + self.step_bytes
@@ -140,7 +139,7 @@ def _memory_bytes(thread: str, *, shared_bytes: int, count_mappings: bool) -> in
 
 
 def _parse_numbers(file: Path) -> dict[str, int]:
-    """Parse lines `name: number`. Numbers followed by `kB` are converted to bytes."""
+    """Parse lines of the form `name: number`. Numbers followed by `kB` are converted to bytes."""
     found = {}
     for line in file.read_text().splitlines():
         name, _, value = line.partition(":")

@@ -6,8 +6,8 @@ Example:
             result = await box.run("print(image_0.size)")
 
 If the host or the network fails, `open` raises `PoolFull` or `SandboxError`, and `run` returns a
-result with `Fault.HOST`. A call is never sent twice, because after a lost connection the client
-cannot know if the call ran. The server closes a box when its client disconnects during a call.
+result with `Fault.HOST`. A call is never sent twice, because a client that has lost its connection
+cannot know whether the call ran. The server closes a box when its client disconnects during a call.
 """
 
 import asyncio
@@ -53,23 +53,23 @@ from sandbox.records import (
 from sandbox.zygote_manager import ZYGOTE_START_TIMEOUT_S
 
 CLIENT_GRACE_S = 30.0
-"""Seconds that a client waits in addition to the server's worst-case response time under load.
+"""Seconds for which a client waits in addition to the server's worst-case response time.
 
 sandbox/clock.py explains the worst case.
 """
 SLOT_WAIT_S = 60.0
-"""Seconds that one `open` request waits for a slot. The server may allow less."""
+"""Seconds for which one `open` request waits for a slot. The server may allow less."""
 CONNECT_TIMEOUT_S = 10.0
 CONNECT_RETRIES = 2
 DEFAULT_RETRY_S, MAX_RETRY_S = 1.0, 60.0
-"""Default and upper bound of the delay before `open` retries a refused request, in seconds.
+"""Default and maximum delay in seconds before `open` retries a refused request.
 
 The default applies if the server sends no valid Retry-After header.
 """
 MIN_RESPONSE_BYTES = 64 << 10
-"""Response size in bytes, and number of JSON delimiters, that are always accepted."""
+"""Size in bytes, and number of JSON delimiters, up to which every response is accepted."""
 MAX_RESPONSE_BYTES, MAX_PIXELS, MAX_WAIT_S = 256 << 20, Image.MAX_IMAGE_PIXELS or 0, 86400.0
-"""Upper bounds on a server's announced limits: bytes of a response, pixels, and seconds."""
+"""Upper bounds on the limits announced by a server: response bytes, pixels and waiting time."""
 MAX_ERROR_CHARS = 2000
 _LIMITS: TypeAdapter[BoxLimits] = TypeAdapter(BoxLimits)
 
@@ -228,7 +228,7 @@ class ServerFull(PoolFull):
 
 
 class RemoteBox:
-    """Box on the server. Leaving `async with` closes it."""
+    """Box on the server. Leaving the `async with` block closes the box."""
 
     def __init__(self, pool: SandboxClient, name: str) -> None:
         self.pool = pool
@@ -354,7 +354,7 @@ def _parse_retry_after(header: str) -> float:
 
 
 def encode_image_file(image: Image.Image | bytes) -> bytes:
-    """Encode a PIL image as PNG; return bytes unchanged, since they are an image file already."""
+    """Encode a PIL image as PNG. Bytes are already an image file and are returned unchanged."""
     if isinstance(image, bytes):
         return image
     buffer = BytesIO()

@@ -1,4 +1,4 @@
-"""Allow-list of system calls as a classic BPF program for seccomp(2), for x86-64 only.
+"""Allow-list of system calls, as a classic BPF program for seccomp(2) on x86-64.
 
 - A call that is not listed here fails with EPERM, which libraries can handle.
 - A call in KILLED_CALLS, which no benign program makes, kills the process, so that the result can
@@ -82,9 +82,9 @@ PROTECTED_RLIMITS = (resource.RLIMIT_CPU, RLIMIT_RTTIME, resource.RLIMIT_CORE)
 """Resource limits that no process in a box may set.
 
 If PID 1 of a PID namespace exceeds RLIMIT_CPU or RLIMIT_RTTIME, the kernel kills it. Code in the
-namespace has no other means to kill PID 1, so its death would be diagnosed as the host's fault. If
-the code changed RLIMIT_CORE from its value in confine.py, a dying box would start the host's core
-dump handler.
+namespace has no other means to kill PID 1, so the death of PID 1 would be diagnosed as the host's
+fault. If the code changed RLIMIT_CORE from its value in confine.py, a dying box would start the
+host's core dump handler.
 """
 UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 PR_NAMES = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME and glibc's PR_SET_VMA
@@ -94,7 +94,10 @@ F_GETPIPE_SZ, F_GET_SEALS = 1032, 1034
 ALLOWED_FCNTLS = (
     fcntl.F_DUPFD, fcntl.F_GETFD, fcntl.F_SETFD, fcntl.F_GETFL, fcntl.F_SETFL, fcntl.F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_GET_SEALS,
 )  # fmt: skip
-"""Allowed commands of fcntl(2): no locks, leases, directory watches (F_NOTIFY) or larger pipes."""
+"""Allowed commands of fcntl(2).
+
+Commands for locks, leases, directory watches (F_NOTIFY) and larger pipes are not allowed.
+"""
 SO_DOMAIN, SO_PROTOCOL = 39, 38
 ALLOWED_SOCKET_OPTIONS = (socket.SO_TYPE, socket.SO_ERROR, socket.SO_SNDBUF, socket.SO_RCVBUF, socket.SO_ACCEPTCONN, SO_PROTOCOL, SO_DOMAIN)
 """Allowed options of getsockopt(2); options that identify the peer are not allowed.
@@ -159,8 +162,8 @@ def _mmap_rule() -> list[Instruction]:
 def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
     """Refuse call `number` if the low half of its argument `index` is in `values`.
 
-    If `unless_null` is the index of another argument, the call is still allowed if the pointer in
-    that argument is null.
+    If `unless_null` is set, it is the index of a pointer argument, and the call is allowed if that
+    pointer is null.
     """
     tests = [(JUMP_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW)]

@@ -4,8 +4,8 @@ Boxes run in the pool of this process. A client addresses its box by an unguessa
 
     POST   /boxes                  open a box; 429 if no box becomes free in time, 503 if the host
                                    fails to open a box, both with a Retry-After header
-    POST   /boxes/{id}/calls       run code in the box; 404 if the box is not open (any more), 409
-                                   if the id of the call was used before
+    POST   /boxes/{id}/calls       run code in the box; 404 if the box is not open, 409 if the id
+                                   of the call was used before
     POST   /boxes/{id}/files       read files of the box
     DELETE /boxes/{id}             close the box
     GET    /health                 name, size, layers and limits of the server
@@ -175,10 +175,10 @@ def create_app(
     token: str = "",
     host: str = "",
 ) -> FastAPI:  # fmt: skip
-    """Return the application that serves a running pool. Its shutdown closes every box.
+    """Return the application that serves a running pool.
 
-    `token` is the bearer token that requests must send ("" for none), and `host` is an additional
-    host name of this server (see request_gate.py).
+    The shutdown of the application closes every box. `token` is the bearer token that requests must
+    send ("" for none), and `host` is an additional host name of this server (see request_gate.py).
     """
     service = SandboxService(pool, wait_s=wait_s, idle_timeout_s=idle_timeout_s, max_waiting=max_waiting, name=name)
 

@@ -20,7 +20,7 @@ MAX_TOKEN_BYTES = 1000
 
 
 def read_token(path: str | Path) -> str:
-    """Return the token in a file.
+    """Return the token that a file contains.
 
     Raises:
         ValueError: The file is unreadable or is not one word of 16 to 256 ASCII characters.

@@ -32,7 +32,7 @@ class ResourceWatchdog:
         self._task.add_done_callback(self._on_done)
 
     async def stop(self) -> None:
-        """Stop the task and wait until the kills in progress are done."""
+        """Stop the task and wait until all kills in progress are complete."""
         self._task.cancel()
         await asyncio.gather(self._task, *self._kill_tasks, return_exceptions=True)
 

@@ -1,8 +1,8 @@
 """Process of a box, which reads the box's inputs, confines itself and executes calls.
 
-The process exits when its channel to the pool closes. It shares its interpreter with the code that
-it runs, so the code can forge its replies. Therefore, the pool validates every reply (replies.py),
-and a forged reply can only harm the box that sent it.
+The process exits when its channel to the pool closes. The code runs in the same interpreter as this
+module, so the code can forge replies. Therefore, the pool validates every reply (replies.py), and a
+forged reply can only harm the box that sent it.
 """
 
 import builtins
@@ -98,7 +98,10 @@ class BoxSession:
         self.capture = ImageCapture(confinement.limits, work_dir=work_dir)
 
     def load_inputs(self, inputs: list[dict[str, object]], *, preload: str) -> None:
-        """Bind input images to their variables and run the preload. Raises BadInput."""
+        """Bind input images to their variables and run the preload.
+
+        Raises BadInput if that fails.
+        """
         for item in inputs:
             if item["image"]:
                 picture = self._decode_image(str(item["name"]))
@@ -155,7 +158,7 @@ class BoxSession:
             return {}
 
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
-        """Execute `code` and return its error and the limit it exceeded, or None for each."""
+        """Execute `code` and return its error and the limit that it exceeded, if any."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         own, worker = self.data_limits
         resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
@@ -170,7 +173,7 @@ class BoxSession:
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:
-        """Restore descriptors 1 and 2 and Python's streams after changes by the last call."""
+        """Restore descriptors 1 and 2 and Python's streams, in case the last call changed them."""
         for number, stream in enumerate(self.output_fds, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (
@@ -235,7 +238,7 @@ def _safe_str(error: BaseException) -> str:
 
 
 def _format_traceback(error: BaseException) -> str:
-    """Format a traceback without this file's frame and cut it to MAX_TRACEBACK."""
+    """Format a traceback without this file's frame and cut it to MAX_TRACEBACK characters."""
     try:
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, trace, limit=-20))
@@ -250,12 +253,12 @@ def _cpu_s() -> float:
 
 
 def preload_libraries() -> None:
-    """Load the libraries for boxes, and the modules that they import lazily, before any fork.
+    """Load the libraries for boxes, and their lazily imported modules, before any fork.
 
     The process must stay single-threaded: a fork does not copy other threads, and the kernel
     refuses unshare(CLONE_NEWUSER) in a process with several threads. Therefore, OpenBLAS (by an
     environment variable) and OpenCV are limited to one thread. pyarrow is blocked, because its
-    allocator starts a thread; pandas would import it if it is installed.
+    allocator starts a thread; pandas imports pyarrow if pyarrow is installed.
     """
     sys.modules["pyarrow"] = None
     import cv2

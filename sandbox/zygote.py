@@ -1,7 +1,7 @@
 """Zygote: single-threaded process with preloaded libraries that forks and reaps boxes.
 
-It runs inside the zygote's layers (confine.py). The pool starts it as
-`python -m sandbox.zygote SETTINGS`, with a control socket (SOCK_SEQPACKET, JSON datagrams) as
+The process runs inside the zygote's layers (confine.py). The pool starts the process with the
+command `python -m sandbox.zygote SETTINGS` and a control socket (SOCK_SEQPACKET, JSON datagrams) as
 descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors (channel,
@@ -98,12 +98,12 @@ class Zygote:
     def fork_box(self, request: dict[str, object], descriptors: list[int]) -> int:
         """Fork the first process of a box and return its pid.
 
-        With `pid_ns`, the process is PID 1 of a new PID namespace. When it dies, the kernel kills
-        all other processes in the namespace. unshare(CLONE_NEWPID) affects only later children, and
-        a process cannot call it twice. Therefore, the zygote returns to its original PID namespace
-        with setns(2) after the fork. That call requires privileges over the original namespace,
-        which the zygote lacks inside a user namespace; in this case, a helper process forks the
-        box.
+        With `pid_ns`, the process is PID 1 of a new PID namespace. When this process dies, the
+        kernel kills all other processes in the namespace. unshare(CLONE_NEWPID) affects only later
+        children, and a process cannot call it twice. Therefore, the zygote returns to its original
+        PID namespace with setns(2) after the fork. setns(2) requires privileges over the original
+        namespace, which the zygote lacks inside a user namespace; in this case, a helper process
+        forks the box.
         """
         if self.layers.pid_ns and self.layers.user_ns:
             return self.fork_box_via_helper(request, descriptors)

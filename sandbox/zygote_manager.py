@@ -1,4 +1,4 @@
-"""Manager of the zygote process, used by the pool.
+"""Manages the zygote process for the pool.
 
 The manager starts the zygote, requests interpreters from the zygote, is notified when interpreters
 exit, and kills the process trees of boxes.
@@ -29,7 +29,7 @@ from sandbox.records import BoxLimits, SandboxError
 ZYGOTE_START_TIMEOUT_S = 60.0
 ZYGOTE_STOP_TIMEOUT_S = 10.0
 ZYGOTE_REPLY_TIMEOUT_S = 30.0
-"""Seconds without a reply after which a zygote is considered unresponsive and is killed.
+"""Time in seconds after which a zygote that does not reply is considered unresponsive and killed.
 
 The boxes of a killed zygote fail with a host fault and restart on a new zygote.
 """
@@ -63,14 +63,14 @@ class Interpreter:
     """The pool's descriptors of the output and error memfds, which remain readable after exit."""
     exit_future: asyncio.Future[ExitStatus]
     directory: str | None
-    """Host directory that `close` removes, or None if the box's directory is in its own root."""
+    """Host directory that `close` removes; None if the directory is in the box's own tmpfs."""
     killed_by_pool: bool = False
     """True once the pool has begun to end this process."""
     exceeded_limit: str | None = None
-    """Limit for which the watchdog killed this process, or None."""
+    """Limit that this process exceeded, so that the watchdog killed it; None otherwise."""
 
     def close(self) -> None:
-        """Release the pool's resources of an interpreter that has exited."""
+        """Release the resources that the pool holds for an interpreter that has exited."""
         self.writer.transport.abort()
         for descriptor in self.output_fds:
             os.close(descriptor)
@@ -178,8 +178,8 @@ class ZygoteManager:
     async def wait_for_exit(self, interpreter: Interpreter) -> None:
         """Wait for the exit of an interpreter after its channel has closed.
 
-        If the process is not exiting after EXIT_POLL_S, the wait ends, because the code has closed
-        the channel while the process is still running.
+        The wait ends if the process has not begun to exit after EXIT_POLL_S. In this case, the code
+        has closed the channel, and the process is still running.
         """
         for count in range(int(ZYGOTE_REPLY_TIMEOUT_S / EXIT_POLL_S)):
             if count and not is_dying(interpreter.pid):
@@ -293,7 +293,7 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
     """Return True if the future completes within ZYGOTE_REPLY_TIMEOUT_S.
 
     The timeout is split into two waits. If this event loop is blocked during the whole first wait,
-    the reply can still be received during the second wait.
+    it can still receive the reply during the second wait.
     """
     for _ in range(2):
         done, _ = await asyncio.wait([future], timeout=ZYGOTE_REPLY_TIMEOUT_S / 2)
@@ -303,7 +303,7 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
 
 
 def _make_directory(undo: contextlib.ExitStack) -> str:
-    """Create the host directory of a box. Raises OSError."""
+    """Create the host directory of a box. Raises OSError if that fails."""
     directory = tempfile.mkdtemp(prefix="sandbox-")
     undo.callback(_remove_directory, directory)
     os.chmod(directory, 0o755)
@@ -311,7 +311,7 @@ def _make_directory(undo: contextlib.ExitStack) -> str:
 
 
 def _remove_directory(directory: str) -> None:
-    """Remove the directory with its contents.
+    """Remove a directory and its contents.
 
     rmdir is tried first, because it needs no free file descriptor.
     """
@@ -322,7 +322,7 @@ def _remove_directory(directory: str) -> None:
 
 
 def _make_output_memfd(name: str, undo: contextlib.ExitStack) -> int:
-    """Create a memfd for the output of a box. Raises OSError."""
+    """Create a memfd for the output of a box. Raises OSError if that fails."""
     stream = os.memfd_create(name, os.MFD_CLOEXEC)
     undo.callback(os.close, stream)
     with contextlib.suppress(PermissionError):  # this memfd cannot be sealed at all (vm.memfd_noexec)

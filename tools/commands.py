@@ -1,4 +1,4 @@
-"""Functions shared by the commands: exit codes, error messages, progress bar, library warnings."""
+"""Functions shared by the commands, for exit codes, error messages, progress bars and warnings."""
 
 import sys
 import warnings
@@ -16,7 +16,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def progress_bar() -> Progress:
-    """Return a progress bar for bytes.
+    """Return a progress bar that counts bytes.
 
     The bar is drawn on standard error if standard error is a terminal, and removed when it is
     complete.
@@ -29,7 +29,7 @@ def progress_bar() -> Progress:
 
 
 def quiet_libraries() -> None:
-    """Silence Megatron's import warnings about missing packages and transformers' progress bars."""
+    """Silence transformers' progress bars and Megatron's warnings about missing packages."""
     warnings.filterwarnings("ignore", module="megatron")
     transformers.utils.logging.disable_progress_bar()
 

@@ -1,8 +1,9 @@
 """Oracle of the attack suite, which sets up targets on the host and detects successful attacks.
 
-The targets are secrets, files, listeners and a canary process. The oracle creates all of them
-itself: files in a new folder, listeners on ports chosen by the kernel, System V objects and a key.
-It removes them at the end, so that a successful attack harms nothing else on the host.
+The targets are secrets, files, listeners and a canary process. The oracle creates the files in a
+new folder and opens the listeners on ports chosen by the kernel. It also creates System V objects
+and a key. It removes all targets at the end. Because attacks use only these targets, a successful
+attack harms nothing else on the host.
 """
 
 import contextlib
@@ -47,7 +48,7 @@ F_OFD_SETLK = 37  # the lock belongs to the open file, not to the process
 
 
 class AttackOracle:
-    """Context manager that creates the targets of attacks and detects if an attack succeeded.
+    """Context manager that creates the targets of attacks and detects successful attacks.
 
     `build_source` passes `facts`, which describe the targets, to the code of a probe.
     `has_succeeded` compares the results of `snapshot_state` from before and after an attack.
@@ -105,9 +106,9 @@ class AttackOracle:
         os.set_inheritable(inherited, True)
 
     def _create_locked_files(self, stack: contextlib.ExitStack) -> None:
-        """Choose two standard library files, which boxes can read too, and lock one of them.
+        """Choose two files of the standard library that boxes can read, and lock one of them.
 
-        `serve`, in `_start_listeners`, regularly reads the file that is not locked.
+        The thread started by `_start_listeners` regularly reads the file that is not locked.
         """
         folder = Path(os.path.realpath(os.__file__)).parent
         self.shared, locked = folder / "this.py", folder / "antigravity.py"
@@ -125,9 +126,10 @@ class AttackOracle:
         self.facts |= {"canary": self.canary.pid, **json.loads(self._read_canary_line())}
 
     def _read_canary_line(self) -> bytes:
-        """Return the next line printed by the canary, or b"" after a timeout of 1 s.
+        """Return the next line printed by the canary process, or b"" after a timeout.
 
-        The canary prints its first line at startup; the timeout for the first line is 20 s.
+        The timeout is 20 s for the first line, which the canary prints at startup, and 1 s for each
+        later line.
         """
         assert self.canary.stdout is not None
         with selectors.DefaultSelector() as selector:
@@ -182,7 +184,7 @@ class AttackOracle:
         stack.callback(stopped.set)
 
     def snapshot_state(self) -> dict[str, Any]:
-        """Return the state of the host that a probe may change."""
+        """Return those parts of the host's state that an attack may change."""
         files = {name: (path.read_bytes(), path.stat().st_mode) if path.exists() else None for name, path in self.victims.items()}
         assert self.canary.stdin is not None
         self.canary.stdin.write(b"\n")
@@ -198,7 +200,7 @@ class AttackOracle:
         }
 
     def build_source(self, call: str, *, patience_s: float) -> str:
-        """Return `call` preceded by an assignment of `facts` to the variable `W`.
+        """Return the source code `call`, preceded by an assignment of `facts` to the variable `W`.
 
         `patience_s`, which is added to `facts`, is the time in seconds that the code can wait for
         an event without exceeding the call timeout.
@@ -206,7 +208,7 @@ class AttackOracle:
         return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 
     def find_survivors(self) -> list[int]:
-        """Return the pids of processes named after the attack's mark, except zombies.
+        """Return the pids of processes that have the attack's mark as their name, except zombies.
 
         Processes in nested PID namespaces are included.
         """

@@ -5,10 +5,10 @@ from enum import StrEnum
 
 
 class Evidence(StrEnum):
-    """Evidence that an attack succeeded.
+    """Kind of evidence that shows the success of an attack.
 
-    If an effect is visible outside the box, the oracle checks it there instead of in the output of
-    the code.
+    If an effect is visible outside the box, the oracle checks the effect itself instead of the
+    output of the code.
     """
 
     PRINTED = "told"  # the code printed the oracle's marker, which it does only after success
@@ -23,12 +23,12 @@ class Evidence(StrEnum):
 
 @dataclass(frozen=True)
 class AttackProbe:
-    """Attack and the settings for its control run.
+    """Attack and the settings of its control.
 
-    The entries of `calls` are source code and run one after the other in one box. The control runs
-    without `lifted_layers` and with `raised_limits`. A probe limits its own effect, such as the
-    number of processes or bytes, so that its control stays within the outer bounds
-    (outer_bounds.py).
+    Each entry of `calls` is the source code of one call; the calls run one after the other in one
+    box. The control runs without the layers in `lifted_layers` and with the limits in
+    `raised_limits`. The code limits its own effect, such as the number of processes that it starts
+    or of bytes that it writes, so that the control stays within the outer bounds (outer_bounds.py).
     """
 
     name: str
@@ -41,8 +41,8 @@ class AttackProbe:
     uses_plain_child: bool = False
     """True if the control is a plain child process of the server, as in simple code runners.
 
-    Such a child inherits the environment and the file descriptors of the server. A box never
-    inherits them, even without layers.
+    Such a child inherits the environment and the file descriptors of the server. A box inherits
+    neither of the two, even without layers.
     """
     min_cores: int = 1
     """Minimum number of host cores that the attack needs to succeed."""
@@ -52,7 +52,7 @@ class AttackProbe:
     has_long_timeout: bool = False
     """True if the run with all layers uses the same call timeout as the control.
 
-    This is for slow attacks, because the layers must stop them before the timeout does.
+    Slow attacks need this, because the layers and not the timeout must stop the attack.
     """
 
 
@@ -70,6 +70,6 @@ def syscall(number, *arguments):
 """
 """Source code that is prepended to each call, after the assignment of the oracle's facts to `W`.
 
-`W` contains the marker in reverse order, so that printing the source code itself does not
-count as a success.
+`W` contains the marker in reverse order, so that an attack that merely prints its source code does
+not count as a success.
 """

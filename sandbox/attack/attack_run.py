@@ -1,7 +1,8 @@
 """Runs an attack on a pool. As a command, it runs the control of an attack.
 
-The control is the same attack with some layers lifted. It runs in its own process, inside the outer
-bounds. The suite starts the process with this command, which prints the outcome as a line of JSON:
+The control is the same attack with some layers disabled. The control runs in its own process,
+inside the outer bounds (outer_bounds.py). The suite starts the process with this command, which
+prints the outcome as a line of JSON:
 
 python -m sandbox.attack.attack_run PROBE LAYER,LAYER,...
 """
@@ -73,7 +74,7 @@ def _describe_outcome(results: list[CallResult]) -> str:
 
 
 def lift_layers(layers: Layers, lifted_layers: frozenset[str]) -> Layers:
-    """Return `layers` without the lifted layers and without the layers that depend on them."""
+    """Return `layers` without `lifted_layers` and without the layers that require them."""
     if layers.user_ns and "user_ns" in lifted_layers:  # the other namespaces need the user namespace's privileges
         lifted_layers |= {name for name in LAYER_NAMES if name.endswith("_ns")}
     if "mount_ns" in lifted_layers:

@@ -26,7 +26,7 @@ for number in range(3, 64):
         if error.errno not in (errno.EBADF, errno.ENOTSOCK):
             raise
 """
-"""Source code that runs `{ask}` on the channel to the pool, the only open socket of a new box."""
+"""Source code that runs `{ask}` with `channel` set to the box's channel to the pool."""
 
 CROSSTALK = (
     AttackProbe(

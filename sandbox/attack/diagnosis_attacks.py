@@ -8,7 +8,7 @@ from sandbox.attack.attack_probe import AttackProbe, Evidence
 
 SECCOMP_LAYERS = frozenset({"seccomp"})
 FROM_KERNEL = "info = (ctypes.c_int * 32)()\ninfo[0], info[2] = {number}, 0x80\n"
-"""Source of a siginfo_t for signal `{number}` that claims to be from the kernel (SI_KERNEL)."""
+"""Source code that builds a siginfo_t which claims that the kernel sent signal `{number}`."""
 
 PROBES = (
     AttackProbe(

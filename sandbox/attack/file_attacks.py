@@ -1,4 +1,4 @@
-"""Attacks on files of the host and other boxes, environment variables and the input image."""
+"""Attacks on files of the host and of other boxes, on environment variables and on input images."""
 
 from sandbox.attack.attack_probe import AttackProbe, Evidence
 

@@ -20,7 +20,7 @@ MODE = 0o666
 
 
 class MqAttributes(ctypes.Structure):
-    """C structure mq_attr of mq_open(3)."""
+    """C structure mq_attr, which mq_open(3) uses."""
 
     _fields_ = (
         ("flags", ctypes.c_long),
@@ -40,8 +40,8 @@ def _check_result(result: int, name: str) -> int:
 def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
     """Create IPC objects that hold `secret`, and register their removal on `stack`.
 
-    All users may read the objects. The returned dict contains their keys and names for the code of
-    attacks.
+    All users may read the objects. The returned dict contains the keys and names of the objects,
+    which the code of attacks uses.
     """
     number = secrets.randbits(30)
     segment = _check_result(libc.shmget(number, 4096, IPC_CREAT | IPC_EXCL | MODE), "shmget")

@@ -5,7 +5,10 @@ from sandbox.attack.resource_attacks import MEMORY_LAYERS, SLOW_LIMITS
 
 SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
 CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4
-"""Default and reduced number of child processes per attack, below the process limit of a box."""
+"""Default and reduced number of child processes per attack.
+
+Both numbers are below the process limit of a box.
+"""
 START = """
 done, tell = os.pipe()
 got = dead = 0
@@ -38,16 +41,17 @@ if got == {num} and not dead:
 
 
 def make_crowd_calls(work: str, *, num: int = CROWD_SIZE, waits: bool = True) -> tuple[str, ...]:
-    """Return the source code of each call of an attack that runs `work` in `num` processes.
+    """Return the calls of an attack that runs `work` in `num` concurrent processes.
 
-    The processes are children of the interpreter and run concurrently. They keep running between
-    calls, so they have more time than a single call. The attack succeeds if all children finish
-    their work and are alive afterwards.
+    Each call is a string of source code. The processes are children of the interpreter. They keep
+    running between the calls, so they have more time than a single call. The attack succeeds if all
+    children finish their work and are alive afterwards.
 
     Args:
         work: Source code that defines the function `work`.
         num: Number of child processes.
-        waits: True if the attack fails when a child exits. If False, exits are not checked.
+        waits: True if the attack counts as failed when a child exits. If False, exits are not
+            checked.
     """
     begin = f"{START}\n{work}\nfor _ in range({num}):\n    if os.fork() == 0:\n        leave_when_told(work)"
     return (begin, GATHER.format(num=num, waits=waits), JUDGE.format(num=num, waits=waits))

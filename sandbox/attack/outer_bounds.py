@@ -1,10 +1,10 @@
-"""Outer bounds of a control, which keep an attack with lifted layers from harming the host.
+"""Outer bounds of a control, which protect the host from an attack that runs without layers.
 
 The bounds are:
 
 - new namespaces of every kind, including a user namespace if the suite does not run as root
-- all file systems read-only, with small new file systems on /tmp, /var/tmp and /dev/shm; an
-  interpreter below one of these paths stays visible
+- all file systems read-only, with small new file systems on /tmp, /var/tmp and /dev/shm; if the
+  interpreter is below one of these paths, it stays visible
 - no network except a loopback interface
 - limits on processes, memory, time and file size, by rlimits and, if available, v1 control groups
 
@@ -70,7 +70,7 @@ def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
 
 
 def _make_outer_group() -> cgroups.ControlGroups | None:
-    """Create a control group below which a control's pool creates its own groups.
+    """Create a control group in which the pool of a control can create its own groups.
 
     Returns None if this process may not create control groups, or if the host uses v2, which does
     not allow this nesting.
@@ -113,7 +113,7 @@ def _mount_fresh(target: str, *, mode: str) -> None:
 def _confine(*, root: bool) -> None:
     """Set up the mounts, the loopback interface and the rlimits inside the new namespaces.
 
-    The mounts come first, because the other steps need a /proc of this PID namespace.
+    The mounts come first, because the other steps need the /proc file system of this PID namespace.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]

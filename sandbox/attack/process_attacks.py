@@ -7,7 +7,7 @@ PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "s
 DEBUG_LAYERS = PROCESS_LAYERS | {"mount_ns", "read_only_root", "user_ns"}
 """Layers that prevent debugging. A process cannot debug processes of another user namespace."""
 MARK_SNIPPET = 'libc.prctl(15, W["mark"].encode(), 0, 0, 0)'
-"""Source code that sets the process name, by which the oracle finds surviving processes."""
+"""Source code that sets the process name that the oracle uses to find surviving processes."""
 
 SIGNALS = (
     AttackProbe(
@@ -133,7 +133,7 @@ finally:
 """Source code that runs `{start}` until there are four times as many processes as allowed."""
 TASK_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 CLEANUP_LAYERS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
-"""Layers that find all processes of a closing box, including processes in new sessions."""
+"""Layers that ensure that closing a box kills all its processes, even in new sessions."""
 FORKS = (
     AttackProbe(
         "fork_bomb",

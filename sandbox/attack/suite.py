@@ -23,7 +23,7 @@ MAX_PARALLEL_CONTROLS = 2
 
 @dataclass(frozen=True)
 class AttackResult:
-    """Outcome of one attack with all layers, and outcome of its control."""
+    """Outcome of one attack with all layers, and the outcome of its control."""
 
     probe: AttackProbe
     defended: AttackOutcome
@@ -62,7 +62,7 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
 
 
 def find_missing_requirement(probe: AttackProbe) -> str:
-    """Return the attack's requirement that this host does not meet, or an empty string."""
+    """Return the first unmet requirement of the attack on this host, or an empty string."""
     if probe.needs_root and not is_privileged():
         return "needs root"
     if probe.min_cores > (cores := len(os.sched_getaffinity(0))):

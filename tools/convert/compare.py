@@ -1,8 +1,8 @@
 """Compares two checkpoints tensor by tensor.
 
 A checkpoint can be a Hugging Face folder or a torch_dist checkpoint of this trainer. Tensors are
-matched by the names of the released checkpoints, regardless of the folder's naming style. Only one
-tensor of each checkpoint is in memory at a time.
+matched by their names in the released checkpoints, regardless of the naming styles of the compared
+checkpoints. Only one tensor of each checkpoint is in memory at a time.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class TensorDifference:
 
     name: str
     dtypes_and_shapes: tuple[str, str]
-    """dtype and shape of the tensor in each checkpoint, or "nothing" if the tensor is missing."""
+    """Dtype and shape of the tensor in each checkpoint, or "nothing" if the tensor is missing."""
     largest: float | None
     """Largest absolute difference; None if the shapes differ or a checkpoint lacks the tensor."""
     is_bitwise: bool
@@ -52,7 +52,7 @@ class TensorDifference:
 def open_any_checkpoint(folder: Path) -> TensorSource:
     """Open a Hugging Face folder or a checkpoint of this trainer.
 
-    For a Hugging Face folder, padding of the vocabulary and a copy of tied embeddings are ignored.
+    For a Hugging Face folder, vocabulary padding and a second copy of tied embeddings are ignored.
     If the folder's tensors do not match its config.json, they are compared as stored, and the
     comparison reports the differences.
     """
@@ -69,7 +69,7 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
 
 
 def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[TensorDifference]:
-    """Yield one result per tensor name: names in `first`, then names only in `second`."""
+    """Yield one result per tensor. Tensors that are only in `second` come last."""
     for name in [*first.specs, *sorted(second.specs.keys() - first.specs.keys())]:
         sides = tuple(str(side.specs[name]) if name in side.specs else "nothing" for side in (first, second))
         if name not in first.specs or name not in second.specs or first.specs[name].shape != second.specs[name].shape:
@@ -117,7 +117,7 @@ def compare_checkpoints(first: Path, second: Path, *, atol: float, show_all: boo
 
 
 def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
-    """Run a text and a two-image prompt through both models in fp32 and print the differences.
+    """Run a text prompt and a two-image prompt through both fp32 models and print the differences.
 
     Returns True if no logit differs by more than `atol`.
     """

@@ -85,7 +85,7 @@ def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
 
 
 def find_model_folder(hf: str) -> Path:
-    """Return a local model folder; a Hub repository (organization/name) is downloaded first."""
+    """Return the path of a model folder. Download the model if a Hub repository is given."""
     if Path(hf).is_dir():
         return Path(hf)
     require(re.fullmatch(r"[\w.-]+/[\w.-]+", hf) is not None, "--hf", hf, "neither a folder nor a repository name of the Hugging Face Hub")

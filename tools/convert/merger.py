@@ -1,10 +1,10 @@
 """Merges a checkpoint into a complete Hugging Face folder.
 
 The source can be a checkpoint of this trainer, a classic Megatron checkpoint (mp_rank_*), FSDP
-shards of verl, or a Hugging Face folder. Every tensor of the checkpoint is used exactly once, and
-every tensor of the model is written exactly once, with the shape that config.json requires. The
-headers of the written files are read back before the folder is renamed to its final name. Any
-mismatch raises an error, and no output folder is left behind.
+shards written by verl, or a Hugging Face folder. Every tensor of the checkpoint is used exactly
+once, and every tensor of the model is written exactly once, with the shape that config.json
+requires. The headers of the written files are read back before the folder is renamed to its final
+name. Any mismatch raises an error, and no output folder is left behind.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megatron_rl.weights.formats.tensor_files import prefetch
 from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
 NAME_STYLES = ("released", "nested")
-"""Naming styles of tensors.
+"""Naming styles for tensors.
 
 transformers 5.19 and vLLM 0.32 load both styles. "released" is the style of Qwen's published
 checkpoints, which older versions also load. For Qwen3-VL, the released style is the nested style.
@@ -149,7 +149,7 @@ def _verify_logits(partial: Path, checkpoint: Path) -> str:
 def _rename_tensors(
     source: TensorSource, specs: dict[str, TensorSpec], rename: Callable[[str], str], advance: Callable[[int], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor once, with its output name and in its output dtype."""
+    """Yield every tensor once, with its output name and output dtype."""
     read = prefetch(lambda name: source.read(name).to(specs[name].dtype), specs)
     for (name, spec), tensor in zip(specs.items(), read, strict=True):
         assert tensor.shape == spec.shape, f"{name}: read shape {tuple(tensor.shape)}, expected {spec}"
@@ -191,7 +191,7 @@ exit codes: 0 the folder is complete; 1 a one-line error, and no folder was writ
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options shared by merging one checkpoint and merging a run."""
+    """Add the options that are common to merging one checkpoint and merging a whole run."""
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of the result (default: as stored)")
     parser.add_argument(
         "--reference",

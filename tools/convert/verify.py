@@ -2,7 +2,7 @@
 
 The comparison finds symmetric conversion errors, which cancel out in a round trip. Both models run
 in fp32 in this process, one after the other. The inputs are random token ids and image patches from
-a fixed seed, so no tokenizer or processor is needed. The first prompt contains only text, the
+a fixed seed, so no tokenizer or processor is needed. The first prompt contains only text, and the
 second prompt contains two images of different sizes.
 """
 
@@ -36,7 +36,7 @@ from megatron_rl.weights.formats.torch_dist import McoreTensors
 from megatron_rl.weights.stream import is_adapter
 
 TOLERANCE = 1e-5
-"""Largest accepted absolute difference between logits, relative to the largest absolute logit.
+"""Maximum accepted absolute difference between logits, relative to the largest absolute logit.
 
 If a conversion is correct, two fp32 forward passes differ by about 1e-6 of the largest logit.
 """

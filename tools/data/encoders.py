@@ -18,7 +18,7 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
-    """Return one embedding per image: float32 [N, D], with each row normalized to length 1.
+    """Return one embedding per image, as float32 [N, D] with each row normalized to length 1.
 
     Raises:
         ValueError: The folder has no usable image encoder.

@@ -3,7 +3,8 @@
 Reads the columns images (a list of {bytes} or {path}) and extra_info.image_file_name (a name, or a
 list with one name per image). Writes two outputs into --out:
 
-- images/NAME.jpg: images with JPEG quality 95, rotated upright, transparent pixels on white.
+- images/NAME.jpg: the images in JPEG quality 95, rotated upright, with transparent pixels on a
+  white background.
 - STEM_with_image_paths.parquet: the input rows. The column images contains {path}. The columns
   image_file_path (relative to the table's folder), image_file_name and image_file_size (bytes) are
   added; they contain lists if the input's image_file_name is a list.
@@ -41,10 +42,10 @@ ROWS_AT_ONCE = 64
 
 @dataclass(slots=True, frozen=True)
 class WrittenImage:
-    """Image of a row after extraction."""
+    """Extracted image of a row."""
 
     path: str
-    """Path relative to the folder of the table."""
+    """Path of the image relative to the folder of the table."""
     name: str
     size: int
 
@@ -183,7 +184,7 @@ def _replace_image_columns(batch: pa.RecordBatch, written: list[list[WrittenImag
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    """Show a progress bar inside the block if the console is a terminal; remove it at the end."""
+    """Show a progress bar inside the `with` block, if the console is a terminal."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         yield bar

@@ -1,11 +1,11 @@
-"""Generates rounds of the Lewis game from image folders <category>/<concept>/.
+"""Generates rounds of the Lewis game from images in folders <category>/<concept>/.
 
 A catalogue lists the images of each concept. Concepts are split into train and test, and rounds are
 generated for each split, following the game's reference code (Deepayan137/Lewis_Game 621d687). The
 target of a round is another view of the query's concept, by default the view that is least similar
-to the query. The distractors are taken from the concepts with the nearest mean image embeddings;
-concepts of the query's category come first. Each of these concepts contributes the image that is
-nearest to the query.
+to the query. The distractors are taken from the concepts whose average image embeddings are nearest
+to the average embedding of the query's concept. Concepts of the query's category come first. Each
+of the chosen concepts contributes the image that is nearest to the query.
 """
 
 import random
@@ -23,7 +23,7 @@ from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.description import PROMPT
 
 Catalogue = Mapping[str, Mapping[str, Sequence[str]]]
-"""Type of a catalogue: category -> concept -> image paths relative to the root folder."""
+"""Image paths relative to the root folder, keyed by category and then by concept."""
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 PROBLEM_TEMPLATE = "Do the two images show the same {category}, and not only one of the same kind?"
 DISTRACTORS = ("nearest", "random")
@@ -32,14 +32,14 @@ DEFAULT_EASY_SHARE = 0.5
 SPLITS = ("train", "test")
 ANY_CATEGORY = "object"
 THUMBNAIL_SIDE = 8
-"""Side in pixels of the thumbnails that replace embeddings if no encoder is given."""
+"""Side length in pixels of the thumbnails that serve as embeddings if no encoder is given."""
 
 
 def read_catalogue(root: Path) -> dict[str, dict[str, list[str]]]:
     """Return the catalogue of a folder.
 
     Raises:
-        ValueError: The folder has no images, or a concept has a single image and thus no other
+        ValueError: The folder has no images, or a concept has only one image and thus no other
             view.
     """
     found = _read_folder(root, root)
@@ -50,8 +50,8 @@ def read_catalogue(root: Path) -> dict[str, dict[str, list[str]]]:
 def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
     """Return the catalogues of train/ and test/, or {} if one of these folders is missing.
 
-    PerVA and YoLLaVA have this layout, with categories below the splits. If there are no categories
-    below a split, all its concepts are put into the category `object`.
+    The datasets PerVA and YoLLaVA have this layout, with categories below the splits. If a split
+    has no categories, all concepts of the split are put into the category `object`.
 
     Raises:
         ValueError: There are images in other folders next to train/ and test/.
@@ -87,7 +87,7 @@ def _list_images(root: Path, depth: str) -> list[Path]:
 def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
     """Return the catalogue of a folder with the layout <category>/<concept>/.
 
-    The folder of a split can have the layout <concept>/ instead. Paths in the result are relative
+    In the folder of a split, the level <category>/ may be missing. Paths in the result are relative
     to `root`.
     """
     found: dict[str, dict[str, list[str]]] = {}
@@ -136,7 +136,7 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
 
 
 def open_image(path: Path) -> Picture:
-    """Open an image as training does: converted to RGB and rotated upright.
+    """Open an image as in training: convert the image to RGB and rotate it upright.
 
     Raises:
         ValueError: The file is not an image or is truncated; the error names the file.
@@ -150,7 +150,8 @@ def open_image(path: Path) -> Picture:
 def embed_thumbnails(paths: Sequence[Path]) -> np.ndarray:
     """Return color thumbnails as embeddings: float32 [N, 3 * THUMBNAIL_SIDE^2].
 
-    The mean of each thumbnail is subtracted, and each row is normalized to length 1.
+    The average value of each thumbnail is subtracted from its values, and each row is normalized to
+    length 1.
     """
     rows = []
     for path in paths:
@@ -215,7 +216,7 @@ class RoundGenerator:
         )
 
     def generate_rounds(self, *, seed: int, queries: int) -> Iterator[GameRound]:
-        """Yield rounds; from each concept, at most `queries` random images are used as queries."""
+        """Yield rounds in which at most `queries` random images of each concept are the queries."""
         dice, means = random.Random(seed), self._concept_means()
         for category, concepts in self.catalogue.items():
             for concept, paths in concepts.items():
@@ -249,8 +250,8 @@ class RoundGenerator:
     ) -> list[str]:  # fmt: skip
         """Choose the distractors for a query.
 
-        Concepts of the query's category come first, unless `is_cross` is True: then concepts of
-        other categories come first. If `drawn` is not None, this random generator draws the
+        If `is_cross` is True, concepts of other categories come first; otherwise, concepts of the
+        query's category come first. If `drawn` is not None, this random generator draws the
         concepts and the images.
         """
         if drawn is not None:
@@ -283,7 +284,7 @@ def make_listener_row(game_round: GameRound, root: Path, *, same: bool) -> dict[
     """Return a row of the listener's dataset for one round.
 
     If `same` is True, the row pairs the query with the target of the round; otherwise it pairs the
-    query with the first distractor.
+    query with the first distractor of the round.
     """
     others = [path for place, path in enumerate(game_round.candidates) if place != game_round.target]
     reference = game_round.candidates[game_round.target] if same else others[0]

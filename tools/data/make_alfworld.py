@@ -1,10 +1,10 @@
 """Generates ALFWorld games from the files in ALFWorld's package, without a download or a simulator.
 
-A game is kept only if the planner wins it. The six kinds of task alternate, and train/ and eval/
-use different floor plans. A game is a folder in ALFWorld's layout, with game.tw-pddl (including the
-planner's walkthrough) and traj_data.json. For the SFT warm start, the folder also contains two
-transcripts: one of the planner, which knows the position of all objects (transcript.json), and one
-of an expert that searches for the objects (search.json).
+A game is kept only if the planner wins it. The games cycle through the six kinds of task, and
+train/ and eval/ use different floor plans. A game is a folder in ALFWorld's layout, with
+game.tw-pddl (including the planner's walkthrough) and traj_data.json. For the SFT warm start, the
+folder also contains two transcripts: one of the planner, which knows the positions of all objects
+(transcript.json), and one of an expert that searches for the objects (search.json).
 
 The same arguments produce the same games. If the tool is interrupted, the next call with the same
 arguments keeps the finished games and generates the rest. Small games (the default) are for small
@@ -45,7 +45,7 @@ from megatron_rl.tasks.alfworld.search_expert import SearchExpert
 from megatron_rl.tasks.alfworld.task import MAX_STEPS
 
 MAX_DRAFTS_PER_GAME = 20
-"""Maximum number of drafts per game that are tried before the tool gives up."""
+"""Maximum number of drafts that are tried for one game before the tool gives up."""
 MAX_GAME_COMMANDS = 30
 """Maximum number of commands in the planner's solution; games with longer solutions are dropped."""
 PARTIAL_SUFFIX = ".partial"
@@ -56,7 +56,7 @@ NUM_TEXT_GAMES = 60
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class GameSize:
-    """Numbers of receptacles and objects in a generated game; 0 means as many as in ALFWorld."""
+    """Number of receptacles and of objects in a generated game; 0 means as many as in ALFWorld."""
 
     num_receptacles: int
     num_objects: int
@@ -116,10 +116,14 @@ def write_transcripts(folder: Path, transcripts: dict[str, GameTranscript]) -> N
 
 
 async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterator[GameDraft], rules: AlfworldPackage) -> None:
-    """Create a game from the first draft that the planner wins; its folder is renamed at the end.
+    """Create a game from the first draft that the planner wins.
+
+    Drafts that need more than MAX_GAME_COMMANDS commands are skipped. The folder of the game gets
+    its final name after the game is complete.
 
     Raises:
-        ValueError: The planner won none of the drafts.
+        ValueError: The planner won none of the drafts, or needed more than MAX_GAME_COMMANDS
+            commands in those that it won.
     """
     for number, draft in enumerate(attempts):
         folder = out.parent / PARTIAL_SUFFIX / f"{out.name}_{trial}_{number}" / draft.goal.folder_name / trial

@@ -73,7 +73,7 @@ def write_parquet(path: Path, rows: Iterator[dict[str, object]]) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterator[dict[str, object]]) -> None:
-    """Write the rows as JSON lines, and their images into images/ in the same folder."""
+    """Write the rows as JSON lines, and the images of the rows into images/ in the same folder."""
     folder = path.parent / "images"
     folder.mkdir(exist_ok=True)
     with path.open("w") as file:

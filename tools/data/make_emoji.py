@@ -1,4 +1,4 @@
-"""Renders labeled objects in several views, using the images of an emoji package.
+"""Renders several views of labeled objects from the images of an emoji package.
 
 The rendered images can replace a photo dataset in the Lewis game. Source: the npm package
 @lobehub/fluent-emoji-3d 1.1.0 (MIT; Microsoft's Fluent Emoji, MIT), downloaded by npm from its
@@ -44,7 +44,7 @@ CATEGORIES = {
 """Inclusive ranges of Unicode 15 code points, keyed by category."""
 BACKGROUNDS = ("white", "#f3e9d2", "#d8e8f0", "#e2f0d9", "#f6d9dd", "#dcd6f0", "#c9c9c9", "#fff2b3")
 MIN_THUMBNAIL_DIFFERENCE = 12.0
-"""Minimum mean absolute difference between the channel values of two objects' thumbnails.
+"""Minimum average absolute difference between the channel values of two objects' thumbnails.
 
 An object that differs less from an earlier object is left out. This removes near duplicates such as
 clocks, arrows and moons.

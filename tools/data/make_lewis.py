@@ -1,6 +1,6 @@
 """Builds the speaker and listener datasets of the Lewis game.
 
-The input is a folder with images in <category>/<concept>/. Output:
+The input is a folder that contains images in <category>/<concept>/. Output:
 
 - OUT/catalogue.json: category -> concept -> images, and the split of each concept.
 - OUT/speaker, OUT/listener: DatasetDicts with the splits train and test and the columns of the

@@ -1,4 +1,4 @@
-"""Writes a model with a released size and random weights, to measure the cost of conversion.
+"""Writes a model in a released size, with random weights, to measure the cost of conversion.
 
 The cost of conversion depends only on the names, shapes and sizes of tensors. Tensors are slices of
 one random block, so that generating them takes less time than writing them to the disk. The model
@@ -47,7 +47,7 @@ def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int 
 
     Args:
         out: Folder to write.
-        size: Name of a released model size of the family, such as "7B".
+        size: Size of a released model of the family, such as "7B".
         family: Model family.
         layers: Number of decoder layers; None for the number of layers in the released model. The
             sizes of the tensors do not depend on this number.

