@@ -1,12 +1,12 @@
-"""Success of random play and of the planner in generated ALFWorld games, and steps per second.
+"""Success rates of random play and of the planner in generated ALFWorld games, and step rates.
 
-    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld    # makes missing games
-    # Smoke test:
-    .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2 --at-once 2
+    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld # creates missing games #
+    Smoke test: .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2
+    --at-once 2
 
-Prints Markdown; games are those of eval. Random play draws one of the admissible commands
-uniformly, at most 50 times. All steps use the task's own environment, including images, without an
-engine, so the measured time is the time between two responses of a policy.
+Prints Markdown tables. All games are from the eval split. Random play draws one admissible command
+uniformly in each step, for at most 50 steps. All steps use the task's own environment and draw its
+images, but no engine runs, so the measured time is the time between two responses of a policy.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tools.data import make_alfworld
 
 @dataclass(slots=True)
 class Tally:
-    """Results of episodes by kind of game."""
+    """Numbers of episodes and wins per kind of game, total number of steps, and total reward."""
 
     played: Counter[str] = field(default_factory=Counter)
     won: Counter[str] = field(default_factory=Counter)
@@ -41,14 +41,14 @@ class Tally:
     earned: float = 0.0
 
     def add(self, kind: str, *, won: bool, steps: int, earned: float) -> None:
-        """Add an episode."""
+        """Add the result of an episode."""
         self.played[kind] += 1
         self.won[kind] += won
         self.steps += steps
         self.earned += earned
 
     def row(self, name: str) -> str:
-        """Return a row of the table."""
+        """Return the table row with this label."""
         cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in ALFWORLD_NAME_BY_KIND]
         num = self.played.total()
         low, high = wilson_interval(self.won.total() / num, num)
@@ -57,7 +57,7 @@ class Tally:
 
 
 def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:
-    """Return the ALFWorld task over these games."""
+    """Return an ALFWorld task with the games in the folder `games`."""
     data = DataSettings(train=[str(games / "train")], eval=[str(games / "eval")], max_eval=num)
     return AlfworldTask(
         TaskSettings(name="alfworld", max_turns=MAX_STEPS, data=data, options=AlfworldOptions(processes=at_once, call_s=600))
@@ -65,7 +65,7 @@ def task_of(games: Path, *, at_once: int, num: int) -> AlfworldTask:
 
 
 async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: list[str] | None, dice: random.Random) -> None:
-    """Run one episode with the given replies, or with random ones."""
+    """Run one episode with the given replies, or with random commands if `replies` is None."""
     env = task.env(example)
     won, steps, earned = False, 0, 0.0
     try:
@@ -81,8 +81,8 @@ async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: l
 async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> tuple[Tally, float, float]:
     """Run all games concurrently.
 
-    Returns the tally, steps per second (including the start of games), and MiB of a player process
-    that are not shared.
+    Returns the tally, the steps per second (the time to start the games counts too), and the
+    maximum unshared memory of a TextWorld process in MiB.
     """
     task, tally = task_of(games, at_once=at_once, num=num), Tally()
     try:

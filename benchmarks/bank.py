@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/bank.py             # 100,000 rollouts with an image each
     .venv/bin/python benchmarks/bank.py --tiny      # smoke test
 
-Reports seconds per step, bytes, and response times of the viewer. A rollout has 600 tokens in 3
-turns, 120 of them sampled, with all token columns of training, and one image of 140 x 140 pixels of
-noise, which compresses worst as PNG. The fraction of a real step is `time/record` in
-RUN/metrics.jsonl.
+Reports the seconds to store a step, the bytes on disk, and response times of the viewer. A rollout
+has 3 turns with 600 tokens in total, 120 of them sampled, and all token columns of training. It has
+one image of 140 x 140 pixels of noise, the worst case for PNG compression. In a real run, the time
+to store a step is the metric `time/record` in RUN/metrics.jsonl.
 """
 
 import argparse
@@ -31,7 +31,7 @@ OBSERVED, SAMPLED, TURNS = 160, 40, 3
 
 
 def picture(dice: np.random.Generator) -> Image:
-    """Return an image of noise."""
+    """Return a random noise image."""
     pixels = dice.integers(0, 256, (140, 140, 3), dtype=np.uint8)
     return Image(pil=pil.fromarray(pixels), patch_PC=None, grid=(1, 10, 10), key=dice.bytes(16).hex(), merge=2)
 
@@ -52,7 +52,7 @@ def episode(dice: np.random.Generator, number: int) -> Rollout:
 
 
 def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> None:
-    """Record all steps in a store and print seconds per step and sizes."""
+    """Store all steps and print the seconds per step and the sizes on disk."""
     dice, bank, seconds = np.random.default_rng(0), RolloutStore(folder, max_gb=limit_gb), []
     for step in range(episodes // per_step):
         rollouts = [episode(dice, number) for number in range(per_step)]
@@ -72,7 +72,7 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
 
 
 def shown(folder: Path) -> None:
-    """Measure the viewer: start, page load, text filter and one episode.
+    """Measure the viewer: start-up, page load, text filter and display of one episode.
 
     The page load consists of the requests that the page sends when it is opened.
     """

@@ -1,16 +1,17 @@
-"""GRPO, GiGPO and PPO with a nano model of a million parameters on the games, for several seeds.
+"""GRPO, GiGPO and PPO on the GymCards games and ALFWorld, with a nano model and several seeds.
 
-    .venv/bin/python benchmarks/card_games.py --out runs/games          # missing cells, then table
+    .venv/bin/python benchmarks/card_games.py --out runs/games  # runs missing cells, prints table
     .venv/bin/python benchmarks/card_games.py --out runs/games --cells number_line/ppo --seeds 0
-    .venv/bin/python benchmarks/card_games.py --out runs/games --table      # table of present cells
+    .venv/bin/python benchmarks/card_games.py --out runs/games --table      # prints the table only
     # Smoke test, one step per run:
     .venv/bin/python benchmarks/card_games.py --out runs/tiny --tiny --seeds 0
 
-A cell is a game, an algorithm and a seed (of the initial weights, the demonstrations and the
-rollouts). Cells run one at a time on one core, and all of a game start from one SFT warm start; an
-interrupted run is resumed. Success is defined by the game's own evaluation (docs/games.md,
-docs/alfworld.md), greedy. Minutes are processor time of a run and its child processes, which is
-least affected by other load.
+A cell is one run of an algorithm on a game with one seed, which sets the initial weights, the
+demonstrations and the rollouts. Cells run one at a time on one core. All cells with the same game
+and seed start from one SFT checkpoint. An interrupted run is resumed. Success is the success rate
+of the game's own evaluation (docs/games.md, docs/alfworld.md) with greedy decoding. The columns of
+minutes contain the processor time of a run and its child processes, which other load on the machine
+affects less than wall time.
 """
 
 import argparse
@@ -39,7 +40,7 @@ ONE_SEED = ("points24/ppo", "alfworld/ppo")
 
 @dataclass(slots=True, frozen=True)
 class Game:
-    """Experiments and reference results of a game, in percent."""
+    """Experiments of a game, and its reference results in percent."""
 
     warm_start: str
     random: float
@@ -63,9 +64,9 @@ TINY_GAME = {"ez_points": ["task.max_turns=7"], "blackjack": ["task.options.eval
 
 
 def train(folder: Path, *overrides: str) -> None:
-    """Run to the end, unless the run has finished before.
+    """Run a training run to its end, unless it is already finished.
 
-    The processor seconds of all its attempts are written next to its folder.
+    The total processor seconds of its attempts are written next to the run directory.
     """
     clock = folder.with_name(f"{folder.name}.seconds")
     if not (folder / "eval.json").exists():
@@ -80,14 +81,14 @@ def train(folder: Path, *overrides: str) -> None:
 
 
 def make(tool: str, folder: Path, *arguments: object) -> None:
-    """Run a data tool unless its output exists."""
+    """Run a script in tools/data unless its output exists."""
     if not folder.exists():
         command = [sys.executable, f"tools/data/{tool}.py", "--out", folder, *arguments]
         subprocess.run(list(map(str, command)), cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
-    """Run the cell and, if missing, its SFT warm start, which the other cells of its game share."""
+    """Run a cell, after the SFT run of its game and seed if that run is missing."""
     game, algorithm = cell.split("/")
     home, nano, given = out / f"seed{seed}" / game, out / f"seed{seed}" / "nano", [f"run.seed={seed}"]
     if game == "alfworld":
@@ -102,7 +103,7 @@ def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
 
 
 def table(out: Path, seeds: list[int]) -> str:
-    """Return the Markdown table of means over the finished seeds, with minimum and maximum."""
+    """Return a Markdown table with the mean, minimum and maximum over the finished seeds."""
     head = "| game | algorithm | seeds | warm start | after RL | random | best possible | published (7B) | warm start, min | run, min |"
     lines = [head, "|" + "---|" * 10]
     for cell in CELLS:

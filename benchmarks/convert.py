@@ -1,15 +1,16 @@
 """Peak memory and wall time of checkpoint conversion, compared with a copy of the same bytes.
 
     .venv/bin/python benchmarks/convert.py --sizes 3B 7B --folder runs/convert
-    # Existing model; smoke test:
+    # With an existing model, e.g. as a smoke test:
     .venv/bin/python benchmarks/convert.py --models runs/quickstart/nano --folder runs/convert
 
-Random weights of the released shapes are written first (tools/data/make_shapes.py), unless --models
-is given. For each direction, in turn: `cp --reflink=never` of the source and `sync` of the copy;
-the command line tool, which flushes its result to disk itself; the copy again. The source is
-evicted from the page cache before each (posix_fadvise), and results are deleted after each. Peak
-memory is ru_maxrss of the tool, from wait4; the tools start no processes. The targets are at most
-three times the largest tensor + 1.5 GiB, and 1.5 times the time of the copy.
+Unless --models is given, models with the released shapes and random weights are written first
+(tools/data/make_shapes.py). For each direction, three operations are timed: a copy (`cp
+--reflink=never` of the source, then `sync` of the copy), the conversion tool, which flushes its
+result to disk itself, and a second copy. Before each operation, the source is evicted from the page
+cache (posix_fadvise); after each operation, its result is deleted. Peak memory is the tool's
+ru_maxrss from wait4; the tools start no child processes. The targets are a peak of at most three
+times the largest tensor plus 1.5 GiB, and at most 1.5 times the time of a copy.
 """
 
 import argparse
@@ -29,14 +30,14 @@ GIB = 2**30
 
 @dataclass(slots=True, frozen=True)
 class Cost:
-    """Cost of one command."""
+    """Time and peak memory of one command."""
 
     seconds: float
     peak_bytes: int
 
 
 def cost(*command: str) -> Cost:
-    """Run a command to its end; exit with its output if it fails."""
+    """Run a command and return its cost; if the command fails, print its output and exit."""
     started = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
@@ -49,7 +50,7 @@ def cost(*command: str) -> Cost:
 
 
 def make_cold(folder: Path) -> None:
-    """Evict a folder's files from the page cache."""
+    """Evict the files in a folder from the page cache."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -58,7 +59,7 @@ def make_cold(folder: Path) -> None:
 
 
 def copied(source: Path, copy: Path) -> float:
-    """Return the seconds of copying a folder and flushing the copy to disk."""
+    """Copy a folder, flush the copy to disk, and return the time in seconds."""
     make_cold(source)
     seconds = cost("sh", "-c", f"cp -r --reflink=never '{source}' '{copy}' && find '{copy}' -type f -exec sync {{}} +").seconds
     shutil.rmtree(copy)
@@ -66,13 +67,13 @@ def copied(source: Path, copy: Path) -> float:
 
 
 def converted(source: Path, *command: str) -> Cost:
-    """Run a conversion with a cold source and return its cost."""
+    """Evict the source from the page cache, run a conversion and return its cost."""
     make_cold(source)
     return cost(sys.executable, *command)
 
 
 def largest_tensor(folder: Path) -> int:
-    """Return the bytes of the largest tensor, from the safetensors headers."""
+    """Return the size of the largest tensor in bytes, read from the safetensors headers."""
     largest = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -83,20 +84,20 @@ def largest_tensor(folder: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
+    """Return the total size of the files in a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def needed_gb(models: list[Path] | None) -> float:
-    """Return the disk space needed for a copy, the result, and a copy of the result.
+    """Return the disk space in GB needed for a copy, the result, and a copy of the result.
 
-    Without `models` it is that of a 7B model and its source.
+    If `models` is None, return the disk space needed for a 7B model, including the source.
     """
     return NEEDED_GB if models is None else 3 * max(map(size_of, models)) / 1e9
 
 
 def report(direction: str, num_bytes: int, largest: int, copies: list[float], tool: Cost) -> None:
-    """Print one row."""
+    """Print one row of the table."""
     copy = sum(copies) / len(copies)
     bound = 3 * largest + 1.5 * GIB
     print(
@@ -107,9 +108,10 @@ def report(direction: str, num_bytes: int, largest: int, copies: list[float], to
 
 
 def measure(name: str, hf: Path, folder: Path) -> None:
-    """Measure both directions of the Hugging Face folder `hf`.
+    """Measure the conversion of the Hugging Face folder `hf` to Megatron and back.
 
-    Results are written to `folder`; if `hf` is in it, it is deleted when it is no longer needed.
+    Results are written to `folder`. If `hf` is inside `folder`, `hf` is deleted as soon as it is no
+    longer needed.
     """
     mcore, merged, copy = (folder / name for name in ("mcore", "merged", "copy"))
     largest = largest_tensor(hf)

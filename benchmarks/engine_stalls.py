@@ -1,11 +1,12 @@
-"""Time an engine is stalled with pending requests while large images are rendered for its episodes.
+"""Time for which an engine with pending requests is stalled by the rendering of large images.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/engine_stalls.py
 
-A simulated engine takes 20 ms per step without processor time, as a GPU would. It runs 64 episodes
-in 8 groups under the trainer's own rollout manager: a prompt with an image of 2 megapixels, a
-response, a crop of as many pixels specific to the episode, a response. Stalled are the seconds
-between two steps with at least one pending request; idle are those without any.
+A simulated engine takes 20 ms per step and uses no processor time during a step, like an engine on
+a GPU. The trainer's own rollout manager runs 64 episodes in 8 groups. An episode consists of a
+prompt with an image of 2 megapixels, a response, a crop of 1.8 megapixels that differs between
+episodes, and a second response. The engine is stalled between two steps if at least one request is
+pending, and idle if no request is pending.
 """
 
 import argparse
@@ -34,24 +35,24 @@ from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 WORD = 65
-"""Token that is always sampled."""
+"""Id of the only token that the simulated engine samples."""
 
 
 class FixedCore:
-    """Replacement of vLLM: a step takes `step_s` and samples one token for every request.
+    """Simulated vLLM core whose steps take `step_s` seconds and sample one token per request.
 
-    The length of a response is determined by its seed.
+    The seed of a request determines the length of its response.
     """
 
     def __init__(self, step_s: float) -> None:
         self.step_s, self.sleeping_tags = step_s, []
         self.num_steps, self.stalls_s, self.idle_s = 0, [], 0.0
-        """Number of steps, seconds between steps with pending requests, and all seconds without."""
+        """Number of steps, stall durations in seconds, and total idle time in seconds."""
         self._left: dict[str, tuple[int, int]] = {}
         self._ended, self._had_work = time.perf_counter(), False
 
     def is_busy(self) -> bool:
-        """Return True if there are requests."""
+        """Return True if any request is unfinished."""
         return bool(self._left)
 
     def add(self, request: Request) -> None:
@@ -60,7 +61,7 @@ class FixedCore:
         self._left[request.id] = (length, length)
 
     def abort(self, request_ids: list[str]) -> None:
-        """Remove requests."""
+        """Remove the requests with these ids."""
         for request_id in request_ids:
             self._left.pop(request_id, None)
 
@@ -92,7 +93,7 @@ class FixedCore:
 
 
 def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[colocated.ColocatedEngine, FixedCore]:
-    """Return the trainer's own engine with `FixedCore` in place of vLLM."""
+    """Return a ColocatedEngine that uses a `FixedCore` in place of vLLM, and this core."""
     core, colocated.VllmCore = FixedCore(step_s), lambda *_, **__: core
     engine = colocated.ColocatedEngine(
         str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,
@@ -103,7 +104,7 @@ def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_le
 
 @dataclass
 class Looks(Env):
-    """Environment that shows the whole image, then a part specific to the episode."""
+    """Environment that returns the whole image first, then a crop specific to the episode."""
 
     whole: Picture
     part: tuple[int, int, int, int]
@@ -113,7 +114,7 @@ class Looks(Env):
         return [self._asked(self.whole)]
 
     async def step(self, text: str) -> Step:
-        """Return the part of this episode."""
+        """Return this episode's crop of the image."""
         return Step(messages=[self._asked(await asyncio.to_thread(self.whole.crop, self.part))], reward=0.0, done=False)
 
     def _asked(self, picture: Picture) -> Message:
@@ -122,9 +123,9 @@ class Looks(Env):
 
 @dataclass
 class LooksTask:
-    """Task with an image of different noise per example.
+    """Task with a different noise image per example.
 
-    Parts begin at a different place in each episode.
+    Crops start at a different position in each episode.
     """
 
     pixels: int
@@ -134,14 +135,14 @@ class LooksTask:
     num_made: int = 0
 
     def env(self, example: Example) -> Looks:
-        """Return an environment with a part of its own."""
+        """Return an environment with its own crop position."""
         side, self.num_made = int((self.pixels * 0.9) ** 0.5), self.num_made + 1
         start = self.num_made % int(0.05 * side)
         return Looks(example.payload["picture"], (start, start, start + side, start + side))
 
 
 class Nobody:
-    """Trainer that does not share the engine's device."""
+    """Placeholder for a trainer that shares the engine's device."""
 
     def sleep(self) -> None:
         """Do nothing, because there is no trainer."""
@@ -153,7 +154,7 @@ class Nobody:
 
 
 def noise(seed: int, pixels: int) -> Picture:
-    """Return a square image of noise."""
+    """Return a square noise image."""
     side = int(pixels**0.5)
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8))
 

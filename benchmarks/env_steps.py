@@ -4,15 +4,16 @@ r"""Environment steps per second during rollouts, compared with RL4VLM's scheme.
     .venv/bin/python benchmarks/env_steps.py --model runs/quickstart/sft/final --seconds 60 \
         --cores 2 --games 384
 
-Both use the same cores, model, game and rules. Ours is launch/train.py with PPO and one process and
-engine per core: episodes of a step run concurrently, and logprobs are returned with the tokens.
-Counted are its turns over the seconds of its rollouts (time/engine and time/environment), of each
-step but the first.
+Both sides use the same cores, model, game and rules.
 
-RL4VLM's scheme (arXiv 2405.10292, seeds' --num-processes 1) is one environment: at each step
-Hugging Face's generate writes a response to the single prompt, and a second forward pass over
-prompt and response computes its logprobs. It has no engine; the passes are Hugging Face's own, with
-one thread per core. Images are drawn and processed by the same code on both sides, each once.
+This project's side is launch/train.py with PPO and one process and engine per core. The episodes of
+a step run concurrently, and the engine returns logprobs with the tokens. The rate of a step is its
+number of turns divided by the seconds of its rollouts (time/engine plus time/environment); the
+first step is excluded. RL4VLM's scheme (arXiv 2405.10292, --num-processes 1) runs one environment
+at a time. In each environment step, Hugging Face's generate() samples a response to a single
+prompt, and a second forward pass over prompt and response computes the logprobs. This scheme uses
+Hugging Face's model without an engine, with one thread per core. On both sides, the same code draws
+and processes each image, once.
 """
 
 import argparse
@@ -39,7 +40,7 @@ MAX_TOKENS = 48
 
 
 def ours(model: str, *, steps: int, max_tokens: int, games: int, cores: int) -> list[float]:
-    """Return turns per second of every step but the first."""
+    """Return the turns per second of each step except the first."""
     with tempfile.TemporaryDirectory() as folder:
         run = [f"model.path={model}", f"run.dir={folder}/run", f"run.steps={steps}", f"batch.prompts_per_step={games}"]
         task = ["task.eval_samples=1", f"task.max_new_tokens={max_tokens}"]
@@ -55,7 +56,7 @@ def ours(model: str, *, steps: int, max_tokens: int, games: int, cores: int) -> 
 
 
 class OneByOne:
-    """RL4VLM's scheme of rollouts."""
+    """RL4VLM's rollout scheme: a single environment and no inference engine."""
 
     def __init__(self, model: str, task: Task, *, max_tokens: int) -> None:
         self.renderer = Renderer(ModelSettings(path=model, **PIXELS))
@@ -63,7 +64,7 @@ class OneByOne:
         self.task, self.max_tokens = task, max_tokens
 
     async def play(self, *, seconds: float) -> float:
-        """Return environment steps per second, without the first one."""
+        """Return the environment steps per second, excluding the first step."""
         examples, taken, began = self.task.examples("train"), 0, 0.0
         while not began or time.perf_counter() - began < seconds:
             env, number = self.task.env(examples[taken % len(examples)]), 0

@@ -1,10 +1,10 @@
-"""Success of random and optimal play in the card games: exact where possible, and by simulation.
+"""Success rates of random and optimal play in the card games, exact if possible, and simulated.
 
     python benchmarks/games_random.py --episodes 100000
 
-Random play draws every action uniformly from all actions of the game, as RL4VLM does for a response
-that it cannot parse. A success is an episode with a return above 0. Intervals are 95% Wilson
-intervals.
+Random play draws every action uniformly from all actions of the game, as RL4VLM does after a
+response that cannot be parsed. An episode is a success if its return is above 0. Intervals are 95%
+Wilson intervals.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from megatron_rl.tasks.gym_cards.solvers import find_solution, hand_probabilitie
 
 
 def random_points(rules: PointsRules) -> float:
-    """Return the exact success of random play in EZPoints, over all formulas and deals.
+    """Return the exact success rate of random play in EZPoints, over all formulas and deals.
 
-    Six penalties cannot outweigh a win.
+    An episode with a win has a return above 0 even after the maximum of six penalties.
     """
 
     @cache
     def wins(table: PointsState, length: int) -> float:
-        """Return the win probability; `table` has no blanks, but `length` counts them."""
+        """Return the win probability; blanks count in `length` but are not in `table.formula`."""
         if length > rules.max_formula_tokens:
             return 0.0
         share = 0.0
@@ -88,7 +88,7 @@ def tossed(game: Blackjack, dice: random.Random) -> float:
 
 
 def told(wins: int, num: int) -> str:
-    """Return the percentage of wins with its interval."""
+    """Return the percentage of wins and its confidence interval as text."""
     low, high = wilson_interval(wins / num, num)
     return f"{100 * wins / num:.3f} ({100 * max(low, 0):.3f} to {100 * high:.3f})"
 

@@ -1,12 +1,13 @@
-"""Peak memory of runs with large images, compared with the memory plan.
+"""Peak host memory of runs with large images, compared with the memory plan.
 
-    .venv/bin/python benchmarks/host_memory.py            # 2 megapixels, 8 and 64 episodes
+    .venv/bin/python benchmarks/host_memory.py            # 2-megapixel images, 8 and 64 episodes
     .venv/bin/python benchmarks/host_memory.py --side 56 --episodes 2 4         # smoke test
 
-The plan is megatron_rl/memory_plan/image_memory.py; compared is the additional memory of more
-episodes or ranks. A run is launch/train.py: one step of vqa, one episode per image, a nano model of
-a million parameters, with the real engine and trainer. The peak is the resident memory of its
-largest process, including shared pages, as counted by the kernel.
+The benchmark compares the additional memory of runs with more episodes or ranks with the plan of
+megatron_rl/memory_plan/image_memory.py. A run is one step of launch/train.py with task vqa, one
+episode per image, a nano model of a million parameters, and the real engine and trainer. The peak
+is the maximum resident memory of the run's largest process as counted by the kernel, including
+shared pages.
 """
 
 import argparse
@@ -30,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(slots=True, frozen=True)
 class Kind:
-    """Size of a run: episodes and ranks."""
+    """Number of episodes and ranks of a run."""
 
     episodes: int
     ranks: int
@@ -40,13 +41,13 @@ class Kind:
 
 
 def sizes(side: int) -> dict[str, int]:
-    """Return the settings for images of side x side pixels; a token is 28 x 28 pixels."""
+    """Return settings for images of side x side pixels, with 28 x 28 pixels per image token."""
     tokens = (side // 28) ** 2
     return {"max_pixels": side * side, "max_model_len": tokens + 256, "micro_batch_tokens": tokens + 256}
 
 
 def planned(kind: Kind, model: Path, *, side: int) -> int:
-    """Return the planned bytes of images."""
+    """Return the planned host memory for images, in bytes."""
     size = sizes(side)
     settings = Settings(
         model=ModelSettings(path=str(model), max_pixels=size["max_pixels"]),
@@ -57,7 +58,7 @@ def planned(kind: Kind, model: Path, *, side: int) -> int:
 
 
 def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:
-    """Return the peak resident bytes of the run's largest process."""
+    """Execute a run and return the peak resident memory of its largest process in bytes."""
     size = sizes(side)
     with tempfile.TemporaryDirectory() as folder:
         words = [
@@ -80,7 +81,7 @@ def measured(kind: Kind, model: Path, data: Path, *, side: int) -> int:
 
 
 def make_questions(folder: Path, *, num: int, side: int) -> None:
-    """Write questions with a different noise image each."""
+    """Write questions that each have a different noise image."""
     folder.mkdir(parents=True)
     rows = []
     for number in range(num + 1):

@@ -1,19 +1,19 @@
-"""Lewis game with nano models: speaker alone, listener alone, and both, for several seeds.
+"""Lewis game with nano models on several seeds: RL of the speaker, of the listener, and of both.
 
-    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds         # missing cells, then table
+    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds  # runs missing cells, prints table
     .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --cells speaker --seeds 0
-    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --table     # table of present cells
+    .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --table # prints the table only
     # Smoke test, one step per run:
     .venv/bin/python benchmarks/lewis.py --out runs/tiny --tiny --seeds 0 --cells speaker
-    # Candidate images per second, and HTTP's share:
+    # Candidate images per second, and the time outside the engine:
     .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --pace
 
-The seed sets the initial weights, the demonstrations and the rollouts; images and rounds are the
-same for all. Every cell ends with the same games on held-out concepts, greedy: with the listener
-that gives the reward (partner), with the SFT checkpoint of that listener, which gives no reward in
-the cells that train listeners (frozen), and with a listener of another seed (stranger). Only the
-speaker cell can be tiny: after one step, a speaker's descriptions are too poor to query a listener
-with.
+A cell is one way to train speaker, listener or both. The seed sets the initial weights, the
+demonstrations and the rollouts; all seeds use the same images and rounds. At its end, every cell
+plays the same games on held-out concepts with greedy decoding, once with each of three listeners.
+The partner is the listener that computes the reward. The frozen listener is the partner's SFT
+checkpoint. The stranger is a listener that was trained with another seed. --tiny works only for the
+speaker cell, because after one step a speaker's descriptions are too poor for a listener to score.
 """
 
 import argparse
@@ -47,7 +47,7 @@ TINY_STAGE = {"sft": ["sft.batch_size=2", "sft.num_demonstrations=4", "sft.steps
 
 @dataclass(slots=True, frozen=True)
 class Home:
-    """Folders of a seed's runs and of the images."""
+    """Folders and settings for the runs of one seed."""
 
     out: Path
     seed: int
@@ -59,17 +59,17 @@ class Home:
         return self.out / f"seed{self.seed}"
 
     def of(self, seed: int) -> "Home":
-        """Return the same settings for another seed."""
+        """Return a copy of these settings with another seed."""
         return Home(self.out, seed, self.tiny)
 
     def words(self, stage: str) -> list[str]:
-        """Return the overrides that all runs of a stage share."""
+        """Return the overrides that all runs of a stage (sft or rl) share."""
         data = self.out / "data" / "speaker"
         given = [f"task.data.train=[{data}:train]", f"task.data.eval=[{self.out / 'held_out' / 'speaker'}:test]"]
         return [*given, f"task.data.images={self.out / 'pictures'}", f"run.seed={self.seed}", *(TINY_STAGE[stage] if self.tiny else [])]
 
     def run(self, name: str, experiment: str, model: Path, *words: str) -> Path:
-        """Run an experiment to its end, unless it has finished before, and return its folder."""
+        """Run an experiment to its end, unless it is already finished; return its run directory."""
         stage, folder = "sft" if "_sft_" in experiment else "rl", self.folder / name
         steps = ["run.steps=1"] if self.tiny and stage == "rl" else []
         train(folder, f"experiment={experiment}", f"model.path={model}", *self.words(stage), *words, *steps)
@@ -81,7 +81,7 @@ class Home:
 
 @contextlib.contextmanager
 def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[str]:
-    """Run a service of the model that requires `token`, if any; yields its address."""
+    """Run a listener or speaker server and yield its URL; requests need `token` if it is set."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -103,7 +103,7 @@ def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[st
 
 
 def warm_start(home: Home) -> None:
-    """Create the seed's nano model, its listener, and its speaker before any RL step."""
+    """Create the seed's nano model and train a listener and a speaker from it by SFT."""
     make("make_tiny_qwen2_5_vl", home.folder / "nano", "--seed", home.seed, "--words", home.out / "data" / "words.txt")
     listener = home.run("listener_sft", "lewis_listener_sft_cpu", home.folder / "nano")
     if not (home.folder / "speaker_sft" / "eval.json").exists():
@@ -112,7 +112,7 @@ def warm_start(home: Home) -> None:
 
 
 def play(home: Home, cell: str) -> None:
-    """Run one cell."""
+    """Run one cell with the seed of `home`."""
     warm_start(home)
     stranger = home.of(home.seed + 1)
     if not (stranger.folder / "listener_sft" / "final").exists():
@@ -127,14 +127,14 @@ def play(home: Home, cell: str) -> None:
 
 
 def alone(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Train the speaker with the frozen listener."""
+    """Train the speaker; the frozen listener computes the reward."""
     home.run("speaker", "lewis_cpu", speaker, *heard, f"task.listener.urls=[{frozen}]", *sheets(home, "speaker"))
 
 
 def listening(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Train the listener with the speaker's SFT checkpoint.
+    """Train the listener on descriptions from the speaker's SFT checkpoint.
 
-    The pair is then evaluated without further training.
+    Speaker and trained listener are then evaluated together without further training.
     """
     with serving("speaker", speaker) as url:
         trained = home.run("listener_rl", "lewis_listener_cpu", listener, *ALONE[1:], f"task.speaker.urls=[{url}]")
@@ -143,9 +143,9 @@ def listening(home: Home, speaker: Path, listener: Path, frozen: str, heard: lis
 
 
 def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Train speaker and listener in alternating runs, each with the latest version of the other.
+    """Train speaker and listener in alternating runs, each with the other's latest checkpoint.
 
-    The optimizer restarts in each run.
+    Each run starts with a new optimizer state.
     """
     for turn in range(ROUNDS):
         with serving("listener", listener) as url:
@@ -159,9 +159,9 @@ def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: l
 
 
 def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Train both in two concurrent runs.
+    """Train speaker and listener in two concurrent runs.
 
-    After each step, each run sends its weights to a service that the other one queries.
+    After each step, each run sends its weights to a server that the other run queries.
     """
     if not (home.folder / "simultaneous_speaker" / "eval.json").exists():
         file, token = home.folder / "services.token", secrets.token_urlsafe(32)
@@ -177,7 +177,7 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
             ]
             own = [*heard, f"task.listener.urls=[{hears}]", f"task.listener.{asks}", "task.listener.partner_is_training=true"]
             own += [f"weight_publish.urls=[{says}]", f"weight_publish.{asks}"]
-            with ProcessPoolExecutor(1) as beside:  # a separate process has its own count of processor time
+            with ProcessPoolExecutor(1) as beside:  # processor time is counted per process
                 listens = beside.submit(home.run, "simultaneous_listener", "lewis_listener_cpu", listener, *words)
                 home.run("simultaneous_speaker", "lewis_cpu", speaker, *own, *sheets(home, "simultaneous"))
                 listens.result()
@@ -186,18 +186,18 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
 
 
 def judged(home: Home, name: str, speaker: Path, heard: list[str], url: str) -> None:
-    """Evaluate the pair by a run with learning rate 0."""
+    """Evaluate the speaker with the listener at `url`, by a run with learning rate 0."""
     still = ["optim.lr=0", "run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2"]
     home.run(name, "lewis_cpu", speaker, *heard, f"task.listener.urls=[{url}]", *still, *sheets(home, name))
 
 
 def half(home: Home, *, of: int) -> list[str]:
-    """Return an override for the steps of one alternating run."""
+    """Return the override that gives each alternating run `of` / ROUNDS steps."""
     return [] if home.tiny else [f"run.steps={of // ROUNDS}"]
 
 
 def sheets(home: Home, name: str) -> list[str]:
-    """Return the overrides for the outputs of the final games."""
+    """Return the overrides that set the output paths of the final games."""
     folder = home.folder / "sheets" / name
     return [f"task.options.sheets={folder}", f"task.options.log={folder.with_suffix('.jsonl')}"]
 
@@ -224,7 +224,7 @@ def table(out: Path, seeds: list[int]) -> str:
 def prepare(out: Path, *, tiny: bool) -> None:
     """Create the images, the training rounds, and one round per held-out concept.
 
-    The split uses the same seed in both.
+    Both sets of rounds split the concepts with the same seed.
     """
     make("make_emoji", out / "pictures", *(["--num", "4", "--views", "3"] if tiny else []))
     rounds = ["--pictures", out / "pictures", "--distractors", "random"]

@@ -1,6 +1,6 @@
-"""Candidate images that a listener scores per second, and the overhead outside its engine.
+"""Number of candidate images that a listener scores per second, and the time outside its engine.
 
-The overhead is HTTP, image decoding and prompt rendering.
+The time outside the engine is spent on HTTP, image decoding and prompt rendering.
 """
 
 import asyncio
@@ -17,9 +17,10 @@ COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown",
 
 
 def pace(url: str, pictures: Path) -> str:
-    """Measure a listener and return a one-line summary.
+    """Measure the listener at `url` and return a one-line summary.
 
-    Each description is new, and each image has been sent before, as in the later steps of a run.
+    As in the later steps of a run, the server has already received every image but has not scored
+    any of the descriptions.
     """
     return asyncio.run(_pace(url, sorted(pictures.glob("*/*/*.png"))[:60]))
 

@@ -1,11 +1,11 @@
-"""Fraction of a speaker's step that waits only for scores, from traces (run.trace=N).
+"""Fraction of a speaker's step in which it only waits for scores, from traces (run.trace=N).
 
     python launch/train.py experiment=lewis_cpu run.trace=25
     .venv/bin/python benchmarks/lewis_waits.py runs/lewis/speaker
 
-A moment counts if a response of the listener is awaited and nothing else is in progress: no
-response of the policy, no environment step, and no span of the trainer except the one that waits
-for episodes.
+Time counts as waiting if the run waits for a response from the listener and nothing else is in
+progress: the policy generates no response, no environment step runs, and the trainer has no open
+span except those in which it waits for episodes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of intervals as sorted disjoint intervals."""
+    """Return the union of the intervals as a sorted list of disjoint intervals."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:
@@ -32,12 +32,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the total length of the union of the intervals."""
     return sum(end - begin for begin, end in union(intervals))
 
 
 def waits(file: Path) -> tuple[float, float]:
-    """Return the seconds of a traced step that wait only for scores, and all its seconds."""
+    """Return the seconds in which a traced step only waits for scores, and its total seconds."""
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == STEP_ROW]
     first, last = min(begin for begin, _ in spans), max(end for _, end in spans)  # an episode may have started in the previous step
@@ -52,7 +52,7 @@ def waits(file: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print the fraction for a run."""
+    """Print the waiting fraction over the traced steps of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--skip", type=int, default=2, help="number of first steps to skip (default %(default)s)")

@@ -1,9 +1,10 @@
-"""Peak memory and time of computing logprobs and entropy from hidden states in chunks of rows.
+"""Peak memory and time for computing logprobs and entropy from hidden states in chunks of rows.
 
     .venv/bin/python benchmarks/logprob_memory.py
 
-Forward and backward pass are included. One process per setting is forked from this one, so that
-each peak is its own. The vocabulary is Qwen2.5-VL's 151,936, the head a plain matrix in fp32.
+Forward and backward pass are included. Each setting runs in a forked process of its own, so that
+its peak memory does not include other settings. The vocabulary has 151,936 tokens, as in
+Qwen2.5-VL, and the head is a plain fp32 matrix.
 """
 
 import argparse
@@ -25,9 +26,9 @@ VOCABULARY = 151_936
 
 
 def measure(rows: int, block: int, hidden: int) -> None:
-    """Print one row: MiB at the peak above the start, seconds, and sums.
+    """Print one row: the increase in peak memory in MiB, the seconds, and sums of the results.
 
-    The sums must not depend on the chunk size.
+    The sums must be the same for all chunk sizes.
     """
     connect(read_world(), timeout_s=60)
     layout = build_layout(ParallelSettings(), seed=0)
@@ -50,7 +51,7 @@ def measure(rows: int, block: int, hidden: int) -> None:
 
 
 def main() -> None:
-    """Run all chunk sizes and print the table."""
+    """Measure all chunk sizes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1024, help="number of sampled tokens in the micro-batch")
     parser.add_argument("--hidden", type=int, default=256)

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/many_episodes.py --tiny       # smoke test
 
-Reports failures and how long callbacks block the event loop. The run is launch/train.py's
-(run.mode=rollout_only, engine.mode=server, engine.num_local_servers=2) with a task defined here: an
-image, a response, a crop different for each rollout, a response, and so on. Callbacks are those of
-the event loop of the rollouts. Each is timed by its thread's processor time, so the load of other
-programs is not included.
+Reports failed rollouts and the time for which callbacks block the rollouts' event loop. The run is
+like a run of launch/train.py with run.mode=rollout_only, engine.mode=server and
+engine.num_local_servers=2. Its task is defined in this script: the policy receives an image, and
+after each response a random crop of this image. The time of a callback is the processor time of its
+thread, so that it does not include the load of other programs.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from megatron_rl.types import Example, Message
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LOOKS = 3
-"""Images of a rollout: the whole one, then crops."""
+"""Number of images in a rollout: the whole image and then crops."""
 SIDE = 280
 """Side of the whole image, in pixels."""
 
@@ -67,7 +67,7 @@ class Looks(Env):
 
 
 class LooksTask(Task):
-    """Task with an image of different noise per example."""
+    """Task with a different noise image per example."""
 
     num_made = 0
 
@@ -76,7 +76,7 @@ class LooksTask(Task):
         return [Example(str(number), {}) for number in range(1024)]
 
     def env(self, example: Example) -> Looks:
-        """Return an environment with the example's noise and a crop seed of its own."""
+        """Return an environment with the example's noise image and its own seed for crops."""
         self.num_made += 1
         pixels = np.random.default_rng(int(example.id)).integers(0, 255, (SIDE, SIDE, 3), dtype=np.uint8)
         return Looks(pil.fromarray(pixels), self.num_made)
@@ -84,11 +84,11 @@ class LooksTask(Task):
 
 @dataclass
 class Seen:
-    """Durations of callbacks and number of concurrent rollouts."""
+    """Durations of callbacks, and current and maximum number of concurrent rollouts."""
 
     seconds: list[float] = field(default_factory=list)
     slow: Counter[str] = field(default_factory=Counter)
-    """Number of callbacks above 50 ms, by what they ran."""
+    """Number of callbacks that took more than 50 ms, keyed by the text of the event-loop handle."""
     most: int = 0
     now: int = 0
 

@@ -1,4 +1,4 @@
-r"""Training speed of the policy at real shapes.
+r"""Training speed and MFU of the policy with the shapes of released models.
 
     .venv/bin/python tools/data/make_shapes.py --size 7B --out runs/shapes/7B         # 16.6 GB
     torchrun --nproc_per_node 1 benchmarks/mfu.py --model runs/shapes/7B --dtype bfloat16 \
@@ -7,15 +7,16 @@ r"""Training speed of the policy at real shapes.
         --image 140                                                                   # smoke test
 
 Reports seconds per update, tokens per second, FLOP/s, MFU and peak memory. Every sequence has one
-image and random text, half of it sampled. With --group N, N consecutive sequences share prompt and
-image, and the prompt is computed once per micro-batch. --unshared gives each prompt its own first
-token, so that only the image is shared, at equal sizes. Tokens per second count every sequence in
-full.
+image and random text, half of which counts as sampled. With --group N, N consecutive sequences
+share a prompt with its image, and the prompt is computed once per micro-batch. With --unshared,
+each prompt starts with a different token, so that only the image is shared, while all sizes stay
+equal. Tokens per second include the shared tokens of every sequence.
 
-FLOPs are those of the computed tokens and patches: 6 per parameter and token, attention's 12 *
-layers * heads * head_dim * (length^2 - shared^2) / 2 for the language model, and nothing for
-recomputation. With adapters they are 4 for the language model (no gradient of its weights), 2 for
-the vision tower (no gradient of its patches either), and nothing for the adapters themselves.
+FLOPs include only tokens and patches that are computed: 6 per parameter and token or patch, plus 12
+* layers * heads * head_dim * (length^2 - shared^2) / 2 for the attention of the language model;
+recomputation is not counted. With LoRA adapters, the FLOPs per parameter are 4 in the language
+model (no weight gradients) and 2 in the vision tower (no gradients at all); the adapters themselves
+are not counted.
 """
 
 import argparse
@@ -42,11 +43,11 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Image, MicroBatch, TokenSequence
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
-"""Names of waits in torch's profiler; the last two wait for a GPU and for nothing on a CPU."""
+"""Profiler names of operations that block the host; the last two block it only on a GPU."""
 
 
 def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int = 1, unshared: bool = False) -> list[PackItem]:
-    """Return sequences of random patches and token ids, without a tokenizer or processor."""
+    """Return sequences of random image patches and token ids; uses no tokenizer or processor."""
     vision, made = model.vision, []
     special = (model.image_token_id, model.video_token_id, model.vision_start_id, model.vision_end_id)
     plain = [token for token in range(min(model.vocab_size, 1000)) if token not in special]
@@ -68,7 +69,7 @@ def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int 
 
 
 def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
-    """Return random token ids."""
+    """Return `num` random token ids out of `plain`."""
     return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
 
 
@@ -82,9 +83,10 @@ def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpe
 
 
 def squares(batch: MicroBatch) -> int:
-    """Return the sum of squared sequence lengths, without the squares of shared prefixes.
+    """Return the sum of squared sequence lengths, minus the squared lengths of shared prefixes.
 
-    Example: a prompt of 3 tokens with responses of 2 and 1 has 9 + (25 - 9) + (16 - 9) = 32.
+    Example: a prompt of 3 tokens with responses of 2 tokens and 1 token results in 9 + (25 - 9) +
+    (16 - 9) = 32.
     """
     lengths = batch.cu_seqlens_S1.diff().tolist()
     before: list[int] = []
@@ -154,7 +156,7 @@ def main() -> None:
 
 
 def print_profile(act: Callable[[], object]) -> None:
-    """Print the 30 slowest kernels (operators on a CPU) and the number of waits of the host."""
+    """Print the 30 slowest kernels (on a CPU, operators) and how often the host waited."""
     has_gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * has_gpu]) as seen:

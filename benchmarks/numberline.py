@@ -1,4 +1,4 @@
-r"""Recipe of the quickstart on several seeds: nano checkpoint, SFT warm start, GRPO.
+r"""Quickstart recipe on several seeds: nano checkpoint, SFT warm start, GRPO.
 
     .venv/bin/python benchmarks/numberline.py --seeds 0 1 2 --out runs/seeds
     .venv/bin/python benchmarks/numberline.py --staleness 0 1 \
@@ -6,8 +6,9 @@ r"""Recipe of the quickstart on several seeds: nano checkpoint, SFT warm start, 
     .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # smoke test
 
 Prints one table and draws one plot. The seed sets the checkpoint's initial weights, the
-demonstrations and the rollouts. Success is an episode with a return above 0, over all 30 starts
-weighted by their frequency: greedy exactly, at temperature 1 by 8 episodes per start.
+demonstrations and the rollouts. An episode is a success if its return is above 0. Success rates are
+averages over all 30 starts, weighted by their frequency: exact for greedy decoding, and estimated
+from 8 episodes per start at temperature 1.
 """
 
 import argparse
@@ -30,7 +31,7 @@ TINY = {
 
 
 def train(*overrides: str) -> float:
-    """Run one stage on two processes and return its seconds, including start-up."""
+    """Run one stage with two processes and return its duration in seconds, including start-up."""
     started = time.perf_counter()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "launch/train.py", *overrides]
     subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
@@ -40,7 +41,8 @@ def train(*overrides: str) -> float:
 def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: bool) -> dict[str, float]:
     """Run one seed and return its row of the table.
 
-    Existing results are reused: checkpoint and SFT warm start are the same for every staleness.
+    Existing results are reused, so that all values of staleness share the nano checkpoint and the
+    SFT warm start.
     """
     folder = out / f"seed{seed}"
     if not (folder / "nano").exists():
@@ -69,7 +71,7 @@ def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: b
 
 
 def grpo_folder(out: Path, seed: int, staleness: int) -> Path:
-    """Return the GRPO run directory of a seed and staleness."""
+    """Return the GRPO run directory for a seed and a staleness."""
     return out / f"seed{seed}" / (f"grpo_staleness{staleness}" if staleness else "grpo")
 
 

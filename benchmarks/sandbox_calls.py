@@ -1,13 +1,13 @@
-"""Latency and throughput of calls in the sandbox, and resource leaks after ten thousand calls.
+"""Latency and throughput of sandbox calls, and resource leaks after ten thousand calls.
 
     .venv/bin/python benchmarks/sandbox_calls.py                # about four minutes on two cores
     .venv/bin/python benchmarks/sandbox_calls.py --parts warm throughput
     # Smoke test:
     .venv/bin/python benchmarks/sandbox_calls.py --repeats 3 --clients 2 --seconds 0.1 --calls 200
 
-Prints Markdown. A warm call is `box.run` on an open box. For throughput, every client has its own
-box. Next to each figure with all layers of this host is the same without isolation, from the same
-run.
+Prints Markdown tables. A warm call is a call of `box.run` on an open box. In throughput
+measurements, every client has its own box. The tables compare all isolation layers of this host
+with no isolation, measured in the same run.
 """
 
 import argparse
@@ -42,25 +42,25 @@ CALLS_PER_BOX, TIMEOUT_EVERY = 100, 20
 
 @dataclass(slots=True, frozen=True)
 class Sizes:
-    """Sizes of the measurements."""
+    """Number and duration of measurements."""
 
     repeats: int
-    """Number of calls per median."""
+    """Number of calls from which a median is computed."""
     clients: int
     seconds: float
-    """Seconds of each throughput measurement."""
+    """Duration of each throughput measurement in seconds."""
     calls: int
-    """Number of calls of the leak test."""
+    """Number of calls in the leak test."""
     port: int
 
 
 def checked(result: CallResult, *, code: str) -> None:
-    """Check that the expected output was returned, because a call without its image is cheap."""
+    """Assert that a call succeeded and returned an image if its code shows one."""
     assert result.fault is Fault.NONE and len(result.images) == ("show()" in code) and not result.dropped, result
 
 
 async def timed(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[float]:
-    """Return sorted milliseconds of `repeats` calls, after a warm-up of at most ten."""
+    """Return the sorted durations of `repeats` calls in ms, after at most ten warm-up calls."""
     spent, uncounted = [], min(10, repeats)
     for number in range(repeats + uncounted):
         started = time.perf_counter()
@@ -70,13 +70,13 @@ async def timed(work: Callable[[], Awaitable[object]], *, repeats: int) -> list[
 
 
 def row(name: str, *columns: list[float]) -> str:
-    """Return a row with the median and the 95th percentile of each column."""
+    """Return a table row with the median and the 95th percentile of each list of durations."""
     cells = [f"{statistics.median(spent):.1f} | {spent[int(0.95 * len(spent))]:.1f}" for spent in columns]
     return f"| {name} | {' | '.join(cells)} |"
 
 
 async def warm(sizes: Sizes) -> None:
-    """Measure the latency of calls and of opening a box."""
+    """Measure the latency of warm calls, and of opening a box for a single call."""
     columns: dict[str, list[list[float]]] = {}
     for isolation in ("auto", "none"):
         started = time.perf_counter()
@@ -110,9 +110,10 @@ async def _run(box: Box, code: str) -> None:
 
 
 async def per_second(pool: SandboxPool | SandboxClient, sizes: Sizes, *, reopen: bool) -> dict[str, float]:
-    """Return calls per second by code, for concurrent clients.
+    """Return the total calls per second of the concurrent clients, keyed by the code's name.
 
-    Their boxes are open at the start; with `reopen`, each call uses a new box.
+    By default, each client uses one box that was opened before the start; with `reopen`, each call
+    uses a new box.
     """
     rates = {}
     for name, code in CODES.items():
@@ -137,7 +138,7 @@ async def per_second(pool: SandboxPool | SandboxClient, sizes: Sizes, *, reopen:
 
 @contextmanager
 def server(sizes: Sizes) -> Iterator[str]:
-    """Run a sandbox server; yields its address."""
+    """Run a sandbox server and yield its URL."""
     command = [sys.executable, "-m", "sandbox", "serve", "--port", str(sizes.port), "--size", str(sizes.clients)]
     command += ["--limit", "images_total=1000000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -161,7 +162,7 @@ async def _until_up(url: str) -> SandboxClient:
 
 
 async def throughput(sizes: Sizes) -> None:
-    """Measure calls per second in process, over HTTP and without isolation."""
+    """Measure calls per second in this process, over HTTP, and without isolation."""
     tables = {}
     async with SandboxPool(size=sizes.clients, limits=LIMITS) as pool:
         tables["in process, one open box per client"] = await per_second(pool, sizes, reopen=False)
@@ -178,10 +179,10 @@ async def throughput(sizes: Sizes) -> None:
 
 
 def standing() -> dict[str, int]:
-    """Count resources that a leak would increase.
+    """Count the resources that a leak would increase.
 
-    They are processes, descriptors and threads of this process, files and control groups with our
-    names, mounts and IPC objects.
+    These are child processes, file descriptors and threads of this process, temporary files and
+    control groups with the sandbox's names, mounts, and IPC objects.
     """
     own = psutil.Process()
     groups = Path("/sys/fs/cgroup")
@@ -198,7 +199,7 @@ def standing() -> dict[str, int]:
 
 
 async def leaks(sizes: Sizes) -> None:
-    """Run thousands of calls and compare the resources before and after.
+    """Run thousands of calls and compare the resource counts before and after.
 
     Each client opens a new box every hundred calls; in every twentieth box, one call forks and runs
     into its timeout.
@@ -236,7 +237,7 @@ async def leaks(sizes: Sizes) -> None:
     for name in before:
         print(f"| {name} | {before[name]} | {warm_up[name]} | {at_end[name]} | {after[name]} |")
     print(f"\nResident memory of the pool's own process grew by {grown:.1f} MiB during the calls.")
-    own = {name for name in before if name != "processes of the machine"}  # others start and end during the test
+    own = {name for name in before if name != "processes of the machine"}  # other programs start and end processes during the test
     assert all(after[name] <= before[name] for name in own), "resources were leaked"
 
 

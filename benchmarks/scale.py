@@ -1,13 +1,13 @@
-"""Simulated step time on 8 to 1,024 GPUs, and its sensitivity to each assumption; uses no GPU.
+"""Simulated step time on 8 to 1,024 GPUs, and its sensitivity to each constant; uses no GPU.
 
-    .venv/bin/python benchmarks/scale.py               # deepeyes_7b_h200x32, 20 seconds of a core
+    .venv/bin/python benchmarks/scale.py               # deepeyes_7b_h200x32; 20 s on one core
     .venv/bin/python benchmarks/scale.py --experiment codev_7b_h200x8 --gpus 8 64
 
-The time model is megatron_rl/memory_plan/step_time.py with the constants of
-memory_plan/step_time_constants.py. Only for the rollout, episodes are drawn instead, with
-log-normal lengths (step_time_constants.py, spread), assigned to the engines in turn and run in
-their slots: engines wait for the last one. The batch is the recipe's, or grows with the number of
-GPUs from the recipe's own.
+Update and weight-sync times come from megatron_rl/memory_plan/step_time.py with the constants in
+memory_plan/step_time_constants.py. The rollout is simulated instead: episodes with random
+log-normal lengths (constant `spread`) are assigned to the engines in turn and run in the engines'
+slots, and all engines wait for the last one. The batch is the recipe's batch on any number of GPUs,
+or a batch that grows in proportion to the number of GPUs.
 """
 
 import argparse
@@ -53,8 +53,8 @@ COLUMNS = (
 )  # fmt: skip
 """Columns of the tables.
 
-GB are those that a GPU sends in a step: to its tensor-parallel peers, to other replicas, and as new
-weights.
+The GB columns contain the data that a GPU sends per step: tensors to its tensor-parallel peers,
+gradients to data-parallel replicas, and new weights to the engines.
 """
 
 
@@ -64,17 +64,17 @@ class Played:
 
     seconds: float
     idle_engines: float
-    """Fraction of the engines' time that they wait for the last one."""
+    """Mean fraction of the rollout time in which an engine waits for the last engine."""
     idle_slots: float
-    """Fraction of the slots of all engines, until the last one ends, that sample no token."""
+    """Mean fraction of the rollout time in which an engine slot samples no token."""
 
 
 def play_engine(steps: list[float], slots: int, seconds_of: list[float]) -> tuple[float, float]:
     """Simulate one engine.
 
-    `steps` has the length of each episode in order of their start, and `seconds_of[n]` the time of
-    an engine step with n running episodes. Returns the seconds until the last episode ends, and the
-    mean busy seconds of a slot.
+    `steps` contains the length of each episode in engine steps, in starting order. `seconds_of[n]`
+    is the duration of an engine step with n running episodes. Returns the seconds until the last
+    episode ends, and the mean number of seconds for which a slot is busy.
     """
     free, changes = [0.0] * min(slots, len(steps)), []
     for length in steps:
@@ -91,9 +91,10 @@ def play_engine(steps: list[float], slots: int, seconds_of: list[float]) -> tupl
 
 
 def play(case: StepTimeInputs, *, seed: int) -> Played:
-    """Draw the episodes of a step and simulate all engines.
+    """Draw the episode lengths of a step and simulate all engines.
 
-    The seconds of a tool count as engine steps in which its sequence is paused but keeps its slot.
+    While an episode waits for a tool, its sequence keeps its slot, so tool time is added to the
+    episode's length as engine steps.
     """
     episode, speeds, settings = case.episode, case.speeds, case.settings
     slots = max(1, int(min(settings.engine.max_num_seqs, case.cache_tokens / episode.total_tokens)))
@@ -113,7 +114,7 @@ def play(case: StepTimeInputs, *, seed: int) -> Played:
 
 
 def case_for(given: argparse.Namespace) -> StepTimeInputs:
-    """Return the recipe on its own number of GPUs."""
+    """Return the time model's inputs for the recipe with its own number of GPUs."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings: Settings = resolve_settings(compose("train", overrides=[f"experiment={given.experiment}"]))
     model = load_known_spec(settings.model.path)
@@ -123,7 +124,7 @@ def case_for(given: argparse.Namespace) -> StepTimeInputs:
 
 
 def on(case: StepTimeInputs, world_size: int, *, grows: bool) -> StepTimeInputs:
-    """Return the same run on `world_size` GPUs, with its own batch or one that grows with them."""
+    """Return the inputs for `world_size` GPUs; if `grows`, scale the batch in proportion."""
     batch = case.settings.batch
     prompts_per_step = max(batch.minibatches, batch.prompts_per_step * world_size // case.world_size) if grows else batch.prompts_per_step
     settings = replace(case.settings, batch=replace(batch, prompts_per_step=prompts_per_step))
@@ -131,7 +132,7 @@ def on(case: StepTimeInputs, world_size: int, *, grows: bool) -> StepTimeInputs:
 
 
 def row(case: StepTimeInputs, *, seeds: int) -> str:
-    """Return a row of the table, averaged over the seeds."""
+    """Return a row of the table, with averages over the seeds."""
     played = [play(case, seed=seed) for seed in range(seeds)]
     rolled, trained, synced = (
         fmean(each.seconds for each in played),
@@ -151,7 +152,10 @@ def row(case: StepTimeInputs, *, seeds: int) -> str:
 
 
 def sensitivities(case: StepTimeInputs) -> list[tuple[str, float, float]]:
-    """Return (constant, relative step time with half of it, with twice of it), strongest first."""
+    """Return each constant with the relative step times at half and at twice its value.
+
+    The constant with the largest effect comes first.
+    """
     now, found = estimate_step_seconds(case).step_total, []
     for name, values in sensitivity_ranges(case.speeds).items():
         changed = [estimate_step_seconds(replace(case, speeds=replace(case.speeds, **{name: value}))).step_total / now for value in values]
@@ -160,7 +164,7 @@ def sensitivities(case: StepTimeInputs) -> list[tuple[str, float, float]]:
 
 
 def main() -> None:
-    """Print the simulation."""
+    """Run the simulation and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experiment", default="deepeyes_7b_h200x32")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 256, 1024])

@@ -1,12 +1,12 @@
-"""Asynchronous against lock-step scheduling of episodes that wait for tools, on one real engine.
+"""Asynchronous and lock-step scheduling of episodes that wait for tools, on one real engine.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/scheduling.py --seeds 0 1 2
 
-64 episodes of 8 turns; a turn samples a few tokens and then waits for a tool with log-normal
-latency (median 0.5 s, sigma 1.0). Both sides use the trainer's own run_episode. In lock step, tools
-wait until all episodes have responded, and no episode responds until all tools have finished. The
-critical path is the episode with the most tool time, alone on the idle engine: no schedule is
-faster than that.
+Runs 64 episodes of 8 turns. A turn samples a few tokens and then waits for a tool with log-normal
+latency (median 0.5 s, sigma 1.0). Both schedules use the trainer's own run_episode. In lock step,
+tools start only after all episodes have responded, and episodes continue only after all tools have
+finished. The critical path is the duration of the episode with the most tool time if this episode
+has the engine to itself; no schedule can be faster.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @dataclass
 class Waits(Env):
-    """Environment with a tool of given latencies; with a barrier, in lock step with all others."""
+    """Environment whose tool has given latencies; a barrier enforces lock step."""
 
     latencies: list[float]
     barrier: asyncio.Barrier | None
@@ -42,7 +42,7 @@ class Waits(Env):
         return [{"role": "user", "content": "Go."}]
 
     async def step(self, text: str) -> Step:
-        """Wait for the tool of this turn."""
+        """Wait for the latency of this turn's tool."""
         if self.barrier:
             await self.barrier.wait()
         await asyncio.sleep(self.latencies[self.turn])
@@ -58,7 +58,7 @@ class Waits(Env):
 
 @dataclass
 class WaitsTask:
-    """Task of the waiting environment."""
+    """Task whose episodes use `Waits` environments."""
 
     barrier: asyncio.Barrier | None = None
     name: str = "waits"
@@ -73,7 +73,7 @@ class WaitsTask:
 def play(
     engine: ColocatedEngine, renderer: Renderer, latencies_ET: list[list[float]], *, tokens: int, lock_step: bool
 ) -> tuple[float, list[Rollout]]:
-    """Run one episode per list of latencies; return the seconds of all and the rollouts."""
+    """Run one episode per list of latencies; return the total seconds and the rollouts."""
     turns = len(latencies_ET[0])
     settings = EpisodeSettings(temperature=1.0, max_turns=turns, max_new_tokens=tokens, max_sequence_tokens=1024, max_images=1, seed=0)
 

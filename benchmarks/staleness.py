@@ -1,15 +1,15 @@
-r"""Step time of visual search with slow tools, for run.max_staleness 0 and 1.
+r"""Step time of visual search with slow tools, for run.max_staleness=0 and 1.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py \
         --model runs/visual_search_seeds/seed0/sft/final --out runs/staleness
     # Smoke test:
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny
 
-Runs use two ranks with an engine on each. For a trainer with a separate engine, add --ranks 1
-engine.mode=server engine.num_local_servers=1. They are launch/train.py with a real sandbox server,
-behind a proxy that delays each response of a tool: log-normal (median 0.5 s, sigma 1), or constant
-(--sigma 0). Means exclude the first two steps and the last one, in which fewer rollouts are in
-flight than the staleness allows.
+A run is launch/train.py on two ranks with an engine on each. For a trainer with a separate engine,
+add --ranks 1 engine.mode=server engine.num_local_servers=1. Tools run in a real sandbox server
+behind a proxy that delays each tool response by a log-normal time (median 0.5 s, sigma 1) or by a
+constant time (--sigma 0). Means exclude the first two steps and the last step, because in these
+steps fewer rollouts are in flight than the staleness allows.
 """
 
 import argparse
@@ -41,7 +41,7 @@ KEPT = ("content-type", "retry-after")
 
 
 class SlowTools:
-    """Proxy of a sandbox server that delays calls; every run restarts its random generator."""
+    """Proxy in front of a sandbox server that delays calls by random times with a fixed seed."""
 
     def __init__(self, target: str, *, median: float, sigma: float) -> None:
         limits = httpx.Limits(max_connections=None)  # clients waiting for a box must not block others from closing theirs
@@ -51,7 +51,7 @@ class SlowTools:
         self.app = Starlette(routes=[Route("/{path:path}", self.hand_on, methods=["GET", "POST", "DELETE"])])
 
     async def hand_on(self, request: Request) -> Response:
-        """Forward a request, and delay the response to a call."""
+        """Forward a request; if the request is a tool call, delay the response."""
         is_call = request.url.path.endswith("/calls")
         latency = self.median * float(np.exp(self.sigma * self.random.standard_normal())) if is_call else 0.0
         body = await request.body()
@@ -64,7 +64,7 @@ class SlowTools:
 
 @contextmanager
 def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
-    """Run a proxy in front of a real sandbox server; yields its address."""
+    """Run a sandbox server behind a `SlowTools` proxy; yields the proxy's URL."""
     command = [sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", str(size), "--wait", "300"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as behind:
         assert behind.stdout
@@ -85,7 +85,7 @@ def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
 
 
 def played(folder: Path, ranks: int, *overrides: str) -> list[dict[str, float]]:
-    """Run a training run and return the metrics of its training steps."""
+    """Execute a training run and return the metrics of its training steps."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "launch/train.py"]
     given = ["experiment=visual_search_python_cpu", f"run.dir={folder}", "task.data.max_eval=4", "task.eval_samples=1", *overrides]
     with folder.with_suffix(".log").open("w") as log:
@@ -94,7 +94,7 @@ def played(folder: Path, ranks: int, *overrides: str) -> list[dict[str, float]]:
 
 
 def row(steps: list[dict[str, float]]) -> list[str]:
-    """Return the cells of one run."""
+    """Return the table cells for one run."""
     counted = steps[2:-1]
     names = ("time/total", "time/update", "rollout/staleness", "rollout/stale_fraction", "reward/mean")
     total, update, staleness, stale, reward = (statistics.fmean(step.get(name, 0.0) for step in counted) for name in names)

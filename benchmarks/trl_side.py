@@ -1,8 +1,8 @@
-"""TRL's side of benchmarks/vs_trl.py: NumberLine's single turns through GRPOTrainer.
+"""TRL's side of the comparison in benchmarks/vs_trl.py: GRPOTrainer on single-turn NumberLine.
 
-It runs in .venv-trl (requirements-trl.txt). Parts that must be equal are taken from the trainer it
-is compared with: the same functions choose the prompts, resize the images and compute the rewards.
-Before training, TRL's prompt ids and pixel values are compared with those of our renderer.
+This script runs in .venv-trl (requirements-trl.txt). It uses this project's functions for all parts
+that must be equal on both sides: choosing prompts, resizing images and computing rewards. Before
+training, it checks that TRL's prompt ids and pixel values equal those of this project's renderer.
 """
 
 import argparse
@@ -27,14 +27,14 @@ from megatron_rl.tasks.gym_cards.task import PROMPT, NumberLineEnv, NumberLineTa
 from megatron_rl.types import Example
 
 VLLM_CONTEXT = 512
-"""Largest sequence length; prompts have about 110 tokens."""
+"""Maximum sequence length in tokens; prompts have about 110 tokens."""
 
 
 class StepLog(TrainerCallback):
     """Callback that writes one JSON line per step.
 
-    It has the seconds since the end of the previous step, mean reward, solved fraction and metrics
-    of TRL.
+    A line contains the seconds since the end of the previous step, the mean reward, the fraction of
+    solved samples, and TRL's metrics.
     """
 
     def __init__(self, out: Path) -> None:
@@ -42,11 +42,11 @@ class StepLog(TrainerCallback):
         self._mark = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
-        """Start the time of the first step."""
+        """Start the timer of the first step."""
         self._mark = time.perf_counter()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, float], **_: object) -> None:
-        """Write the line of a step."""
+        """Write the JSON line of a step."""
         if not state.is_world_process_zero or "reward" not in logs:
             return
         now = time.perf_counter()
@@ -64,9 +64,10 @@ class StepLog(TrainerCallback):
 
 
 async def judged(replies: list[str], states: list[NumberLineState]) -> list[float]:
-    """Return the environment's reward of one move from each state.
+    """Return the environment's reward for one move from each state.
 
-    It is 1 at the goal, 0 for a step closer, and -1 for a wrong or invalid one.
+    The reward is 1 if the move reaches the goal, 0 if it gets closer to the goal, and -1 if it is
+    wrong or invalid.
     """
     values = []
     for reply, state in zip(replies, states, strict=True):
@@ -77,7 +78,10 @@ async def judged(replies: list[str], states: list[NumberLineState]) -> list[floa
 
 
 def rewards(prompts: list, completions: list, current: list[int], target: list[int], log_metric: object, **_: object) -> list[float]:
-    """Return the rewards as a TRL reward function. Samples with at least 0 count as solved."""
+    """Return the rewards and log the fraction of solved samples (reward function for TRL).
+
+    A sample is solved if its reward is at least 0.
+    """
     replies = [completion[0]["content"] for completion in completions]
     values = asyncio.run(judged(replies, list(zip(current, target, strict=True))))
     log_metric("solved", sum(value >= 0 for value in values) / len(values))
@@ -85,9 +89,9 @@ def rewards(prompts: list, completions: list, current: list[int], target: list[i
 
 
 def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int, prompts: int, seed: int) -> Dataset:
-    """Return every prompt of the run in the order in which our scheduler chooses them.
+    """Return all prompts of the run in the order in which this project's scheduler chooses them.
 
-    Images are shared in memory, not decoded from a file each time.
+    Prompts with the same state share one image in memory.
     """
     dealt = [example for step in range(steps) for example in choose_prompts(examples, prompts, seed=seed, batch_index=step)]
 
@@ -104,7 +108,7 @@ def prompts_as_dealt(examples: list[Example], renderer: Renderer, *, steps: int,
 
 
 def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
-    """Check that TRL tokenizes a dataset row into the ids and pixels of our renderer."""
+    """Assert that TRL computes the same prompt ids and pixels as this project's renderer."""
     row = trainer.train_dataset[0]
     ours = renderer.prompt([make_observation((row["current"], row["target"]))])
     message = {"role": "user", "content": [{"type": "image", "image": row["image"]}, {"type": "text", "text": PROMPT}]}
@@ -114,9 +118,9 @@ def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
 
 
 def grpo_config(given: argparse.Namespace) -> GRPOConfig:
-    """Return the shared settings for TRL, and the options of TRL that are fastest on a CPU.
+    """Return TRL's config with the settings of both sides and TRL's fastest options on a CPU.
 
-    These are float32, no activation recomputation and no reference model.
+    The fastest options are float32, no activation recomputation and no reference model.
     """
     samples = given.prompts * given.group_size // int(os.environ.get("WORLD_SIZE", 1))
     return GRPOConfig(

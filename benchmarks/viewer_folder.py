@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/viewer_folder.py
     .venv/bin/python benchmarks/viewer_folder.py --tiny      # smoke test
 
-There are two run directories, with short and with long episodes. A few synthetic steps, as in
-bank.py, are written as a run writes them. All others are hard links to them, so that the files of a
-directory total 10 GB and use a tenth of it on disk. The last value of `--memory-gb` is too small on
-purpose.
+One run directory has short episodes, and another has long episodes. A few synthetic steps, as in
+bank.py, are written in a run's format. All other steps are hard links to these files, so that the
+files of a directory have a total size of 10 GB but use a tenth of this size on disk. The last
+default value of `--memory-gb` is intentionally too small.
 """
 
 import argparse
@@ -38,13 +38,13 @@ WORDS = "go to microwave 1, and heat the apple "
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Size of a run directory."""
+    """Length of the episodes in a run directory, and number of steps to write."""
 
     name: str
     tokens: int
-    """Tokens of a turn; a fifth of them is sampled."""
+    """Number of tokens in a turn; a fifth of the tokens is sampled."""
     made: int
-    """Number of steps that are written; the others are links to them."""
+    """Number of steps to write as files; all further steps are hard links to these files."""
 
 
 SIZES = (Size("short", 200, 8), Size("long", 2000, 3))
@@ -66,7 +66,7 @@ def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
 
 
 def make(run: Path, size: Size, *, num_bytes: float) -> int:
-    """Write the run directory and return its number of steps."""
+    """Write a run directory of at least `num_bytes` and return its number of steps."""
     dice, folder, total, step = np.random.default_rng(0), run / ROLLOUTS_FOLDER, 0, 0
     while total < num_bytes:
         path = step_path(folder, step)
@@ -82,13 +82,13 @@ def make(run: Path, size: Size, *, num_bytes: float) -> int:
 
 
 def peak_mb(pid: int) -> float:
-    """Return the peak resident memory of a process in MB."""
+    """Return the peak resident memory of the process with this id, in MB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1000
 
 
 def look(run: Path, *, last: int, memory_gb: float) -> str:
-    """Measure a newly started viewer and return a row of the table."""
+    """Start a viewer, measure it, and return a row of the table."""
     command = [sys.executable, "-m", "megatron_rl.observe.viewer", str(run), "--port", str(find_free_port("127.0.0.1"))]
     begin = time.perf_counter()
     with subprocess.Popen([*command, "--memory-gb", str(memory_gb)], stdout=subprocess.PIPE, text=True) as served:
@@ -102,7 +102,7 @@ def look(run: Path, *, last: int, memory_gb: float) -> str:
 
 
 def asked(client: httpx.Client, last: int) -> str:
-    """Measure the requests of the page and return their cells."""
+    """Measure the response times of the page's requests and return the table cells."""
 
     def timed(what: str, **given: object) -> tuple[str, dict | list]:
         begin = time.perf_counter()

@@ -4,9 +4,9 @@
     .venv/bin/python benchmarks/visual_search.py --seeds 0 --out runs/tiny --tiny       # smoke test
 
 Uses the real sandbox and prints one table. The seed sets the checkpoint's initial weights, the
-demonstrations and the rollouts. Accuracy and tool use are over the held-out canvases: greedy, and
-at temperature 1. Processor seconds are those of all processes of a stage, including the sandbox;
-half of them is about the wall time on two otherwise idle cores.
+demonstrations and the rollouts. Accuracy and tool use are measured on the held-out canvases, with
+greedy decoding and at temperature 1. Processor seconds include all processes of a stage and the
+sandbox. On two otherwise idle cores, the wall time is about half of the processor seconds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ TINY = {
 
 
 def processor_s() -> float:
-    """Return the processor seconds of all finished child processes."""
+    """Return the total processor time of all finished child processes, in seconds."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -67,7 +67,7 @@ def run_seed(seed: int, out: Path, *, tiny: bool) -> dict[str, float]:
 
 
 def table(rows: list[dict[str, float]], *, num_eval: int) -> str:
-    """Return the Markdown table: greedy accuracy with interval, temperature 1, tool use, times."""
+    """Return a Markdown table with accuracy, tool use and processor time for each seed."""
     lines = ["| seed | stage | greedy accuracy (95%) | temperature 1 | tool use greedy | temperature 1 | wall s (load) | processor s |"]
     lines.append("|" + "---|" * 8)
     for row in rows:

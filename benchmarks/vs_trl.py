@@ -1,25 +1,27 @@
 """Comparison with TRL's GRPOTrainer on single-turn NumberLine.
 
     .venv/bin/python benchmarks/vs_trl.py --rounds 2 --steps 30
-    .venv/bin/python benchmarks/vs_trl.py --sweep        # finds TRL's best options in a few steps
+    .venv/bin/python benchmarks/vs_trl.py --sweep        # compares TRL's options in a few steps
 
-Checkpoint, prompts, settings and cores are the same. Every run is a separate process tree; they
-alternate: TRL, ours, TRL, ours. TRL is installed in .venv-trl (see
-benchmarks/requirements-trl.txt). One move is rewarded: 1 at the goal, 0 for a step closer, -1 for a
-wrong or invalid one. A sample is solved if its reward is at least 0.
+Both sides use the same checkpoint, prompts, settings and cores. Every run is a separate process
+tree, and runs of TRL and of this project alternate. TRL is installed in .venv-trl (see
+benchmarks/requirements-trl.txt). An episode is a single move. The reward is 1 if the move reaches
+the goal, 0 if it gets closer to the goal, and -1 if it is wrong or invalid. A sample is solved if
+its reward is at least 0.
 
-    seconds a step   median over the steps after --warmup, from the end of one step to the end of
-                     the next, by each side's own log
-    to 95%           seconds of steps, without start-up, until the mean solved fraction of three
-                     consecutive steps is at least 95%
-    first step       seconds from launching the process until its first step is logged, including
-                     imports and engine
-    peak RSS         of the process tree, sampled; shared memory counts once per process
-    CPU s a step     processor seconds of the whole tree in the same steps; least affected by other
-                     load
+    seconds a step   median over the steps after --warmup, each from the end of the previous step to
+                     the end of the step, according to the log of each side
+    to 95%           total seconds of the steps, without start-up, until the mean fraction of solved
+                     samples over three consecutive steps is at least 95%
+    first step       seconds from the launch of the process until its first step is logged, which
+                     includes imports and start-up of the engine
+    peak RSS         maximum resident memory of the process tree over all samples; shared memory
+                     counts once per process
+    CPU s a step     processor seconds of the process tree per step after --warmup, which other load
+                     on the machine affects least
 
-Differences: TRL also ends a response at <|endoftext|>, and bans only the image token, and only
-while sampling.
+Differences: TRL also ends a response at <|endoftext|>. TRL bans only the image token, and only
+during sampling.
 """
 
 import argparse
@@ -38,10 +40,10 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 PIXELS = (19600, 20000)
-"""min_pixels and max_pixels of the processor; images become 140 x 140."""
+"""min_pixels and max_pixels of the processor, which resizes images to 140 x 140 pixels."""
 PROMPTS, GROUP_SIZE, MAX_TOKENS, LEARNING_RATE = 32, 8, 48, 3e-4
 TRL_STD_EPS = 1e-4
-"""Epsilon that TRL 1.16 adds to a group's standard deviation; fixed there, so it is set here."""
+"""Constant that TRL 1.16 adds to a group's standard deviation; algo.std_eps is set to it."""
 SOLVED, WINDOW = 0.95, 3
 SAMPLE_S = 0.25
 TRL_SWITCHES = {
@@ -54,13 +56,13 @@ TRL_SWITCHES = {
     "2x1 static cache": ["--micro-batch", "64", "--static-cache"],
     "2x1 torch.compile": ["--micro-batch", "64", "--compile"],
 }
-"""Options of TRL by name; a name starts with processes x threads."""
+"""Maps a name to TRL options; the name starts with the numbers of processes and threads."""
 TRL_BEST = "2x1"
 
 
 @dataclass(slots=True, frozen=True)
 class Side:
-    """One side of the comparison: its command, and its log with a JSON line per step."""
+    """TRL or this project in the comparison: command, and log with one JSON line per step."""
 
     name: str
     threads: int
@@ -92,7 +94,7 @@ def launcher(venv: str, processes: int) -> list[str]:
 
 
 def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side:
-    """Return our run with the settings of the comparison."""
+    """Return this project's side with the settings of the comparison."""
     settings = {
         "model.path": given.model, "model.min_pixels": PIXELS[0], "model.max_pixels": PIXELS[1],
         "run.dir": folder, "run.steps": given.steps, "run.seed": given.seed, "run.require_improvement": "false",
@@ -110,7 +112,7 @@ def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side
 
 
 def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
-    """Return TRL's run with the settings of the comparison and the named options."""
+    """Return TRL's side with the settings of the comparison and the options of this name."""
     processes, threads = int(switches[0]), int(switches[2])
     log = folder / "metrics.jsonl"
     settings = {
@@ -126,7 +128,7 @@ def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
 def look(process: psutil.Popen) -> tuple[int, float]:
     """Return the resident bytes and the processor seconds of a process and its descendants.
 
-    Processes that have ended do not count.
+    Processes that have already ended are not included.
     """
     rss, cpu_s = 0, 0.0
     for member in [process, *process.children(recursive=True)]:
@@ -142,7 +144,7 @@ def measure(side: Side, given: argparse.Namespace) -> Result:
     """Run one side to its end and return its measurements.
 
     Raises:
-        RuntimeError: The run failed; the message has the end of its output.
+        RuntimeError: The run failed; the message contains the end of the run's output.
     """
     side.log.parent.mkdir(parents=True)
     output, load, started = side.log.with_name("output.txt"), os.getloadavg(), time.perf_counter()
@@ -178,10 +180,10 @@ def measure(side: Side, given: argparse.Namespace) -> Result:
 
 
 def step_seconds(line: dict[str, float]) -> float:
-    """Return the seconds of a step.
+    """Return the duration of a step in seconds.
 
-    The total of our first step includes engine start-up and everything before it, which are
-    subtracted.
+    In this project's log, the total of the first step also contains the time before the step,
+    including engine start-up; this time is subtracted.
     """
     starting = ("time/start", "time/unaccounted") if line["step"] == 0 else ()
     return line["time/total"] - sum(line.get(name, 0.0) for name in starting)
@@ -190,8 +192,8 @@ def step_seconds(line: dict[str, float]) -> float:
 def solved_fraction(line: dict[str, float]) -> float:
     """Return the fraction of solved samples.
 
-    Our log has mean and standard deviation. Rewards are -1, 0 and 1, so E[r^2] - E[r] is twice the
-    fraction of -1.
+    This project's log contains mean and standard deviation of the rewards. Rewards are -1, 0 or 1,
+    so E[r^2] - E[r] is twice the fraction of rewards of -1.
     """
     if "solved" in line:
         return line["solved"]
@@ -200,7 +202,7 @@ def solved_fraction(line: dict[str, float]) -> float:
 
 
 def time_to_solved(seconds: list[float], solved: list[float]) -> float | None:
-    """Return the seconds until the mean of WINDOW steps reaches SOLVED, or None."""
+    """Return the seconds until the mean solved fraction of WINDOW steps reaches SOLVED, or None."""
     for end in range(WINDOW, len(solved) + 1):
         if statistics.fmean(solved[end - WINDOW : end]) >= SOLVED:
             return sum(seconds[:end])
@@ -208,7 +210,7 @@ def time_to_solved(seconds: list[float], solved: list[float]) -> float | None:
 
 
 def report(results: list[Result], given: argparse.Namespace) -> None:
-    """Print one line per side (medians over its rounds), then the conditions of the comparison."""
+    """Print medians over the rounds for each side, and the conditions of the comparison."""
     print(f"\n{'':24s} {'s/step':>7} {'samples/s':>9} {'CPU s/step':>10} {'to 95%':>7} {'first step':>10} {'peak RSS':>9} {'solved':>15}")
     for name in dict.fromkeys(result.side for result in results):
         own = [result for result in results if result.side == name]
@@ -228,7 +230,7 @@ def report(results: list[Result], given: argparse.Namespace) -> None:
 
 
 def compare(results: list[Result], ours: str, theirs: str) -> None:
-    """Print ratios of adjacent runs, and check that both sides started from the same policy."""
+    """Print ratios of consecutive runs, and check that both sides start from the same policy."""
     pairs = list(zip((r for r in results if r.side == ours), (r for r in results if r.side == theirs), strict=True))
     for what, ratios in {
         "seconds per step": [them.step_s / us.step_s for us, them in pairs],

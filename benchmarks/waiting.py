@@ -1,19 +1,20 @@
-"""Simulated GPU idle time due to the slowest episodes, for run.max_staleness 0, 1 and 2.
+"""Simulated GPU idle time due to the slowest episodes, for run.max_staleness=0, 1 and 2.
 
-    .venv/bin/python benchmarks/waiting.py       # deepeyes_7b_h200x32 on 8, 64, 1,024 GPUs, minutes
+    .venv/bin/python benchmarks/waiting.py       # deepeyes_7b_h200x32; takes minutes
     .venv/bin/python benchmarks/waiting.py --gpus 8 --steps 4 --spread 0.3
-    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts      # prints a run's lengths
+    .venv/bin/python benchmarks/waiting.py --measure RUN/rollouts   # prints episode lengths
     .venv/bin/python benchmarks/waiting.py --measured lengths.json
 
-Compares colocated and separate engines; uses no GPU. It is an event simulation: episodes with
-log-normal or measured lengths wait for the slots of their engine, an engine step takes the time
-that memory_plan/step_time.py estimates for the running episodes, and a group is complete when its
-last episode is. Groups are scheduled, trained on and waited for as in rollout/scheduler.py: those
-completed first, and all that would be too old for the next step. Colocated engines are stopped
-during updates and weight syncs. Separate engines are stopped only for the sync, and some of the
-GPUs only train. An episode that continues after an update is prefilled again. The batch grows with
-the GPUs. The simulation neglects the same things as the time model of scale.py. --measure needs
-rollouts.save=all.
+Compares colocated and separate engines; uses no GPU. The script is an event simulation: episodes
+with log-normal or measured lengths wait for a slot of their engine. An engine step takes the time
+that memory_plan/step_time.py estimates for the number of running episodes. A group is complete when
+all its episodes are complete. As in rollout/scheduler.py, a step waits for all groups that would be
+too old for the next step, and is filled up with the groups that are completed first.
+
+Colocated engines are stopped during updates and weight syncs. Separate engines are stopped only
+during weight syncs, and some of the GPUs only train. If an episode continues after an update, its
+tokens are prefilled again. The batch grows in proportion to the number of GPUs. The simulation
+makes the same simplifications as the time model in scale.py. --measure requires rollouts.save=all.
 """
 
 import argparse
@@ -33,27 +34,27 @@ from megatron_rl.memory_plan.step_time import StepTimeInputs, decode_step_second
 from megatron_rl.observe.rollout_store import list_step_files as steps_of
 
 TRAINERS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
-"""Candidate fractions of the GPUs that only train."""
+"""Fractions of training-only GPUs to try for separate engines."""
 
 
 @dataclass(slots=True)
 class Engine:
     """Simulated engine with its slots and episodes.
 
-    An episode ends after as many engine steps as it is long; `made` counts the steps.
+    The length of an episode is a number of engine steps; `made` counts the engine's steps.
     """
 
     slots: int
     seconds_of: list[float]
-    """Seconds of an engine step by number of running episodes."""
+    """Duration of an engine step in seconds, indexed by the number of running episodes."""
     line: list[tuple[float, int]] = field(default_factory=list)
-    """(length in steps, group) of episodes waiting for a slot; the next one is last."""
+    """(length in steps, group) of each episode that waits for a slot; the last item starts next."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """Heap of (value of `made` at the end, group) of running episodes."""
+    """Heap with (value of `made` at which the episode ends, group) for each running episode."""
     now: float = 0.0
     made: float = 0.0
     idle: float = 0.0
-    """Seconds without an episode."""
+    """Total seconds in which no episode was running."""
 
     def until(self, now: float) -> None:
         """Advance the engine to the time `now`."""
@@ -78,13 +79,13 @@ class Engine:
 
 @dataclass(slots=True)
 class Engines:
-    """All engines and their groups."""
+    """All simulated engines, with their unfinished and complete groups."""
 
     each: list[Engine]
     left: Counter[int] = field(default_factory=Counter)
-    """Number of unfinished episodes per group."""
+    """Number of unfinished episodes, keyed by group."""
     played: list[int] = field(default_factory=list)
-    """Complete groups that have not been trained on."""
+    """Complete groups that have not been trained on, in order of completion."""
 
     def deal(self, group: int, episodes: list[float]) -> None:
         """Assign the episodes of a group to the engines in turn."""
@@ -95,10 +96,10 @@ class Engines:
             engine.fill()
 
     def play(self, start: float, *, until: float, num_groups: float, due: Set[int] = frozenset()) -> float:
-        """Simulate from `start` on and return the time of the end.
+        """Simulate the engines from time `start` and return the time at which the simulation ends.
 
-        It ends when `num_groups` groups are complete, including all in `due`, or at the time
-        `until`.
+        It ends when `num_groups` groups, including all groups in `due`, are complete, but no later
+        than `until`.
         """
         for engine in self.each:
             engine.now = start
@@ -122,13 +123,13 @@ class Engines:
         return now
 
     def take(self, num: int, due: Set[int]) -> list[int]:
-        """Remove and return groups to train on: those that are due, then those completed first."""
+        """Remove and return `num` groups to train on: due groups first, then by completion."""
         taken = sorted(self.played, key=lambda group: group not in due)[:num]
         self.played = [group for group in self.played if group not in taken]
         return taken
 
     def prefill_again(self, steps: float) -> None:
-        """Add `steps` to all running episodes."""
+        """Lengthen all running episodes by `steps`, the time to prefill their tokens again."""
         for engine in self.each:
             engine.running = [(end + steps, group) for end, group in engine.running]
 
@@ -139,25 +140,26 @@ class Told:
 
     seconds: float
     idle: float
-    """Fraction of the time of all GPUs without generation, training or weight sync."""
+    """Fraction of the total GPU time in which a GPU does not generate, train or sync weights."""
     staleness: float
-    """Mean number of updates between scheduling a group and training on it."""
+    """Mean number of updates from scheduling a group to training on the group."""
 
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Measured episodes by group, relative to the mean of all.
+    """Measured episodes by group.
 
-    `tokens` are sampled tokens, `tools` seconds of the environment.
+    `tokens` (sampled tokens) and `tools` (seconds in the environment) are relative to the mean over
+    all episodes.
     """
 
     tokens: np.ndarray
     tools: np.ndarray
 
     def drawn(self, num_groups: int, *, size: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw groups with replacement, and members of each likewise.
+        """Draw groups with replacement, and then draw each group's episodes with replacement.
 
-        Members of a group thereby stay similar.
+        The episodes of a drawn group thereby stay similar to each other.
         """
         dice = np.random.default_rng(seed)
         groups, members = dice.integers(0, len(self.tokens), (num_groups, 1)), dice.integers(0, self.tokens.shape[1], (num_groups, size))
@@ -165,16 +167,16 @@ class Shape:
 
 
 def shape_of(path: Path) -> Shape:
-    """Read a file written with --measure."""
+    """Read a file with the output of --measure."""
     told = json.loads(path.read_text())
     tokens, tools = np.array(told["tokens"], dtype=float), np.array(told["tools"], dtype=float)
     return Shape(tokens / tokens.mean(), tools / max(tools.mean(), 1e-9))
 
 
 def measure(bank: Path) -> dict[str, list[list[float]]]:
-    """Return tokens and tool seconds of every complete group of a rollout store.
+    """Return the tokens and the tool seconds of each complete group in a rollout store.
 
-    The seconds include waiting for a tool.
+    Tool seconds include the time in which an episode waits for a tool.
     """
     told: dict[str, list[list[float]]] = {"tokens": [], "tools": []}
     for path in steps_of(bank):
@@ -189,8 +191,8 @@ def measure(bank: Path) -> dict[str, list[list[float]]]:
 def lengths(case: StepTimeInputs, *, num_groups: int, seed: int, full: float, shape: Shape | None = None) -> list[list[float]]:
     """Return the length of every episode by group, in steps of a full engine.
 
-    It includes its tokens and the time of its tools and prompts. Without a measured shape, tokens
-    are log-normal and tool times constant.
+    The length includes the episode's sampled tokens and the time for its tools and prompts. Without
+    a measured shape, numbers of tokens are log-normal, and tool times are constant.
     """
     episode, speeds, size = case.episode, case.speeds, case.settings.batch.group_size
     if shape is None:
@@ -204,10 +206,10 @@ def lengths(case: StepTimeInputs, *, num_groups: int, seed: int, full: float, sh
 
 
 def simulate(case: StepTimeInputs, *, staleness: int, trainers: int = 0, steps: int, seed: int = 0, shape: Shape | None = None) -> Told:
-    """Simulate a run and return its mean step.
+    """Simulate a run and return the means over its steps.
 
-    `trainers` of the GPUs only train; 0 means that every GPU generates and trains. The first two
-    steps are excluded, because the queues are still empty.
+    `trainers` is the number of GPUs that only train; with 0, every GPU generates and trains. The
+    first two steps are excluded, because the queues are still empty.
     """
     batch = case.settings.batch
     players = case.world_size - trainers
@@ -253,7 +255,10 @@ def simulate(case: StepTimeInputs, *, staleness: int, trainers: int = 0, steps: 
 
 
 def rows(case: StepTimeInputs, size: int, *, steps: int, shape: Shape | None = None) -> list[str]:
-    """Return rows for colocated engines and for the fraction of trainers with the shortest step."""
+    """Return table rows for colocated engines and the fastest split into engine and training GPUs.
+
+    Each row is for one value of run.max_staleness.
+    """
     here, lines, first = on(case, size, grows=True), [], None
     for staleness in (0, 1, 2):
         together = simulate(here, staleness=staleness, steps=steps, shape=shape)
@@ -269,7 +274,7 @@ def rows(case: StepTimeInputs, size: int, *, steps: int, shape: Shape | None = N
 
 
 def told(step: Told, first: float) -> list[str]:
-    """Return the cells of one result."""
+    """Return the table cells for one simulation result."""
     return [f"{step.seconds:.0f}", f"{first / step.seconds:.2f}", f"{step.idle:.0%}", f"{step.staleness:.2f}"]
 
 

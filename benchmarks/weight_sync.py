@@ -2,11 +2,11 @@
 
     .venv/bin/python benchmarks/weight_sync.py --model runs/quickstart/nano
 
-A sync is Policy.hf_weights() into ColocatedEngine.load_weights with its verification. Every layout
-is a separate run; in it copy, export and sync are timed in turn. A time is that of the slowest
-rank, and the median over repeats. `copy` writes all tensors of the checkpoint into existing ones,
-on every rank; `export` only drains the stream of full tensors. The target for the nano model is 100
-ms per step.
+A weight sync passes Policy.hf_weights() to ColocatedEngine.load_weights, which also verifies the
+weights. Each layout is measured in a separate run, in which copy, export and sync are timed in
+turn. A time is the median over the repeats, measured on the slowest rank. `copy` copies all tensors
+of the checkpoint into existing tensors on every rank; `export` only iterates over the unsharded
+tensors. The target for the nano model is 100 ms per sync.
 """
 
 import argparse
@@ -25,11 +25,11 @@ LAYOUTS = {
     "pp2, two tp1 engines": (1, 2, 1),
     "pp2, one tp2 engine": (1, 2, 2),
 }
-"""Layout -> tp and pp of the trainer, tp of the engine."""
+"""Maps a layout's name to the trainer's tp and pp sizes and the engine's tp size."""
 
 
 def measure(name: str, given: argparse.Namespace) -> None:
-    """Measure a layout; runs on every rank, and the main one prints a line."""
+    """Measure a layout; runs on every rank, and the main rank prints a line."""
     import torch
     import torch.distributed as dist
 
@@ -84,7 +84,7 @@ def measure(name: str, given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run all layouts, or measure one inside torchrun."""
+    """Start a run for each layout, or measure one layout if started by torchrun."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/nano", help="a Hugging Face Qwen2.5-VL folder")
     parser.add_argument("--repeats", type=int, default=30, help="number of timed repetitions, after one warm-up")

@@ -1,14 +1,15 @@
-"""Patch embedding of the vision tower in bfloat16: transformers' convolution against our product.
+"""Patch embedding of the vision tower in bfloat16: a convolution compared with a matrix product.
 
     # 1,024 to 160,000 patches, from a few images to a full micro-batch:
     python benchmarks/gpu/conv.py
-    # Smoke test, on a CPU too:
+    # Smoke test; also runs on a CPU:
     python benchmarks/gpu/conv.py --tiny
 
-Ours is one matrix product (policy/vision.py). Forward and backward are timed separately, after a
-warm-up. Peak: memory that torch allocates beyond the patches and the weight; "-" on a CPU. Off:
-relative difference of output and gradient from the product's. A variant that takes over --patience
-seconds is not run at larger sizes.
+transformers uses the convolution; this trainer uses one matrix product (policy/vision.py). Forward
+and backward pass are timed separately, after a warm-up. The column "peak MB" contains the memory
+that torch allocates beyond the patches and the weight ("-" on a CPU). The error columns contain the
+relative differences of output and gradient from those of the matrix product. A variant that takes
+more than --patience seconds is not run with larger sizes.
 """
 
 import argparse
@@ -21,11 +22,11 @@ from megatron_rl.policy.vision import LinearPatchEmbed
 
 CHANNELS, KERNEL = 3, (2, 14, 14)
 WIDTH = 1280
-"""Width of the vision tower in every released size of Qwen2.5-VL."""
+"""Hidden size of the vision tower in all released Qwen2.5-VL models."""
 
 
 def embeddings(width: int) -> dict[str, nn.Conv3d]:
-    """Return two modules with equal weights; the first is the reference."""
+    """Return two patch embeddings with equal weights; the first is the reference for errors."""
     given = {"kernel_size": KERNEL, "stride": KERNEL, "bias": False, "device": device(), "dtype": torch.bfloat16}
     product, conv = LinearPatchEmbed(CHANNELS, width, **given), nn.Conv3d(CHANNELS, width, **given)
     conv.load_state_dict(product.state_dict())
@@ -33,7 +34,7 @@ def embeddings(width: int) -> dict[str, nn.Conv3d]:
 
 
 def once(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
-    """Return seconds forward and backward, and output and gradient of the weight."""
+    """Return the seconds of forward and backward pass, and the output and the weight's gradient."""
     forward, out = timed(lambda: embedding(patches))
     ones = torch.ones_like(out)
     backward, gradients = timed(lambda: torch.autograd.grad(out, embedding.weight, ones))
@@ -41,7 +42,7 @@ def once(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, lis
 
 
 def measured(embedding: nn.Conv3d, patches: torch.Tensor) -> tuple[float, float, str, list[torch.Tensor]]:
-    """Return the results of the second of two rounds, and its peak memory in MB."""
+    """Run `once` twice and return the results and the peak memory in MB of the second run."""
     once(embedding, patches)
     if not patches.is_cuda:
         forward, backward, made = once(embedding, patches)
@@ -70,7 +71,7 @@ def main() -> None:
                 continue
             try:
                 forward, backward, peak, made = measured(embedding, patches)
-            except RuntimeError as error:  # an error of cuDNN or out of memory is a result
+            except RuntimeError as error:  # a cuDNN or out-of-memory error is a valid result
                 print_row(num, name, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}", *["-"] * 4)
                 continue
             truth = truth or [numbers.flatten(1) for numbers in made]

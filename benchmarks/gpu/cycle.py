@@ -1,19 +1,21 @@
-"""Policy and engine alternating on one device, as in a training step: memory by phase, and seconds.
+"""Memory and time per phase when policy and engine alternate on one device, as in a training step.
 
-    # First without compilation and CUDA graphs:
+    # Without compilation and CUDA graphs; run this first:
     python benchmarks/gpu/cycle.py --model .gpu/nano --eager
-    # 7B shapes, a folder of make_shapes.py --words:
+    # A model with 7B shapes, created by make_shapes.py --words:
     python benchmarks/gpu/cycle.py --model .gpu/7B --lora-rank 64 --turns 3
-    # Smoke test, two turns on a CPU:
+    # Smoke test: two turns on a CPU:
     python benchmarks/gpu/cycle.py --model runs/quickstart/nano --tiny
 
-A turn consists of: sync (the engine's weights wake up and are replaced by the trainer's and
-verified), offload of the policy, wake-up of the KV cache, requests with images in groups, sleep of
-the engine, reload of the policy, and an update. Columns are in GB (10^9 bytes). Used: memory of the
-device used by all processes at the end of the phase. Reserved: the part reserved by torch. Peak:
-used, with torch's peak allocation of the phase in place of its reservation;
-memory_plan/gpu_memory.py counts the same. Plan: its rollout, sync or update for --gpu, with the
-memory that the device reports; the target is within 10% of the peak. On a CPU, measured columns are "-".
+A turn consists of these phases: weight sync (the engine's weights wake up, are overwritten with the
+trainer's weights, and are verified), offload of the policy, wake-up of the KV cache, groups of
+requests with images, sleep of the engine, reload of the policy, and an update. Memory columns are
+in GB (10^9 bytes). "used" is the device memory in use by all processes at the end of the phase, and
+"reserved" is the part of it that torch has reserved. "peak" is the used memory with torch's
+reservation replaced by torch's peak allocation in the phase, as in memory_plan/gpu_memory.py.
+"plan" is the memory that memory_plan/gpu_memory.py plans for the phase (rollout, sync or update) on
+the GPU model --gpu with the amount of memory that the device reports. The plan should be within 10%
+of the peak. On a CPU, the columns of measured memory contain "-".
 """
 
 import argparse
@@ -59,13 +61,13 @@ from megatron_rl.types import TokenSequence
 
 T = TypeVar("T")
 PLANNED = ("rollout", "sync", "update")
-"""Phases with the same names in memory_plan/gpu_memory.py."""
+"""Phases that memory_plan/gpu_memory.py plans under the same names."""
 TINY = {"turns": 2, "prompts": 2, "group": 2, "tokens": 8, "max_model_len": 128, "micro_batch_tokens": 256, "dtype": "float32"}
 
 
 @dataclass(slots=True)
 class Ledger:
-    """Measurements of each phase; a row is printed at its end."""
+    """Runs and measures phases, and prints a table row after each phase."""
 
     planned: RankMemoryPlan | None
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -83,28 +85,28 @@ class Ledger:
 
 
 def measured() -> list[str]:
-    """Return the cells of used, reserved and peak memory."""
+    """Return the table cells for used, reserved and peak memory."""
     return [in_gb(size) for size in (used(), torch.cuda.memory_reserved(), peak())]
 
 
 def used() -> int:
-    """Return the bytes of the device used by all processes."""
+    """Return the device memory in use by all processes, in bytes."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def peak() -> int:
-    """Return used bytes with torch's peak allocation in place of its reservation."""
+    """Return the used bytes, counting torch's peak allocation instead of its reservation."""
     return used() - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()
 
 
 def in_gb(size: int | None) -> str:
-    """Return bytes as GB, or "-" for None."""
+    """Return a number of bytes as text in GB, or "-" for None."""
     return "-" if size is None else f"{size / GB:.2f}"
 
 
 def ratio(planned: int | None) -> str:
-    """Return the peak relative to the plan, or "-"."""
+    """Return peak memory divided by planned memory as text, or "-" without a plan or GPU."""
     return f"{peak() / planned:.3f}" if planned and torch.cuda.is_available() else "-"
 
 
@@ -126,13 +128,13 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def gpu_here() -> str:
-    """Return the name of this GPU in the plan, or "" if the plan does not include it."""
+    """Return the key of this GPU in memory_plan's GPU_SPECS, or "" if there is none."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((gpu for gpu in GPU_SPECS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
 
 
 def prompts(renderer: Renderer, *, num: int, side: int) -> list[TokenSequence]:
-    """Return prompts, each with an image of colored noise and a question."""
+    """Return prompts that consist of an image of colored noise and a question."""
     made = []
     for number in range(num):
         noise = np.random.default_rng(number).integers(0, 255, (side, side, 3), dtype=np.uint8)
@@ -144,14 +146,14 @@ def prompts(renderer: Renderer, *, num: int, side: int) -> list[TokenSequence]:
 async def replies(
     engine: ColocatedEngine, asked: list[TokenSequence], *, group: int, tokens: int, turn: int
 ) -> list[tuple[TokenSequence, Completion]]:
-    """Generate `group` samples of each prompt, all concurrently."""
+    """Generate `group` responses to each prompt, all of them concurrently."""
     pairs = [(context, turn << 32 | number) for number, context in enumerate(context for context in asked for _ in range(group))]
     how = [engine.generate(context.token_ids, context.images, SamplingSettings(tokens, 1.0, seed)) for context, seed in pairs]
     return [(context, said) for (context, _), said in zip(pairs, await asyncio.gather(*how), strict=True)]
 
 
 def credited(said: list[tuple[TokenSequence, Completion]]) -> list[PackItem]:
-    """Return training data with alternating advantages of 1 and -1."""
+    """Return training data in which the advantages alternate between 1 and -1."""
     made = []
     for number, (prompt, reply) in enumerate(said):
         context = TokenSequence()
@@ -163,10 +165,10 @@ def credited(said: list[tuple[TokenSequence, Completion]]) -> list[PackItem]:
 
 
 def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, ColocatedEngine, Renderer]:
-    """Build policy, engine and renderer in the order of entrypoints/train.py.
+    """Build policy, engine and renderer in the same order as entrypoints/train.py.
 
-    The policy is offloaded before the engine is built, so that the engine finds the device free, as
-    in a run.
+    The policy is offloaded before the engine is built, so that its device memory is free for the
+    engine, as in a run.
     """
     world = read_world()
     trim_malloc()
@@ -184,7 +186,7 @@ def build(settings: Settings, ledger: Ledger, *, turns: int) -> tuple[Policy, Co
 
 
 def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None:
-    """Run all turns and print the measurements."""
+    """Run all turns of the benchmark and print the measurements."""
     policy, engine, renderer = build(settings, ledger, turns=given.turns)
     ledger.phase("-", "engine sleep", engine.sleep)
     ledger.phase("-", "policy reload", policy.wake)
@@ -212,10 +214,10 @@ def cycle(settings: Settings, given: argparse.Namespace, ledger: Ledger) -> None
 
 
 def report(ledger: Ledger, *, sent: int, sampled: list[int], seen: dict[str, float]) -> None:
-    """Print medians over the turns.
+    """Print the median seconds of each phase over the turns.
 
-    The engine pause is the time that the engine loses to the trainer apart from the sync: its sleep
-    and wake-up.
+    The engine pause is the time of the engine's sleep and wake-up; it does not include the weight
+    sync.
     """
 
     def median(name: str) -> float:

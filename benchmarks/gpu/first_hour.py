@@ -1,18 +1,19 @@
-"""Tests for a new kind of GPU, in two parts.
+"""Tests and measurements for a new GPU model, in two parts.
 
-    # Everything runs: engine and policy alternating, tests/gpu, GRPO with a resume in bfloat16:
+    # Part 1, functional tests: engine and policy alternating, tests/gpu, GRPO with resume:
     python benchmarks/gpu/first_hour.py --part 1 --out $OUT
-    # Measurements: kernels, MFU, engine and policy alternating at 7B, a profile:
+    # Part 2, measurements: kernels, MFU, engine and policy alternating with 7B shapes, profiles:
     python benchmarks/gpu/first_hour.py --part 2 --out $OUT
-    # Some steps alone:
+    # Only some steps:
     python benchmarks/gpu/first_hour.py --part 2 --out $OUT --only 'conv|profile'
-    # Smoke test, on a CPU too:
+    # Smoke test; also runs on a CPU:
     python benchmarks/gpu/first_hour.py --part 1 --out /tmp/hour --kit /tmp/kit --tiny
 
-README.md in this folder lists the files to carry and how long the steps take. Every step is a
-command with its own time limit (--patience 8: eight times as long, for a busy CPU). A step that
-fails or times out does not stop the others, and its partial output is deleted. All output is in
-OUT/partN.txt. The exit code is 1 if a step failed.
+README.md in this folder lists the files to copy to the machine and the durations of the steps.
+Every step is a command with its own time limit; --patience 8 multiplies the limits by eight, e.g.
+for a busy CPU. If a step fails or times out, its partial output is deleted and the other steps
+still run. The output of all steps is in OUT/partN.txt and OUT/partN_background.txt. The exit code
+is 1 if any step failed.
 """
 
 import argparse
@@ -45,49 +46,49 @@ TINY_RUNS = {
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """One command of a part."""
+    """A command of a part, with its time limit, input and output."""
 
     name: str
     limit_s: int
     words: tuple[str, ...]
-    """Arguments of `python`."""
+    """Command-line arguments for `python`."""
     makes: Path | None = None
-    """Output of the step, which is skipped if it exists."""
+    """Path of the step's output; if it exists, the step is skipped."""
     needs: Path | None = None
-    """Input of the step, which is skipped if it is missing.
+    """Path of the step's input; if it is missing, the step is skipped.
 
-    Nothing is carried to a machine that has everything installed.
+    For example, the archive of packages is missing if the machine has the packages installed.
     """
 
 
 @dataclass(slots=True, frozen=True)
 class Stage:
-    """Steps that run in order, beside others that run in the background."""
+    """Steps that run one after another, while other steps run in the background."""
 
     steps: Sequence[Step]
     background: Sequence[Step] = ()
 
     def only(self, pattern: str) -> "Stage":
-        """Return the stage with the steps whose name contains a match of a regular expression."""
+        """Return a stage with only those steps whose names match a regular expression."""
         steps, background = ([step for step in found if re.search(pattern, step.name)] for found in (self.steps, self.background))
         return Stage(steps, background)
 
 
 @dataclass(slots=True, frozen=True)
 class Folders:
-    """Where the parts read and write."""
+    """Folders from which the parts read and to which they write."""
 
     kit: Path
     models: Path
     tiny: bool
 
     def model(self, size: str) -> Path:
-        """Return the folder of a model: nano in the kit, which is carried, and others in `models`."""
+        """Return a model's folder, which is in the kit for the nano model, else in `models`."""
         return self.kit / "nano" if self.tiny or size == "nano" else self.models / size
 
 
 def make_models(folders: Folders) -> list[Step]:
-    """Return steps that make folders of random weights with the tokenizer of the nano model."""
+    """Return steps that create models with random weights and the nano model's tokenizer."""
     sizes = {} if folders.tiny else {"3B18": (60, ("3B", "--layers", "18")), "7B": (120, ("7B",))}
     words = ("--words", str(folders.model("nano")))
     return [
@@ -105,7 +106,7 @@ def mfu(folders: Folders, size: str, *how: str) -> Step:
 
 
 def prepare(folders: Folders) -> Stage:
-    """Return a stage that unpacks the packages, if they were carried, and makes the nano model."""
+    """Return a stage that unpacks the packages, if the kit has them, and creates the nano model."""
     archive, site, nano = folders.kit / "site.tar.xz", folders.kit / "site", folders.model("nano")
     return Stage([
         Step("unpack", 60, ("-m", "tarfile", "-e", str(archive), str(folders.kit)), makes=site, needs=archive),
@@ -115,7 +116,7 @@ def prepare(folders: Folders) -> Stage:
 
 
 def check(folders: Folders) -> list[Stage]:
-    """Return part 1: everything runs on the device."""
+    """Return part 1, which checks that engine, policy and training run on the device."""
     kit, tiny = folders.kit, folders.tiny
     nano, sft, dtype = folders.model("nano"), kit / "sft", "float32" if tiny else "bfloat16"
     train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_params=true")
@@ -135,7 +136,7 @@ def check(folders: Folders) -> list[Stage]:
 
 
 def measure(folders: Folders) -> list[Stage]:
-    """Return part 2: measurements, the most important first."""
+    """Return part 2, the measurements, in order of importance."""
     small, lora = ("--tiny",) * folders.tiny, ("--lora-rank", "4" if folders.tiny else "64")
     group = (*lora, "--recompute", "none", "--group", "2" if folders.tiny else "8")
     fa3 = [] if folders.tiny else [Step("FA3", 30, (*RUN, f"{HERE}/varlen.py", "--implementation", "FA3"))]
@@ -156,11 +157,11 @@ def measure(folders: Folders) -> list[Stage]:
 
 PARTS = {1: check, 2: measure}
 RESULTS = {1: ["grpo/metrics.jsonl"]}
-"""Part -> files of the kit that are results."""
+"""Maps a part to the files in the kit folder that are copied to OUT as results."""
 
 
 def play(step: Step, log: TextIO, environment: dict[str, str]) -> tuple[float, str]:
-    """Run a step and return its seconds and its outcome; no process of it is left running."""
+    """Run a step and return its seconds and its outcome; kill its processes if it times out."""
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, *step.words], cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -178,16 +179,16 @@ def play(step: Step, log: TextIO, environment: dict[str, str]) -> tuple[float, s
 
 
 def environment_of(kit: Path) -> dict[str, str]:
-    """Return the environment of a step."""
+    """Return the environment variables for a step."""
     paths = [str(path) for path in (kit / "site", ROOT) if path.exists()]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     return {"OMP_NUM_THREADS": "8", "VLLM_LOGGING_LEVEL": "INFO", **os.environ, **own}
 
 
 def gpus() -> str:
-    """Return name, driver and memory of the GPUs.
+    """Return nvidia-smi's lines with the name, driver version and memory of each GPU.
 
-    nvidia-smi leaves no CUDA context on the device.
+    nvidia-smi is used because it leaves no CUDA context on the device.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -201,7 +202,7 @@ def is_due(step: Step) -> bool:
 
 
 def run_steps(steps: Sequence[Step], *, log: Path, kit: Path, patience: float) -> list[tuple[object, ...]]:
-    """Run steps in order and return one row of the summary for each; a step that is not due has none."""
+    """Run the steps that are due, in order, and return one summary row for each of them."""
     rows: list[tuple[object, ...]] = []
     for step in (replace(step, limit_s=round(patience * step.limit_s)) for step in steps):
         if not is_due(step):
@@ -211,7 +212,7 @@ def run_steps(steps: Sequence[Step], *, log: Path, kit: Path, patience: float) -
             begins = file.tell()
             seconds, how = play(step, file, environment_of(kit))
         said = log.read_bytes()[begins:].decode(errors="replace").splitlines()
-        # A partial model would be taken for a complete one by the next part.
+        # Otherwise the next part would treat a partial model as complete.
         if how != "well" and step.makes is not None:
             shutil.rmtree(step.makes, ignore_errors=True)
         print(f"\n{step.name}: result: {how}; {seconds:.1f} s", *(tables(said) if how == "well" else said[-15:]), sep="\n", flush=True)
@@ -240,7 +241,7 @@ def hour(part: int, stages: list[Stage], *, kit: Path, out: Path, patience: floa
 
 
 def tables(said: list[str]) -> list[str]:
-    """Return the Markdown tables in the output, separated by lines, or its last lines."""
+    """Return the Markdown tables in the output, or its last lines if it contains no table."""
     found: list[str] = []
     for line, after in pairwise([*said, ""]):
         if line.startswith("|"):

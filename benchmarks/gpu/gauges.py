@@ -1,4 +1,4 @@
-"""Shared parts of the scripts in this folder: device, timing and Markdown tables."""
+"""Helpers for the scripts in this folder: device, timing and Markdown tables."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def device() -> torch.device:
-    """Return the CUDA device, or the CPU without one."""
+    """Return the CUDA device, or the CPU if there is no CUDA device."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def machine() -> str:
-    """Return device, torch and cuDNN versions as one line."""
+    """Return the device name and the versions of torch and cuDNN as one line."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return f"{name}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version() or '-'}"
 
@@ -27,7 +27,7 @@ def settle() -> None:
 
 
 def timed(act: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds of a call, from idle to idle device, and its result."""
+    """Return the seconds of a call and its result; the device is idle before and after the call."""
     settle()
     started = time.perf_counter()
     result = act()
@@ -36,7 +36,7 @@ def timed(act: Callable[[], T]) -> tuple[float, T]:
 
 
 def print_head(*names: str) -> None:
-    """Print the head of a table."""
+    """Print the header of a table."""
     print(f"\n| {' | '.join(names)} |\n|{'---|' * len(names)}", flush=True)
 
 
@@ -46,6 +46,6 @@ def print_row(*cells: object) -> None:
 
 
 def distance(ours: Sequence[torch.Tensor], truth: Sequence[torch.Tensor]) -> list[float]:
-    """Return |ours - truth| / |truth| of each pair, in float64 on the host."""
+    """Return |ours - truth| / |truth| for each pair of tensors, computed in float64 on the host."""
     pairs = ((mine.detach().double().cpu(), exact.detach().double().cpu()) for mine, exact in zip(ours, truth, strict=True))
     return [((mine - exact).norm() / exact.norm()).item() for mine, exact in pairs]

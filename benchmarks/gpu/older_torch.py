@@ -1,11 +1,11 @@
-"""Runs a script, or with -m a module, with a torch older than the pinned one.
+"""Runs a script, or a module with -m, under a torch version older than the pinned version.
 
     python benchmarks/gpu/older_torch.py benchmarks/mfu.py --model .gpu/7B
     python benchmarks/gpu/older_torch.py -m pytest tests/gpu
 
-The variable-length attention of torch 2.11 has no argument enable_gqa
-(torch/nn/attention/varlen.py; 2.13 has it), but its kernel accepts fewer key/value heads than query
-heads without it. The argument is dropped for it, and nothing is changed in a torch that has it.
+In torch 2.11, the variable-length attention does not have the argument enable_gqa of torch 2.13
+(torch/nn/attention/varlen.py). Its kernel accepts fewer key/value heads than query heads without
+this argument, so the argument is dropped. A torch version that has the argument is not changed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from torch.nn.attention import varlen
 
 
 def understood(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return the kernel, callable with enable_gqa."""
+    """Return the attention kernel with a signature that accepts enable_gqa."""
     if "enable_gqa" in inspect.signature(kernel).parameters:
         return kernel
 

@@ -1,15 +1,15 @@
-"""Unpacks vLLM 0.32.0's CUDA wheel for one GPU architecture, small enough to be carried.
+"""Unpacks vLLM 0.32.0's CUDA wheel for one GPU architecture, small enough to copy to a machine.
 
     python benchmarks/gpu/slices.py .gpu/src/vllm-0.32.0-*.whl .gpu/site
 
-The folder then holds what a dense model in bfloat16 on sm_90 needs: the kernels, flash attention 3,
-the sleep-mode allocator, and all Python files. Code for other architectures is overwritten with
-zeros, which compress to nothing; the CUDA driver reads only the headers of such entries. Left out
-are flash attention 2 (its import is in a try block), expert kernels, deep_gemm, the Rust server and
-C headers.
+The folder then contains everything that a dense bfloat16 model needs on sm_90: the kernels, flash
+attention 3, the sleep-mode allocator, and all Python files.
 
-The format of a fat binary is not documented by NVIDIA. The fields used here (magic number, kind,
-sizes, architecture) are checked: every container must consist of entries that lie within it.
+Code for other architectures is overwritten with zeros, which compress to almost nothing; the CUDA
+driver reads only the headers of these entries. Flash attention 2 (which vLLM imports in a try
+block), expert kernels, deep_gemm, the Rust server and C headers are left out. NVIDIA does not
+document the format of a fat binary. This script reads the magic number, kind, sizes and
+architecture, and raises an error unless the entries exactly fill their container.
 """
 
 import argparse
@@ -25,10 +25,10 @@ LIBRARIES = {
     KERNELS, "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm/cumem_allocator.abi3.so", "vllm/spinloop.abi3.so", "vllm/fs_io_C.abi3.so",
 }  # fmt: skip
 CONTAINER = struct.Struct("<IHHQ")
-"""Header of a container of a fat binary: magic number, version, header size, bytes of all entries."""
+"""Header of a fat binary's container: magic number, version, header size, size of all entries."""
 CONTAINER_START = struct.pack("<IHH", 0xBA55ED50, 1, CONTAINER.size)
 ENTRY = struct.Struct("<HHIQIIHHI")
-"""Start of an entry's header: kind, version, header size, payload size, ..., architecture."""
+"""Start of an entry's header: kind, version, header size, payload size, 4 fields, architecture."""
 PTX, MACHINE_CODE = 1, 2
 
 
@@ -39,12 +39,15 @@ class Entry:
     kind: int
     architecture: int
     start: int
-    """Offset of the payload."""
+    """Offset of the payload in the library."""
     size: int
 
 
 def containers(library: bytes) -> Iterator[list[Entry]]:
-    """Yield the entries of each container in a library. Raises ValueError if one does not parse."""
+    """Yield the entries of each container in a library.
+
+    Raises ValueError if a container cannot be parsed.
+    """
     at = library.find(CONTAINER_START)
     while at >= 0:
         end = at + CONTAINER.size + CONTAINER.unpack_from(library, at)[3]
@@ -60,9 +63,10 @@ def containers(library: bytes) -> Iterator[list[Entry]]:
 
 
 def unused_entries(entries: list[Entry], architecture: int) -> list[Entry]:
-    """Return the entries that the driver does not choose on an architecture.
+    """Return the entries that the CUDA driver does not use on a GPU of this architecture.
 
-    It takes machine code for the architecture itself, or else compiles PTX for an older one.
+    The driver uses machine code for the same architecture if present; otherwise, it compiles PTX
+    for the same or an older architecture.
     """
     own = [entry for entry in entries if (entry.kind, entry.architecture) == (MACHINE_CODE, architecture)]
     kept = own or [entry for entry in entries if entry.kind == PTX and entry.architecture <= architecture]
@@ -70,7 +74,7 @@ def unused_entries(entries: list[Entry], architecture: int) -> list[Entry]:
 
 
 def prune(library: bytes, architecture: int = ARCHITECTURE) -> bytes:
-    """Return a library of equal size with code for other architectures overwritten with zeros."""
+    """Return a copy of a library with the code for other architectures overwritten with zeros."""
     pruned = bytearray(library)
     for entries in containers(library):
         for entry in unused_entries(entries, architecture):
@@ -79,14 +83,17 @@ def prune(library: bytes, architecture: int = ARCHITECTURE) -> bytes:
 
 
 def is_kept(name: str) -> bool:
-    """Return True if a file of the wheel belongs in the archive."""
+    """Return True if this file of the wheel is to be unpacked."""
     if name.endswith(".so"):
         return name in LIBRARIES
     return not (name.endswith("/") or name == "vllm/vllm-rs" or "/include/" in name or "/static/" in name)
 
 
 def cut(wheel: Path, folder: Path) -> None:
-    """Unpack the wheel into a folder. Raises ValueError if the wheel lacks a library."""
+    """Unpack the wheel into a folder.
+
+    Raises ValueError if the wheel lacks a required library.
+    """
     with zipfile.ZipFile(wheel) as source:
         names = source.namelist()
         lacking = sorted(LIBRARIES.difference(names))

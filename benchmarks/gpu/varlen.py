@@ -1,17 +1,18 @@
-"""Errors against float64 and speed of the policy's attention (policy/attention.py) on this device.
+"""Error and speed of the policy's attention (policy/attention.py) on this device.
 
-    # torch's variable-length kernel as it is:
+    # torch's default variable-length kernel:
     python benchmarks/gpu/varlen.py
-    # The same with another kernel:
+    # With another kernel:
     python benchmarks/gpu/varlen.py --implementation FA3
-    # Smoke test; on a CPU it runs the dense attention:
+    # Smoke test; on a CPU, it tests the dense attention:
     python benchmarks/gpu/varlen.py --tiny
 
-First it checks that causal masks are aligned to the last key, which shared prompts require
-(require_prefix_attention; the script ends if not). Errors are relative, of the output and the three
-gradients, bfloat16 against the dense attention in float64 on the CPU; 1e-2 is the bound of
-tests/gpu. Speed is for 28 query and 4 key/value heads of 128, causal. FLOPs are those of the pairs
-allowed by the mask: 4 * heads * head_dim per pair forward, and 2.5 times as many backward.
+The script first checks that the kernel aligns causal masks to the last key, which shared prompts
+require, and ends if it does not (require_prefix_attention). Errors are the relative errors of the
+output and of the three gradients in bfloat16, compared with dense attention in float64 on the CPU;
+tests/gpu has the same bound of 1e-2. Speed is measured with a causal mask, 28 query heads and 4
+key/value heads of size 128. FLOPs are counted for the (query, key) pairs that the mask allows: 4 *
+heads * head_dim per pair in the forward pass, and 2.5 times as many in the backward pass.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from megatron_rl.policy.attention import Segments, has_varlen_kernel, packed_att
 
 BOUND = 1e-2
 HEAD_SIZES = (32, 80, 128)
-"""Head sizes of the nano model, the vision tower, and the language model of all released sizes."""
+"""Head sizes of the nano model, of the vision tower, and of all released language models."""
 CASES = {
     "apart": ([0, 70, 71, 200], [-1, -1, -1], True),
     "windows": ([0, 64, 128, 200], [-1, -1, -1], False),
     "shared prompt": ([0, 300, 340, 400], [-1, 0, 0], True),
 }
-"""Name -> offsets, index of the segment that each one continues, causal."""
+"""Maps a case's name to segment offsets, indices of the prefix segments (or -1), and `causal`."""
 
 
 def errors(head_size: int, offsets: list[int], prefix_S: list[int], *, causal: bool) -> list[float]:
@@ -50,7 +51,7 @@ def errors(head_size: int, offsets: list[int], prefix_S: list[int], *, causal: b
 def pairs(offsets: list[int], prefix_S: list[int]) -> int:
     """Return the number of (query, key) pairs under the causal mask.
 
-    Example: ([0, 2, 5], [-1, 0]) has 3 + (2 * 3 + 6) = 15.
+    Example: ([0, 2, 5], [-1, 0]) has 3 + (2 * 3 + 6) = 15 pairs.
     """
     lengths = [stop - start for start, stop in pairwise(offsets)]
     before = [lengths[prefix] if prefix >= 0 else 0 for prefix in prefix_S]
@@ -58,7 +59,7 @@ def pairs(offsets: list[int], prefix_S: list[int]) -> int:
 
 
 def speed(offsets: list[int], prefix_S: list[int], *, heads: tuple[int, int], head_size: int) -> tuple[float, float]:
-    """Return TFLOP/s forward and backward, the best of three rounds after a warm-up."""
+    """Return the TFLOP/s of forward and backward pass: the best of three rounds after a warm-up."""
     q, k, v = (
         torch.randn(offsets[-1], num, head_size, device=device(), dtype=torch.bfloat16).requires_grad_() for num in (*heads, heads[1])
     )
@@ -74,7 +75,7 @@ def speed(offsets: list[int], prefix_S: list[int], *, heads: tuple[int, int], he
 
 
 def sizes(*, tiny: bool) -> dict[str, tuple[list[int], list[int]]]:
-    """Return the timed cases, of 32,768 tokens each, or 64 if tiny."""
+    """Return the timed cases, which have 32,768 tokens each, or 64 tokens if `tiny`."""
     scale = 512 if tiny else 1
     tokens, prompt, reply = 32768 // scale, 8192 // scale, 2048 // scale
     apart = {length // scale: list(range(0, tokens + 1, length // scale)) for length in (2048, 8192)}

@@ -1,10 +1,10 @@
-"""Runs all probes with and without the defense and prints a table.
+"""Runs all probes with and without the defenses and prints a table.
 
-    python -m benchmarks.probes                     # all of them, minutes
-    python -m benchmarks.probes clients yaml        # areas or names that contain one of these words
+    python -m benchmarks.probes                     # all probes; takes minutes
+    python -m benchmarks.probes clients yaml        # only areas or names that contain a word
 
-The exit code is 1 if a defense is broken or a control fails. Everything runs in child processes, on
-loopback and in temporary folders.
+The exit code is 1 if a defense is broken or a control fails. All attacks run in child processes and
+use only loopback addresses and temporary folders.
 """
 
 import argparse

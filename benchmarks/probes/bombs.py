@@ -1,4 +1,4 @@
-"""Malicious files: small ones that expand to much data, and ones with false headers."""
+"""Malicious files, such as small files that expand to large data and files with false headers."""
 
 import json
 import os
@@ -17,34 +17,34 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def sparse(path: Path, begin: bytes = b"", *, size: int = 100 * GIB) -> Path:
-    """Create a sparse file."""
+    """Create a sparse file that starts with `begin` and has `size` bytes."""
     path.write_bytes(begin)
     os.truncate(path, size)
     return path
 
 
 def fifo(path: Path) -> Path:
-    """Create a FIFO."""
+    """Create a FIFO at `path`."""
     os.mkfifo(path)
     return path
 
 
 def link(path: Path, target: str) -> Path:
-    """Create a symbolic link."""
+    """Create a symbolic link from `path` to `target`."""
     path.symlink_to(target)
     return path
 
 
 def text(path: Path, content: str) -> Path:
-    """Create a text file."""
+    """Create a text file with this content."""
     path.write_text(content)
     return path
 
 
 def png(path: Path, side: int = 12_000) -> Path:
-    """Create an image of 144 megapixels with one bit each.
+    """Create a PNG of 144 megapixels with one bit per pixel.
 
-    Pillow decodes it with a warning. It takes 20 KB, and 576 MB as RGB.
+    Pillow warns about this image but decodes it. The file has 20 KB; the image takes 576 MB as RGB.
     """
     content = zlib.compress((bytes(1 + side // 8)) * side)
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
@@ -55,9 +55,9 @@ def png(path: Path, side: int = 12_000) -> Path:
 
 
 def merges(path: Path, levels: int = 12) -> Path:
-    """Create YAML with nested merge keys.
+    """Create a YAML file with nested merge keys.
 
-    Each level merges the previous one six times.
+    Each level merges the previous level six times.
     """
     lines = ["l0: &l0 {a: 1, b: 2, c: 3}"]
     lines += [f"l{n}: &l{n} {{<<: [*l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}, *l{n - 1}]}}" for n in range(1, levels)]
@@ -65,7 +65,7 @@ def merges(path: Path, levels: int = 12) -> Path:
 
 
 def step_of_many_rows(path: Path) -> Path:
-    """Create a million rows of one text of 2 KB, in 40 KB."""
+    """Create a Parquet file of 40 KB with a million rows that all contain the same text of 2 KB."""
     text = pa.DictionaryArray.from_arrays(pa.array(np.zeros(1_000_000, np.int32)), pa.array(["x" * 2000]))
     pq.write_table(pa.table({"task": text}), path, compression="zstd", store_schema=False)
     return path
@@ -79,7 +79,7 @@ def safetensors(path: Path, header: dict, *, data: int) -> Path:
 
 
 def tokenizer(path: Path) -> Path:
-    """Create a tokenizer with a decoder that doubles a token 40 times."""
+    """Create a tokenizer file with a decoder that doubles the length of a token 40 times."""
     made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     made.decoder = decoders.Sequence([decoders.Replace("a", "aa")] * 40)
     made.save(str(path))
@@ -87,7 +87,7 @@ def tokenizer(path: Path) -> Path:
 
 
 class Opens:
-    """Object with a pickle that opens a file for writing when it is loaded."""
+    """Object whose pickle opens a file for writing when the pickle is loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -97,6 +97,6 @@ class Opens:
 
 
 def pickled(path: Path, *, opens: Path) -> Path:
-    """Create a pickle that opens a file."""
+    """Create a pickle file that opens the file `opens` for writing when it is loaded."""
     path.write_bytes(pickle.dumps({"state": Opens(opens)}))
     return path

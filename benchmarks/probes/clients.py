@@ -1,6 +1,7 @@
-"""Probes of clients with responses of untrusted servers.
+"""Probes of this project's clients: responses from untrusted servers.
 
-The control is a client of httpx or urllib, or ours without the proof of servers.
+The control is httpx, urllib, or this project's client without the check that a server knows the
+token.
 """
 
 import asyncio
@@ -35,7 +36,7 @@ Ask = Callable[[str], object]
 
 
 def bounded(url: str) -> object:
-    """Request a URL with our client."""
+    """Request a URL with this project's client."""
     return send_request("GET", url, timeout_s=LIMIT_S, max_bytes=1 << 16, token=TOKEN).content
 
 
@@ -50,7 +51,7 @@ def urllibs(url: str) -> object:
 
 
 def bounded_twice(url: str) -> None:
-    """Request a URL twice with one of our clients."""
+    """Request a URL twice with the same BoundedClient of this project."""
 
     async def main() -> None:
         async with BoundedClient() as client:
@@ -61,19 +62,19 @@ def bounded_twice(url: str) -> None:
 
 
 def plain_twice(url: str) -> None:
-    """Request a URL twice with one httpx client."""
+    """Request a URL twice with the same httpx client."""
     with httpx.Client(timeout=LIMIT_S) as client:
         for _ in range(2):
             client.get(url)
 
 
 def num_workers(url: str) -> object:
-    """Return the number of workers of an engine with our client."""
+    """Request an engine's number of workers with this project's client."""
     return VllmServer(url, token=TOKEN, max_timeout_s=LIMIT_S).num_workers()
 
 
 def num_workers_unchecked(url: str) -> object:
-    """Return the number of workers of an engine without validation."""
+    """Request an engine's number of workers and do not validate the response."""
     answer = httpx.get(url, timeout=LIMIT_S, headers=bearer_header(TOKEN))
     if not answer.is_success:
         raise ValueError(answer.text)
@@ -81,7 +82,7 @@ def num_workers_unchecked(url: str) -> object:
 
 
 def starts_a_sandbox(url: str) -> object:
-    """Start a sandbox client and return one of the server's limits."""
+    """Start a sandbox client and return the call timeout that the server reports."""
 
     async def main() -> object:
         async with SandboxClient(url) as client:
@@ -91,12 +92,12 @@ def starts_a_sandbox(url: str) -> object:
 
 
 def starts_unchecked(url: str) -> object:
-    """Return one of a sandbox server's limits without validation."""
+    """Return the call timeout that a sandbox server reports, without validation."""
     return httpx.get(f"{url}/health", timeout=LIMIT_S).json()["limits"]["call_timeout_s"]
 
 
 def opens_a_box(url: str) -> None:
-    """Open a box with our client."""
+    """Open a sandbox box with this project's client."""
 
     async def main() -> None:
         async with SandboxClient(url) as client:
@@ -106,13 +107,17 @@ def opens_a_box(url: str) -> None:
 
 
 def opens_as_told(url: str) -> None:
-    """Open a box and wait as long as the server requests."""
+    """Request a box with httpx, then wait as long as the response's Retry-After, at most 60 s."""
     answer = httpx.post(f"{url}/boxes", timeout=LIMIT_S)
     time.sleep(min(60.0, float(answer.headers["Retry-After"])))
 
 
 def against(answer: Answer) -> Callable[[Ask, Path], str]:
-    """Return an attack that gains time, memory or a broken client."""
+    """Return an attack that sends this response to the client.
+
+    The attack has no success message: it succeeds if the client exceeds its limits on time or
+    memory, or fails with an unexpected exception.
+    """
 
     def attack(ask: Ask, folder: Path) -> str:
         with trap(answer) as found:
@@ -123,7 +128,7 @@ def against(answer: Answer) -> Callable[[Ask, Path], str]:
 
 
 def believed(answer: Answer) -> Callable[[Ask, Path], str]:
-    """Return an attack that succeeds if its response is accepted."""
+    """Return an attack that succeeds if the client accepts this response."""
 
     def attack(ask: Ask, folder: Path) -> str:
         with trap(answer) as found:
@@ -133,7 +138,7 @@ def believed(answer: Answer) -> Callable[[Ask, Path], str]:
 
 
 def repeats_the_token(ask: Ask, folder: Path) -> str:
-    """Succeed if the token appears in an error message."""
+    """Return a success message if the token appears in an error message, else ""."""
     with trap(says("500 Oops", f"no such word: {TOKEN}".encode())) as found:
         try:
             ask(found.url)
@@ -143,16 +148,17 @@ def repeats_the_token(ask: Ask, folder: Path) -> str:
 
 
 def redirects(ask: Ask, folder: Path) -> str:
-    """Succeed if the token is sent to the target of a redirect."""
+    """Return a success message if the token is sent to the target of a redirect, else ""."""
     with trap(says("200 OK")) as other, trap(says(f"307 Temporary Redirect\r\nLocation: {other.url}/")) as found:
         ask(found.url)
     return "the token is sent to another server" if other.has_heard(TOKEN) else ""
 
 
 def is_the_proxy(ask: Ask, folder: Path) -> str:
-    """Succeed if a proxy receives the token.
+    """Return a success message if a proxy receives the token, else "".
 
-    The proxy is set by environment variables, as an attacker of a user's shell would.
+    The proxy is set by environment variables, which an attacker with access to the user's shell
+    could also set.
     """
     with trap(says("200 OK")) as proxy, patch.dict(os.environ, {"http_proxy": proxy.url, "all_proxy": proxy.url, "no_proxy": ""}):
         try:
@@ -163,7 +169,7 @@ def is_the_proxy(ask: Ask, folder: Path) -> str:
 
 
 def sets_cookies(ask: Ask, folder: Path) -> str:
-    """Succeed if cookies are sent back."""
+    """Return a success message if the client sends cookies back, else ""."""
     cookies = "\r\n".join(f"Set-Cookie: c{number}={'x' * 1000}; Path=/" for number in range(40))
     with trap(says(f"200 OK\r\n{cookies}")) as found:
         ask(found.url)
@@ -171,9 +177,10 @@ def sets_cookies(ask: Ask, folder: Path) -> str:
 
 
 def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, Path], str]:
-    """Return the attack of a server on the port of one of the run's servers.
+    """Return an attack by a malicious server on the port of one of the run's servers.
 
-    It succeeds if it receives the token or is taken for the run's server.
+    The attack succeeds if the malicious server receives the token or is accepted as the run's
+    server.
     """
 
     def attack(weakened: Any, folder: Path) -> str:
@@ -189,9 +196,9 @@ def told_the_token(answer: Answer, *, kind: str = "sandbox") -> Callable[[Any, P
 
 
 def _proves(made: Callable[[Trap, str], str]) -> Answer:
-    """Answer a challenge with a proof, and any other request with the run's nonce.
+    """Return a response with the run's nonce and, if the request contains a challenge, a proof.
 
-    The nonce is public in the process list.
+    An attacker may know the nonce, because it is visible in the process list.
     """
 
     def answer(found: Trap, line: Any, asked: bytes) -> None:
@@ -209,22 +216,22 @@ def _relayed(found: Trap, challenge: str) -> str:
 
 
 def as_it_is() -> Any:
-    """Change nothing: the defended client."""
+    """Return a context that changes nothing, so that the client keeps its defense."""
     return patch.dict(os.environ)
 
 
 def without_proof() -> Any:
-    """Accept servers without a proof of the token."""
+    """Return a context in which servers are accepted without a proof that they know the token."""
     return patch.object(address, "has_proven_token", lambda url, token: True)
 
 
 def with_one_challenge() -> Any:
-    """Use the same challenge each time."""
+    """Return a context in which every challenge is the same."""
     return patch.object(address.secrets, "token_hex", lambda num: "0" * 32)
 
 
 class without_a_port:
-    """Context in which proofs cover only the challenge and not the port."""
+    """Context in which a proof covers only the challenge, not the server's port."""
 
     def __enter__(self) -> None:
         for module in (access, address):
@@ -244,7 +251,7 @@ FULL = says("429 Full\r\nRetry-After: 1000000000", json.dumps({"detail": "full",
 
 
 def full(found: Trap, line: Any, asked: bytes) -> None:
-    """Answer /health with limits, and every other request with a very long Retry-After."""
+    """Respond to /health with limits, and to all other requests with a very long Retry-After."""
     says("200 OK", json.dumps(HEALTH).encode())(found, line, asked) if b"/health" in asked else FULL(found, line, asked)
 
 

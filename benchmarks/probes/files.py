@@ -1,4 +1,4 @@
-"""Probes of readers with untrusted run directories, models and datasets."""
+"""Probes of file readers: untrusted run directories, models and datasets."""
 
 import hashlib
 import json
@@ -23,7 +23,11 @@ Read = Callable[[Path], Any]
 
 
 def file_at(make: Callable[[Path], Path], name: str) -> Callable[[Read, Path], str]:
-    """Return an attack that gains time, memory or a broken reader with a file of this name."""
+    """Return an attack in which the reader reads a file of this name, created by `make`.
+
+    The attack has no success message: it succeeds if the reader exceeds its limits on time or
+    memory, or fails with an unexpected exception.
+    """
 
     def attack(read: Read, folder: Path) -> str:
         path = folder / name
@@ -35,9 +39,9 @@ def file_at(make: Callable[[Path], Path], name: str) -> Callable[[Read, Path], s
 
 
 def is_printed(read: Read, folder: Path) -> str:
-    """Succeed if a value was read that cannot be printed.
+    """Return a success message if the reader accepts a value that cannot be printed, else "".
 
-    It is a hexadecimal number, which Python parses at any length.
+    The value is a hexadecimal number with more digits than Python converts to decimal text.
     """
     found = read(bombs.text(folder / "config.yaml", HEX))
     try:
@@ -47,7 +51,7 @@ def is_printed(read: Read, folder: Path) -> str:
 
 
 def reads_a_link(read: Read, folder: Path) -> str:
-    """Succeed if a link outside the run is followed."""
+    """Return a success message if a link to a file outside the run is followed, else ""."""
     images = folder / "run" / "rollouts" / "images"
     images.mkdir(parents=True)
     secret = folder / "secret"
@@ -57,14 +61,20 @@ def reads_a_link(read: Read, folder: Path) -> str:
 
 
 def shares_bytes(read: Read, folder: Path) -> str:
-    """Succeed if two tensors share their bytes, so that changing one changes the other."""
+    """Return a success message if tensors with the same offsets are accepted, else "".
+
+    Changing one of these tensors would change the other.
+    """
     entry = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     found = read(bombs.safetensors(folder / "model.safetensors", {"a": entry, "b": entry}, data=16))
     return f"{len(found)} tensors are read" if found else ""
 
 
 def reads_before_the_file(read: Read, folder: Path) -> str:
-    """Succeed if offsets before the file or an overflowing shape are accepted."""
+    """Return a success message if invalid offsets or shapes are accepted, else "".
+
+    The offsets start before the file, and the number of elements overflows.
+    """
     places = {"a": ([4], [-16, 0]), "b": ([2**62, 4], [0, 0])}
     header = {name: {"dtype": "F32", "shape": shape, "data_offsets": ends} for name, (shape, ends) in places.items()}
     found = read(bombs.safetensors(folder / "model.safetensors", header, data=16))
@@ -72,7 +82,7 @@ def reads_before_the_file(read: Read, folder: Path) -> str:
 
 
 def runs_code(read: Read, folder: Path) -> str:
-    """Succeed if reading a pickle runs code.
+    """Return a success message if reading a pickle runs code, else "".
 
     The file is `.metadata`, which torch.distributed.checkpoint loads with pickle.
     """
@@ -82,7 +92,7 @@ def runs_code(read: Read, folder: Path) -> str:
 
 
 def checkpoint(folder: Path, name: str, content: bytes, **changes: object) -> Path:
-    """Create a checkpoint of one file, with its digest."""
+    """Create a checkpoint of one file, and record the digest of this file."""
     made = folder / name
     (made / "run").mkdir(parents=True)
     (made / "__0_0.distcp").write_bytes(content)
@@ -93,14 +103,17 @@ def checkpoint(folder: Path, name: str, content: bytes, **changes: object) -> Pa
 
 
 def swaps_files(difference: Callable[[Path], str], folder: Path) -> str:
-    """Succeed if a file of an older checkpoint, of the same length, is accepted in a newer one."""
+    """Return a success message if a file from an older checkpoint is accepted, else "".
+
+    The file has the same length as the file that it replaces in the newer checkpoint.
+    """
     old, new = checkpoint(folder, "step_1", b"old numbers"), checkpoint(folder, "step_2", b"new numbers")
     (new / "__0_0.distcp").write_bytes((old / "__0_0.distcp").read_bytes())
     return "" if difference(new) else "the old numbers are accepted"
 
 
 def claims_a_step(value: object) -> Callable[[Callable[[Path], int], Path], str]:
-    """Return an attack with this step in a state with a valid digest."""
+    """Return an attack with a checkpoint state that contains this step and has a valid digest."""
 
     def attack(step_of: Callable[[Path], int], folder: Path) -> str:
         found = step_of(checkpoint(folder, "step_1", b"numbers", step=value))
@@ -110,14 +123,17 @@ def claims_a_step(value: object) -> Callable[[Callable[[Path], int], Path], str]
 
 
 def names_a_file_outside(difference: Callable[[Path], str], folder: Path) -> str:
-    """Succeed if a record makes a reader hash a file outside the checkpoint."""
+    """Return a success message if a file outside the checkpoint is hashed, else ""."""
     (folder / "secret").write_text("private")
     files = {"../secret": {"bytes": 7, "sha256": hashlib.sha256(b"private").hexdigest()}}
     return "" if difference(checkpoint(folder, "step_1", b"numbers", files=files)) else "a file outside the checkpoint is read"
 
 
 def moves_the_terminal(printed: Callable[[str], str], folder: Path) -> str:
-    """Succeed if control characters of config.json reach an error message on the terminal."""
+    """Return a success message if an error message contains control characters, else "".
+
+    The control characters come from config.json and would reach the terminal.
+    """
     bombs.text(folder / "config.json", json.dumps({"model_type": "\x1b]0;owned\x07\x1b[2J"}))
     try:
         read_spec(folder)
@@ -127,7 +143,7 @@ def moves_the_terminal(printed: Callable[[str], str], folder: Path) -> str:
 
 
 def reaches_classes(render: Callable[[str], str], folder: Path) -> str:
-    """Succeed if a chat template reaches a Python class."""
+    """Return a success message if a chat template can access a Python class, else ""."""
     forms = (
         "{{ ''|attr('__class__') }}",
         "{{ '{0.__class__}'.format('') }}",
@@ -160,12 +176,12 @@ HEX = "steps: 0x" + "f" * 400_000
 
 
 def settings_of(content: str) -> Callable[[Read, Path], str]:
-    """Return an attack with these settings."""
+    """Return an attack with a config.yaml that has this content."""
     return file_at(partial(bombs.text, content=content), "config.yaml")
 
 
 def picture_of(make: Callable[[Path], Path], name: str = "a.png") -> Callable[[Read, Path], str]:
-    """Return an attack with this image file."""
+    """Return an attack with the image file that `make` creates."""
     return file_at(make, name)
 
 

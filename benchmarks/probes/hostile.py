@@ -1,4 +1,4 @@
-"""Malicious servers on free loopback ports, each with one kind of bad response."""
+"""Malicious servers on free loopback ports, each of which sends one kind of bad response."""
 
 import socket
 import threading
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 import brotli
 
 PAUSE_S = 0.25
-"""Seconds between two parts of a slow response; shorter than any read timeout."""
+"""Seconds between two parts of a slow response; shorter than every read timeout of the clients."""
 GIB = 1 << 30
 Answer = Callable[["Trap", socket.socket, bytes], None]
-"""Function of the server, the connection and the request that writes a response."""
+"""Function that writes a response; its arguments are server, connection and request."""
 
 
 @dataclass
 class Trap:
-    """Running malicious server and the requests it received."""
+    """Running malicious server with the requests that it has received."""
 
     port: int
     heard: list[bytes] = field(default_factory=list)
@@ -31,13 +31,13 @@ class Trap:
         return f"http://127.0.0.1:{self.port}"
 
     def has_heard(self, words: str) -> bool:
-        """Return True if a request contains these characters."""
+        """Return True if any received request contains this text."""
         return any(words.encode() in each for each in self.heard)
 
 
 @contextmanager
 def trap(answer: Answer) -> Iterator[Trap]:
-    """Run a server with this response inside a `with` block."""
+    """Run a malicious server that sends this response, for the duration of a `with` block."""
     listener = socket.create_server(("127.0.0.1", 0))
     found = Trap(listener.getsockname()[1])
 
@@ -60,13 +60,13 @@ def trap(answer: Answer) -> Iterator[Trap]:
 
 
 def says(head: str, body: bytes = b"") -> Answer:
-    """Return a response with this status line and headers and a Content-Length."""
+    """Return a response with this status line, these headers, a Content-Length and this body."""
     content = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode("latin-1") + body
     return lambda found, line, asked: line.sendall(content)
 
 
 def drips(begin: str, drop: bytes, *, pause_s: float = PAUSE_S) -> Answer:
-    """Return a response that repeats `drop` forever after `begin`."""
+    """Return an endless response that sends `begin` once and then repeats `drop`."""
 
     def answer(found: Trap, line: socket.socket, asked: bytes) -> None:
         line.sendall(f"HTTP/1.1 200 OK\r\n{begin}".encode())
@@ -78,24 +78,24 @@ def drips(begin: str, drop: bytes, *, pause_s: float = PAUSE_S) -> Answer:
 
 
 def packed(encoding: str, pack: Callable[[int], bytes]) -> Answer:
-    """Return a response of a gigabyte of zeros in this encoding."""
+    """Return a response with a gigabyte of zeros, compressed with this content encoding."""
     body = pack(GIB)
     return says(f"200 OK\r\nContent-Encoding: {encoding}", body)
 
 
 def deflated(num_bytes: int, *, wbits: int = 15) -> bytes:
-    """Return zeros compressed with deflate."""
+    """Return `num_bytes` zeros, compressed with deflate."""
     made, zeros = zlib.compressobj(9, zlib.DEFLATED, wbits), bytes(1 << 20)
     return b"".join([*(made.compress(zeros) for _ in range(num_bytes >> 20)), made.flush()])
 
 
 def gzipped_twice(num_bytes: int) -> bytes:
-    """Return zeros compressed twice with gzip."""
+    """Return `num_bytes` zeros, compressed twice with gzip."""
     made = zlib.compressobj(9, zlib.DEFLATED, 31)
     return made.compress(deflated(num_bytes, wbits=31)) + made.flush()
 
 
 def brotlied(num_bytes: int) -> bytes:
-    """Return zeros compressed with brotli."""
+    """Return `num_bytes` zeros, compressed with brotli."""
     made, zeros = brotli.Compressor(quality=5), bytes(1 << 20)
     return b"".join([*(made.process(zeros) for _ in range(num_bytes >> 20)), made.finish()])

@@ -12,15 +12,15 @@ from benchmarks.probes.sites import num_open
 from sandbox.connections import ConnectionRegistry
 
 LINES = 24
-"""Number of connections of a slow client."""
+"""Number of connections that a client opens."""
 WAIT_S = 3.0
-"""Seconds to wait: three times the limit of the server."""
+"""Seconds to wait: three times the server's timeouts."""
 SHORT = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0, max_connections=LINES // 3)
 TO_BOXES = (("Host", "127.0.0.1"), ("Content-Type", "application/json"))
 
 
 def slow(begin: bytes, drop: bytes) -> Callable[[Any, Path], str]:
-    """Return an attack that sends endless requests on many connections."""
+    """Return an attack that sends endless requests on several connections."""
 
     def attack(server: Any, folder: Path) -> str:
         with server(folder) as site, ExitStack() as held:
@@ -40,7 +40,7 @@ def slow(begin: bytes, drop: bytes) -> Callable[[Any, Path], str]:
 
 
 def holds_many_lines(server: Any, folder: Path) -> str:
-    """Succeed if the server keeps more silent connections than its limit."""
+    """Return a success message if more silent connections stay open than allowed, else ""."""
     with server(folder) as site, ExitStack() as held:
         lines = [held.enter_context(site.connect()) for _ in range(LINES)]
         time.sleep(0.5)
@@ -49,7 +49,10 @@ def holds_many_lines(server: Any, folder: Path) -> str:
 
 
 def reads_no_answer(server: Any, folder: Path) -> str:
-    """Succeed if the server keeps responses of 16 MB that are not read."""
+    """Return a success message if unread responses stay in the server's memory, else "".
+
+    The client requests responses of 16 MB and does not read them.
+    """
     with server(folder) as site, ExitStack() as held:
         box = json.loads(site.ask("POST", "/boxes", *TO_BOXES, body=b"{}")[1].rpartition(b"\r\n\r\n")[2])["box"]
         body = b'{"names": ["12000000"]}'
@@ -65,7 +68,7 @@ def reads_no_answer(server: Any, folder: Path) -> str:
 
 
 def _rest_of(line: socket) -> int:
-    """Return the number of bytes that are still received."""
+    """Receive the remaining bytes, up to about 16 MB, and return their number."""
     size = 0
     with suppress(OSError):
         while size < 16_000_000 and (part := line.recv(1 << 20)):
@@ -74,7 +77,10 @@ def _rest_of(line: socket) -> int:
 
 
 def sends_without_end(server: Any, folder: Path) -> str:
-    """Send a chunked body of 64 MB without a length to a server that accepts 8 MB."""
+    """Return a success message if the server accepts a chunked body above its limit, else "".
+
+    The body has 64 MB; the server accepts 8 MB.
+    """
     with server(folder) as site, site.connect() as line:
         line.sendall(b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -86,7 +92,10 @@ def sends_without_end(server: Any, folder: Path) -> str:
 
 
 def holds_large_bodies(server: Any, folder: Path) -> str:
-    """Send sixteen requests of 7 MB without their last byte."""
+    """Return a success message if many incomplete bodies stay in memory, else "".
+
+    The client sends sixteen requests with bodies of 7 MB, but omits the last byte of each.
+    """
     with server(folder) as site, ExitStack() as held:
         head = b"POST /boxes HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 7000001\r\n\r\n"
         lines = [held.enter_context(site.connect()) for _ in range(16)]
@@ -99,7 +108,10 @@ def holds_large_bodies(server: Any, folder: Path) -> str:
 
 
 def sends_many_names(server: Any, folder: Path) -> str:
-    """Send two million empty files in 25 MB of JSON, which take many times as much as objects."""
+    """Return a success message if the server parses two million file names, else "".
+
+    The request body has 25 MB of JSON; the parsed objects would take many times as much memory.
+    """
     body = bytearray(b'{"files": {"a":""')
     for number in range(2_000_000):
         body += b',"%x":""' % number
@@ -109,7 +121,7 @@ def sends_many_names(server: Any, folder: Path) -> str:
 
 
 def fills_the_log(server: Any, folder: Path) -> str:
-    """Succeed if invalid requests write many log lines."""
+    """Return a success message if invalid requests cause too many log lines, else ""."""
     with server(folder) as site:
         for _ in range(100):
             with site.connect() as line, suppress(OSError):

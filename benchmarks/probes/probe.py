@@ -1,8 +1,8 @@
-"""Probes, and attempts at them in separate processes with limits of time and memory.
+"""Probes (attacks with and without a defense), and their execution in processes with limits.
 
-An attack succeeds if it gains something, or if its target exceeds its limits of time or memory or
-breaks. A refusal is not a success: an exception of a kind that callers expect, with a message that
-is safe for a terminal.
+An attack succeeds if it returns a success message, if its target exceeds the limits on time or
+memory, or if its target fails with an unexpected exception. A refusal is not a success; it is an
+exception that callers expect, with an error message that is safe to print on a terminal.
 """
 
 import multiprocessing
@@ -28,15 +28,15 @@ from sandbox.bounded_http import NoResponse
 from sandbox.records import BoxClosed, PoolFull, SandboxError
 
 LIMIT_S = 30.0
-"""Time limit of an attempt; clients have 1.5 s for a response, servers 1 s for a header."""
+"""Time limit of an attempt; clients wait 1.5 s for a response, and servers 1 s for a header."""
 LIMIT_MB = 400.0
-"""Largest growth of memory in MB that does not count as success of an attack."""
+"""Maximum memory growth of a target in MB; more counts as a success of the attack."""
 SPARE_BYTES = 1 << 30
-"""Growth of memory after which the kernel refuses more."""
+"""Memory growth in bytes above which the kernel refuses to allocate more."""
 EXPECTED = (
     ValueError, OSError, NoResponse, EndpointError, InfraError, SandboxError, PoolFull, BoxClosed, TemplateError, httpx.HTTPError,
 )  # fmt: skip
-"""Exceptions that callers expect from a target."""
+"""Exceptions that callers of a target expect and handle."""
 OUT_OF_MEMORY = (MemoryError, pa.ArrowMemoryError)
 
 
@@ -47,7 +47,8 @@ class Probe:
     area: str
     name: str
     attack: Callable[[Any, Path], str]
-    """Function of the target and an empty folder that returns its gain in words, or ""."""
+    """Function that attacks the target and may write files to the folder, which is empty. It
+    returns a success message, or "" if the attack failed."""
     defended: Any
     control: Any
     """Target without the defense."""
@@ -58,20 +59,20 @@ class Attempt:
     """Outcome of one attack on one target."""
 
     gained: str = ""
-    """Gain of the attack, or damage it did; empty if it failed."""
+    """Success message of the attack, or a description of the damage; empty if the attack failed."""
     refusal: str = ""
     seconds: float = 0.0
     megabytes: float = 0.0
 
     @property
     def succeeded(self) -> bool:
-        """Return True if the attack gained something."""
+        """Return True if the attack succeeded."""
         return bool(self.gained)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Outcomes of a probe with and without the defense."""
+    """Outcomes of a probe for the defended target and for the control."""
 
     probe: Probe
     defended: Attempt
@@ -79,24 +80,24 @@ class Row:
 
     @property
     def is_held(self) -> bool:
-        """Return True if the defense held."""
+        """Return True if the attack failed on the defended target."""
         return not self.defended.succeeded
 
     @property
     def is_good(self) -> bool:
-        """Return True if the defense held and the control succeeded."""
+        """Return True if the attack failed on the defended target and succeeded on the control."""
         return self.is_held and self.control.succeeded
 
 
 def run(probes: Sequence[Probe], *, at_once: int = 6, limit_s: float = LIMIT_S) -> list[Row]:
-    """Attempt each probe with and without the defense, `at_once` attempts at a time."""
+    """Run each probe with and without the defense, with `at_once` attempts in parallel."""
     jobs = [(probe, target) for probe in probes for target in (probe.defended, probe.control)]
     attempts = dict(_attempts(jobs, at_once=at_once, limit_s=limit_s))
     return [Row(probe, attempts[2 * number], attempts[2 * number + 1]) for number, probe in enumerate(probes)]
 
 
 def _attempts(jobs: Sequence[tuple[Probe, Any]], *, at_once: int, limit_s: float) -> Iterator[tuple[int, Attempt]]:
-    """Yield the index of a job and its outcome, in order of completion."""
+    """Yield the index and the outcome of each job, in order of completion."""
     context, left = multiprocessing.get_context("fork"), list(enumerate(jobs))[::-1]
     running: dict[Connection, tuple[int, Any, float]] = {}
     while left or running:
@@ -168,7 +169,7 @@ def _peak_mb() -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table with a row per probe."""
+    """Return a Markdown table with one row per probe."""
     lines = ["| area | probe | with the defense | s | MB | control | s | MB |", "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         held = f"held{_because(row.defended.refusal)}" if row.is_held else f"**broken**: {_cell(row.defended.gained)}"

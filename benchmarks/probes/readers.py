@@ -1,4 +1,4 @@
-"""Readers under attack: ours, and for each the usual way to read such a file."""
+"""Targets of attacks: this project's file readers, and common readers without a defense."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ def plain_yaml(path: Path) -> object:
 
 
 def plain_lines(path: Path) -> object:
-    """Read all JSON lines at once."""
+    """Read a whole JSON-lines file into memory and parse each line."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
@@ -43,27 +43,27 @@ def plain_picture(path: Path) -> object:
 
 
 def stored_picture(path: Path) -> object:
-    """Read an image of a question with our reader."""
+    """Read a question's image with this project's reader."""
     return StoredImage(path, "row 1").open()
 
 
 def size_of_picture(path: Path) -> object:
-    """Read the size of an image with our reader."""
+    """Read the size of a question's image with this project's reader."""
     return StoredImage(path, "row 1").size()
 
 
 def loaded_picture(path: Path) -> object:
-    """Read an image of a rollout with our loader."""
+    """Read a rollout's image with this project's loader."""
     return make_image_loader(path.parent.parent)(f"images/{path.name}")
 
 
 def shown_picture(path: Path) -> bytes | None:
-    """Return an image of a rollout as the viewer serves it."""
+    """Return a rollout's image as the viewer would serve it."""
     return RunFolder(path.parents[2]).read_image(path.stem)
 
 
 def metrics_of_folder(path: Path) -> object:
-    """Return the metrics of a run as the viewer reads them."""
+    """Return a run's metrics as read by the viewer."""
     return RunFolder(path.parent).metrics()
 
 
@@ -78,7 +78,7 @@ def decoded_here(path: Path) -> object:
 
 
 def plain_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Read tensors without validating the header."""
+    """Read a safetensors file without validating its header."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     places = {name: entry["data_offsets"] for name, entry in json.loads(content[8 : 8 + length]).items()}
@@ -86,47 +86,47 @@ def plain_safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def stored_safetensors(path: Path) -> dict[str, Any]:
-    """Read tensors with our reader."""
+    """Read a safetensors file with this project's reader."""
     folder = HfTensors(path.parent, key="model.path")
     return {name: folder.read(name) for name in folder.specs}
 
 
 def plain_pickle(path: Path) -> object:
-    """Load a pickle."""
+    """Load a file with pickle."""
     return pickle.loads(path.read_bytes())
 
 
 def metadata(path: Path) -> object:
-    """Read the metadata of a checkpoint with our reader."""
+    """Read a checkpoint's metadata with this project's reader."""
     return read_metadata(path.parent, key="model.path")
 
 
 def by_digest(folder: Path) -> str:
-    """Return the first difference of a checkpoint by our digests."""
+    """Return the first file that differs from its record, checked by this project's digests."""
     state = read_state(folder)
     return find_difference(folder, state.files, state.files)
 
 
 def by_size(folder: Path) -> str:
-    """Return the first difference of a checkpoint by file sizes only."""
+    """Return the first file that differs from its record, checked only by file sizes."""
     files = json.loads((folder / "run" / "state.json").read_text())["files"]
     return next((name for name, each in files.items() if (folder / name).stat().st_size != each["bytes"]), "")
 
 
 def by_state(folder: Path) -> int:
-    """Return the step of a checkpoint with our reader."""
+    """Return a checkpoint's step as read by this project's reader."""
     return read_state(folder).step
 
 
 def by_plain_state(folder: Path) -> int:
-    """Return the step of a checkpoint without validation."""
+    """Return a checkpoint's step without validating the checkpoint state."""
     return CheckpointState(
         **json.loads((folder / "run" / "state.json").read_text(), object_hook=lambda read: {k: v for k, v in read.items() if k != "sha256"})
     ).step
 
 
 def plain_digest(folder: Path) -> str:
-    """Return the first difference of a checkpoint by digests of any recorded path."""
+    """Return the first recorded file with a wrong digest, even outside the checkpoint."""
     files = json.loads((folder / "run" / "state.json").read_text())["files"]
     return next((name for name, each in files.items() if compute_sha256(folder / name) != each["sha256"]), "")
 
@@ -137,12 +137,12 @@ def unmoved(words: str) -> str:
 
 
 def as_a_page(form: str) -> str:
-    """Render a template with plain Jinja."""
+    """Render a template with Jinja, without a sandbox."""
     return Environment().from_string(form).render(messages=[])
 
 
 def inspected(form: str) -> str:
-    """Render a chat template after our check."""
+    """Check a chat template with this project's check, then render it."""
     with patch.object(processor, "TEMPLATE_CPU_S", 2):
         processor.require_bounded_template(form, "MODEL")
     return rendered(form)
@@ -154,25 +154,25 @@ def rendered(form: str) -> str:
 
 
 def plain_end(path: Path) -> bytes:
-    """Return the last bytes of a file that is read completely."""
+    """Read a whole file and return its last bytes."""
     return path.read_bytes()[-100:]
 
 
 def plain_size(path: Path) -> object:
-    """Read the size of an image with Pillow."""
+    """Open an image with Pillow and return its size."""
     return Image.open(path).size
 
 
 def stored_clip(path: Path) -> bytes:
-    """Read a video of a question with our reader."""
+    """Read a question's video with this project's reader."""
     return StoredVideo(path, "row 1").read()
 
 
 def stored_rollouts(path: Path) -> object:
-    """Read the rollouts of a step with our reader."""
+    """Read a step's rollouts with this project's reader."""
     return read_rollouts(path, with_images=False)
 
 
 def plain_rollouts(path: Path) -> object:
-    """Read the rollouts of a step with pyarrow."""
+    """Read a step's rollouts with pyarrow."""
     return pq.read_table(path).to_pylist()

@@ -1,8 +1,8 @@
-"""Probes of an engine served by vLLM itself, with and without the gate.
+"""Probes of a real vLLM server, with and without this project's request gate.
 
 python -m benchmarks.probes.real_engine MODEL
 
-Each server is started once, which takes a minute.
+One server is started with the gate and one without; each start takes about a minute.
 """
 
 import os
@@ -28,14 +28,14 @@ KNOW = ("Authorization", f"Bearer {TOKEN}")
 
 
 def tells_its_version(server: object, folder: Path) -> str:
-    """Succeed if a page with a rebound name can read from the engine."""
+    """Return a success message if a DNS-rebound page can read from the engine, else ""."""
     with server(folder) as site:
         answers = [site.ask("GET", path, ("Host", "evil.example"), KNOW) for path in ("/version", "/v1/models", "/metrics", "/weight_info")]
     return "a page with a rebound name reads from the engine" if any(code == 200 for code, _ in answers) else ""
 
 
 def pauses_for_a_page(server: object, folder: Path) -> str:
-    """Succeed if a page can pause the engine."""
+    """Return a success message if a foreign web page can pause the engine, else ""."""
     with server(folder) as site:
         paused = site.ask("POST", "/pause?mode=abort", *PAGE, body=b"{}")[0] == 200
         site.ask("POST", "/resume", HERE, JSON, KNOW, body=b"{}")
@@ -43,7 +43,7 @@ def pauses_for_a_page(server: object, folder: Path) -> str:
 
 
 def fetches_an_address(server: object, folder: Path) -> str:
-    """Succeed if a page can request a generation."""
+    """Return a success message if a foreign web page can generate text, else ""."""
     body = b'{"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}}'
     with server(folder) as site:
         code, _ = site.ask("POST", "/inference/v1/generate", *PAGE, body=body)
@@ -62,7 +62,7 @@ ATTACKS = {
 
 @contextmanager
 def engine(model: str, folder: Path, *, is_gated: bool) -> Iterator[Site]:
-    """Run a vLLM server, optionally without the gate."""
+    """Run a vLLM server, with the gate if `is_gated`, and yield its address."""
     (folder / "token").write_text(TOKEN)
     settings, renderer, port = (
         EngineSettings(kv_cache_mib=64, max_model_len=512),
@@ -98,7 +98,7 @@ def _is_up(site: Site) -> bool:
 
 
 def attempts(model: str, *, is_gated: bool) -> list[Attempt]:
-    """Run all attacks on one server."""
+    """Start one server, run all attacks on it, and return their outcomes."""
     found = []
     with TemporaryDirectory() as folder, engine(model, Path(folder), is_gated=is_gated) as site:
         for name, attack in ATTACKS.items():

@@ -1,4 +1,4 @@
-"""Probes of servers with requests of web pages, of clients without the token and of slow clients.
+"""Probes of servers: requests from web pages, clients without the token, and slow clients.
 
 The control is the same server without the defense.
 """
@@ -18,7 +18,7 @@ JSON, HERE = ("Content-Type", "application/json"), ("Host", "127.0.0.1")
 
 
 def opens_a_box(*forms: Sent, body: bytes = b"{}", version: str = "1.1") -> Callable[[Any, Path], str]:
-    """Return an attack that opens a box with one of these sets of headers."""
+    """Return an attack that tries to open a box with each of these sets of headers."""
 
     def attack(server: Any, folder: Path) -> str:
         with server(folder) as site:
@@ -29,24 +29,24 @@ def opens_a_box(*forms: Sent, body: bytes = b"{}", version: str = "1.1") -> Call
 
 
 def hosts(*names: str) -> tuple[Sent, ...]:
-    """Return sets of headers with these Host names."""
+    """Return one set of headers for each of these host names."""
     return tuple((("Host", name), JSON) for name in names)
 
 
 def typed(*types: str) -> tuple[Sent, ...]:
-    """Return sets of headers with these content types."""
+    """Return one set of headers for each of these content types."""
     return tuple((HERE, ("Content-Type", each)) for each in types)
 
 
 def says(*words: str) -> tuple[Sent, ...]:
-    """Return sets of headers with these Authorization values."""
+    """Return one set of headers for each of these Authorization values."""
     return tuple((HERE, JSON, ("Authorization", each)) for each in words)
 
 
 def read_by_a_page(server: Any, folder: Path) -> str:
-    """Succeed if a page can read /health.
+    """Return a success message if a foreign web page can read /health, else "".
 
-    The page is of another subdomain or port; its request is not a POST and has no Origin.
+    The page is from another subdomain or port, and its GET request has no Origin header.
     """
     with server(folder) as site:
         codes = [site.ask("GET", "/health", HERE, ("Sec-Fetch-Site", each))[0] for each in ("same-site", "cross-site", "same-origin")]
@@ -54,7 +54,7 @@ def read_by_a_page(server: Any, folder: Path) -> str:
 
 
 def scored_for_a_page(server: Any, folder: Path) -> str:
-    """Succeed if a page with a rebound name can query the model."""
+    """Return a success message if a DNS-rebound page can query the model, else ""."""
     with server(folder) as site:
         code, _ = site.ask(
             "POST", "/score", ("Host", "listener.evil.example"), ("Origin", "http://listener.evil.example"), JSON, body=b"{}"
@@ -63,7 +63,10 @@ def scored_for_a_page(server: Any, folder: Path) -> str:
 
 
 def routes_are_told_apart(server: Any, folder: Path) -> str:
-    """Succeed if statuses reveal the routes to a client without the token."""
+    """Return a success message if statuses show which routes exist, else "".
+
+    The client does not have the token.
+    """
     with server(folder) as site:
         answers = {
             site.ask(verb, path, HERE)[0] for verb in ("GET", "OPTIONS", "HEAD") for path in ("/boxes", "/none", "/health", "/metrics")
@@ -72,14 +75,14 @@ def routes_are_told_apart(server: Any, folder: Path) -> str:
 
 
 def methods_are_told(server: Any, folder: Path) -> str:
-    """Succeed if responses reveal the methods of a route."""
+    """Return a success message if responses list the allowed methods of a route, else ""."""
     with server(folder) as site:
         answers = [site.ask(verb, "/boxes", HERE)[1].lower() for verb in ("OPTIONS", "TRACE", "PUT", "QUERY", "post")]
     return "the methods of a route are revealed" if any(b"\r\nallow:" in answer for answer in answers) else ""
 
 
 def preflight_is_answered(server: Any, folder: Path) -> str:
-    """Succeed if a CORS preflight is allowed."""
+    """Return a success message if a CORS preflight request is allowed, else ""."""
     asked = (("Access-Control-Request-Method", "POST"), ("Access-Control-Request-Headers", "content-type"))
     with server(folder) as site:
         _, answer = site.ask("OPTIONS", "/pause", HERE, ("Origin", "http://evil.example"), *asked)
@@ -87,9 +90,10 @@ def preflight_is_answered(server: Any, folder: Path) -> str:
 
 
 def paused_by_a_key_elsewhere(server: Any, folder: Path) -> str:
-    """Succeed if the token is accepted in other places than the Authorization header.
+    """Return a success message if the token is accepted outside the Authorization header, else "".
 
-    Other programs accept it there, but these are logged or sent by browsers.
+    Other programs accept tokens in the query, cookies or other headers, but tokens in these places
+    may be logged, or sent automatically by browsers.
     """
     places = (("X-Api-Key", TOKEN), ("Cookie", f"token={TOKEN}"), ("Proxy-Authorization", f"Bearer {TOKEN}"), ("Api-Key", TOKEN))
     with server(folder) as site:
@@ -98,7 +102,7 @@ def paused_by_a_key_elsewhere(server: Any, folder: Path) -> str:
 
 
 def talks_by_websocket(server: Any, folder: Path) -> str:
-    """Succeed if a connection is upgraded to a websocket."""
+    """Return a success message if a connection is upgraded to a WebSocket, else ""."""
     key = (("Sec-WebSocket-Version", "13"), ("Sec-WebSocket-Key", "dGhlIHNhbXBsZSBub25jZQ=="), ("Authorization", f"Bearer {TOKEN}"))
     with server(folder) as site, site.connect() as line:
         head = "".join(
@@ -109,10 +113,10 @@ def talks_by_websocket(server: Any, folder: Path) -> str:
 
 
 def calls_another_method(server: Any, folder: Path) -> str:
-    """Succeed if another worker method is called.
+    """Return a success message if a forbidden worker method is called, else "".
 
-    The requests have the token, other spellings of the path, and bodies that two parsers may read
-    differently.
+    The requests contain the token, different spellings of the path, and bodies that two parsers may
+    interpret differently.
     """
     paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
     plain = json.dumps({"method": "save_sharded_state", "args": [str(folder / "written")]})
@@ -131,7 +135,7 @@ def calls_another_method(server: Any, folder: Path) -> str:
 
 
 def seen_by_a_rebound_name(server: Any, folder: Path) -> str:
-    """Succeed if the viewer responds to a rebound name."""
+    """Return a success message if the viewer accepts a DNS-rebound host name, else ""."""
     names = ("localhost.evil.example", "127.0.0.1.evil.example:8008", "LOCALHOST.", "evil.example#localhost", "127.0.0.2")
     with server(folder) as site:
         codes = [site.ask("GET", "/api/runs", ("Host", name))[0] for name in names]
@@ -139,9 +143,9 @@ def seen_by_a_rebound_name(server: Any, folder: Path) -> str:
 
 
 def shown_in_a_page(server: Any, folder: Path) -> str:
-    """Succeed if an <img> of another site's page loads an image of the viewer.
+    """Return a success message if an <img> on another site can load a viewer image, else "".
 
-    The page then learns whether the image exists, and its size.
+    The site could then find out the image's size and whether the image exists.
     """
     with server(folder) as site:
         mode = (("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors"), ("Sec-Fetch-Dest", "image"))
@@ -150,7 +154,7 @@ def shown_in_a_page(server: Any, folder: Path) -> str:
 
 
 def framed_in_a_page(server: Any, folder: Path) -> str:
-    """Succeed if another site's page can frame the viewer."""
+    """Return a success message if a page of another site can frame the viewer, else ""."""
     with server(folder) as site:
         code, answer = site.ask(
             "GET", "/", HERE, ("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "navigate"), ("Sec-Fetch-Dest", "iframe")

@@ -1,6 +1,6 @@
-"""Our servers on free loopback ports, with and without a defense, and raw HTTP requests.
+"""This project's servers on free loopback ports, with and without a defense, and raw requests.
 
-Boxes and models are not started, because the attacks target the layers before them.
+No boxes or models are started, because the attacks target the HTTP layers in front of them.
 """
 
 import argparse
@@ -40,19 +40,19 @@ SMALL_LIMITS = BoxLimits(input_bytes=4 << 20)
 
 @dataclass
 class Site:
-    """Running server with its port and log messages."""
+    """Port and log messages of a running server."""
 
     port: int
     log: list[str] = field(default_factory=list)
 
     def connect(self) -> socket.socket:
-        """Open a connection."""
+        """Open a connection to the server."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=READ_S)
 
     def ask(self, verb: str, path: str, *headers: tuple[str, str], body: bytes = b"", version: str = "1.1") -> tuple[int, bytes]:
         """Send one request exactly as given and return the status and the whole response.
 
-        Returns (0, b"") if there is no response.
+        Returns (0, b"") if the server sends no response.
         """
         given = {name.casefold() for name, _ in headers}
         more = [("Content-Length", str(len(body)))] if body and not given & {"content-length", "transfer-encoding"} else []
@@ -76,7 +76,7 @@ class _StillBox:
 
 
 class _StillPool(SandboxPool):
-    """Pool with boxes that have no processes."""
+    """Sandbox pool whose boxes have no processes."""
 
     def __init__(self, limits: BoxLimits | None) -> None:
         super().__init__(size=8, limits=limits)
@@ -96,12 +96,12 @@ class SandboxServer:
     token: str = ""
     is_gated: bool = True
     line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
-    """Limits of connections; None uses uvicorn's own connection class."""
+    """Connection limits; None uses uvicorn's own connection class, without limits."""
     limits: BoxLimits | None = None
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
-        """Run the server inside a `with` block."""
+        """Run the server for the duration of a `with` block."""
         app = create_app(_StillPool(self.limits), token=self.token)
         if not self.is_gated:
             app.user_middleware.clear()
@@ -111,13 +111,13 @@ class SandboxServer:
 
 @dataclass(frozen=True, slots=True)
 class ModelServer:
-    """Request guard of the listener and the speaker around a route of the same name."""
+    """Request guard of the Lewis servers around a stand-in for the listener's route /score."""
 
     is_gated: bool = True
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
-        """Run the server inside a `with` block."""
+        """Run the server for the duration of a `with` block."""
         app = make_application("listener", limits=ModelLimits(), large_body_routes=("score",), token="", receiver=None)
         if not self.is_gated:
             app.user_middleware.clear()
@@ -132,13 +132,13 @@ class ModelServer:
 
 @dataclass(frozen=True, slots=True)
 class EngineServer:
-    """Routes with vLLM's names behind vLLM's own middleware."""
+    """Stand-ins for vLLM's routes behind vLLM's own middleware and, optionally, the gate."""
 
     is_gated: bool = True
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
-        """Run the server inside a `with` block."""
+        """Run the server for the duration of a `with` block."""
         (folder / "token").write_text(TOKEN)
         os.environ[TOKEN_FILE] = str(folder / "token")
         app = FastAPI()
@@ -165,14 +165,14 @@ class EngineServer:
 
 @dataclass(frozen=True, slots=True)
 class Viewer:
-    """Viewer, optionally without its middleware."""
+    """Viewer server, optionally without its middleware."""
 
     is_guarded: bool = True
     line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
 
     @contextmanager
     def __call__(self, folder: Path) -> Iterator[Site]:
-        """Run the viewer on a small run directory inside a `with` block."""
+        """Run the viewer with a small run directory for the duration of a `with` block."""
         images = folder / "run" / "rollouts" / "images"
         images.mkdir(parents=True)
         (images / "a.png").write_bytes(b"\x89PNG\r\n\x1a\nthe run's picture")
@@ -200,7 +200,7 @@ def _serving(app: FastAPI, line: ConnectionRegistry | None) -> Iterator[Site]:
 
 
 def num_open(lines: Sequence[socket.socket]) -> int:
-    """Return the number of connections that the server has neither answered nor closed."""
+    """Return the number of connections that the server has neither responded to nor closed."""
     found = 0
     for line in lines:
         line.setblocking(False)

@@ -37,7 +37,8 @@ def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """Compute RLOO advantages: A_i = R_i - mean of the rewards of the group's other rollouts.
 
-    Source: arXiv 2402.14740, eq. 4. This equals G / (G - 1) * (R_i - mean(R)).
+    Source: arXiv 2402.14740, eq. 4. In a group of G rollouts, the advantage equals G / (G - 1) *
+    (R_i - mean(R)).
     """
     for members in split_into_groups(rollouts).values():
         centered = _centered([penalized_reward(rollout, algo) for rollout in members])
@@ -268,7 +269,7 @@ def write_turn_advantages(rollout: Rollout, turns: Sequence[float]) -> None:
 
 
 def are_nearly_equal(values: Sequence[float]) -> bool:
-    """Return True if the values differ by rounding only.
+    """Return True if the values differ only by rounding errors.
 
     Values are nearly equal if their range is at most 1e-9 times the largest absolute value, or at
     most 1e-12. The absolute bound covers sums that cancel to almost zero. Examples of nearly equal

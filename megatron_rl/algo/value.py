@@ -1,4 +1,4 @@
-"""Value loss of the critic: a sum over actions, which the trainer divides once."""
+"""Value loss of the critic: a sum over actions that the trainer divides by one global integer."""
 
 import torch
 

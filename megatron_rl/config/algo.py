@@ -18,8 +18,8 @@ class AlgoSettings:
     """Algorithm, which determines the advantage function and the policy loss: a key of ALGORITHMS
     in algo/algorithms.py."""
     norm_adv_by_std: bool = True
-    """Divide advantages by the standard deviation within their group (GRPO); false does not (Dr.
-    GRPO)."""
+    """Divide advantages by the standard deviation within their group (GRPO); false omits this
+    division (Dr. GRPO)."""
     std_eps: float = 1e-6
     """Constant added to the group's standard deviation before advantages are divided by it."""
     turn_credit: str = "broadcast"

@@ -11,12 +11,13 @@ class ClientSettings:
     """Servers of a service, and the limits of requests to them."""
 
     urls: list[str] = field(default_factory=list)
-    """URLs of equal servers; each request goes to the least busy healthy server."""
+    """URLs of interchangeable servers; each request goes to the least busy healthy server."""
     timeout_s: float = 60.0
     """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
     """Maximum time in seconds that a request waits while all servers are in backoff after failures;
-    0 waits for none. A backoff is no longer, unless a server requests it."""
+    0 does not wait. A backoff is not longer than this time, unless a server requests a longer
+    backoff."""
     max_attempts: int = 5
     """Maximum number of attempts per request; if all fail, the rollout or episode counts as failed
     and gets no reward."""

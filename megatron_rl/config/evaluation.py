@@ -17,8 +17,8 @@ class EvaluationSettings(ClientSettings):
     temperature: float = 0.0
     """Sampling temperature of the policy; 0 decodes greedily."""
     weights: str = ""
-    """Checkpoint to evaluate, in any format that the converters read, or a PEFT adapter of
-    model.path; empty evaluates the weights in model.path."""
+    """Checkpoint to evaluate, in any format that the converters read, or a PEFT adapter for the
+    model in model.path; empty evaluates the weights in model.path."""
     chunk: int = 64
     """Number of examples per chunk; results are saved when all episodes of a chunk are done."""
 

@@ -27,8 +27,8 @@ class EngineSettings:
     launch/server_command.py makes the servers read the same file. Not needed for servers that the
     run starts."""
     num_local_servers: int = 0
-    """Number of inference servers that the run starts itself with mode=server; 0 starts none. The
-    servers use the GPUs of rank 0's node that follow the GPUs of its ranks."""
+    """Number of inference servers that the run starts itself with mode=server; 0 starts none. On
+    rank 0's node, the servers use the GPUs that come after the GPUs of the node's ranks."""
     startup_timeout_s: float = 900.0
     """Maximum startup time in seconds of a server that the run starts."""
     tp: int = 1
@@ -62,7 +62,7 @@ class EngineSettings:
     another server."""
     outage_timeout_s: float = 600.0
     """Time in seconds that a run waits while no server is healthy. After that, the run saves its
-    finished work and exits; the same command resumes it."""
+    finished work and exits; the same command resumes the run."""
 
     def __post_init__(self) -> None:
         require_choice("engine.mode", self.mode, ("colocated", "server"))
@@ -302,6 +302,6 @@ class TaskSettings:
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:
-        """Raise ValueError if prompt or system_prompt is set; for tasks that have fixed prompts."""
+        """Raise ValueError if prompt or system_prompt is set; the task's prompts are fixed."""
         for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
             require(not words, f"task.{key}", words, f"task {self.name} has its own prompts; leave it out, or use task=vqa")

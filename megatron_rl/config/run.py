@@ -94,8 +94,9 @@ class PlanSettings:
     """Number of processes to plan for, one per GPU; 0 uses the number of processes that torchrun
     started."""
     host_gb: float = 0.0
-    """Host memory of a node in GB: if the plan needs more, plan.only and runs on GPUs raise an
-    error. With 0, only the doctor checks host memory, against the memory of this machine."""
+    """Host memory of a node in GB: if the plan needs more, a run on GPUs or with plan.only stops
+    with an error. With 0, only the doctor checks host memory, against the memory of this
+    machine."""
 
     def __post_init__(self) -> None:
         require_choice("plan.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))

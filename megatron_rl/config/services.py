@@ -82,7 +82,7 @@ class ServicesSettings:
             getattr(self, name).require_sound(name)
 
     def require_asked(self, task: TaskSettings) -> None:
-        """Raise ValueError if `task` refers to a service that is missing or of another kind.
+        """Raise ValueError if `task` refers to a missing service or to one of the wrong kind.
 
         Token files are rejected for services, because the run creates their tokens. A client must
         not mix URLs that refer to services with other URLs.

@@ -113,7 +113,7 @@ class BlackjackOptions(CardOptions):
     """
     sab: bool = False
     """Use the rules of Sutton and Barto: a natural (an ace and a ten-valued card as the initial
-    hand) wins unless the dealer also has a natural. Overrides natural.
+    hand) wins unless the dealer also has a natural. This option overrides the option natural.
     """
     train_hands: int = 4096
     """Number of training starts. A start is the player's two cards and the dealer's visible card.
@@ -183,8 +183,8 @@ class LewisOptions:
     """Options shared by the Lewis speaker and listener tasks."""
 
     variant: str = "code"
-    """Source of the reward constants, because the game's README and code differ: readme or code
-    (tasks/lewis/rewards.py).
+    """Source of the reward constants (tasks/lewis/rewards.py): readme or code. The README and the
+    code of the original game define different constants.
     """
     log: str = ""
     """JSON-lines file to which predictions are written (time, reward, content, solution). Empty
@@ -246,7 +246,7 @@ class LewisSpeakerOptions(LewisOptions):
 
     @property
     def accuracy_mode(self) -> str:
-        """Effective accuracy mode: `accuracy`, or the default for `variant` if that is empty."""
+        """Accuracy mode in effect: `accuracy` or, if that is empty, the default of `variant`."""
         return self.accuracy or {"readme": "binary", "code": "soft_gated"}[self.variant]
 
 

@@ -16,7 +16,7 @@ from megatron_rl.types import Rollout
 
 METRICS_FILE = "metrics.jsonl"
 MAX_METRICS_BYTES = 1 << 20
-"""Maximum size of a line in bytes, a hundred times the size of a typical line."""
+"""Maximum size in bytes of a line in metrics.jsonl: a hundred times the size of a typical line."""
 MAX_ID_BYTES = 1000
 PREDICTION_COLUMNS = ("step", "kind", "example", "sample", "reward", "end", "picture", "content")
 """Columns of the rollout table in W&B.
@@ -166,10 +166,11 @@ def check_trackio(settings: TrackioSettings) -> None:
 
 
 def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, object], *, past: list[dict[str, float]]):  # noqa: ANN202
-    """Start a local trackio run (0.43.0) and log all previous steps to it.
+    """Start a local trackio run and log all previous steps to it.
 
-    The trackio run of an earlier attempt is deleted, because trackio keeps every line that is
-    logged for a step. The earlier run is identified by the id in the run directory.
+    The trackio run of an earlier attempt is deleted, because trackio (0.43.0) does not replace the
+    data of a step that is logged again. The earlier run is identified by the id in the run
+    directory.
     """
     import trackio
 

@@ -2,8 +2,8 @@
 
     python -m megatron_rl.observe.plot RUN_DIR... [--out PNG]
 
-The plot of one run is saved in its run directory as reward_curve.png. Several runs become labeled
-curves in one plot.
+With one run, the plot is saved as reward_curve.png in the run directory. With several runs, one
+plot contains a labeled curve for each run.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """Progress display of a run.
 
-On a terminal it is a bar, otherwise one aligned line per step for grep and cut.
+On a terminal, the display is a bar. Otherwise, it is one aligned line per step, suitable for grep
+and cut.
 """
 
 import sys
@@ -69,7 +70,7 @@ class ProgressDisplay:
         print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
 
     def print_line(self, line: str) -> None:
-        """Print a line between the lines of the steps."""
+        """Print a message line without disturbing the progress display."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
@@ -83,16 +84,17 @@ class ProgressDisplay:
     def _left_s(self, step: int) -> float:
         """Estimate the remaining seconds from the mean step time of this attempt.
 
-        The first displayed step may have been completed by an earlier attempt.
+        The number of steps in this attempt counts as at least 1, because the first displayed step
+        may be a step that an earlier attempt completed.
         """
         done = max(step + 1 - self._first_step, 1)
         return (self._clock() - self._start) / done * (self._total - step - 1)
 
 
 def _make_bar(stream: TextIO) -> Bar:
-    """Create a bar that is redrawn only on changes.
+    """Create a progress bar that is redrawn only on changes.
 
-    A refresh thread would slow down the engine.
+    A progress bar with a refresh thread would slow down the engine.
     """
     return Bar(
         TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TaskProgressColumn(),

@@ -3,10 +3,10 @@
 - RUN/rollouts/step_000012.jsonl: one RecordedRollout per line (io/rollout_codec.py).
 - RUN/rollouts/images/KEY.png: an image; KEY is Image.key, so that equal pixels are stored once.
 
-The images of a rollout file are in the folder `images` next to it, so that both can be moved
-together. A rollout takes about 1 kB, plus 25 bytes per observed token and 56 bytes per sampled
-token, plus its images. If old and reference logprobs are recorded too, an observed token takes 37
-bytes and a sampled token 98 bytes.
+The images of a rollout file are in the folder `images` next to the file, so that file and folder
+can be moved together. A rollout takes about 1 kB, plus 25 bytes per observed token and 56 bytes per
+sampled token, plus its images. If old and reference logprobs are recorded too, an observed token
+takes 37 bytes and a sampled token 98 bytes.
 """
 
 import io
@@ -51,7 +51,7 @@ class RecordedRollout:
     kind: str
     """"best" or "worst" for the step's best or worst rollouts; "kept" in files of all rollouts."""
     num_rollouts: int
-    """Number of rollouts in the whole step."""
+    """Number of all rollouts in the step, including those that are not recorded."""
     num_failed: int
     """Number of rollouts in the step that failed with an infrastructure error.
 
@@ -92,7 +92,7 @@ def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_wor
 
 
 def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, step: int, step_rollouts: Sequence[Rollout]) -> None:
-    """Write rollouts of a step by kind, and write the images of these rollouts that this rank has.
+    """Write rollouts of a step, keyed by kind, and save the images whose pixels this rank has.
 
     `step_rollouts` are all rollouts of the step.
     """
@@ -136,8 +136,8 @@ def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollo
     Without `with_images`, images contain only their size and key; `image_path` returns their files.
 
     Raises:
-        ValueError: the file is damaged or of another version, or an image is missing. The message
-            names the file and line.
+        ValueError: the file is damaged or has another format version, or an image is missing. The
+            message names the file and line.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     entries = []

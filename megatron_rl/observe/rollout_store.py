@@ -77,7 +77,7 @@ SCHEMA = pa.schema(
 
 @dataclass(slots=True, frozen=True)
 class StepFileInfo:
-    """Size and content of one step's file."""
+    """Size, number of rollouts and image keys of one step's file."""
 
     num_rollouts: int
     num_bytes: int
@@ -268,7 +268,7 @@ def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_
     rows are read. Without `with_images`, images contain only their size and key.
 
     Raises:
-        ValueError: the file is damaged or of another version, or an image is missing.
+        ValueError: the file is damaged or has another format version, or an image is missing.
     """
     load = make_image_loader(path.parent) if with_images else lambda name: None
     with _errors_with_path(path):
@@ -289,7 +289,7 @@ def without_training_columns(rollout: Rollout) -> Rollout:
 
 @contextmanager
 def _errors_with_path(path: Path) -> Iterator[None]:
-    """Convert errors about a damaged file into a one-line ValueError that names its path."""
+    """Convert errors about a damaged file into a one-line ValueError with the file's path."""
     try:
         yield
     except _UNREADABLE as error:
@@ -303,7 +303,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
     long text millions of times, even in a small file.
 
     Raises:
-        ValueError: the path is no regular file, or the file was not written by `write_step`.
+        ValueError: the path is not a regular file, or the file was not written by `write_step`.
     """
     if not is_regular(path):
         raise ValueError("is no regular file")

@@ -162,8 +162,8 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     The mismatch between engine and trainer is taken from the first update, which starts from the
     weights that generated the rollouts. policy/first_ratio is also taken from the first update and
     must be 1. It is omitted if the step has a single update, because that update uses its own
-    logprobs as old logprobs. If some tokens were sampled by earlier weights
-    (rollout/on_policy_fraction), the mismatch is computed over the other tokens. The result is
+    logprobs as old logprobs. Tokens that were sampled by earlier weights are excluded from the
+    mismatch; rollout/on_policy_fraction is the fraction of the remaining tokens. The result is
     empty if all rollouts of the step were filtered out.
     """
     if not updates:

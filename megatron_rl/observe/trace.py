@@ -55,7 +55,7 @@ class StepTrace:
         return partial(self, f"episode {group}#{sample}")
 
     def pop_events(self) -> list[TraceEvent]:
-        """Return the events of a completed step and start the next one."""
+        """Return the events of the completed step and start recording the next step."""
         self._left -= 1
         events, self._events = self._events, []
         return events

@@ -1,6 +1,6 @@
 """Generates a demo run for the page: questions about colored squares and a policy that zooms in.
 
-The rewards rise because the random numbers are drawn that way; nothing is trained.
+No policy is trained; the rewards are random numbers whose mean rises from step to step.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """Decodes token ids with the tokenizer of a run's model, in a separate process.
 
 The tokenizer file may come from an untrusted source, and it determines which code runs for each
-token. The process therefore has limits on time, memory and bytes, and a panic in the tokenizers
-library ends only this process. Requests and responses are lines of JSON: [[5, 6], [7]] -> ["two
-words", "."]. Tested with tokenizers 0.23.
+token. The process therefore has limits on time, memory and response size, and a panic in the
+tokenizers library ends only this process. Requests and responses are lines of JSON: [[5, 6], [7]]
+-> ["two words", "."]. Tested with tokenizers 0.23.
 """
 
 import json
