@@ -105,7 +105,7 @@ def test_versions_are_held_against_the_lock(tmp_path: Path) -> None:
     report = CheckReport()
     check_versions([tmp_path / "lock.txt"], report)
     (warning,) = report.warnings
-    assert dict(report.findings)["versions"].startswith("1 of 5 as in")
+    assert dict(report.findings)["versions"].startswith("1 of 5 match")
     assert f"torch {torch.__version__}, not 2.12.0; none-such is not installed, not 1.0; six_such" in warning
     assert warning.endswith("and 1 more; bash launch/install.sh")
     report = CheckReport()

@@ -106,7 +106,7 @@ def test_columns_that_are_not_read_are_named_at_the_start(tmp_path: Path) -> Non
     assert [line.partition(": the policy")[0] for line in lines[::3]] == [
         "warning: task.data.train: 0 images in 3 rows", "warning: task.data.eval: 0 images in 3 rows",
     ]  # fmt: skip
-    weighed = "q.jsonl: column weight weights or masks the loss and is not read: all rows have equal weight, and the"
+    weighed = "q.jsonl: column weight weights or masks the loss and is not read: all rows have equal weight"
     assert [line.partition(",")[0] for line in lines[1::3]] == [f"warning: task.data.{split}: {weighed}" for split in ("train", "eval")]
     assert [line.partition(" not read")[0] for line in lines[2::3]] == [
         f"warning: task.data.{split}: q.jsonl row 0: column weight is" for split in ("train", "eval")
