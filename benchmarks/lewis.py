@@ -86,7 +86,17 @@ def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[st
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", f"megatron_rl.tasks.lewis.server.{kind}_app", "--model", str(model), "--port", str(port), *SIGHT, *words]
+    command = [
+        sys.executable,
+        "-m",
+        f"megatron_rl.tasks.lewis.server.{kind}_app",
+        "--model",
+        str(model),
+        "--port",
+        str(port),
+        *SIGHT,
+        *words,
+    ]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         for _ in range(WAIT_S):

@@ -181,7 +181,7 @@ def main() -> None:
             print(row(on(case, size, grows=grows), seeds=given.seeds))
         print()
     for size in (given.gpus[0], given.gpus[-1]):
-        print(f"Change of the step time on {size:,} GPUs\n\n| constant | halved | doubled |\n|---|---|---|")
+        print(f"Change in the step time on {size:,} GPUs\n\n| constant | halved | doubled |\n|---|---|---|")
         for name, half, twice in sensitivities(on(case, size, grows=False)):
             if max(abs(half - 1), abs(twice - 1)) >= 0.005:
                 print(f"| {name} | {half - 1:+.0%} | {twice - 1:+.0%} |")

@@ -309,14 +309,14 @@ def _decode_bytes(value: object, where: str) -> bytes:
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
-        raise ValueError(f"{where}: bytes must be bytes, or base64 in JSON, is {_type_name(value)}")
+        raise ValueError(f"{where}: the key bytes must contain raw bytes, or base64 in JSON, but is {_type_name(value)}")
     is_url = re.match(r"\s*data:", value, re.IGNORECASE) is not None
     try:
         return decode_data_url(value) if is_url else decode_base64(value)
     except ValueError as error:
         if value.startswith(("b'", 'b"')):
             raise ValueError(f"{where}: bytes {describe_bytes(value[:2].encode())}") from error
-        must = "" if is_url else "bytes must be bytes, or base64 in JSON; "
+        must = "" if is_url else "the key bytes must contain raw bytes, or base64 in JSON; "
         raise ValueError(f"{where}: {must}{shorten(value)} {error}") from error
 
 
@@ -328,4 +328,6 @@ def _find_by_hash(digest: str, folder: Path, where: str) -> Path:
     for path in (folder / part / f"{digest}{suffix}" for part in ("", digest[:2]) for suffix in SUFFIXES):
         if path.is_file():
             return path
-    raise ValueError(f"{where}: {folder} contains no file named by the SHA-256 {digest}; task.data.images must be the folder of such files")
+    raise ValueError(
+        f"{where}: {folder} contains no file named by the SHA-256 {digest}; task.data.images must be the folder that contains these files"
+    )

@@ -140,7 +140,7 @@ REFUSED = {
     "data without a comma": ("data:image/png;base64", "is a data: URL without a comma"),
     "data with a hole": (f"data:image/png;base64,{TEXT[:40]}*{TEXT[40:]}", r"is not base64: it contains '\*'"),
     "bytes as Python prints them": ({"bytes": str(PNG)}, r"bytes is the text that Python prints for bytes \(b'...'\): write base64"),
-    "bytes as a list": ({"bytes": list(PNG)}, "bytes must be bytes, or base64 in JSON, is list"),
+    "bytes as a list": ({"bytes": list(PNG)}, "the key bytes must contain raw bytes, or base64 in JSON, but is list"),
     "bytes in Latin-1": ({"bytes": PNG.decode("latin-1")}, "is not base64: it contains"),
     "a web address in capitals": ("HTTPS://host/a.png", "is a URL, which is not supported; download"),
     "a bucket": ("s3://bucket/a.png", "is a URL, which is not supported; download"),

@@ -183,7 +183,10 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
         ({"question": "?", "answer": "a", "extra_info": {"index": [1]}}, "index: must be text or a whole number, is list"),
         ({"question": "?", "answer": "a", "images": [5]}, r"images\[0\]: must be a path, bytes or a SHA-256, is int"),
         ({"question": "?", "answer": "a", "images": [{"url": "x"}]}, r'images\[0\]: must have "bytes" or "path", has url'),
-        ({"question": "?", "answer": "a", "images": [{"bytes": "not base64!"}]}, r"images\[0\]: bytes must be bytes, or base64 in JSON"),
+        (
+            {"question": "?", "answer": "a", "images": [{"bytes": "not base64!"}]},
+            r"images\[0\]: the key bytes must contain raw bytes, or base64 in JSON",
+        ),
         ({"question": "?", "answer": "a", "images": ["a\0b"]}, r"images\[0\]: no such file"),
         ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* contains no file named by the SHA-256 0000"),
         ({"prompt": [{"role": "system", "content": "x"}], "answer": "a"}, "prompt: has no user message"),
