@@ -111,7 +111,7 @@ def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--url", gone.url]) == EXIT_NO_JUDGE and "no judge is available" in capsys.readouterr().err
     assert main(["--url", "http://me:SECRET@judge/v1"]) == EXIT_NO_JUDGE
     said = capsys.readouterr().err
-    assert said.startswith("error: task.judge.urls=...: holds @") and "SECRET" not in said
+    assert said.startswith("error: task.judge.urls=...: contains @") and "SECRET" not in said
     with pytest.raises(SystemExit) as asked:
         main(["--help"])
     assert asked.value.code == 0 and "exit status: 0 no verdict was flipped" in capsys.readouterr().out

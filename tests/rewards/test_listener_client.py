@@ -100,7 +100,7 @@ def test_a_timeout_tries_and_rests_are_those_that_are_set() -> None:
                 seconds_of(listener_settings(url, max_attempts=tries), f"failed after {tries} of {tries} attempts")[1].endpoints.requests
                 == tries
             )
-        assert seconds_of(listener_settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no number")[0] >= 0.6
+        assert seconds_of(listener_settings(url, max_attempts=3, backoff_s=0.4, outage_timeout_s=60.0), "no finite logprob")[0] >= 0.6
 
 
 def test_a_request_waits_for_others_as_long_as_is_set() -> None:
@@ -176,7 +176,7 @@ def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
     cache = tmp_path / "heard.sqlite"
 
     async def use(client: ListenerClient) -> None:
-        with pytest.raises(InfraError, match=r"^listener: failed after 3 of 3 attempts; the last failure: http.* HTTP 503: .*no number"):
+        with pytest.raises(InfraError, match=r"^listener: failed after 3 of 3 attempts; the last failure: http.* HTTP 503: .*no finite logprob"):
             await client.score_images(ENCODED_PICTURES[:2], "This?")
         room.logprobs_fn = FakeEngineHolder.logprobs_fn
         client.endpoints.endpoints[0].backoff_until = 0

@@ -135,7 +135,7 @@ def test_every_way_of_saying_yes_counts() -> None:
 def test_no_number_is_an_error(number: float) -> None:
     """Log-probabilities that are NaN or infinite lead to a 503 and no score."""
     (answer,) = talk(build_app(FakeEngineHolder(logprobs_fn=lambda p: [number, number, number])), scored(*FILES[:2]))
-    assert answer.status_code == 503 and "no number" in answer.text and answer.headers["retry-after"]
+    assert answer.status_code == 503 and "no finite logprob" in answer.text and answer.headers["retry-after"]
 
 
 def test_who_shows_the_same_picture_waits_for_the_first() -> None:

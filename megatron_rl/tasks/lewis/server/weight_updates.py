@@ -107,7 +107,7 @@ class PublishedWeightReceiver:
             if tuple(tensor.shape) != tuple(self._shapes[name]):
                 raise ValueError(f"{name}: has shape {tuple(tensor.shape)}, this model's is {tuple(self._shapes[name])}")
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
-                raise ValueError(f"{name}: holds what is no finite number")
+                raise ValueError(f"{name}: contains values that are not finite numbers")
 
 
 def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
