@@ -168,7 +168,7 @@ def test_one_that_answers_by_drops_is_out_and_named(way: str, alone: Callable[[s
 def test_an_answer_without_end_is_not_read(way: str, what: str, alone: Callable[[str], ServerEngine]) -> None:
     with serve_hostile(way) as url:
         engine = alone(url)
-        with pytest.raises(InfraTimeout, match=rf"the last failure: {url}: /\S+: the answer {what}"):
+        with pytest.raises(InfraTimeout, match=rf"the last failure: {url}: /\S+: the response {what}"):
             engine.run(say(engine))
 
 

@@ -214,7 +214,7 @@ def test_a_witness_is_told_its_own_token_and_errors_name_it(
             scores(task_with(held_out_listeners={"gone": "http://127.0.0.1:9"}), [])
         with pytest.raises(ValueError, match=r"^task.options.held_out_token_files.frozen="):
             task_with(held_out_listeners=witnesses, held_out_token_files={"frozen": str(tmp_path / "none")})
-    with pytest.raises(ValueError, match=r"^task.options.held_out_token_files=other: names no witness"):
+    with pytest.raises(ValueError, match=r"^task.options.held_out_token_files=other: is not a held-out listener"):
         LewisSpeakerOptions(held_out_listeners={"frozen": "http://a:1"}, held_out_token_files={"other": "x"})
 
 

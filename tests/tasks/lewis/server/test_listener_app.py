@@ -142,7 +142,7 @@ BAD = {
     "more wanted than there are": ({"topk": 3}, "topk=3: must be at most 2"),
     "no question": ({"question": ""}, "at least 1 character"),
     "a question of a megabyte": ({"question": "x" * (1 << 20)}, "at most 16384"),
-    "a question beyond the model": ({"question": "why? " * 3000}, "tokens with the picture's"),
+    "a question beyond the model": ({"question": "why? " * 3000}, "tokens including the image"),
     "a misspelled key": ({"top_k": 1}, "Extra inputs"),
     "both kinds": ({"candidates": [{"path": "0.png"}, {"path": "1.png"}]}, "not both"),
     "no base64": ({"candidate_paths": [], "candidates": [{"path": "0.png"}, {"base64": "?"}]}, "not base64"),

@@ -55,7 +55,7 @@ def test_the_first_part_of_another_update_begins_anew() -> None:
     incoming = PublishedWeightReceiver(SHAPES)
     incoming.add_part(part(0, 2, some(0, 1)))
     incoming.add_part(part(0, 2, some(0), update="v"))
-    with pytest.raises(ValueError, match="part 1 of 2 of u: part 1 of v is due"):
+    with pytest.raises(ValueError, match="part 1 of 2 of u: part 1 of v is expected"):
         incoming.add_part(part(1, 2, some(2)))
     assert incoming.add_part(part(1, 2, some(1, 2), update="v"))[1].keys() == SHAPES.keys()
 
@@ -77,7 +77,7 @@ def test_what_is_not_all_of_this_model_is_refused(case: str) -> None:
     incoming = PublishedWeightReceiver(SHAPES)
     with pytest.raises(ValueError, match=said):
         incoming.add_part(part(0, 1, tensors))
-    with pytest.raises(ValueError, match="is due"):  # nothing of the refused update is left
+    with pytest.raises(ValueError, match="is expected"):  # nothing of the refused update is left
         incoming.add_part(part(1, 2, some(0)))
     assert incoming.add_part(part(0, 1, TENSORS))[1].keys() == SHAPES.keys()
 
@@ -89,7 +89,7 @@ def test_a_tensor_comes_once_and_a_part_in_its_turn() -> None:
     with pytest.raises(ValueError, match="norm.weight: came before"):
         incoming.add_part(part(1, 3, some(0, 1)))
     incoming.add_part(part(0, 3, some(0)))
-    with pytest.raises(ValueError, match="part 2 of 3 of u: part 1 of u is due"):
+    with pytest.raises(ValueError, match="part 2 of 3 of u: part 1 of u is expected"):
         incoming.add_part(part(2, 3, some(2)))
     for text in ("?", base64.b64encode(b"no such file").decode(), base64.b64encode(save(TENSORS)[:-5]).decode()):
         with pytest.raises(ValueError, match="safetensors: cannot be read"):
