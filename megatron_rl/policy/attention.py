@@ -10,7 +10,8 @@ on CPUs replace the kernel with a function that has the same interface; tests/gp
 benchmarks/gpu/varlen.py compare the kernel with float64 attention on a GPU.
 
 Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and
-values are [K, M, D], where K is the number of gathered rows and M the number of key/value heads.
+values are an exception: in their shape, [K, M, D], K is the number of gathered rows and M is the
+number of key/value heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ class VarlenInputs:
     """Segments in the form required by a variable-length attention kernel.
 
     The gathered keys and values of a segment are contiguous: first the keys and values of all
-    segments that the segment continues, then those of the segment itself.
+    segments that the segment continues, then the segment's own keys and values.
     """
 
     cu_query_S1: torch.Tensor

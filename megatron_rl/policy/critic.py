@@ -31,7 +31,7 @@ class Critic(TrainableModel):
                 empty, the backbone is loaded from `model.path`.
             layout: Parallel layout shared by policy and critic.
             model: Model settings of the policy. The critic uses the same dtype and frozen parts.
-            parallel: Settings for offloading and for overlapping gradient reduction.
+            parallel: Settings for offloading and for overlapped gradient reduction.
             optim: Optimizer and learning-rate settings of the critic.
             num_steps: Number of steps that the learning-rate schedule spans.
             seed: Seed for initializing new adapters and the value head.

@@ -1,7 +1,7 @@
 """DeepStack: adds image features to the outputs of the first decoder layers.
 
 Sources: arXiv 2406.04334; Qwen3-VL. Until `split_embeddings` is called, the features are
-concatenated to the embeddings, so that features and embeddings are gathered over ranks and
+concatenated with the embeddings, so that features and embeddings are gathered over ranks and
 scattered along the sequence together.
 
 Megatron's layers do not accept the features as an input, so SharedPromptParams passes them to the

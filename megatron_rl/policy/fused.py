@@ -2,9 +2,9 @@
 
 On a GPU the fused kernels save activation memory: autograd stores only the inputs of the norm and
 of the activation, and one number per row of the norm. With plain torch, autograd would also store
-three copies of the hidden state and two copies of the intermediate state per layer, so that
-recomputation would be needed. On a CPU plain torch is equally fast: torch's rms_norm runs the same
-operations on a CPU, and Megatron's SwiGLU would have to be compiled.
+three copies of the hidden state and two copies of the intermediate state per layer, so
+recomputation would be needed. On a CPU, fused kernels would bring no speedup: torch's rms_norm runs
+the same operations as plain torch, and Megatron's SwiGLU would have to be compiled.
 """
 
 import torch

@@ -35,7 +35,7 @@ def uses_transformer_engine(lora: LoraSettings) -> bool:
 
 
 def transformer_engine_error() -> str:
-    """Return the reason why an installed Transformer Engine is not used, or '' if there is none.
+    """Return the reason why the installed Transformer Engine is not used; '' if there is no reason.
 
     The reason has the form `transformer_engine=VERSION: ...`. The result is '' if the machine has
     no GPU, if Transformer Engine is not installed, or if it can be used.

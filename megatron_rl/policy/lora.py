@@ -72,7 +72,7 @@ class LoraAdapter(nn.Module):
                 keeps their order.
             exchange: Collective applied to A's output [..., projections * rank]; None for a
                 replicated layer.
-            randomness: Context manager that selects the random stream of dropout.
+            randomness: Context manager that selects the random stream for dropout.
         """
         super().__init__()
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
@@ -133,7 +133,7 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
             a.sequence_parallel = self.sequence_parallel  # Megatron sums the gradients of the ranks' tokens
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output including adapters, and the bias if Megatron adds it later."""
+        """Return the layer's output with adapters, and the bias if it has not been added yet."""
         output, bias = super().forward(input_)
         return self.adapter(output, input_), bias
 
@@ -162,7 +162,7 @@ class LoraRowParallelLinear(RowParallelLinear):
             b.sequence_parallel = self.sequence_parallel
 
     def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output including adapters, and the bias if Megatron adds it later."""
+        """Return the layer's output with adapters, and the bias if it has not been added yet."""
         output, bias = super().forward(input_)
         return self.adapter(output, input_), bias
 
@@ -191,7 +191,7 @@ class LoraLinear(nn.Linear):
         self.adapter = LoraAdapter(lora, base.in_features, {name: base.out_features}, dtype=base.weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output including the adapter."""
+        """Return the layer's output including the adapter's output."""
         return self.adapter(super().forward(x), x)
 
 

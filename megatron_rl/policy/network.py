@@ -65,9 +65,10 @@ class Network:
             chunks: Model chunks of this rank, in the order of the virtual pipeline.
             layout: Parallel layout of the model.
             frozen: Parts of the model that are not trained (model.frozen).
-            lora: Adapter settings; if lora.rank > 0, only adapters and value head are trained.
-            parallel: Settings for offloading and for overlapping gradient reduction.
-            optim: Settings of optimizer and learning-rate schedule.
+            lora: Adapter settings; if lora.rank > 0, only the adapters and the value head are
+                trained.
+            parallel: Settings for offloading and for overlapped gradient reduction.
+            optim: Settings of the optimizer and the learning-rate schedule.
             num_steps: Number of steps that the learning-rate schedule spans.
             head_lr: Peak learning rate of the value head, if the model has one.
             patches: Function that returns the patches of an image.
@@ -136,7 +137,7 @@ class Network:
             batches: Micro-batches of this data-parallel rank.
             on_hidden: Computes the summed loss and the metrics of one micro-batch.
             step: Zero-based step of this training stage; it determines the learning rate.
-            is_partial: Set to True if the loss does not depend on all trained parameters.
+            is_partial: Set to True if some trained parameters do not affect the loss.
             check: Called with the reduced metrics before any weight changes; the metrics are equal
                 on all ranks.
 

@@ -36,7 +36,7 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
 
     The result is keyed by checkpoint key and offset. The sharded tensors are views of the
     optimizer's state, so loading fills the state in place. `weights` holds the sharded state dicts
-    of the model's chunks. Padding of the vocabulary is left out.
+    of the model's chunks. Padding rows of the vocabulary are left out.
     """
     whole = {described.data: described for described in nested_values(weights)}
     found = {}

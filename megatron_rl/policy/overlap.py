@@ -19,7 +19,7 @@ from megatron_rl.types import MicroBatch
 
 
 class GradReduceOverlap:
-    """Overlaps gradient reduction of a model without pipeline parallelism."""
+    """Overlaps gradient reduction with the backward pass of a model that has no pipeline stages."""
 
     def __init__(self, chunk: DistributedDataParallel, *, tp: int) -> None:
         self._chunk, self._tp = chunk, tp
@@ -33,7 +33,7 @@ class GradReduceOverlap:
 
         Overlapping is possible if the last micro-batch of every rank produces a gradient for every
         trained parameter. If overlapping is not possible, the reduction runs after the backward
-        pass. `is_partial` is True if the loss does not depend on all trained parameters.
+        pass. `is_partial` is True if some trained parameters do not affect the loss.
         """
         last = batches[-1]
         # The vision tower of every tensor-parallel rank needs at least one image.

@@ -2,7 +2,7 @@
 
 Padding rows follow the vocabulary. The padding rows stay zero, because they are initialized to
 zero, are never looked up or sampled, and have no gradient. Checkpoints contain no padding rows, so
-that checkpoints can be read with any parallel layout.
+checkpoints can be read with any parallel layout.
 """
 
 from dataclasses import replace

@@ -15,7 +15,7 @@ from megatron_rl.models.model_spec import ModelSpec
 
 @dataclass(slots=True, frozen=True)
 class Layout:
-    """Parallel sizes, with this rank's coordinates and tensor- and pipeline-parallel groups."""
+    """Parallel sizes, this rank's coordinates, and its tensor- and pipeline-parallel groups."""
 
     tp: int
     pp: int
@@ -26,7 +26,7 @@ class Layout:
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     vpp: int
-    """Number of model chunks on each pipeline stage; above 1 the pipeline is interleaved."""
+    """Number of model chunks per pipeline stage; if above 1, the pipeline is interleaved."""
     sequence_parallel: bool
     recompute: str
 
@@ -41,7 +41,7 @@ class Layout:
         return self.pp_rank == self.pp - 1
 
     def first_stage_rank(self, dp_rank: int, tp_rank: int) -> int:
-        """Return the global rank of the process with these coordinates on the first pipeline stage.
+        """Return the global rank of the first-stage process with the given dp and tp ranks.
 
         In the numbering of global ranks, the tensor-parallel rank varies fastest, then the
         data-parallel rank, then the pipeline stage (megatron-core 0.16.1,

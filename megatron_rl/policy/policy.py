@@ -66,7 +66,7 @@ class Policy(TrainableModel):
             layout: Parallel layout of the model.
             parallel: Settings for offloading, overlapped gradient reduction and
                 log_probs_chunk_size.
-            optim: Settings of optimizer and learning-rate schedule.
+            optim: Settings of the optimizer and the learning-rate schedule.
             num_steps: Number of steps that the learning-rate schedule spans.
             lora: Adapter settings; None trains the model itself.
             seed: Seed for initializing new adapters and the value head.
@@ -270,7 +270,7 @@ def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def write_on_rank_zero(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
-    """Call `write` with the stream on rank 0 and exhaust the stream on all other ranks.
+    """On rank 0, call `write` with the stream; on all other ranks, exhaust the stream.
 
     Producing the tensors is collective, so every rank iterates the stream to its end. If `write`
     raises an OSError on rank 0, every rank raises an OSError with the same message.

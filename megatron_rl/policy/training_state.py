@@ -273,8 +273,9 @@ def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[Shard
 def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tuple[SavePlan, Metadata | None]:
     """Plan which rank writes which part of the state to which file.
 
-    Collective. Rank 0 checks that the parts of all ranks add up to whole tensors, and assigns file
-    names. Returns this rank's plan and the metadata; the metadata is None on ranks other than 0.
+    Collective. Rank 0 checks that the parts of all ranks together cover every tensor completely,
+    and assigns file names. Returns this rank's plan and the metadata; the metadata is None on ranks
+    other than 0.
     """
     is_main = dist.get_rank() == 0
     writer.set_up_storage_writer(is_main)

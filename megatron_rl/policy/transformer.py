@@ -103,8 +103,8 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 def _recompute(mode: str) -> dict[str, object]:
     """Return Megatron's recomputation options for a value of parallel.recompute.
 
-    "selective" recomputes attention, "full" every layer. "none" and "vision" do not affect the
-    decoder.
+    "selective" recomputes attention; "full" recomputes every layer. "none" and "vision" do not
+    affect the decoder.
     """
     if mode == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -229,7 +229,7 @@ class ModelChunk(MegatronModule):
         """Return the first layer's input [T, 1, H] and the DeepStack features, if any.
 
         The input consists of token embeddings, with image embeddings at the placeholder positions.
-        Under sequence parallelism it is [T / tp, 1, H].
+        Under sequence parallelism the input is [T / tp, 1, H].
         """
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:

@@ -27,7 +27,7 @@ from megatron_rl.policy.lora import adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 Grid = Sequence[int]
-"""Size of an image in patches: numbers of frames, rows and columns."""
+"""Size of an image in patches: the number of frames, rows and columns."""
 
 
 class LinearPatchEmbed(nn.Conv3d):

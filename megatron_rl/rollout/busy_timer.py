@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class BusyTimer:
-    """Measures for how many seconds requests were in flight; the caller passes the current time."""
+    """Measures how long at least one request was in flight; the caller passes the current time."""
 
     num_in_flight: int = 0
     since: float = 0.0

@@ -1,8 +1,9 @@
 """Rollout engine that runs vLLM in the trainer's processes, on one or more ranks.
 
-`run(main)` runs an asyncio event loop, in which episodes await `generate`. A pump task adds their
-requests to vLLM, runs one vLLM step for all requests (continuous batching), wakes the episodes with
-finished turns, and yields to the loop. A slow tool therefore delays only its own episode.
+`run(main)` runs an asyncio event loop, in which episodes await `generate`. A pump task repeatedly
+adds the episodes' new requests to vLLM, runs one vLLM step for all requests (continuous batching),
+wakes each episode when its turn has finished, and yields to the loop. A slow tool therefore delays
+only its own episode.
 
 An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a vLLM scheduler
 on each rank. Only the leader, rank 0 of the engine's group, runs `main`. Before each step, the
@@ -89,10 +90,10 @@ class ColocatedEngine:
         """Build the engine.
 
         If `reads_weights` is False, the engine starts faster, but can generate only after the first
-        `load_weights`. `pixels` are the minimum and maximum number of pixels per image; None uses
-        the limits of the model folder's processor. `timeout_s` is the timeout of vLLM's process
-        groups in seconds; all ranks create these groups together. `cached_patches` is the maximum
-        number of image patches to keep between requests.
+        `load_weights` call. `pixels` are the minimum and maximum number of pixels per image; None
+        uses the limits of the model folder's processor. `timeout_s` is the timeout of vLLM's
+        process groups in seconds; all ranks create these groups together. `cached_patches` is the
+        maximum number of image patches to keep between requests.
         """
         assert settings.tp == (1 if group is None else group.size()), "engine.tp must equal the size of the group"
         self._settings = settings
@@ -131,7 +132,7 @@ class ColocatedEngine:
 
         Raises:
             RuntimeError: The placeholders do not match the images.
-            ValueError: vLLM rejects the request, for example because its temperature is above 2.
+            ValueError: vLLM rejects the request, for example because the temperature is above 2.
             PermanentInfraError: The engine has failed.
         """
         if self._error is not None:

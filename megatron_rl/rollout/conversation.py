@@ -46,7 +46,7 @@ class SequenceLimits:
 
 
 class Conversation(Protocol):
-    """Interface to the conversation between environment and policy in one episode.
+    """Interface to the conversation between the environment and the policy in one episode.
 
     An instance is used for one episode only. `sequences` and `turns` grow during the episode and
     are shared with the episode's rollout.
@@ -66,7 +66,7 @@ class Conversation(Protocol):
     async def generate(self, sampling: SamplingSettings) -> str:
         """Generate a response, append it to `turns`, and return its text.
 
-        The response may contain at most as many tokens as the sequence has room for.
+        The response is limited to the number of tokens that still fit into the sequence.
         """
         ...
 
@@ -79,7 +79,7 @@ class Conversation(Protocol):
         ...
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Add the observation that follows a response; return a stop reason if it does not fit.
+        """Add the observation that follows a response; return a stop reason if it exceeds a limit.
 
         If `is_new_prompt` is True, `messages` are a complete prompt and start a new sequence.
         """
@@ -157,14 +157,15 @@ class TokenConversation:
     def first_token_version(self) -> int | None:
         """Weight version of the first sampled token; None before the first request.
 
-        Between the first request and the first token, this is the weight version that the engine
-        had at the first request. Later tokens have the same or a newer weight version.
+        Between the first request and the first token, the value is the weight version that the
+        engine had when the first request was made. Later tokens have the same or a newer weight
+        version.
         """
         first = (turn for turn in self.turns if turn.token_span[0] < turn.token_span[1])
         return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._requested_version)
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Render the prompt as the first sequence; return a stop reason if it exceeds a limit."""
+        """Render the prompt as the first sequence; return a stop reason if it is too large."""
         self.sequences.append(await self._shared_prompt.get_prompt(messages))
         return self._limits.exceeds(TokenSequence(), self.sequences[0])
 
@@ -191,7 +192,7 @@ class TokenConversation:
         return start + self._renderer.char_to_token(self.sequences[-1].token_ids[start:stop], char)
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Render an observation and append it; return a stop reason if it exceeds a limit."""
+        """Render an observation and append it; return a stop reason if it is too large."""
         context = TokenSequence() if is_new_prompt else self.sequences[-1]
         render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
         more = await render_off_loop(self._renderer, render, messages)

@@ -32,8 +32,8 @@ class SamplingSettings:
     """Sampling temperature; 0 decodes greedily."""
     seed: int
     stop: tuple[str, ...] = ()
-    """Strings that end the turn. The response includes the stop string and ends with the token that
-    completes the stop string.
+    """Strings that end the turn. If a stop string occurs, the response includes this string and
+    ends with the token that completes it.
     """
     logprob_token_ids: tuple[int, ...] = ()
     """Token ids for which logprobs are returned at every sampled position; vLLM allows up to 128.
@@ -46,8 +46,8 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Logprobs of the sampled tokens under the policy: the model's distribution at the sampling
-    temperature, with the banned ids removed.
+    """Logprobs of the sampled tokens under the policy, which is the model's distribution at the
+    sampling temperature, with the banned ids removed.
     """
     is_stopped: bool
     """True if the last token is a stop id or completes a stop string; False if max_tokens or
@@ -110,8 +110,9 @@ class RolloutEngine(InferenceEngine, Protocol):
     """
 
     busy_s: float
-    """Number of seconds for which the engine has worked since its construction. For server engines:
-    seconds with at least one request in flight, averaged over the servers.
+    """Number of seconds for which the engine has worked since its construction. For a server
+    engine, this is the number of seconds with at least one request in flight, averaged over the
+    servers.
     """
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
@@ -135,7 +136,7 @@ class RolloutEngine(InferenceEngine, Protocol):
         ...
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
-        """Replace the engine's weights with `tensors`, (Hugging Face name, tensor) pairs.
+        """Replace the engine's weights with the (Hugging Face name, tensor) pairs in `tensors`.
 
         Raises:
             RuntimeError: A received tensor differs from the tensor that was sent. A server engine
@@ -166,8 +167,8 @@ def placeholder_offsets(token_ids: list[int], images: list[Image], *, image_toke
     Example (image_token_id 9, images of 2 and 1 tokens): [5, 9, 9, 6, 9, 7] returns [1, 4].
 
     Raises:
-        RuntimeError: The runs of `image_token_id` in `token_ids` do not match the token counts of
-            `images`, in order.
+        RuntimeError: The lengths of the runs of `image_token_id` in `token_ids` differ from the
+            token counts of `images`.
     """
     offsets: list[int] = []
     expanded: list[int] = []

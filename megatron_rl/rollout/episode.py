@@ -1,4 +1,4 @@
-"""Runs one episode as a coroutine (prompt, response, observation, and so on) and scores it.
+"""Runs one episode (prompt, response, observation, and so on) as a coroutine and scores it.
 
 This module enforces the limits of an episode (turns, wall time, tool errors) and measures how long
 each phase takes. conversation.py enforces the limits of a sequence.

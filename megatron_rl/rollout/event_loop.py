@@ -20,7 +20,7 @@ class PausableEventLoop(asyncio.SelectorEventLoop):
         """Value of `time()` when the loop was last paused."""
 
     def time(self) -> float:
-        """Return the loop's time in seconds, without pauses."""
+        """Return the loop's time in seconds, excluding pauses."""
         return super().time() - self._paused_s
 
     def run_forever(self) -> None:

@@ -52,7 +52,8 @@ class ServerSupervisor(Protocol):
 
         `is_unresponsive` is ignored until the server has responded for the first time since its
         start. Until then, the server counts as unresponsive once its startup timeout has passed.
-        The call does nothing during a backoff, or after too many restarts.
+        The call does not restart the server while its restart backoff lasts, or after too many
+        restarts.
         """
         ...
 
@@ -139,7 +140,7 @@ class HealthMonitor:
     async def _check_server(self, server: ServerBackend, label: str, expected: str) -> None:
         """Update the health of a server that has reported the weight label `label`.
 
-        The result of a probe is ignored if the expected label has changed during the probe.
+        The result of a probe is ignored if the expected label changed during the probe.
         """
         if server.is_healthy and self._supervisor is not None:
             self._supervisor.report_healthy(server.url)
@@ -174,7 +175,7 @@ class HealthMonitor:
             return before != await self._read_progress(server)
 
     async def _read_progress(self, server: ServerBackend) -> list[str]:
-        """Return the server's progress counters, or an empty list if it does not respond."""
+        """Return the server's progress counters; an empty list if the server does not respond."""
         try:
             return await server.read_progress(self._http, limit_s=self._health_timeout_s)
         except EndpointError:
@@ -198,7 +199,8 @@ class HealthMonitor:
     async def check_version(self, server: ServerBackend) -> str:
         """Return the label of the server's weights.
 
-        The request passes through the server's engine core, so it times out if the engine hangs.
+        The request passes through the server's engine core, so the request times out if the engine
+        hangs.
         """
         return await server.read_weight_label(self._http, limit_s=self._health_timeout_s)
 
@@ -218,7 +220,7 @@ class HealthMonitor:
     def update_outage(self) -> None:
         """Update `unhealthy_since`.
 
-        All waiting requests use this time to compute how long the outage has lasted, so they fail
+        All waiting requests compute the duration of the outage from `unhealthy_since`, so they fail
         together, no matter when each request started.
         """
         if any(server.is_healthy for server in self._servers):

@@ -1,7 +1,7 @@
 """Assigns the groups of a generation batch to the engines.
 
 Every engine starts with groups that are chosen by their position in the batch. If the engines have
-capacity for the whole batch, all groups are assigned in this way, and the assignment does not
+capacity for the whole batch, all groups are assigned by position, and the assignment does not
 depend on the engines' speed. If the capacity is too small, some groups remain unassigned at first,
 and engines with free capacity take them later, using a counter that all engines share. All episodes
 of a group run on the same engine, which caches their common prompt.
@@ -20,7 +20,7 @@ StartGroupFn = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
 
 
 class SharedCounter(Protocol):
-    """Interface of named counters that all engines share, such as a torch.distributed.Store."""
+    """Interface to named counters that all engines share; torch.distributed.Store implements it."""
 
     def add(self, key: str, amount: int) -> int:
         """Add `amount` to a counter, which starts at 0, and return the new value.
@@ -130,6 +130,6 @@ class GroupAssignment:
         return self.remaining[end - num : end]
 
     def clear(self) -> None:
-        """Delete the shared counter. Call this after every engine has run its assignment."""
+        """Delete the shared counter. Call this method after every engine has run its assignment."""
         if self.remaining and self.engine_rank.index == 0:
             self.engine_rank.counter.delete_key(self.counter_key)

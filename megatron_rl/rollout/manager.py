@@ -77,10 +77,10 @@ class RolloutManager:
 
         `episode_settings` are the settings of training episodes, with the run's seed. `engine_rank`
         identifies this process's engine among all engines. `run_with_grace` runs a coroutine, and
-        returns None if it has cancelled the coroutine after a stop signal. During an infrastructure
+        returns None if a stop signal caused it to cancel the coroutine. During an infrastructure
         outage, failed rollouts are retried for up to `outage_timeout_s` seconds; `log` prints a
-        line about each wait. `make_timer` takes a group number and a sample index and returns the
-        timer for this episode.
+        line about each wait. `make_timer` takes a group number and a sample index, which identify
+        an episode, and returns the timer for this episode.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
         self.gather_rollouts, self.all_gather, self.episode_settings, self.generation_settings = (
@@ -206,7 +206,7 @@ class RolloutManager:
         """Return `num_samples` rollouts for each example, sorted by group and sample index.
 
         A group's number is `first_group` plus the index of the example in `examples`. Training
-        episodes in progress continue meanwhile.
+        episodes that are in progress continue to run.
 
         Raises:
             GracefulStop: On every rank, if the grace period of an engine ended before the engine's
@@ -221,11 +221,11 @@ class RolloutManager:
     def _retry_failed(self, scheduled: Mapping[int, ScheduledGroup], rollouts: list[Rollout]) -> list[Rollout]:
         """Rerun the rollouts that had infrastructure errors; return all rollouts, sorted.
 
-        Rollouts with StopReason.INFRA_ERROR are rerun with unchanged seeds until none of them fails
-        in this way or outage_timeout_s has passed. The elapsed time is computed from the rollouts'
-        wall times, which are the same on all ranks, so that all ranks stop retrying together.
-        Rollouts with INFRA_TIMEOUT have already waited for a service; they are rerun once, without
-        a pause, in case the service has recovered.
+        Rollouts with StopReason.INFRA_ERROR are rerun with unchanged seeds until none of them ends
+        with INFRA_ERROR or outage_timeout_s has passed. The elapsed time is computed from the
+        rollouts' wall times, which are the same on all ranks, so that all ranks stop retrying
+        together. Rollouts with INFRA_TIMEOUT have already waited for a service; they are rerun
+        once, without a pause, in case the service has recovered.
 
         Raises:
             RunDenied: A server rejects this run's key. A rejected key is never retried.
@@ -345,9 +345,10 @@ class RolloutManager:
 
     @contextmanager
     def offloaded(self) -> Iterator[None]:
-        """Offload the engine, so that the trainer can use the device until `update_weights`.
+        """Offload the engine, so that the trainer can use the device.
 
-        The engine stays offloaded after the block, because a sleeping engine has no weights.
+        The engine stays offloaded after the `with` block, until `update_weights` is called, because
+        a sleeping engine has no weights.
         """
         if not self.is_offloaded:
             self.engine.sleep()

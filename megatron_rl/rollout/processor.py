@@ -18,8 +18,8 @@ from megatron_rl.rollout import template_probe
 from megatron_rl.types import Message
 
 SIZE_FORMS = ({"shortest_edge", "longest_edge"}, {"min_pixels", "max_pixels"})
-"""Accepted key sets for an image processor's `size`. Each value is a total pixel count (height x
-width), not a side length.
+"""Accepted key sets for an image processor's `size`. Each value in `size` is a total pixel count
+(height x width), not a side length.
 """
 RENDER_ERRORS = (TemplateError, TypeError, KeyError, AttributeError, ValueError, IndexError, RecursionError, ArithmeticError)
 """Exceptions that rendering a faulty chat template may raise."""

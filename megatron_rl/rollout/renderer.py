@@ -42,7 +42,7 @@ from megatron_rl.types import Image, Message, TokenSequence
 T = TypeVar("T")
 MAX_INLINE_PIXELS = 1 << 17
 """Default of `Renderer.max_inline_pixels`. Rendering an image with fewer pixels takes less than 8
-ms, which is less than a decode step of a large model.
+ms, which is shorter than a decode step of a large model.
 """
 _THREADS = 4
 """Number of rendering threads. Rendering an image of 2,000,000 pixels takes about 100 ms and

@@ -102,8 +102,8 @@ class PromptScheduler:
     def schedule(self, step: int) -> dict[int, ScheduledGroup]:
         """Schedule new groups and return them, keyed by group number.
 
-        After the call, max_staleness + 1 generation batches are in progress, or as many as the
-        remaining steps of the run need.
+        After the call, max_staleness + 1 generation batches are in progress, or fewer if the
+        remaining steps of the run need fewer.
         """
         size, num_batches = self._settings.num_prompts, self._settings.max_staleness + 1
         if self._settings.num_steps is not None:
@@ -145,8 +145,8 @@ class PromptScheduler:
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_index: int) -> list[Example]:
     """Return the examples of one generation batch.
 
-    The choice depends only on seed and batch index, so that a resumed run uses the same prompts as
-    an uninterrupted run. If the examples have a `probability`, they are drawn with replacement
+    The choice depends only on the seed and the batch index, so a resumed run uses the same prompts
+    as an uninterrupted run. If the examples have a `probability`, they are drawn with replacement
     according to these probabilities. Without probabilities, each epoch uses every example once, in
     random order.
     """

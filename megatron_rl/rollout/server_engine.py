@@ -7,7 +7,7 @@ to another server. On CPUs, resending does not change the sampling noise, which 
 and position (vllm/sampler.py). Weights are identified by a label, which consists of the run's name
 and the weight version. Each server returns the label of its weights with all sampled tokens.
 
-The event loop runs in its own thread, so that episodes continue while the trainer computes.
+The event loop runs in its own thread, so episodes continue while the trainer computes.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class ServerEngine:
             decode_tokens: Returns the text of token ids.
             all_gather: Gathers the values of all ranks on every rank.
             sender: Sends the weights; None on ranks that do not send weights.
-            supervisor: Restarts servers that the run itself has started. It is set only on the rank
-                of `sender`.
+            supervisor: Restarts servers that the run itself has started. None on ranks without a
+                `sender` or if the run did not start the servers.
             first_server: Index of the server to prefer if several servers are equally busy.
             log: Prints one line.
         """
@@ -136,8 +136,8 @@ class ServerEngine:
         """Return the times of the last weight update in seconds.
 
         weight_sync/pause_s is the time for which requests were paused. weight_sync/transfer_s,
-        which only the rank of `sender` returns, is the part of the pause that was spent on sending
-        the weights.
+        which only the rank with the `sender` returns, is the part of the pause that was spent on
+        sending the weights.
         """
         return dict(self._metrics)
 
@@ -224,7 +224,8 @@ class ServerEngine:
         """Await a server's reply to a request.
 
         Raises:
-            EndpointError: The request failed, or the server was marked unhealthy meanwhile.
+            EndpointError: The request failed, or the server was marked unhealthy before the reply
+                arrived.
         """
         task, failure = asyncio.ensure_future(request), server.failure  # readmission replaces the future, maybe before this task resumes
         server.busy_timer.start(time.perf_counter())
@@ -244,8 +245,9 @@ class ServerEngine:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights to all servers. All ranks must call this method together.
 
-        Turns in progress are interrupted and continue with the new weights. A server that cannot be
-        verified to have received all weights is marked unhealthy; no RuntimeError is raised.
+        Turns in progress are interrupted and continue with the new weights. If a server is not
+        confirmed to have received all weights, the server is marked unhealthy, and no RuntimeError
+        is raised.
         """
         began = time.perf_counter()
         self.run(self._pause_requests())

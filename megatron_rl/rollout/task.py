@@ -32,8 +32,8 @@ class Step:
     tool_call: ToolCall | None = None
     """Tool call made by the response, or None."""
     action_char: int | None = None
-    """Character index in the response at which the action begins, after the thoughts (for
-    algo.thought_logprob_scale). None if the response is not divided into thoughts and action.
+    """Index of the character in the response at which the action begins, after the thoughts. Used
+    by algo.thought_logprob_scale. None if the response is not divided into thoughts and action.
     """
     is_new_prompt: bool = False
     """True if `messages` are a complete new prompt that includes the state; False if they continue
@@ -123,9 +123,9 @@ class Task(ABC):
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Return demonstrations of a split for supervised training.
 
-        The sequence may create each demonstration lazily, since a demonstration is accessed only
-        when it is trained on. The default returns the user's transcripts, which every task supports
-        (sft.py).
+        The returned sequence may create each demonstration lazily, since a demonstration is
+        accessed only when it is trained on. The default returns the user's transcripts, which every
+        task supports (sft.py).
         """
         return load_demonstrations(self.settings.data, split, num=num, seed=seed)
 

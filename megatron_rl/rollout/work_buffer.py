@@ -16,7 +16,7 @@ from megatron_rl.types import Rollout
 
 DUE = "due"
 POLL_S = 0.1
-"""Maximum delay in seconds until an engine notices that other engines have finished groups."""
+"""Maximum delay in seconds before an engine notices that other engines have finished groups."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -84,8 +84,8 @@ class PartialCompletion:
     finish_reason: str
     """Reason why generation ended: "stop", "length" or ABORTED."""
     num_from_first_request: int = 0
-    """Number of leading tokens that came from a separate first request (the request with an image).
-    The server cannot match a stop string that begins in these tokens.
+    """Number of leading tokens that were sampled by a separate first request, which sent a new
+    image. The server cannot match a stop string that begins in these tokens.
     """
 
 
@@ -97,7 +97,7 @@ class GenerateClient:
     image_token_id: int
     stop_ids: list[int]
     limit_s: float
-    """Timeout in seconds of one request, including its complete reply."""
+    """Timeout in seconds of one request, up to the end of its reply."""
     connect_s: float
     """Timeout in seconds for connecting to a server."""
 
@@ -201,7 +201,7 @@ class GenerateClient:
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
     async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
-        """Return the JSON form of an image; omit the pixel data if the server has the image."""
+        """Return an image as a JSON object, without the pixel data if the server has the image."""
         data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
@@ -213,7 +213,8 @@ async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIter
     First waits for the images that other requests are sending.
 
     Raises:
-        EndpointError: Another request failed to send such an image, and the server is backing off.
+        EndpointError: Another request failed to send an image that this request needs, and the
+            server is backing off.
     """
     while unknown := image_keys - server.known_images:
         if not (coming := unknown & server.pending_images.keys()):

@@ -180,8 +180,8 @@ class VllmCore:
     ) -> None:  # fmt: skip
         """Build the engine.
 
-        If `reads_weights` is False, the engine has no weights until `load_weights`. `name` is a
-        unique name for this engine, the same on all of its ranks.
+        If `reads_weights` is False, the engine has no weights until `load_weights` is called.
+        `name` is a unique name for this engine, the same on all of its ranks.
         """
         self._llm = _start_vllm(
             model_path, settings, banned_ids=banned_ids, name=name, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s
@@ -334,9 +334,9 @@ class VllmCore:
         """Free memory for the trainer.
 
         On CUDA, this method discards the weights and the KV cache (sleep level 2 of vLLM), because
-        the next load_weights sends all weights. On a CPU, it clears the caches. The cached image
-        patches are released too, because the trainer prepares its own patches; requests in progress
-        keep their patches.
+        the next load_weights sends all weights. On a CPU, this method clears the caches. The cached
+        image patches are released too, because the trainer prepares its own patches; requests in
+        progress keep their patches.
 
         Until its next step, vLLM's worker keeps the patches of the requests that ended last. An
         idle engine therefore runs one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 SEED_KEY, NUM_SAMPLED_KEY = "megatron_rl_seed", "megatron_rl_first"
-"""Keys of SamplingParams.extra_args: the seed of a turn, and the number of the turn's tokens that
-earlier requests have sampled (0 if missing).
+"""Keys in SamplingParams.extra_args for the seed of a turn, and for the number of the turn's tokens
+that earlier requests have sampled (0 if the key is missing).
 """
 BANNED_IDS_KEY = "megatron_rl_banned_ids"
 """Key of the banned ids in VllmConfig.additional_config."""

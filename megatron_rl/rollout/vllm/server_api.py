@@ -1,4 +1,4 @@
-"""HTTP client for a vLLM server, which also tracks the state of the server.
+"""HTTP client that calls a vLLM server and tracks its state.
 
 Every reply is validated. A failed call raises EndpointError with the server's message.
 """
@@ -65,14 +65,14 @@ class VllmServer:
     """
 
     def __init__(self, url: str, *, token: str = "", is_own: bool = False, max_timeout_s: float = CHECKSUM_TIMEOUT_S) -> None:
-        """Create the client state of a server.
+        """Create a client for a server.
 
         Args:
             url: Address of the server.
             token: Token that is sent with every request.
             is_own: True if the run started the server.
-            max_timeout_s: Upper limit in seconds for the timeout of any `call`, including its
-                complete reply.
+            max_timeout_s: Upper limit in seconds for the timeout of any `call`. The timeout covers
+                the complete reply.
         """
         self.url, self.token, self._max_timeout_s = url.rstrip("/"), token, max_timeout_s
         self._key_remedy = OWN_SERVER_KEY_REMEDY if is_own else KEY_REMEDY
@@ -236,7 +236,7 @@ def launch_command(settings: Settings) -> str:
 
 
 def server_command_line(settings: Settings) -> list[str]:
-    """Return the command of a server that the run starts itself.
+    """Return the command for a server that the run itself starts.
 
     The command does not include the options --host, --port and --seed.
     """

@@ -30,7 +30,7 @@ IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_
 
 
 def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
-    """Return the environment variables to set for a server in addition to its inherited variables.
+    """Return the environment variables to set for a server in addition to those that it inherits.
 
     vLLM provides the HTTP calls for weight updates only if VLLM_SERVER_DEV_MODE is set. For an
     engine with one worker, vLLM's multiprocessing is disabled, so that on a CPU the worker runs in
@@ -80,7 +80,7 @@ def _format_option(name: str, value: object) -> list[str]:
 
 
 def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
-    """Return a shell command for each address in engine.urls, or for 127.0.0.1:8000 by default.
+    """Return a shell command for each address in engine.urls, or for 127.0.0.1:8000 if it is empty.
 
     Each command must be run on the server's node, in the environment in which this project is
     installed.
@@ -104,7 +104,7 @@ def engine_fingerprint(
 ) -> dict[str, str]:  # fmt: skip
     """Return the properties in which a server must match the run.
 
-    The keys name the properties in error messages about a mismatch.
+    An error message about a mismatch names the property by its key.
     """
     folder = Path(model_path)
     config = {key: value for key, value in read_json(folder / "config.json").items() if key not in IGNORED_CONFIG_KEYS}

@@ -24,7 +24,9 @@ from torch import nn
 from megatron_rl.models.name_mapping import canonical_name, nested_name
 
 CHECKSUM_CHUNK = 1 << 14
-"""Number of 64-bit words per chunk in `checksum`. Every chunk uses the same word factors a_i."""
+"""Number of 64-bit words per chunk in `checksum`. In every chunk, word i is multiplied by the same
+factor a_i.
+"""
 WORD_FACTOR = 0x61C8864680B583EB
 CHUNK_FACTOR = 0x2545F4914F6CDD1D
 

@@ -2,9 +2,9 @@
 
 One process sends the weights; the other ranks only take part in producing the tensors. Each server
 is paused, receives all buckets, and resumes only after the update is finished and labeled. If a
-server fails during an update, it stays unhealthy, so it never serves a partial update. The last
-update is kept in host memory, so that a server that comes back can receive the whole update at any
-time.
+server fails during an update, it stays unhealthy, so it never generates with partially updated
+weights. The last update is kept in host memory, so that a server that comes back can receive the
+whole update at any time.
 """
 
 import socket
@@ -100,7 +100,7 @@ class Connection:
     def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
         """Run `fn` while the server processes the HTTP call; return the result of `fn`.
 
-        If `fn` or the HTTP call fails, this method does not wait for the other call.
+        If `fn` or the HTTP call fails, this method does not wait for the other one to end.
         """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
@@ -164,7 +164,7 @@ class WeightSender:
             expected: Fingerprint that the servers must have (server_command.expected_fingerprint).
             owner: Name of the trainer process. The servers belong to this process while it is
                 alive.
-            kind: Key of weight_transport.TRANSPORTS.
+            kind: Kind of transport, a key of weight_transport.TRANSPORTS.
             bucket_bytes: Size of the buckets in bytes.
             timeout_s: Timeout in seconds of the process groups and of each of their operations
                 (parallel.timeout_s).

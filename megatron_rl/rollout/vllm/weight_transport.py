@@ -102,7 +102,7 @@ TRANSPORTS: Mapping[str, Callable[..., Transport]] = {"gloo": GlooTransport, "nc
 
 
 def open_store(rendezvous: Rendezvous, *, rank: int) -> dist.TCPStore:
-    """Return the store of a group: rank 0 hosts the store, the other ranks connect to it.
+    """Return the store of a process group; rank 0 hosts it, and the other ranks connect to it.
 
     Rank 0 uses a free port if `rendezvous.port` is 0.
     """
@@ -119,7 +119,7 @@ class Bucket:
     shapes: list[list[int]]
     num_bytes: int
     digest: str = ""
-    """Digest of the whole update if this is its last bucket, else empty."""
+    """Digest of the whole update in the last bucket of the update; empty in all other buckets."""
 
 
 def pack_bucket(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tensor]:
