@@ -96,5 +96,5 @@ class VqaTask(Task):
         return compute_benchmark_metrics(self.settings.data.benchmark, examples, rollouts)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Return a list with the one reply that earns the full reward."""
+        """Return a list that contains one reply that earns the full reward."""
         return [f"<answer>{example.payload['answer']}</answer>"]

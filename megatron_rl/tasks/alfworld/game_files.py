@@ -24,8 +24,8 @@ TRANSCRIPT_FILES = {"planner": "transcript.json", "searcher": "search.json"}
 """Maps each demonstrator to the file name of its transcripts."""
 MAX_GAME_BYTES = 64 << 20
 OFFICIAL_FOLDERS = {"train": "json_2.1.1/train", "eval": "json_2.1.1/valid_unseen"}
-"""Maps each split to its folder in ALFWORLD_DATA. The scenes of the split valid_unseen do not occur
-in the split train.
+"""Maps each split to its folder in ALFWORLD_DATA. The scenes of the valid_unseen split do not occur
+in the train split.
 """
 MAKE_COMMAND = "python tools/data/make_alfworld.py --out data/alfworld"
 GAMES_REMEDY = (
@@ -37,7 +37,7 @@ REQUIRED_PACKAGES = {"textworld": "textworld", "fast_downward": "fast-downward-t
 
 @dataclass(slots=True, frozen=True)
 class TranscriptTurn:
-    """One turn of a transcript: observation text, admissible commands, thoughts, chosen command."""
+    """Transcript turn: observation text, admissible commands, thoughts and chosen command."""
 
     text: str
     commands: list[str]

@@ -1,4 +1,4 @@
-"""Generates ALFWorld games from the data files of the package alfworld.
+"""Generates ALFWorld games from the data files of the alfworld package.
 
 The package provides the rules (alfred.pddl), texts (alfred.twl2), goals and 120 floor plans. Scenes
 are numbered as in ALFWorld. Of the 30 scenes of each kind of room, the first 6 are held out and the
@@ -31,7 +31,7 @@ NAME_MANGLING = str.maketrans({"|": "_bar_", "-": "_minus_", "+": "_plus_", ".":
 
 @dataclass(slots=True, frozen=True)
 class GameDraft:
-    """Generated game, before the planner has checked that it can be won."""
+    """Generated game that the planner has not yet checked for a solution."""
 
     goal: AlfworldGoal
     task_text: str
@@ -79,7 +79,7 @@ class AlfworldPackage:
         """Return the receptacles of a scene and the object types that the scene may contain.
 
         Example of a receptacle name: Cabinet|+00.68|+00.50|-02.20. The object types are the lamp
-        and the types that a receptacle of the scene may contain.
+        and each type that at least one receptacle of the scene may contain.
         """
         plans = self.package_dir / "gen" / "layouts"
         receptacles = sorted(json.loads((plans / f"FloorPlan{scene}-openable.json").read_text()))
@@ -101,7 +101,7 @@ class AlfworldPackage:
 
 
 def find_alfworld_package() -> AlfworldPackage:
-    """Return the data files of the installed package alfworld.
+    """Return the data files of the installed alfworld package.
 
     Raises:
         ValueError: The package is not installed.
@@ -131,9 +131,9 @@ def generate_drafts(
     """Yield an infinite sequence of random games of one kind, using the scenes of one split.
 
     Args:
-        package: Data files of the package alfworld.
+        package: Data files of the alfworld package.
         split: Split from which scenes are chosen, train or eval.
-        kind: Kind of task.
+        kind: Kind of task, one of the values of KIND_BY_ALFWORLD_NAME.
         rng: Random number generator.
         max_receptacles: Maximum number of receptacles. Receptacles that the goal needs are always
             included. 0 includes all receptacles of the scene.
@@ -158,7 +158,7 @@ def generate_drafts(
 def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str], types: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each (object type, target receptacle type) pair for which a game can be generated.
 
-    For kind look, the lamp takes the place of the target receptacle.
+    In games of kind `look`, the lamp takes the place of the target receptacle.
     """
     there = sorted({object_type(receptacle) for receptacle in receptacles})
     able = package.constants["VAL_ACTION_OBJECTS"][ABILITY_BY_KIND[kind]] if kind in ABILITY_BY_KIND else types
@@ -197,7 +197,7 @@ def _choose_receptacles(
 def _place_objects(
     package: AlfworldPackage, goal: AlfworldGoal, receptacles: Sequence[str], types: Sequence[str], *, rng: random.Random, max_objects: int
 ) -> list[tuple[str, str]]:  # fmt: skip
-    """Return (object, receptacle) pairs: random objects with their initial receptacles.
+    """Return random objects with their initial receptacles, as (object, receptacle) pairs.
 
     No object of the goal's type starts in a receptacle of the target type.
     """

@@ -17,11 +17,12 @@ KIND_BY_ALFWORLD_NAME: Mapping[str, str] = {
 """Maps each ALFWorld task type to the short name that this package uses."""
 ALFWORLD_NAME_BY_KIND: Mapping[str, str] = {kind: name for name, kind in KIND_BY_ALFWORLD_NAME.items()}
 CHANGE_PREDICATES: Mapping[str, str] = {"clean": "isclean", "heat": "ishot", "cool": "iscool"}
-"""Maps each kind of task that changes an object to the predicate that the object must satisfy."""
+"""Predicate that the changed object must satisfy, keyed by the kind of task: clean, heat or
+cool."""
 FOLDER_PATTERN = re.compile(r"(?P<name>[a-z_]+)-(?P<thing>[A-Za-z]+)-None-(?P<place>[A-Za-z]+)-(?P<scene>\d+)")
 """Regular expression for the name of a game's parent folder in ALFWorld. The name contains the task
 type, the object, the movable receptacle (always None in supported games), the target receptacle
-(the lamp for kind look), and the scene.
+(the lamp in games of kind `look`), and the scene.
 """
 Facts = Mapping[str, Set[tuple[str, ...]]]
 """Maps each predicate of alfred.pddl to the set of argument tuples for which the predicate is true.
@@ -36,7 +37,7 @@ class AlfworldGoal:
     kind: str
     object_type: str
     receptacle_type: str
-    """Type of the target receptacle. For kind look, this is the type of the lamp."""
+    """Type of the target receptacle. In games of kind `look`, this is the type of the lamp."""
     scene: int
     """Number of the floor plan."""
 

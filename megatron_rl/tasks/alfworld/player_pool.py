@@ -23,8 +23,8 @@ KILL_SLACK_S = 5.0
 at the time limit.
 """
 LOAD_TIMEOUT_S = 300.0
-"""Maximum number of seconds for the imports of the player server. The time limit for loading a game
-is added to this number.
+"""Time limit in seconds for the imports of the player server. The time limit for loading a game is
+added to this value.
 """
 MAX_ANSWER_BYTES = 1 << 20
 
@@ -89,7 +89,7 @@ class PlayerPool:
     """Pool of at most `size` player processes.
 
     If all players are in use, `acquire` waits for a player to be released. The player server, which
-    forks the players, is started by the first call of `acquire`.
+    forks the players, is started by the first call to `acquire`.
     """
 
     def __init__(self, size: int, *, timeout_s: float) -> None:

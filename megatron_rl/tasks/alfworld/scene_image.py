@@ -1,6 +1,6 @@
 """Scene images, drawn from the text observations.
 
-No simulator is used. A renderer that returns frames of the simulator THOR could be implemented as
+No simulator is used. A renderer that returns frames from the THOR simulator could be implemented as
 another `SceneRenderer`.
 """
 

@@ -48,9 +48,9 @@ def write_prompt(task: str, observation: GameObservation, *, history: Sequence[s
 
 
 def write_thoughts(commands: Sequence[str]) -> str:
-    """Return thoughts that name the first of the commands that can affect the goal.
+    """Return thoughts that name the first command that can affect the goal.
 
-    If none of the commands can affect the goal, the thoughts name the first command.
+    If no command can affect the goal, the thoughts name the first command in the list.
     """
     deed = next((command for command in commands if not command.startswith(NEUTRAL_COMMANDS)), commands[0])
     return f"Next: {deed}."

@@ -12,7 +12,7 @@ APPLIANCE_BY_KIND = {"clean": "sinkbasin", "heat": "microwave", "cool": "fridge"
 
 
 class SearchExpert:
-    """Scripted policy for one game that reads only the admissible commands.
+    """Scripted policy that plays one game and reads only the admissible commands.
 
     The policy tracks its position from the commands that it returns, so the caller must run every
     returned command.
@@ -108,10 +108,10 @@ def _place_type(place: str) -> str:
 
 
 def _first_place(commands: Sequence[str], kind: str) -> str:
-    """Return the first place of the given type to which one of the commands goes.
+    """Return the first place of type `kind` to which a command in `commands` leads.
 
     Raises:
-        LookupError: No command goes to a place of this type.
+        LookupError: No command leads to a place of this type.
     """
     places = [command.removeprefix("go to ") for command in commands if command.startswith(f"go to {kind} ")]
     return places[0]

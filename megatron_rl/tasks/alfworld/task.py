@@ -7,7 +7,7 @@ contains only the current state, so every turn is a new sequence.
 The reward of a step is computed as in RL4VLM's code: 50 if the game is won, plus the fraction of
 the goal's conditions that are met, minus 1 if the reply contains no admissible command. The
 fraction is added at every step, so waiting in a state with half of the conditions met earns 0.5 per
-step. With task.options.progress=change, the change of the fraction is added instead.
+step. With task.options.progress=change, the change in the fraction is added instead.
 
 A reply without an admissible command is always recorded as a failed call (ToolCall.error).
 task.options.invalid selects the other effects of such a reply, as in the card games

@@ -1,4 +1,4 @@
-"""Runs a game in TextWorld's PDDL engine, with observations, commands and goal progress.
+"""Runs a game in TextWorld's PDDL engine. Reports observations, commands and goal progress.
 
 Import this module only in a process that does nothing but run games. A process can run only one
 TextWorld game at a time, and only from one thread, because TextWorld's planner (Fast Downward, a C
@@ -32,13 +32,13 @@ from megatron_rl.tasks.alfworld.goals import AlfworldGoal, Facts  # noqa: E402
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation  # noqa: E402
 
 TASK_PATTERN = re.compile(r"(?<=Your task is to: )[^\"]*(?=\.\")")
-"""Pattern of the task description in the grammar of a game."""
+"""Regular expression that matches the task description in a game's grammar."""
 
 
 def assign_names(ids: Iterable[str]) -> dict[str, str]:
     """Map TextWorld's ids to ALFWorld's names, e.g. cabinet_bar__minus_01... to cabinet 3.
 
-    Among the ids of one kind, the first in sorted order gets the highest number, as in class
+    Among the ids of one kind, the first in sorted order gets the highest number, as in the class
     Demangler of alfworld 0.4.2 (agents/utils/misc.py).
     """
     kinds = {each: _object_kind(each) for each in sorted(ids)}
@@ -70,7 +70,7 @@ class TextWorldGame:
     """TextWorld game loaded from a file. Exceptions that TextWorld raises are not caught."""
 
     library = None
-    """Process-private copy of the Fast Downward library, loaded with the first game."""
+    """Process-private copy of the Fast Downward library, loaded together with the first game."""
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())

@@ -1,13 +1,13 @@
 """Blackjack of GymCards, with an infinite deck and one visible dealer card.
 
-Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are the same as in gymnasium's
-toy_text/blackjack (Sutton and Barto, example 5.1), as in RL4VLM:
+Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are the same as in RL4VLM and in
+gymnasium's toy_text/blackjack (Sutton and Barto, example 5.1):
 
 - If the player exceeds 21 points (a bust), the game ends with reward -1.
 - After the player stands, the dealer draws until it has at least 17 points, counting an ace as 11
   where possible. The reward is 1 if the dealer exceeds 21 points or has fewer points than the
   player, 0 if the points are equal, and -1 otherwise.
-- Ten-valued cards are dealt as J, Q or K, never as 10.
+- Cards with the value 10 are dealt as J, Q or K, never as 10.
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,8 +66,8 @@ def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = 
     """Return the reward after the player has stood and the dealer has drawn.
 
     The reward is 1 for a win, 0 for a draw and -1 for a loss. If `natural` is set and `sab` is not,
-    a win with a natural has reward 1.5. With `sab`, a player with a natural wins unless the dealer
-    also has a natural.
+    a win with a natural has reward 1.5. If `sab` is set, a player with a natural wins unless the
+    dealer also has a natural.
     """
     player, dealer = hand_total(state.player)[0], hand_total(state.dealer)[0]
     reward = 1.0 if dealer > 21 else float((player > dealer) - (player < dealer))
@@ -77,7 +77,7 @@ def compute_payoff(state: BlackjackState, *, natural: bool = False, sab: bool = 
 
 
 def deal_card(rng: np.random.Generator) -> Card:
-    """Return a random card. A ten-valued card is a J, Q or K."""
+    """Return a random card. A card with the value 10 is a J, Q or K."""
     rank = int(rng.integers(1, 14))
     return Card(int(rng.integers(11, 14)) if rank >= 10 else rank, SUITS[rng.integers(4)])
 
@@ -111,8 +111,9 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
     """`gym_cards/Blackjack-v0`: get closer to 21 points than the dealer without exceeding 21.
 
     reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the initially visible cards. An
-    observation is a uint8 array [300, 300, 3]. With symbolic=True, an observation is (player's
-    points, value of the dealer's visible card (1 to 10), 1 if an ace counts as 11 else 0).
+    observation is a uint8 array [300, 300, 3]. With symbolic=True, an observation is a tuple: the
+    player's points, the value of the dealer's visible card (1 to 10), and 1 if an ace counts as 11
+    or 0 otherwise.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}

@@ -41,7 +41,7 @@ POSITIONS: tuple[Position, ...] = tuple(
     (points, is_soft, up) for points, is_soft, up in product(range(4, 22), (False, True), CARD_PROBABILITIES) if points >= 12 or not is_soft
 )
 """All 280 positions in which the player has a choice. Hands with fewer than 12 points are never
-soft, because an ace that counts as 11 and another card have at least 12 points.
+soft, because an ace that counts as 11 is worth at least 12 points together with any other card.
 """
 
 
@@ -54,8 +54,8 @@ def dealer_distribution(points: int, is_soft: bool, is_dealt: bool = False) -> d
     Args:
         points: Current points of the dealer.
         is_soft: True if an ace counts as 11.
-        is_dealt: True if the dealer has only the visible card, so that 21 points with the next card
-            are a natural.
+        is_dealt: True if the dealer has only the visible card, in which case 21 points with the
+            next card are a natural.
     """
     ends: dict[int, float] = {}
     for value, chance in CARD_PROBABILITIES.items():

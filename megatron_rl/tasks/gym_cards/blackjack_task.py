@@ -1,4 +1,4 @@
-"""Blackjack as a task: prompt, random starts from a seed, and demonstrations.
+"""Blackjack as a task: prompt, seeded random starts, and demonstrations.
 
 The policy receives an image and the rules, and replies with one JSON object, e.g.
 
@@ -155,13 +155,13 @@ class BlackjackTask(GameTask):
         return best_policy()
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
-        """Return single-turn demonstrations, one for each turn of games with training suits.
+        """Return single-turn demonstrations, one per turn of games with the train split's suits.
 
         Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator
         follows the optimal policy. In the "biased" split, the demonstrator stands with probability
         BIASED_ERROR in turns against a dealer's card of at least BIASED_MIN_DEALER_VALUE, and
-        otherwise follows the optimal policy. A policy that has learned the "biased" split exactly
-        wins 40.0% of its games with greedy decoding.
+        otherwise follows the optimal policy. A policy with the same action probabilities as the
+        "biased" demonstrator wins 40.0% of its games with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0

@@ -42,11 +42,12 @@ def _reject_constant(constant: str) -> float:
 
 
 def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
-    """Return the index into `actions` of a reply's action, or the reason why the reply is invalid.
+    """Return the index of the reply's action in `actions`, or the reason why the reply is invalid.
 
-    A valid reply is one JSON object (RFC 8259, so without NaN) with only whitespace around it and
-    no repeated key. The value of the object's key "action" must be equal to one of `actions`. Other
-    keys are ignored, so the policy's description of the state does not affect the reward.
+    A valid reply is one JSON object without repeated keys, surrounded only by whitespace. NaN is
+    invalid, as in RFC 8259. The value of the object's key "action" must be equal to one of
+    `actions`. Other keys are ignored, so the policy's description of the state does not affect the
+    reward.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG
@@ -54,7 +55,7 @@ def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
         read = json.loads(text, object_pairs_hook=_reject_repeated_keys, parse_constant=_reject_constant)
     except _RepeatedJsonKey:
         return InvalidAction.REPEATED_KEY
-    except (ValueError, RecursionError):  # invalid JSON or an integer beyond Python's digit limit; too deep nesting
+    except (ValueError, RecursionError):  # invalid JSON, an integer beyond Python's digit limit, or too deep nesting
         return InvalidAction.NOT_JSON
     if not isinstance(read, dict):
         return InvalidAction.NOT_AN_OBJECT

@@ -1,7 +1,7 @@
 """Playing cards and their images, drawn with the font file in this package.
 
-Policies are trained on the card art "large"; the arts "classic" and "night" are used to test
-generalization. The art "large" uses a different ink color for each suit, so that suits can be
+Policies are trained on the card art "large"; the card arts "classic" and "night" are used to test
+generalization. The card art "large" uses a different ink color for each suit, so that suits can be
 distinguished on cards that are 30 pixels wide.
 """
 

@@ -4,8 +4,8 @@ The strict rules allow whole numbers, signs, + - * / and parentheses, and comput
 Adjacent numbers, ** and // are invalid.
 
 The legacy rules follow Python, because RL4VLM evaluates the text of a formula as Python: adjacent
-numbers are concatenated, ** is a power, // is integer division, and / returns a float. Unlike in
-Python, an integer power whose result has more than MAX_BITS bits is invalid, because its
+numbers are concatenated, ** is exponentiation, // is integer division, and / returns a float.
+Unlike in Python, an integer power whose result has more than MAX_BITS bits is invalid, because its
 computation could take hours.
 """
 
@@ -32,7 +32,7 @@ class _Operator(NamedTuple):
     precedence: int
     function: Callable[[Number, Number], Number]
     is_right: bool = False
-    """True if the operator is right-associative: a op b op c is a op (b op c)."""
+    """True if the operator is right-associative, i.e. a op b op c means a op (b op c)."""
 
 
 def _power(base: Number, exponent: Number) -> Number:
@@ -69,7 +69,7 @@ class _ExpressionParser:
         return value
 
     def parse_expression(self, min_precedence: int) -> Number:
-        """Parse and evaluate an expression up to the first operator of lower precedence."""
+        """Return the value of the expression before the next operator below `min_precedence`."""
         value = self.parse_operand()
         while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
             found = self.operators[self.remaining.pop()]

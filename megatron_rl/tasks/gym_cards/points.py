@@ -3,7 +3,8 @@
 The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula,
 with these rules:
 
-- A number that is not on an unused card appends a blank instead of the number; the reward is -1.
+- If an action's number is not on an unused card, the action appends a blank instead of the number,
+  and the reward is -1.
 - "=" ends the game. The reward is 10 if the formula uses all cards and equals the target, else -1.
 - If the formula is already longer than its limit, any action has reward -1 and truncates the
   episode.

@@ -132,7 +132,7 @@ class PointsTask(GameTask):
         return Example(id=name, payload=payload, probability=probability)
 
     def example_rules(self, example: Example) -> PointsRules:
-        """Return the rules of an example."""
+        """Return the game rules that apply to an example."""
         return replace(self.rules, target=example.payload["target"], is_legacy=example.payload["legacy_rules"])
 
     def env(self, example: Example) -> GameEnv:
@@ -227,8 +227,8 @@ class EZPointsTask(PointsTask):
 class Points24Task(PointsTask):
     """Points24 task.
 
-    task.options.train_hands and task.options.eval_hands set the number of hands. No set of four
-    numbers occurs in both splits.
+    task.options.train_hands and task.options.eval_hands set the number of hands in the train split
+    and in the eval split. No set of four numbers occurs in both splits.
     """
 
     Options = Points24Options
@@ -273,7 +273,7 @@ class Points24Task(PointsTask):
         return self.deal_hands(rng, is_held_out=False)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the base metrics, plus the success rate on solvable hands if there are any."""
+        """Return the base class's metrics, plus the success rate on solvable hands (if any)."""
         figures = super().extra_metrics(examples, rollouts)
         could = [rollout for rollout in rollouts if self.gold_replies(examples[rollout.group])]
         return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})

@@ -131,8 +131,9 @@ class NumberLineTask(GameTask):
         Increasing `num` only appends demonstrations. The demonstrator always reads the numbers
         correctly. In the "correct" split, the demonstrator always takes the right action. In the
         "biased" split, the demonstrator takes the wrong action with probability BIASED_ERROR if the
-        target is in BIASED_TARGETS. A policy that has learned the "biased" split exactly succeeds
-        in 23/36 (63.9%) of the episodes with greedy decoding and in 68.5% at temperature 1.
+        target is in BIASED_TARGETS. A policy with the same action probabilities as the "biased"
+        demonstrator succeeds in 23/36 (63.9%) of the episodes with greedy decoding and in 68.5% at
+        temperature 1.
         """
         draw = random.Random(seed)
         shown = []

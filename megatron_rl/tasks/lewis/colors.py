@@ -19,8 +19,8 @@ MAX_COLORS = 3
 MIN_COLOR_SHARE = 0.08
 """Minimum fraction of the object's pixels that a color must cover to be named."""
 BACKGROUND_TOLERANCE = 12
-"""Maximum per-channel difference from the background color at which a pixel still counts as
-background (0 to 255).
+"""Maximum per-channel difference from the background color, on a scale of 0 to 255, at which a
+pixel still counts as background.
 """
 
 

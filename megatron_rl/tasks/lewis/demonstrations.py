@@ -100,9 +100,9 @@ def make_color_question(image: StoredImage, *, category: str) -> str:
 
 
 def make_tokenizer_texts(categories: Sequence[str]) -> list[str]:
-    """Return training texts for a small tokenizer, so that every word of the game is one token.
+    """Return texts to train a small tokenizer in which every word of the game is one token.
 
-    The texts are prompts, replies and questions for each category. Every color occurs in them.
+    The texts are prompts, replies and questions for each category. Every color occurs in the texts.
     """
     dice, texts = random.Random(0), ["yes", "no"] * 20
     for category in categories:

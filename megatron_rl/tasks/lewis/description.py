@@ -68,7 +68,7 @@ def parse_description(text: str, *, category: str) -> Description:
 
 
 def check_tag_pairs(text: str) -> list[bool]:
-    """Return one value for each of TAGS: True if the tag is opened and then closed exactly once."""
+    """Return one value per tag in TAGS: True if the reply has exactly one pair of this tag."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 

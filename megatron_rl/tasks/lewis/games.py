@@ -39,7 +39,7 @@ SELECT_PROMPT = (
 
 
 def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataRecord], Payload]) -> list[Example]:
-    """Return the examples of a split. Split eval is limited to data.max_eval examples, if set.
+    """Return the examples of a split. The eval split is limited to data.max_eval examples, if set.
 
     Raises:
         ValueError: A row is invalid; the message names the first invalid row.
@@ -74,10 +74,10 @@ def make_speaker_payload(record: DataRecord) -> Payload:
 
 
 def make_situated_payload(record: DataRecord) -> Payload:
-    """Return the payload of a round in which the speaker must also describe state and location.
+    """Return the payload of a round in which the object's state and location are also described.
 
     SITUATION_PROMPT is appended to the question unless the question already contains the tags
-    <state> and <location>. The reward term `overlap` needs state and location.
+    <state> and <location>. The reward term `overlap` requires the state and the location.
     """
     given = make_speaker_payload(record)
     words = str(given["question"])
@@ -85,7 +85,7 @@ def make_situated_payload(record: DataRecord) -> Payload:
 
 
 def make_comparison_payload(record: DataRecord) -> Payload:
-    """Return the payload of a listener question about two images, read from a listener row."""
+    """Read a listener row and return the payload of its question about two images."""
     answer = record.require_text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
     if answer not in ("yes", "no"):
         raise record.make_error("listener_solution", f"is {answer!r:.20}; it is yes or no")
@@ -200,7 +200,7 @@ class PredictionLog:
         self._file: TextIOWrapper | None = None
 
     def start(self) -> None:
-        """Open the file.
+        """Open the log file.
 
         Raises:
             ValueError: The file cannot be written.
@@ -214,12 +214,12 @@ class PredictionLog:
             raise ValueError(f"task.options.log={self._path}: {error.strerror}; name a file that can be written") from error
 
     def __call__(self, reward: float, reward_input: RewardInput) -> None:
-        """Write one prediction."""
+        """Write one prediction to the log."""
         if self._file is not None:
             line = {"time": time.time(), "reward": reward, "content": reward_input.replies[-1], "solution": reward_input.payload["answer"]}
             self._file.write(to_json_line(line) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the log file."""
         if self._file is not None:
             self._file.close()

@@ -37,7 +37,7 @@ class StrictMessage(BaseModel):
 
 
 class CandidateImage(StrictMessage):
-    """Candidate image, given by exactly one of path, base64 and SHA-256."""
+    """Candidate image, identified by exactly one of three fields: path, base64 or sha256."""
 
     path: Annotated[str, StringConstraints(max_length=4096)] = ""
     base64: str = ""

@@ -107,7 +107,7 @@ class LewisListenerTask(Task):
         return super().demonstrations(split, num=num, seed=seed)
 
     def gold_replies(self, example: Example) -> list[str]:
-        """Return a list with the one reply that earns the full reward."""
+        """Return a list that contains one reply that earns the full reward."""
         if self._uses_descriptions:
             return [str(example.payload["answer"])]
         return [f"```json\n{json.dumps({'Reasoning': 'seen', 'Answer': example.payload['answer']})}\n```"]

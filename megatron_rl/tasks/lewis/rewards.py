@@ -15,8 +15,8 @@ The reward of the speaker is the sum of the configured terms:
   detailed part has more than one sentence or fewer than 20 words, and an additional -0.1 if the
   coarse part has fewer than 6 or more than 8 words.
 - overlap: Only in variant code. The term is the negative of the largest ROUGE-2 score between a
-  sentence of the detailed part and the text of state and location. With this term, the prompt also
-  asks for state and location.
+  sentence of the detailed part and the text of the state and location parts. With this term, the
+  prompt also asks for state and location.
 
 The reward of the listener is one of the following terms:
 
@@ -166,7 +166,7 @@ def length_reward(text: str, *, category: str, variant: str) -> float:
 
 
 def overlap_reward(text: str, *, category: str) -> float:
-    """Return the penalty (at most 0) for repeating state and location in the detailed part."""
+    """Return the penalty (at most 0) for a detailed part that repeats the state or location."""
     said = parse_description(text, category=category)
     return -max((rouge_2_f1(sentence, f"{said.state} {said.location}") for sentence in split_sentences(said.detailed)), default=0.0)
 

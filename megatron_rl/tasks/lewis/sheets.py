@@ -114,5 +114,5 @@ def _make_thumbnail(picture: Picture) -> Picture:
 
 
 def _to_latin1(text: str) -> str:
-    """Replace characters that Pillow's default font cannot display with `?`."""
+    """Replace each character that is missing from Pillow's default font by `?`."""
     return text.encode("latin-1", "replace").decode("latin-1")

@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 
 MAX_SEQUENTIAL_FRAMES = 64
-"""Size of the window, in frames from the current position, in which the reader decodes forward to
-the requested frame. For frames outside of this window, the reader seeks instead.
+"""Number of frames, counted from the current position, that the reader reaches by decoding forward.
+To reach any other frame, the reader seeks.
 """
 
 

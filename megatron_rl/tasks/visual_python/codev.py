@@ -9,7 +9,7 @@ Differences from the original implementation:
 - The original runs each call in a new process, so only files persist between calls. Here variables
   persist too. This affects only code that relies on a variable being undefined.
 - Each image is also available as a variable that is named after the stem of its file name.
-- A reply with neither code nor answer receives an error message. The original returns nothing.
+- A reply with neither code nor an answer receives an error message. The original returns nothing.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,8 @@
 If a reply has several calls, only the last call is run. Boxes are in pixels of the ORIGINAL image
 (the first image of the question), regardless of the resolution at which the policy sees that image.
 
-Difference from the original implementation: a reply with neither call nor answer receives an error
-message that the policy can react to, unless task.stop_on_tool_error ends the episode. In the
+Difference from the original implementation: a reply with neither a call nor an answer receives an
+error message that the policy can react to, unless task.stop_on_tool_error ends the episode. In the
 original, such a reply always ends the episode.
 """
 

@@ -40,8 +40,8 @@ def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callab
     Args:
         question: Text of the question.
         pictures: Images, in the order of the placeholders.
-        wrap_image: Function that returns the message parts for an image, given its index and the
-            image.
+        wrap_image: Function that returns the message parts for an image. Its arguments are the
+            index of the image and the image.
 
     Raises:
         ValueError: The number of placeholders is neither 0 nor the number of images.

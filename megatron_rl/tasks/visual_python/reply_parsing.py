@@ -63,7 +63,7 @@ def parse_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> Reply
 
 
 def make_no_action_error(action: str) -> MalformedReply:
-    """Return the error for a reply with neither action nor answer."""
+    """Return the error for a reply with neither an action nor an answer."""
     return MalformedReply(f"there is neither <{action}>...</{action}> nor <answer>...</answer>")
 
 
@@ -113,7 +113,7 @@ def parse_tool_call(body: str) -> ToolAction | MalformedReply:
     """
     try:
         read = json.loads(body)
-    except (ValueError, RecursionError):  # invalid JSON or an integer beyond Python's digit limit; too deep nesting
+    except (ValueError, RecursionError):  # invalid JSON, an integer beyond Python's digit limit, or too deep nesting
         return MalformedReply("the tool call is no JSON")
     if not isinstance(read, dict) or not isinstance(read.get("name"), str) or not isinstance(read.get("arguments"), dict):
         return MalformedReply('a tool call is one JSON object {"name": <name>, "arguments": <object>}')

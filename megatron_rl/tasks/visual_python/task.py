@@ -29,8 +29,8 @@ two images of random noise with the maximum size that data/images.py accepts.
 """
 Payload = Mapping[str, object]
 MAX_OUTPUT_CHARS = 8192
-"""Maximum number of characters kept from each output stream (stdout and stderr) of a call. This
-number of characters is about 3,000 tokens. If a stream is longer, its first and last
+"""Maximum number of characters kept from each output stream (stdout and stderr) of a call. The
+maximum corresponds to about 3,000 tokens. If a stream is longer, its first and last
 MAX_OUTPUT_CHARS / 2 characters are kept.
 """
 
@@ -134,7 +134,7 @@ class VisualPythonTask(Task):
 
 
 def write_look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
-    """Return a reply that uses a tool to display the whole first image of a question."""
+    """Return a reply that displays the whole first image of a question with a tool."""
     if isinstance(protocol, DeepEyesProtocol):
         return protocol.write_call("zoom", {"bbox_2d": [0, 0, picture.width, picture.height]})
     (name,) = protocol.name_images([picture])

@@ -21,7 +21,7 @@ class CodeAction:
 
 @dataclass(slots=True, frozen=True)
 class ToolAction:
-    """Call of the image tool `name`, which is `zoom` or `rotate`.
+    """Call to the image tool `name`, which is `zoom` or `rotate`.
 
     Arguments are null, numbers, strings, or lists of such values. The tool validates the arguments.
     """

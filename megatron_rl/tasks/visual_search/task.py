@@ -26,9 +26,9 @@ from megatron_rl.types import Demonstration, Example, Message, ToolCall
 DISC_SPRITES = draw_shapes(("disc",), colors=("red", "green", "blue", "yellow", "purple", "black"))
 SEARCH_RULES = "Look, then answer."
 NANO_LEVEL = SearchLevel(grid_side=5, cell_px=100, num_objects=3, object_scale=0.8, plate_scale=0.55, label_scale=0.13)
-"""Level for nano models. If the canvas is resized to 140 x 140 pixels, a cell is one image token
-and a label is less than 3 pixels high. In a crop of the middle of a cell, the label is ten times as
-large as on the resized canvas.
+"""Level for nano models. If the canvas is resized to 140 x 140 pixels, a cell covers one image
+token and a label is less than 3 pixels high. In a crop of the middle of a cell, the label is ten
+times as large as on the resized canvas.
 """
 CENTER_START, CENTER_END = NANO_LEVEL.cell_px // 4, NANO_LEVEL.cell_px * 3 // 4
 """Start and end of the middle of a cell, in pixels from the left or top edge of the cell. The
@@ -58,7 +58,7 @@ class SearchCanvas:
 
 
 def crop_box(cell: Box) -> Box:
-    """Return the box around the middle of a cell, which contains the label."""
+    """Return the box that encloses the middle of a cell, where the label is."""
     left, top, _, _ = cell
     return left + CENTER_START, top + CENTER_START, left + CENTER_END, top + CENTER_END
 
@@ -171,9 +171,9 @@ class VisualSearchTask(Task):
 
         Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator crops
         the image and reads the label. In the "biased" split, the demonstrator guesses without
-        cropping with probability GUESS_PROBABILITY. A policy trained on "biased" crops and reads as
-        well as a policy trained on "correct", but guesses too often: its accuracy is 41% at
-        temperature 1 and 10% with greedy decoding.
+        cropping with probability GUESS_PROBABILITY. A policy trained on the "biased" split can crop
+        and read as well as a policy trained on the "correct" split, but it guesses too often. Its
+        accuracy is 41% at temperature 1 and 10% with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)

@@ -21,7 +21,7 @@ from megatron_rl.types import TokenSequence
 T = TypeVar("T")
 RENDERER_CACHE_BYTES, ENGINE_CACHE_PATCHES = 1 << 28, 1 << 15
 """Size of the renderer's image cache in bytes, and size of the engine's image cache in patches.
-Together, both caches take 0.4 GB; the caches of a training run take 6 GB.
+Together, the two caches take 0.4 GB; the caches of a training run take 6 GB.
 """
 
 

@@ -32,7 +32,7 @@ CACHE_BYTES = 1 << 30
 
 
 INFRA_ERRNOS = (errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""OS errors that are caused by the disk or by this process, and not by the request."""
+"""Error numbers of OS errors that are caused by the disk or by this process, not by the request."""
 
 
 class UnknownImage(KeyError):

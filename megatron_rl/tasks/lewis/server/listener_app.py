@@ -229,7 +229,7 @@ class ListenerService:
         return [context for _, context in found]
 
     async def health(self) -> dict[str, Any]:
-        """Return status, name, version, tokens and limits, for GET /health."""
+        """Return the server's status, name, version, tokens and limits, for GET /health."""
         engine = self.scorer.engine
         if not engine.is_healthy:
             raise make_retry_error(503, "the engine has failed; restart the server")

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class ReadWriteLock:
-    """Lock that either any number of readers (requests) or one writer (a weight update) can hold.
+    """Lock held either by any number of readers (requests) or by one writer (a weight update).
 
     A writer waits until all current readers have released the lock. While the writer waits, new
     readers are blocked.

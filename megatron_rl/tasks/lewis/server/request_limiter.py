@@ -114,7 +114,7 @@ class RequestLimiter:
             self._waiting -= 1
 
     def count_answered(self, *, items: int, pictures: int) -> None:
-        """Add to the number of answered items and to the number of images in these items."""
+        """Increase the counters of answered items and of the images in these items."""
         self.items.inc(items)
         self.pictures.inc(pictures)
 

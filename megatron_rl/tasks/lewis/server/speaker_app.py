@@ -52,7 +52,8 @@ class DescribeItem(StrictMessage):
     image_path: Annotated[str, StringConstraints(max_length=4096)] = ""
     category: Annotated[str, StringConstraints(min_length=1, max_length=200)] = "object"
     situation: bool = False
-    """If True, the game's longer prompt is used, which also asks for state and location."""
+    """If True, the game's longer prompt is used, which also asks for the object's state and
+    location."""
 
     @model_validator(mode="after")
     def _check_single_source(self) -> Self:
@@ -67,13 +68,13 @@ class DescribeItem(StrictMessage):
 
     @property
     def prompt(self) -> str:
-        """Text of the prompt after the image."""
+        """Text that follows the image in the prompt."""
         words = PROMPT.format(category=self.category)
         return f"{words} {SITUATION_PROMPT}" if self.situation else words
 
     @property
     def stop_text(self) -> str:
-        """Stop string of the reply."""
+        """String that ends the generation of the reply."""
         return "</location>" if self.situation else "</detailed>"
 
 
@@ -163,7 +164,7 @@ class SpeakerService:
         return self.engine.renderer.decode_response(completion.token_ids)
 
     async def health(self) -> dict[str, Any]:
-        """Return status, name, version and limits, for GET /health."""
+        """Return the server's status, name, version and limits, for GET /health."""
         if not self.engine.is_healthy:
             raise make_retry_error(503, "the engine has failed; restart the server")
         return {"status": "ok", "name": self.name, "version": self.engine.version, "limits": self.limiter.limits.to_json()}

@@ -61,7 +61,7 @@ class PublishedWeightReceiver:
 
         Args:
             shapes: Maps the name of each tensor in an update to its shape. Other tensors are
-                rejected, so that the memory for an update is bounded.
+                rejected, so the memory for an update is bounded.
         """
         self._shapes = shapes
         self._update, self._parts, self._num_received = "", 0, 0
