@@ -15,7 +15,7 @@ from megatron_rl.data.unit_symbols import mark_unit_case
 
 BOX_COMMAND = "\\boxed{"
 MOST_BOXES = 20
-"""Maximum number of boxes read from one text; keeps the run time linear in the text length."""
+"""Maximum number of boxes read from one text; the limit keeps the run time linear in its length."""
 _BOX_START = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _FINAL_LINE = re.compile(r"^####[ \t]*(\S[^\n]*?)\s*\Z", re.MULTILINE)
 """Matches the last line of a GSM8K solution, such as `#### 42`."""
@@ -76,7 +76,7 @@ _BOLD = re.compile(r"(?<![\w)\]}*])\*\*(?=[^\s*])([^*]+)(?<=[^\s*])\*\*(?![\w(\[
 _SINGLE_SCRIPT = re.compile(r"([\^_])\{(\w)\}(?!\d)")
 _ESCAPED = re.compile(r"\\([$%&#_])")
 _FORMULA_INDEX = re.compile(r"(?<=[a-z)\]])_(?:\{(\d+)\}(?!\d)|(\d+))")
-"""Matches a numeric subscript in a formula, so that `h_2o` and `h2o` compare equal."""
+"""Matches a numeric subscript in a formula, because `h_2o` and `h2o` must compare equal."""
 _BEFORE_UNIT = re.compile(r"(?<=\d)\s+(?=[^\W\d_]|[%\xb0])|(?<=[$\u20ac\xa3\xa5])\s+(?=\d)")
 """Matches the optional space between a number and its unit or currency: `5 cm`, `50 %`, `$ 5`."""
 _BETWEEN_NUMBERS = re.compile(r"(?<=\d),\s+(?=\d)")

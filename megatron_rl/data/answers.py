@@ -1,7 +1,7 @@
 r"""Extracts the reference answer of a row in a form that a response can match.
 
 The answer is text or a number. If the value is a whole solution, its last <answer> block is used,
-or the whole text if there is no such block. From this text, the answer is the content of the last
+or the whole text if there is no such block. The answer is the content of this text's last
 \boxed{...} or \fbox{...}, or else the text after `####` on the last line (GSM8K). A number keeps
 its decimal form (decimal_forms.py). A reference answer that no response can match raises an error.
 """

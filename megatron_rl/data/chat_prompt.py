@@ -1,7 +1,7 @@
 """Parses questions given as chat messages into question, system message and images.
 
 Every message before the first assistant message is read; if such a message is unreadable, the row
-is rejected. User messages are joined with line breaks, in order. Messages of the roles system and
+is rejected. User messages are joined with line breaks, in order. Messages with the role system or
 developer are joined into the system message. The assistant message after the question is treated as
 an answer and is not read.
 """

@@ -56,7 +56,7 @@ def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, 
     The value of hint_path is one path or a list of paths.
 
     Raises:
-        ValueError: a file does not exist, has no video suffix, or lies outside the allowed folders.
+        ValueError: a file does not exist, has no video suffix, or is outside the allowed folders.
     """
     values = hint.get("hint_path")
     paths = values if isinstance(values, list) else [values]

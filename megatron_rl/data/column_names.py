@@ -14,7 +14,7 @@ IMAGE_COLUMNS = (
     "picture", "pictures", "photo", "photos", "image_bytes", "decoded_image",
 )  # fmt: skip
 FILE_NAME_COLUMNS = ("file_name", "filename")
-"""Columns of file names, which are read as images only if no other column contains images.
+"""Columns that contain file names. They are read as images only if no other column contains images.
 
 Their values must be names of image files. Hugging Face's imagefolder names images in its metadata
 column `file_name`.

@@ -28,7 +28,7 @@ def _digest_of_files(names: list[str], key: str) -> str:
 
 
 def check_same_data(recorded: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise ValueError if the files of a data setting differ from the recorded ones.
+    """Raise ValueError if the digest of a setting's data files differs from the recorded digest.
 
     The message contains both digests.
     """

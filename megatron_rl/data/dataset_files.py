@@ -1,8 +1,8 @@
 """Resolves names in task.data to data files.
 
-A name is a file, a folder of files, or a Hugging Face data set in the local cache.
+A name refers to a file, a folder of files, or a Hugging Face data set in the local cache.
 
-A folder may be the output of save_to_disk of `datasets` (shards.py) or a copy of a hub repository.
+A folder may be the output of `datasets.save_to_disk` (shards.py) or a copy of a hub repository.
 `NAME:SPLIT` selects the files of one split, which is inferred from file and folder names
 (data/train-00000-of-00002.parquet, test/data-00000-of-00001.arrow). Nothing is downloaded.
 """

@@ -17,16 +17,17 @@ MOST_PLACES = 1000
 gigabyte in decimal notation.
 """
 MORE_DIGITS = 3
-"""Minimum number of digits that the 32-bit or 16-bit form of a float must save to be used.
+"""The 32-bit or 16-bit form of a float is used if it saves at least this many digits.
 
-If it saves fewer digits, the exact value is kept: 128.015625, not 128.01562.
+If the form saves fewer digits, the exact value is used: 128.015625, not 128.01562.
 """
 WIDENED_DIGITS = 8
-"""Minimum number of digits that the float32 form of a double must save to be used.
+"""The float32 form of a double is used if it saves at least this many digits.
 
-Such a double counts as a widened 32-bit float. Every widened decimal with up to five digits is
-recognized, and no fraction k/2 to k/8192 with k below 32,768 is mistaken for a widened decimal. For
-longer decimals, either form counts as correct, because one form rounds to the other.
+A double with such a float32 form counts as a widened 32-bit float. Every widened decimal with up to
+five digits is recognized, and no fraction k/2 to k/8192 with k below 32,768 is mistaken for a
+widened decimal. For longer decimals, either form counts as correct, because one form rounds to the
+other.
 """
 _NARROW = {pa.float32(): np.float32, pa.float16(): np.float16}
 

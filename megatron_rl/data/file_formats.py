@@ -51,7 +51,10 @@ class UnreadableFile(ValueError):
 
 
 def check_format(path: Path) -> None:
-    """Raise an UnreadableFile that names the fix if the suffix or first bytes are unsupported."""
+    """Raise UnreadableFile if the file's suffix or its first bytes are unsupported.
+
+    The message names the fix.
+    """
     suffix = path.suffix.casefold()
     if suffix in COMPRESSED:
         raise UnreadableFile(f"is compressed; unpack it: {COMPRESSED[suffix]} {path.name}")

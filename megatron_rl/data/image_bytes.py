@@ -58,7 +58,7 @@ _HEIF = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _SPACE = re.compile(r"\s+")
 _BASE64 = re.compile(r"[A-Za-z0-9+/_-]*={0,2}")
 _MIN_BASE64, _LONGEST_PATH = 64, 1024
-"""Text lengths above which base64 that is not an image is an error.
+"""Text lengths above which base64 text is an error if it does not decode to an image.
 
 _MIN_BASE64 applies if the decoded bytes have a known format. _LONGEST_PATH applies to any content,
 because paths are never longer.

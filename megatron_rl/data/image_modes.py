@@ -1,8 +1,8 @@
 """Converts decoded images to 8-bit RGB, and rejects images that Pillow would convert incorrectly.
 
-Samples of 16 (12) bits are scaled to 8 bits by dropping the low 8 (4) bits. Color profiles are not
-applied. The conversion with Pillow 13.0 was checked against raw samples and OpenCV 5.0
-(tests/data/test_data_image_modes.py).
+Samples of 16 or 12 bits are reduced to 8 bits by dropping the low 8 or 4 bits, respectively. Color
+profiles are not applied. The conversion with Pillow 13.0 was checked against raw samples and OpenCV
+5.0 (tests/data/test_data_image_modes.py).
 """
 
 import math
@@ -145,7 +145,7 @@ def orientation(picture: Picture) -> object:
 
 def upright_size(picture: Picture) -> tuple[int, int]:
     """Return the width and height that `convert_to_rgb` would produce, from the header only."""
-    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # already turned
+    is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # already rotated
     return picture.size[::-1] if (orientation(picture) in _SIDEWAYS) != is_turned else picture.size
 
 

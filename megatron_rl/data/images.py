@@ -146,7 +146,8 @@ class StoredImage:
         """Return the stored bytes.
 
         Raises:
-            ValueError: the bytes do not match `sha256`, or there are more than MAX_FILE_BYTES.
+            ValueError: the bytes do not match `sha256`, or there are more than MAX_FILE_BYTES
+                bytes.
         """
         content = self.source if isinstance(self.source, bytes) else read_bytes(self.source, at_most=MAX_FILE_BYTES)
         _check_bytes(len(content))

@@ -17,7 +17,7 @@ _BYTE_ORDER_MARK = "\xef\xbb\xbf"
 
 
 def is_keyed_json(path: Path) -> bool:
-    """Return True for a .json file that is an object with a whole number as its first key."""
+    """Return True for a .json file that is an object whose first key is an integer."""
     with path.open("rb") as file:
         start = file.read(_CHUNK).decode("latin-1").removeprefix(_BYTE_ORDER_MARK)
     return path.suffix == ".json" and _FIRST_KEY.match(start) is not None
@@ -27,8 +27,8 @@ def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, in
     """Return the key and the start and end byte offsets (end exclusive) of each row, sorted by key.
 
     Raises:
-        UnreadableFile: a key is not a whole number or occurs twice, a value is not an object, two
-            rows are not separated by exactly one comma, the file is truncated, or text follows the
+        UnreadableFile: a key is not an integer or occurs twice, a value is not an object, two rows
+            are not separated by exactly one comma, the file is truncated, or text follows the
             object.
     """
     found: dict[int, tuple[int, int, int]] = {}
@@ -58,9 +58,10 @@ def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, in
 def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool) -> tuple[str, int, int] | None:
     """Return the key, start and end of the next value.
 
-    Return None if the text does not contain the whole value, or if the value is not preceded by
-    exactly one comma (by no comma, for the first value). Positions are byte offsets, because the
-    file is decoded as Latin-1, in which every character is one byte and JSON syntax is unchanged.
+    Return None if the text does not contain the whole value, or if the comma before the key is
+    missing or repeated. The first key must have no comma before it. Positions are byte offsets,
+    because the file is decoded as Latin-1, in which every character is one byte and JSON syntax is
+    unchanged.
     """
     key = _KEY.match(text, at)
     if key is None or (key[1] is None) != is_first:
@@ -74,7 +75,10 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
 
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
-    """Raise UnreadableFile unless the key is a new whole number and its value is an object."""
+    """Raise UnreadableFile unless the key is an integer that no earlier row used.
+
+    The value of the key must be an object.
+    """
     remedy = "the keys must be unique whole numbers and all values must be objects; a JSON list needs no keys"
     if not (key.isdecimal() and len(key) <= 18):
         raise UnreadableFile(f"the key {json.dumps(key[:40])} is not a whole number; {remedy}")

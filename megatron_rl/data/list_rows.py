@@ -72,7 +72,7 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
 
 
 def _check_end(file: BinaryIO, rest: str, at: int) -> None:
-    """Raise UnreadableFile if anything but white space follows the list.
+    """Raise UnreadableFile if anything other than white space follows the list.
 
     `rest` is the text that was already read after the list; it begins at byte `at`.
     """

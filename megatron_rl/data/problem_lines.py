@@ -72,9 +72,10 @@ class ProblemLines:
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
     def move_errors_in_all_rows(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
-        """Move findings from `others` that are errors because they occur in every row of a file.
+        """Move the findings that are errors from `others` to this object.
 
-        Only findings with `is_error_in_all` are moved.
+        A finding is an error if `is_error_in_all` is set and every row of its files has this
+        finding.
         """
         for problem, group in [*others._groups.items()]:
             is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)

@@ -12,7 +12,7 @@ from megatron_rl.data.survey import Size
 from megatron_rl.types import Example, TokenSequence
 
 HIDDEN_IMAGE_ENV = "pyvision_gym_wo_image_hint"
-"""`env_name` of examples with images that executed code can access but the policy cannot."""
+"""`env_name` of examples whose images are available to executed code but not to the policy."""
 
 
 class PromptMeasurer(Protocol):
@@ -31,7 +31,7 @@ class PromptMeasurer(Protocol):
 
 
 class PromptLengthChecker:
-    """Checks that each question fits the sequence length and the maximum number of images.
+    """Checks that each question fits the sequence length and has no more images than allowed.
 
     `check_question` can be passed to survey_questions as a QuestionCheck.
     """

@@ -24,9 +24,9 @@ def find_options(question: str) -> dict[str, str]:
     """Return the options that a question lists, keyed by capital letter or by number.
 
     Labels start at A or 1 and have no gaps. Capital letters are written as in `A. red`, `(A) red`,
-    `A) red` or `A: red`; lowercase letters and numbers as in `(a) red`, `a) red`, or `a. red` on
-    its own line. An option ends at the next label or at the end of its line. The result is empty if
-    fewer than two options are listed.
+    `A) red` or `A: red`; lowercase letters and numbers are written as in `(a) red`, `a) red`, or
+    `a. red` on its own line. An option ends at the next label or at the end of its line. The result
+    is empty if fewer than two options are listed.
     """
     question = question.translate(_FULL_WIDTH)
     return next((options for mark, labels in _MARKS if (options := _find_listed(question, mark, labels))), {})

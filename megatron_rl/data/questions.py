@@ -120,8 +120,8 @@ def load_questions(
     """Return the questions in the files after surveying every row.
 
     Raises:
-        ValueError: a row cannot be used; the message names the file and row of the first such row.
-            Rows with videos are errors unless `allow_videos` is set.
+        ValueError: a row cannot be used; the message names the first such row and its file. Rows
+            with videos are errors unless `allow_videos` is set.
     """
     opened = open_questions(
         paths, images_root=images_root, image_roots=image_roots, name=name, columns=columns, convert_record=convert_record
@@ -220,7 +220,7 @@ def _is_number(value: object, answer: str) -> bool:
 
 
 def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
-    """Return the column with a question's images or video, or "" if the question has neither."""
+    """Return the name of the column with a question's images or video, or "" if there is none."""
     if not payload["images"] and not payload["videos"]:
         return ""
     hint = ["mm_hint.hint_path"] if "hint_path" in record.row.get("mm_hint", {}) else []
@@ -228,7 +228,7 @@ def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
 
 
 def _question_column(record: DataRecord) -> str:
-    """Return the column with the question, or "" if there is none."""
+    """Return the name of the column that contains the question, or "" if there is none."""
     if "question" in record.require_mapping(record.row.get("extra_info", {}), "extra_info"):
         return "extra_info.question"
     return next((name for name in (*QUESTION_COLUMNS, *MESSAGE_COLUMNS) if name in record.row), "")

@@ -8,8 +8,8 @@ few times as much memory as the file's largest page; in files written by pyarrow
 1,024 rows. The memory, disk space and time spent on a file are limited in proportion to its size
 (parquet_copy.py).
 
-Row numbers start at 0, as in pandas. Null values become absent keys, so that a row is the same in
-all formats.
+Row numbers start at 0, as in pandas. Keys with null values are removed, so a row is the same in all
+formats.
 """
 
 import fcntl
@@ -303,7 +303,7 @@ class _RepeatedKey(ValueError):
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return the JSON object with these key-value pairs; raise _RepeatedKey if a key repeats."""
+    """Build the JSON object from its key-value pairs; raise _RepeatedKey if a key repeats."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()

@@ -37,7 +37,7 @@ def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
 
 
 def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Path, list[Path]]:
-    """Return the data files listed in state.json, keyed by folder, for folders with such a list.
+    """Return the data files listed in the folders' state.json files, keyed by folder.
 
     Raises:
         ValueError: a listed file is missing, or the data set was saved with an indices mapping.

@@ -13,7 +13,10 @@ from megatron_rl.data.unread_names import ImageColumnCounts, UnreadColumns
 from megatron_rl.types import Example
 
 BOX_KEYS = ("bbox", "bboxes")
-"""Keys of `extra` with bounding boxes (x1, y1, x2, y2 in pixels of the question's first image)."""
+"""Keys of `extra` that contain bounding boxes.
+
+A box is x1, y1, x2, y2 in pixels of the question's first image.
+"""
 _BATCH_SIZE = 32
 _MOST_COLUMNS = 30
 """Maximum number of columns that a message lists."""

@@ -34,7 +34,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
     "response": ("query", "response"),
     "completion": ("prompt", "completion"),
 }
-"""Maps the column with the trained response to all required columns of that format."""
+"""Maps the column that contains the response to train on to all required columns of the format."""
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
 """Maps a format to the optional columns that are read in addition."""
 _TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and remove this column"
@@ -80,7 +80,7 @@ _FORMS = "messages, conversations, instruction and output, query and response, o
 
 
 def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
-    """Return the name of the column with the trained response, and the conversation.
+    """Return a pair: the name of the column with the response to train on, and the conversation.
 
     The column `system` becomes the conversation's first message.
 
@@ -110,8 +110,8 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
 
     Args:
         record: the row.
-        form: the column with the trained response.
-        images: the image column, or "".
+        form: name of the column that contains the response to train on.
+        images: name of the image column, or "" if there is none.
     """
     read = {*FORMS[form], *OPTIONAL.get(form, ()), *SYSTEM_COLUMNS, *LOSS_FLAGS, images}
     if record.row.keys() == EXPORT_COLUMNS:
@@ -121,7 +121,7 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
 
 
 def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
-    """Return the name of the image column, or "" if the row has none, and the images in it."""
+    """Return a pair: the name of the image column, or "" if there is none, and its images."""
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given

@@ -63,7 +63,7 @@ class ParsedTranscript:
     """The conversation in a row, and the row's unread values."""
 
     messages: list[Message]
-    """Messages with lists of parts as contents, and with images as StoredImage.
+    """Messages whose contents are lists of parts; images are StoredImage objects.
 
     `loss: False` marks a masked response.
     """
@@ -77,7 +77,7 @@ class ParsedTranscript:
 
 @dataclass(slots=True)
 class TranscriptSurvey:
-    """Counts of rows, and errors by kind.
+    """Counts of rows, and errors grouped by kind.
 
     Errors are of the same kind if their messages differ only in the row and in numbers.
     """
@@ -88,10 +88,10 @@ class TranscriptSurvey:
     num_masked: int = 0
     """Number of masked responses, which are part of the sequences but are not trained on."""
     num_only_thinking: int = 0
-    """Number of conversations with a trained response that contains only thoughts."""
+    """Number of conversations in which a response to train on contains only thoughts."""
     first_only_thinking: str = ""
     first_lines: dict[str, str] = field(default_factory=dict)
-    """Maps a kind of error to its first message, with file and row."""
+    """Maps a kind of error to the first message of this kind, which names the file and the row."""
     num_rows_of: dict[str, int] = field(default_factory=dict)
     """Maps a kind of error to the number of rows with this error."""
     columns: dict[str, None] = field(default_factory=dict)
@@ -155,7 +155,10 @@ class TranscriptSurvey:
         return lines[:MAX_LINES] + ([f"and {rest} more rows"] if rest else [])
 
     def raise_on_errors(self) -> None:
-        """Raise ValueError if there are errors, with the first error and the number of bad rows."""
+        """Raise ValueError if there are errors.
+
+        The message contains the first error and the number of rows with errors.
+        """
         if not self.first_lines:
             return
         (kind, line), *others = self.first_lines.items()

@@ -57,7 +57,7 @@ class TranscriptDataset(Sequence[list[Message]]):
         return self.load_demonstration(index).messages
 
     def load_demonstration(self, index: int) -> Demonstration:
-        """Return a conversation with decoded images, and the file and row that contain it.
+        """Return a pair: a conversation with decoded images, and the file and row that contain it.
 
         Raises:
             ValueError: an image cannot be decoded.

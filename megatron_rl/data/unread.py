@@ -78,7 +78,7 @@ _OTHER_MEANINGS = (
 """Groups of column names, each with the columns' likely meaning and the fix."""
 SUSPECT_COLUMNS = {name: (looks, remedy) for names, looks, remedy in _OTHER_MEANINGS for name in names}
 NUMERIC_NAMES = {"weight", "weights", "labels"}
-"""Names of suspect columns that are not reported if their values are words."""
+"""Names of suspicious columns that are not reported if their values are words."""
 NEUTRAL_WEIGHTS = (1, "1", "1.0", True, "true")
 """Weights that have no effect."""
 _MARKUP = re.compile(
@@ -132,7 +132,8 @@ def find_unread(
     Args:
         record: the row.
         payload: payload of the row's example.
-        unread_values: unread values by column; keys of extra_info are named `extra_info.KEY`.
+        unread_values: unread values, keyed by column; keys of extra_info are named
+            `extra_info.KEY`.
         question_column: column with the question.
     """
     for name, value in unread_values.items():
@@ -280,7 +281,7 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
 
 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:
-    """Return the unread prompts of a row, by column.
+    """Return the unread prompts of a row, keyed by column.
 
     If the question comes from extra_info.question, return the prompts in other columns that do not
     contain the question. Otherwise, return the last response in the messages if the response does

@@ -40,7 +40,10 @@ def is_identifier(name: str, value: object) -> bool:
 
 
 class UnreadColumns:
-    """Collects the unread columns of rows, except those in task.data.columns.ignored."""
+    """Collects the unread columns of rows.
+
+    Columns listed in task.data.columns.ignored are left out.
+    """
 
     def __init__(self, ignored: Sequence[str] = ()) -> None:
         self._ignored = ignored
@@ -62,7 +65,7 @@ class UnreadColumns:
                 self._first[name] = where
 
     def format_lines(self, remedy: str) -> list[str]:
-        """Return a list with one line about the unread columns, or an empty list if all are read.
+        """Return a list with one line about the unread columns, or an empty list if there are none.
 
         `remedy` explains how to read the columns.
 

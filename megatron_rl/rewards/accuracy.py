@@ -50,18 +50,19 @@ all other sources use the family `general`.
 
 @dataclass(slots=True, frozen=True)
 class AccuracyReward:
-    """Reward in [0, 1] for the correctness of an answer, from vetoes, rules and a judge."""
+    """Reward in [0, 1] for a correct answer, determined by vetoes, rules and a judge."""
 
     read_answer: AnswerReader
     math_verifier: MathVerifier
     judge: Judge | None
 
     async def __call__(self, reward_input: RewardInput) -> float:
-        """Return 1 for a correct answer and 0 for a wrong one.
+        """Return 1 for a correct answer and 0 for a wrong answer.
 
         Two kinds of questions can get values in between: questions from numeric data sources are
-        scored by mean relative accuracy, and questions from a published benchmark by that
-        benchmark's own rule. Without a judge, an answer that the rules leave undecided is wrong.
+        scored by mean relative accuracy, and questions from a published benchmark are scored by
+        that benchmark's own rule. Without a judge, an answer that the rules leave undecided is
+        wrong.
 
         Raises:
             InfraError: The judge or the math verifier failed.

@@ -41,8 +41,8 @@ from megatron_rl.rewards.matrices import matrix
 from megatron_rl.rewards.typed_math import to_latex
 
 Chains = Sequence[tuple[str, str, bool]]
-"""Pairs of values that must agree. The flag of a pair is True if the pair is the last one in its
-chain of equalities (equations.links).
+"""Pairs of values that must agree, each with a flag. The flag of a pair is True if the pair is the
+last one in its chain of equalities (equations.links).
 """
 MAX_EXPRESSION_CHARS = 200
 CPU_LIMIT_S = 2.0
@@ -53,7 +53,7 @@ its two seconds of CPU time.
 MEMORY_LIMIT_MIB = 1024
 """Limit on the address space per question in MiB."""
 HELPER_TIMEOUT_S = 300.0
-"""Timeout in seconds for a response of the helper process, including its startup; a helper that
+"""Timeout in seconds for a response from the helper process, including its startup; a helper that
 exceeds it is replaced.
 """
 MAX_ATTEMPTS = 2
@@ -93,8 +93,8 @@ _UNREADABLE = re.compile(
 )
 r"""Matches notation that math-verify misreads.
 
-- Characters that it drops (`5\u2295`), ellipses, two signs in a row, and a ratio or a time inside
-  an expression.
+- Characters that math-verify drops (`5\u2295`), ellipses, two signs in a row, and a ratio or a time
+  inside an expression.
 - A number with an index: `101_2` is read as 101.
 - Adjacent groups, which are added: `{3}{3}`, `3[4]`, `3^\circ7`.
 - Powers of powers without braces, which are grouped from the left: `2^3^2`.
@@ -111,7 +111,7 @@ _VECTORS = re.compile(
 """Matches products of vectors, which math-verify would read as commutative products of numbers."""
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FACTOR = re.compile(r"[abeinpqru]|[xyz]{1,2}|ab")
-"""Matches letters after a number that are variables and not a unit: `3x`, `2ab`."""
+"""Matches the letters after a number if the letters are variables and not a unit: `3x`, `2ab`."""
 
 
 _DEGREES_OF_AN_ANGLE = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\n]*\\circ")
@@ -213,8 +213,8 @@ def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
     """Send a question to the helper process and return the verdict.
 
     Raises:
-        OSError: The helper exited (BrokenPipeError if it exited before it got the question), timed
-            out (TimeoutError) or cannot fork.
+        OSError: The helper exited (BrokenPipeError if it exited before receiving the question),
+            timed out (TimeoutError) or cannot fork.
     """
     assert helper.stdin is not None and helper.stdout is not None
     helper.stdin.write(question + "\n")

@@ -68,7 +68,7 @@ def get_last_reply(reward_input: RewardInput) -> str:
 
 
 def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
-    """Return the veto checks for answers, by name; a veto removes all positive rewards."""
+    """Return the veto checks for answers, keyed by name; a veto removes all positive rewards."""
 
     def long_answer(outcome: RewardInput) -> bool:
         return len(read_answer(get_last_reply(outcome)) or "") >= MAX_ANSWER_CHARS

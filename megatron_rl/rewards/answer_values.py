@@ -1,8 +1,8 @@
 """Numbers and options in answers to published benchmarks, for the rules in benchmark_rules.py.
 
 A number is read with its sign, decimals and exponent. If any part of it cannot be parsed, no number
-is returned, because a part alone would be a wrong number: `-(5)` and `5^2` are not 5, `1:2` is not
-1, and `A12` is not 12. All functions take time linear in the length of the text.
+is returned, because the remaining part would be a different number: `-(5)` and `5^2` are not 5,
+`1:2` is not 1, and `A12` is not 12. All functions take time linear in the length of the text.
 """
 
 import math
@@ -18,7 +18,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SIGNS = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"} | {0xFF0B: "+", 0xFF0C: ",", 0x3001: ","}
 _MINUS_WORD = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
 _LOOSE_SIGN = re.compile(r"(?<![\d)\]%])(?<![\d)\]%]\s)-\s+(?=\.?\d)")
-"""Matches a sign that a blank separates from its number, as in `- 5` but not in `3 - 5`."""
+"""Matches a sign that is separated from its number by a blank, as in `- 5` but not in `3 - 5`."""
 _BULLETS = re.compile(r"\s*(?:[-*\u2022]\s+\d[^\n]*(?:\n|\Z)\s*){2,}")
 _BULLET = re.compile(r"^\s*[-*\u2022]\s+", re.MULTILINE)
 _NUMERAL = r"(?:(?<![\d)\]%])[-+])?(?:\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,2})?"
@@ -27,8 +27,7 @@ _PAIR = re.compile(rf"(?<![\w.+-])({_NUMERAL})\s*,\s*({_NUMERAL})", re.ASCII)
 _PLAIN = re.compile(r"[-+]?(?:\d{1,30}(?:\.\d{0,300})?|\.\d{1,300})(?:[eE][-+]?\d{1,2})?", re.ASCII)
 _RUN = re.compile(r"[\d\s,]+", re.ASCII)
 _GOES_ON = re.compile(r"\d|[.eE/:^][-+]?\d|[\^\u03c0]")
-"""Matches text that continues a number, so that the digits before it are only part of the
-number.
+"""Matches text that continues a number; the digits before this text are only a part of the number.
 """
 _CHANGED = re.compile(
     r"-[^\w\s-]+\.?\d|[\u221a\u221b\u03c0]|\^(?!\s*\{?\s*\\circ)|\d\s*!|\d\s*pi\b|\bpi\b"
@@ -135,10 +134,10 @@ def read_bare_letter(answer: str) -> str:
 def find_option(answer: str, options: Sequence[str]) -> str | None:
     """Return the letter of the option that an answer selects.
 
-    Return an empty string for a letter that no option has, and None if no option is selected. A
-    letter takes precedence over the text of an option: with the options `B`, `C`, `D`, the answer
-    `C` selects the third option. Likewise, `C. red` selects option C even if `red` is the text of
-    another option.
+    Return an empty string for a letter that belongs to no option, and None if no option is
+    selected. A letter takes precedence over the text of an option: with the options `B`, `C`, `D`,
+    the answer `C` selects the third option. Likewise, `C. red` selects option C even if `red` is
+    the text of another option.
     """
     answer, letters, letter = answer.strip(_MARKS), LETTERS[: len(options)], read_bare_letter(answer)
     if letter and letter.upper() in letters and (letter.isupper() or answer not in options):

@@ -1,8 +1,9 @@
-"""Scoring rules of published benchmarks, for answers that were extracted from replies by rules.
+"""Scoring rules of published benchmarks, applied to the answers extracted from replies.
 
 Sources: the benchmarks' own scripts as of November 2026 (docs/evaluation.md names them and lists
-every deliberate difference). A rule returns None where the benchmark would use a model; such an
-answer is then decided by text, mathematics and the judge, like any other answer (accuracy.py).
+every deliberate difference). A rule returns None if the benchmark itself would use a model to score
+the answer. Such an answer is then compared as text and as mathematics and finally judged, like any
+other answer (accuracy.py).
 """
 
 import re

@@ -2,14 +2,16 @@
 
 Math-verify drops everything before the last equals sign, so `x = 1, y = 2` would equal `2, 1`, and
 `x + y = 3` would equal `3`. To prevent this, several named values are compared by name, and an
-equation can equal a text without an equals sign only if it names a single value.
+equation can equal a text without an equals sign only if the equation names a single value.
 """
 
 import re
 from itertools import pairwise
 
 PART_SEPARATOR = re.compile(r"[,;](?!\d{3}(?!\d))(?![^()\[\]]*[)\]])|(?<![A-Za-z])(?:or|and)(?![A-Za-z])")
-"""Matches a separator of list items; thousands separators and commas within brackets do not match.
+"""Matches a separator between list items.
+
+Thousands separators and commas within brackets do not match.
 """
 _TOKEN = re.compile(r"[()\[\]{}]|=|\\(?:approx(?:eq)?|simeq|doteq)(?![A-Za-z])")
 _DECIMAL = re.compile(r"[(+-]*\d*\.(\d*)(?:\s*\\(?:times|cdot)\s*10\^\{?([-+]?\d{1,2})\}?)?\)?", re.ASCII)

@@ -5,8 +5,8 @@ A function may be sync or async. It receives arguments by name and returns a num
     def short(reply):                        def right(reply, answer):
         return -len(reply) / 1000                return float(answer in reply)
 
-If it raises an exception, the rollout fails with an infrastructure error that names the function
-and the example; the rollout gets no reward.
+If the function raises an exception, the rollout fails with an infrastructure error that names the
+function and the example; the rollout gets no reward.
 """
 
 import inspect
@@ -40,8 +40,8 @@ def from_function(reward_names: str, rubric: Rubric, user_functions: Mapping[str
     Args:
         reward_names: Value of task.reward: names joined by +.
         rubric: Rubric for the names that are not in `user_functions`. It is replaced if all names
-            are user functions, and extended by them otherwise.
-        user_functions: User-defined reward functions by name.
+            are user functions; otherwise, the user functions are added to it.
+        user_functions: User-defined reward functions, keyed by name.
     """
     names = [name for name in reward_names.split("+") if name in user_functions]
     if not names:

@@ -42,7 +42,7 @@ vision token of Qwen2.5-VL.
 MAX_REASONING_CHARS = 500
 """Maximum length in characters of the stored reasoning of a judge; the rest is cut off."""
 MAX_CACHED_REASONINGS = 10_000
-"""Maximum number of verdicts with reasoning kept in memory, to answer repeated requests."""
+"""Maximum number of judge replies whose reasoning is kept in memory for repeated requests."""
 Judgement = tuple[float, str]
 """Pair of a verdict and the judge's reasoning."""
 
@@ -90,7 +90,7 @@ class Judge:
         Prints a warning if some servers do not respond.
 
         Raises:
-            InfraError: No server responds, or no server has the model.
+            InfraError: No server responds, or no server serves the model.
         """
         self._cache = VerdictCache(self.settings.cache, read_only=not self.settings.urls)
         self.endpoints.start()
@@ -115,7 +115,7 @@ class Judge:
             self._cache.close()
 
     def get_counts(self) -> dict[str, int]:
-        """Return the number of requested, cached and failed verdicts (observe/judge_stats.py)."""
+        """Return the numbers of requested, cached and failed verdicts (observe/judge_stats.py)."""
         return {"called": self.num_requests, "cached": self.cache_hits, "failed": self.endpoints.failures}
 
     async def score_rollout(
@@ -146,8 +146,8 @@ class Judge:
 
         Raises:
             InfraError: All attempts failed. The message names the last server and its error.
-            PermanentInfraError: Retrying cannot help, e.g. there are no servers and the cache lacks
-                this verdict.
+            PermanentInfraError: Retrying would not help, e.g. because there are no servers and the
+                verdict is not in the cache.
         """
         urls = await asyncio.to_thread(lambda: [encode_data_url(picture) for picture in images])
         key = cache_key(self.model, prompt, fields, urls)
@@ -216,7 +216,7 @@ def parse_judgement(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -
 def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
     """Return the verdict in a reply.
 
-    Raises MalformedVerdict, with `secret` redacted in the message in case the server repeated it.
+    Raises MalformedVerdict. Its message is redacted, because the server may have repeated `secret`.
     """
     try:
         return prompt.parse_verdict(reply)
@@ -227,7 +227,7 @@ def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
 
 
 def check_cached_verdict(found: object, prompt: JudgePrompt, *, path: str) -> None:
-    """Raise PermanentInfraError if a cached value is not a possible verdict of the prompt."""
+    """Raise PermanentInfraError if a cached value is not one of the prompt's verdicts."""
     if not isinstance(found, float) or found not in prompt.values:
         what = f"{found!r:.40} for {prompt.name} {prompt.version}, which is no verdict of it"
         raise PermanentInfraError(f"judge: {path} holds {what}; remove the file")
@@ -247,7 +247,7 @@ def make_judge(settings: JudgeSettings) -> Judge | None:
 def cache_key(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Sequence[str]) -> str:
     """Return a hash of everything that can affect a verdict.
 
-    The rendered prompt is included, so a change of the prompt or of the quoting invalidates old
+    The rendered prompt is included, so a change in the prompt or in the quoting invalidates old
     verdicts.
     """
     words = [model, prompt.name, prompt.version, prompt.system, prompt.render(fields), list(urls)]

@@ -79,7 +79,7 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    r"""Replace each image placeholder by a line break if it is next to one, else by a blank.
+    r"""Replace image placeholders next to a line break by a line break, and others by a blank.
 
     Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered
     placeholders such as `<image 2>` are part of the text and are kept.
@@ -91,7 +91,7 @@ def remove_image_placeholders(text: str) -> str:
 
 @functools.cache
 def load_judge_prompt(name: str, *, examples: str = "") -> JudgePrompt:
-    """Load prompts/<name>.yaml, with the worked examples of family `examples`."""
+    """Load prompts/<name>.yaml; `examples` is the name of a family of worked examples."""
     written = yaml.safe_load((Path(__file__).with_name("prompts") / f"{name}.yaml").read_text())
     key, user = written["key"], written["user"]
     if examples:

@@ -32,7 +32,7 @@ _SEPARATOR = re.compile(r"\s*([-:/.,])\s*")
 
 @dataclass(slots=True, frozen=True)
 class DigitLabel:
-    """A label of digits in normalized form."""
+    """A label made of digits, in normalized form."""
 
     kind: str
     """Kind of label: `time`, `time with seconds`, `time of day` (with am or pm), `date` (year
@@ -71,8 +71,8 @@ def same_label(truth: str, answer: str) -> bool | None:
 
     - One text is not a label.
     - The times are ambiguous: `7:30` and `7:30 pm`.
-    - The kinds differ: `1:30` and `1:30:00`, since `1:30` may be hours and minutes or minutes and
-      seconds.
+    - The kinds of the labels differ: `1:30` and `1:30:00`, since `1:30` may be hours and minutes or
+      minutes and seconds.
     - Two codes differ. They may be ratios, and a judge may know that 1:2 equals 2:4.
 
     The sides of two sizes are compared in order, with any multiplication sign: `1920 x 1080` does

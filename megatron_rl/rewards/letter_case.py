@@ -18,8 +18,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+")
 _FORMULA = re.compile(r"[\\+*/^_=<>|()\u2208-]")
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _SPARE = "abcfghjklmnopqrstuvwxyz"
-"""Letters that may replace another letter. The number e, the imaginary unit i and the d of a
-derivative are excluded.
+"""Letters that may replace another letter. The letters e (the number), i (the imaginary unit) and d
+(of a derivative) are excluded.
 """
 
 

@@ -1,7 +1,7 @@
 """Parses the option letters that an answer to a multiple-choice question selects.
 
-A text may select an option by the option's letter, letter and text, text alone, or one-based
-position in the list of options. Several letters select a set of options.
+A text may select an option by the option's letter, by its letter and text, by its text alone, or by
+its one-based position in the list of options. Several letters select a set of options.
 """
 
 import re
@@ -81,10 +81,10 @@ def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = 
     Args:
         truth: Right answer.
         answer: Answer to compare.
-        options: Options of the question by letter. With options, the text of an option selects that
-            option, `B. red` is a choice, and a number that is not an option's text is a position in
-            the list. Without options, `B. red` is not a choice, because it could be a name such as
-            `B. Obama`.
+        options: Options of the question, keyed by letter. With options, the text of an option
+            selects that option, `B. red` is a choice, and a number that is not an option's text is
+            a position in the list. Without options, `B. red` is not a choice, because it could be a
+            name such as `B. Obama`.
     """
     options = options or {}
     wanted = _read_choice(truth, options)

@@ -52,8 +52,8 @@ _LARGE_NUMERALS = frozenset("\u767e\u5343\u4e07\u4ebf\u842c\u5104\u500d\u534a")
 def keeps_value(before: str, after: str, context: str) -> bool:
     """Return True if the words before and after a number do not change its value.
 
-    `context` is the question with the reference answer. If `context` contains no words, any noun
-    after the number is allowed unless it is known to change a value (`5 chairs`).
+    `context` is the question together with the reference answer. If `context` contains no words,
+    any noun after the number is allowed unless it is known to change a value (`5 chairs`).
     """
     known = _with_plurals(_words(context)) - _CHANGING
 
@@ -76,7 +76,7 @@ def _changes_value(word: str) -> bool:
 
 
 def _is_part_of(word: str, context: str) -> bool:
-    """Return True if the context contains a non-ASCII word that does not change a value.
+    """Return True if a non-ASCII word occurs in the context and is not known to change a value.
 
     Scripts such as Chinese put no blanks between words, so any substring of the context counts.
     """

@@ -17,7 +17,7 @@ from megatron_rl.rewards.number_words import keeps_value
 MAX_NUMBER_CHARS = 30
 """Maximum length of a number that is read from a text."""
 ROUNDED_DIGITS = 6
-"""Minimum number of digits of a decimal that counts as equal to a longer decimal that rounds to it.
+"""Minimum number of digits for a decimal to count as equal to a longer decimal that rounds to it.
 """
 _DIGITS = r"((?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)"
 _EXPONENT = r"[-+]?\d{1,2}"
@@ -67,9 +67,9 @@ _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"
 def parse_number(text: str, context: str = "") -> Fraction | None:
     """Return the only number in a text, or None.
 
-    The result is None if the text contains other digits, if the sign or exponent cannot be read,
-    and if the number is next to words that may change its value (number_words.py). `context` is the
-    question with the reference answer.
+    The result is None if the text contains other digits, if the sign or exponent cannot be read, or
+    if the number is next to words that may change its value (number_words.py). `context` is the
+    question together with the reference answer.
 
     Examples: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`,
     `+-5`, `5k`, `half of 5` are not.

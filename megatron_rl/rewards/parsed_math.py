@@ -98,7 +98,8 @@ def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
     """Return True if corresponding numbers differ by more than RELATIVE_TOLERANCE.
 
     The expressions may be numbers, lists, sets, intervals or named values. This check is needed
-    because math-verify rounds to six decimal places, so that 1e-7 would equal 2e-7.
+    because math-verify rounds to six decimal places and would therefore treat 1e-7 and 2e-7 as
+    equal.
     """
     values, others = _values(truth), _values(answer)
     if values is None or others is None or len(values) != len(others):

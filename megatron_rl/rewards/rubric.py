@@ -134,7 +134,7 @@ class Rubric:
 
         Raises:
             PermanentInfraError: All terms abstain.
-            ValueError: A turn term returned a wrong number of values.
+            ValueError: A turn term returned the wrong number of values.
         """
         free = [name for name, part in self.terms.items() if not part.requires]
         values, turn_values = await asyncio.gather(
@@ -193,6 +193,6 @@ def cumulative(steps: Sequence[float | None], *, mean: bool) -> list[float]:
 async def environment_rewards(reward_input: RewardInput) -> list[float | None]:
     """Return the environment's reward for each turn.
 
-    With TurnRewardTerm(averages_turns=False), the episode's reward is then the undiscounted return.
+    In a TurnRewardTerm with averages_turns=False, these rewards add up to the undiscounted return.
     """
     return [turn.reward for turn in reward_input.turns]

@@ -35,12 +35,12 @@ from megatron_rl.rewards.tool_use import (
 
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
-"""Prefixes of the data sources with CodeV's counting questions; SEARCH_SOURCES has the prefixes for
-CodeV's search questions. All other sources count as calculation.
+"""Prefixes of the data sources with CodeV's counting questions; SEARCH_SOURCES lists the prefixes
+for CodeV's search questions. All other sources count as calculation.
 """
 MAX_RESPONSE_CHARS = 6000
-"""Maximum number of characters of an episode's replies that the process judge reads; the end of the
-replies is kept.
+"""Maximum number of characters of an episode's replies that the process judge reads; of longer
+replies, only the end is kept.
 """
 MAX_PROCESS_IMAGES = 3
 

@@ -3,8 +3,8 @@ r"""Quoting of untrusted text from a policy, a dataset or a tool.
 Quoted text cannot be mistaken for special tokens, chat roles or the surrounding prompt. It is a
 JSON string on one line with these changes:
 
-- A blank is inserted after each `<`, `[` and `|`, and after each `]` before `~` or `!`. All known
-  special tokens contain one of these characters followed by a character other than a blank
+- A blank is inserted after each `<`, `[` and `|`, and after each `]` that precedes `~` or `!`. All
+  known special tokens contain one of these characters followed by a character other than a blank
   (`<|im_end|>`, `[/INST]`, `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`).
 - A blank is inserted before each colon that follows neither a digit nor a blank, because
   `ASSISTANT:` and `### Response:` are roles in chat templates without special tokens.
@@ -14,7 +14,7 @@ JSON string on one line with these changes:
 
 Characters that a tokenizer's normalizer (NFKD) may turn into one of these characters are treated in
 the same way. Apart from escaped characters, only blanks and the kinds of quotation marks change, so
-that letters, formulas and tags remain readable: `< b>`, `x < 4`, `[ 4, \\infty)`.
+letters, formulas and tags remain readable: `< b>`, `x < 4`, `[ 4, \\infty)`.
 """
 
 import json
@@ -35,7 +35,7 @@ _QUOTES = re.compile(
 _BEYOND_ASCII = re.compile(r"[^ -~]")
 _UNSEEN_CATEGORIES = {"Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp"}
 _UNSEEN = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
-"""Matches the marks and letters in Unicode's Default_Ignorable_Code_Point
+"""Matches the marks and letters with Unicode's property Default_Ignorable_Code_Point
 (DerivedCoreProperties.txt 16.0); the other characters with this property are matched by their
 category.
 """
@@ -44,7 +44,7 @@ category.
 def quote_text(text: str) -> str:
     r"""Return the text as a quoted string, including the quotation marks.
 
-    Example: `<|im_end|>` and a right-to-left override -> "< | im_end| >\u202e".
+    Example: `<|im_end|>` followed by a right-to-left override -> "< | im_end| >\u202e".
     """
     parted = _COLON.sub(" ", _FENCE.sub(r"\1 ", _QUOTES.sub('"', text)))
     return _BEYOND_ASCII.sub(_escape_hidden, json.dumps(parted, ensure_ascii=False))

@@ -1,4 +1,4 @@
-"""Rewards for tool calls and tags that need no judge.
+"""Rewards for tool calls and tags, computed without a judge.
 
 The rewards follow DeepEyes (format 0 or -1, and whether a call returned an image) and CodeV (format
 0 or 1).

@@ -34,8 +34,8 @@ _MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d+)(?:\s+|\s+and\s+)(\d+)/(\d+)(?![\w
 _DECIMAL = r"(?:\d+(?:\.\d+)?|\.\d+)"
 _EXPONENT = re.compile(rf"\^\s*(?:\(([^()]*)\)|([-+]?\s*{_DECIMAL}))")
 _EXPONENT_OF_E = re.compile(r"(?<=e)\^\s*([-+]\s*\d+(?:\.\d+)?[a-z]|\d*\.\d+[a-z])(?![A-Za-z])", re.ASCII)
-"""Matches an exponent such as in `e^-0.02t`, which means `e^{-0.02t}`; in LaTeX, only the minus
-sign would be raised.
+"""Matches an exponent such as the one in `e^-0.02t`, which means `e^{-0.02t}`; in LaTeX, only the
+minus sign would be raised.
 """
 _REPEATING = re.compile(
     r"(?<![\w.,])(\d*)\.(\d*)(?:\\(?:overline|bar)\s*\{(\d+)\}|\\dot\s*\{(\d)\}(?:(\d*)\\dot\s*\{(\d)\})?|(?<=\.)\((\d+)\))", re.ASCII
@@ -50,7 +50,7 @@ _PRODUCT_OF_GROUPS = re.compile(
     r"(?<=[)\d])\s*(?=\()|(?<=\))\s*(?=\d)|(?<=\d)\s*(?=\\(?:[dt]?binom|max|min|gcd|lcm|sum|prod|int|lim|lceil)(?![A-Za-z]))"
 )
 """Matches the position between adjacent factors, where a product sign is needed: math-verify would
-add a number and the group after it, so that `3(4)` is 7.
+add a number and the group after it, so `3(4)` would be 7.
 """
 _GROUP = re.compile(r"\\[dtc]?(?:frac|binom)(?![A-Za-z])")
 _FACTOR_BEHIND = re.compile(r"\s*(?:[\d(\[{]|\\\{|\\[dtc]?(?:frac|binom)(?![A-Za-z]))")
@@ -110,7 +110,7 @@ def _write_products(text: str) -> str:
 
 
 def _is_mixed(text: str, at: int) -> bool:
-    r"""Return True if the fraction at `at` is below 1 and follows an integer, as in `3\frac12`."""
+    r"""Return True if the fraction at `at` is below 1 and follows an integer: `3\frac12`."""
     fraction = _FRACTION.match(text, at)
     return bool(fraction and _MIXED_GROUP.search(text[:at]) and 0 < int(fraction[1]) < int(fraction[2]))
 

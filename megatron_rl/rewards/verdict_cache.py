@@ -26,7 +26,8 @@ class VerdictCache:
     def __init__(self, path: str, *, read_only: bool, config_key: str = "task.judge.cache") -> None:
         """Open the file, or a cache in memory if `path` is empty.
 
-        Raises ValueError, naming `config_key`, if the file cannot be opened as a verdict cache.
+        Raises ValueError if the file cannot be opened as a verdict cache; the message names the
+        setting as `config_key`.
         """
         self.path, self._key = path, config_key
         try:
@@ -47,7 +48,7 @@ class VerdictCache:
         return None if row is None else row[0]
 
     def store(self, key: str, *, model: str, prompt: str, fields: str, verdict: float) -> None:
-        """Store a verdict, unless the key already has a verdict."""
+        """Store a verdict, unless a verdict is already stored under the key."""
         row = (key, model, prompt, fields, verdict)
         self._run_query(lambda: self._file.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?, ?, ?)", row))
 

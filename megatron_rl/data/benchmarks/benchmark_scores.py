@@ -69,7 +69,7 @@ def group_by_unit(scores: Iterable[ItemScore]) -> dict[str, list[ItemScore]]:
 
 
 def worst_case_accuracy(scores: Sequence[ItemScore]) -> float:
-    """Return DynaMath's worst-case accuracy: the fraction of problems with all variants correct."""
+    """Return DynaMath's worst-case accuracy: the fraction of problems solved in all variants."""
     units = group_by_unit(scores).values()
     return sum(all(each.credit >= MIN_CORRECT_CREDIT for each in unit) for unit in units) / len(units)
 

@@ -1,4 +1,4 @@
-"""Benchmarks by name (task.data.benchmark), with their row readers and metrics."""
+"""Benchmarks, keyed by name (task.data.benchmark), with their row readers and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Benchmark:
     label_metric: HeadlineMetric = mean_credit
     """Metric to compute for each value of a label."""
     extra_metrics: Callable[[Sequence[ItemScore]], Mapping[str, float]] = lambda _: {}
-    """Function that computes further metrics by name."""
+    """Function that computes further metrics, keyed by name."""
 
 
 def _we_math_extra_metrics(scored: Sequence[ItemScore]) -> dict[str, float]:

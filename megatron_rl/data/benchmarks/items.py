@@ -38,8 +38,8 @@ class BenchmarkItem:
 def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSettings) -> DataRecord:
     """Convert an item to a row that questions.py can read.
 
-    The seed data.shuffle_options sets the order of the options. At most data.frames images are
-    kept.
+    The seed data.shuffle_options determines the order of the options. At most data.frames images
+    are kept.
     """
     options, answer = shuffle_options(item, row_id=record.where, seed=data.shuffle_options)
     lines = [item.question, *(f"{letter}. {option}" for letter, option in zip(LETTERS, options, strict=False))]

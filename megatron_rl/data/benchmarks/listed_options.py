@@ -13,7 +13,7 @@ Shape`, the letter C is therefore not a marker.
 """
 _IN_QUESTIONS = (r"(?:^|(?<=[\s:]))\(%s\)\s*", r"(?:^|\n)\s*%s[.:)]\s*", r"(?:^|(?<=\s))%s[.)]\s+")
 _REFUSAL = r"(?:^|[\s;\uff1b])[A-Z][.\uff0e:]\s*(?=No correct answer)"
-"""Matches We-Math's last option "No correct answer", which may have a letter out of sequence."""
+"""Matches We-Math's last option "No correct answer", whose letter may be out of sequence."""
 
 
 def split_options(words: str, marker: str) -> tuple[str, ...]:

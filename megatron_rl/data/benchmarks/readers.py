@@ -17,7 +17,7 @@ from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 _OPTION = re.compile(r"^\(?([A-Z])[).:]\s*(.*)$", re.MULTILINE)
 _NUMBERED_PLACE = re.compile(r"<image\s?\d+>")
 HEAD_BYTES = 1 << 16
-"""Number of leading bytes of an image file to hash when distinguishing images."""
+"""Number of leading bytes of an image file that are hashed to distinguish images."""
 VISION_ONLY = "Answer the question that the picture shows."
 GRID_DIFFICULTY, DIFFICULTY = ("metadata", "meta_data"), "difficulty"
 TIR_CORRECTIONS = {"60.jpg": "mobi", "62.jpg": "aires"}
@@ -96,8 +96,8 @@ def read_mathverse(record: DataRecord) -> BenchmarkItem:
 def read_mathvista(record: DataRecord) -> BenchmarkItem:
     """Read a row of MathVista.
 
-    Files: testmini and test. Answers are choices, whole numbers, decimals with a given precision,
-    or lists.
+    Files: testmini and test. Answers are choices, integers, decimals with a given precision, or
+    lists.
     """
     about = record.require_mapping(record.row.get("metadata", {}), "metadata")
     kind, precision = read_text_column(record, "answer_type"), int(float(read_text_column(record, "precision", default="0")))
@@ -238,7 +238,7 @@ def read_dynamath(record: DataRecord) -> BenchmarkItem:
 def read_vlmblind(record: DataRecord) -> BenchmarkItem:
     """Read a row of VLMs Are Blind.
 
-    File: the split valid, with seven tasks, two of them in two forms.
+    File: the split valid, with seven tasks, two of which have two forms.
     """
     task = re.split(r"\s+-\s+", read_text_column(record, "task"))[0]
     return BenchmarkItem(
