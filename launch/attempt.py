@@ -1,4 +1,4 @@
-r"""Runs a command as one attempt: forwards signals to it and logs its output.
+r"""Runs a command as one attempt of a run, forwards signals to the command and logs its output.
 
     python launch/attempt.py --logs RUN/logs --requeue -- \
         bash launch/slurm/nodes.sh experiment=numberline_grpo_cpu

@@ -2,11 +2,12 @@
 
 request_gate.py applies the checks in this project's servers. megatron_rl/rollout/vllm/http_gate.py
 applies them in a run's vLLM servers. Web pages in a browser on this machine can reach loopback
-ports. The checks also protect the servers from such pages:
+ports. The checks also protect the servers from such pages, for these reasons:
 
 - The browser adds an Origin or Sec-Fetch-Site header to the page's requests, and the page does not
   know the token.
-- Without a CORS preflight, the page cannot send application/json.
+- A page of another origin can send application/json only after a CORS preflight, which the servers
+  do not grant.
 - After DNS rebinding, the browser treats the server as part of the page's origin, but the Host
   header still names the page's host.
 
@@ -53,7 +54,7 @@ class AccessRules:
         self._token, self._hosts = token, {name.casefold() for name in (*local_host_names(), *hosts)}
 
     def check_request(self, scope: Scope) -> RequestRejection | None:
-        """Return None if the request is acceptable, else its rejection."""
+        """Return None if the request is acceptable, else the rejection to send."""
         headers = dict(scope["headers"])
         if not self._is_own_host([value for name, value in scope["headers"] if name == b"host"]):
             return RequestRejection(
@@ -89,7 +90,7 @@ def compute_proof(token: str, challenge: str, *, port: int) -> str:
 
 
 def local_host_names() -> set[str]:
-    """Return localhost and the host name of this machine, with and without its domain."""
+    """Return "localhost" and this machine's host name, both with and without the domain."""
     name = socket.gethostname()
     return {"localhost", name, name.partition(".")[0]}
 

@@ -1,8 +1,8 @@
 """Control groups (v1 or v2) that limit the memory, processes and cores of a whole box.
 
 Each slot of a pool has one group, which is created once and reused. The groups are created below
-the group of this process, so limits on this process apply to the boxes too. The file names are
-documented in the kernel's Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
+the group of this process, so limits on this process apply to the boxes too. The files of control
+groups are documented in the kernel's Documentation/admin-guide/cgroup-v1 and cgroup-v2.rst.
 """
 
 import errno
@@ -33,9 +33,9 @@ class ControlGroup:
 
     paths: tuple[Path, ...]
     _events_fd: int | None = None
-    """Descriptor of the file with the kernel's OOM counters, which is read in each call."""
+    """Descriptor of the file that contains the kernel's OOM counters; it is read in each call."""
     _peak_fd: int | None = None
-    """Descriptor of the v1 file with the peak memory usage; None in v2.
+    """Descriptor of the v1 file that contains the peak memory usage; None in v2.
 
     The peak shows whether the group reached its limit. The v1 counters of failed charges (failcnt)
     do not show this, because they stay 0 in Linux 6.18.
@@ -88,16 +88,16 @@ class ControlGroup:
         return {name: int(number) for name, number in map(str.split, os.pread(self._events_fd, 4096, 0).decode().splitlines())}
 
     def _peak_files(self) -> list[Path]:
-        """Return a list with the v1 file of the peak memory usage; the list is empty in v2.
+        """Return a list with the v1 file that contains the peak memory usage, or [] in v2.
 
-        If the kernel counts swap, the returned file is the one that includes swap.
+        If the kernel counts swap, the peak in the returned file includes swap.
         """
         files = (self.paths[0] / name for name in ("memory.memsw.max_usage_in_bytes", "memory.max_usage_in_bytes"))
         return [file for file in files if file.exists()][:1]
 
 
 def _open_first(files: Iterable[Path]) -> int | None:
-    """Open the first file that exists; file names differ between v1 and v2."""
+    """Open the first of `files` that exists, because the names differ between v1 and v2."""
     found = next((file for file in files if file.exists()), None)
     return None if found is None else os.open(found, os.O_RDONLY | os.O_CLOEXEC)
 

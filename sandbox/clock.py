@@ -1,7 +1,7 @@
 """Timer for a call that counts only the time during which the box was able to run.
 
-A stall of the host must not be reported as a limit exceeded by the code. The timer therefore checks
-the box about CHECKS_PER_LIMIT times per time limit, by reading its process states and scheduling
+A stall of the host must not be reported as a timeout of the code. The timer therefore checks the
+box about CHECKS_PER_LIMIT times per time limit, by reading its process states and scheduling
 statistics from /proc (proc(5): state, schedstat):
 
 - Time during which the box was stopped from outside, or was runnable but had no core to run on, is
@@ -35,7 +35,7 @@ The interval is two CPU periods of a control group, because a box that has used 
 quota does not run for the rest of the period.
 """
 CHECK_GRACE_S = 0.05
-"""Delay in seconds up to which a check is punctual, and minimum time until the next check.
+"""Maximum delay in seconds of a punctual check, and minimum time until the next check.
 
 A call times out at the first punctual check after its time is used up. At a punctual check, the
 event loop has already read every reply that arrived before the check.
@@ -79,7 +79,7 @@ def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
 
 
 def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: float, cpus: float) -> float:
-    """Return the fraction of the time between two snapshots in which the box was able to run.
+    """Return the fraction of the time between two snapshots during which the box was able to run.
 
     Time during which a thread waited for a core is subtracted. However, threads also wait if they
     compete with other threads of the same box. Therefore, the CPU time used by the box, divided by
@@ -101,9 +101,11 @@ def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: 
 
 
 class BoxTimer:
-    """Async context manager that raises TimeoutError once the box was able to run for `seconds`.
+    """Async context manager that limits the time during which a box is able to run.
 
-    After a timeout, `was_starved` is True if the host prevented the box from running.
+    TimeoutError is raised once the box has been able to run for `seconds`, or once the wall time
+    reaches about MAX_WALL_FACTOR * `seconds`. After a timeout, `was_starved` is True if the host
+    prevented the box from running.
     """
 
     def __init__(self, seconds: float, *, pid: int, group: "ControlGroup | None", cpus: float, is_unstoppable: bool) -> None:

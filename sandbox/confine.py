@@ -1,7 +1,7 @@
 """Enters the isolation layers of the zygote and of each box.
 
-Layers are entered in the following order. Each layer may remove privileges that are needed to enter
-the layers listed before it:
+Each layer may remove privileges that are needed to enter the layers listed before it. Therefore,
+the layers are entered in this order:
 
     zygote   user_ns -> mount_ns + read_only_root
     box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns
@@ -55,8 +55,8 @@ class Confinement:
 def box_uid(zygote: int, slot: int) -> int:
     """Return the user id of a slot; `zygote` is the process id of the pool's zygote.
 
-    The ids are unique per host, because process ids are below 2**22 and a pool has at most 256
-    slots.
+    The user ids are unique on the host, because process ids are below 2**22 and a pool has at most
+    256 slots.
     """
     assert zygote < 1 << 22 and slot < 256, f"zygote {zygote}, slot {slot}"
     return FIRST_UID + zygote * 256 + slot

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 HEADER = struct.Struct("!II")
 MAX_JSON = 2 << 20
 MAX_INLINE_JSON = 64 << 10
-"""Maximum size in bytes of JSON that is parsed on the event loop (under 1 ms), not in a thread."""
+"""Maximum size in bytes of JSON parsed on the event loop (in under 1 ms) instead of in a thread."""
 MAX_CONTROL_BYTES = 1 << 16
 """Maximum size in bytes of a JSON datagram between the pool and its zygote."""
 Frame = tuple[dict[str, object], list[bytes]]

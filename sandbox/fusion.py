@@ -86,10 +86,10 @@ class RunCodeResponse(BaseModel):
 async def handle_run_code(
     request: RunCodeRequest, *, open_box: Callable[..., Awaitable[Box]], call_timeout_s: float
 ) -> tuple[RunCodeResponse, CallResult | None]:
-    """Run the code in a new box for at most `call_timeout_s`.
+    """Run the code in a new box and return a pair: the response, and the result of the call.
 
-    `open_box` is called with `files` and `preload`, and its exceptions propagate. The second
-    returned value is the result of the call, or None if the request is invalid.
+    The result is None if the request is invalid. `call_timeout_s` is an upper bound on the timeout
+    of the call. `open_box` is called with `files` and `preload`, and its exceptions propagate.
     """
     if request.language != "python":
         return _error_response(f"this server runs python only, not {request.language[:64]!r}"), None

@@ -27,7 +27,7 @@ LAYER_DESCRIPTIONS = {
 
 
 def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
-    """Return the report, and True if a pool with isolation="auto" can start on this host.
+    """Return a pair: the report, and True if a pool with isolation="auto" can start on this host.
 
     `allow_missing` names protections that this host may lack, as for `SandboxPool`.
     """
@@ -46,7 +46,7 @@ def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
 
 
 def describe_protections(layers: Layers) -> list[str]:
-    """Return one line per protection: either `held` and the enforcing layers, or `OPEN`."""
+    """Return one line per protection, with either `held` and the enforcing layers, or `OPEN`."""
     lines = []
     for name, wall in PROTECTIONS.items():
         held = wall.find_enforcing_layers(layers)

@@ -3,9 +3,10 @@
 A call returns images that it shows, saves, or leaves open as figures. It also returns existing
 image files if it prints their names. The hooks are installed before the first call.
 
-`plt.show()` returns and closes every open figure. A figure that is still open at the end of a call
-is returned by that call and stays open for the next call. It is returned again only if it has
-changed. If a call saves a figure to a file, the file is returned instead of the figure.
+`plt.show()` adds every open figure to the call's images and closes the figure. A figure that is
+still open at the end of a call is returned by that call and stays open for the next call. It is
+returned again only if it has changed. If a call saves a figure to a file, the file is returned
+instead of the figure.
 """
 
 import os

@@ -23,7 +23,7 @@ have half a million empty chunks, which would take long to parse.
 
 
 def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | None:
-    """Return None if the image size is allowed, else the reason as text for the model."""
+    """Return None if the image size is allowed, else a text for the model with the reason."""
     shape = f"{width}x{height} pixels"
     shorter, longer = sorted((width, height))
     if shorter < limits.image_side:
@@ -51,7 +51,7 @@ class ImageBudget:
         self._call = (0, 0, 0)
 
     def check_image(self, *, pixels: int, num_bytes: int = 0) -> str | None:
-        """Return None if the budget allows the image, else the reason as text for the model.
+        """Return None if the budget allows the image, else a text for the model with the reason.
 
         To check an image before encoding it, omit `num_bytes`.
         """

@@ -19,7 +19,7 @@ IMAGE_MAGIC = {
     b"II*\0": ".tif",
     b"MM\0*": ".tif",
 }
-"""File name suffix, keyed by the first bytes of an image file.
+"""File name suffixes of image formats, keyed by the first bytes of their files.
 
 The pool checks only these bytes of an encoded image. The image is decoded inside the box.
 """

@@ -20,7 +20,7 @@ TRUNCATION_MARGIN = 200
 MAX_TEXT_CHARS = 8192
 """Maximum length of each text in a result, except the output streams (see replies.py)."""
 MAX_DROPPED = 110
-"""Maximum number of entries in `CallResult.dropped`, in addition to `BoxLimits.images`."""
+"""Maximum number of entries in `CallResult.dropped` beyond `BoxLimits.images` entries."""
 MAX_NUMBER = 1 << 63
 
 

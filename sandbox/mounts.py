@@ -1,7 +1,7 @@
 """File system of a box: a read-only root built once per zygote, and a tmpfs per box.
 
-    /          empty read-only tmpfs with the interpreter's prefixes, /usr and links to it, a few
-               files of /etc, five devices
+    /          read-only tmpfs that contains only the interpreter's prefixes, /usr and links to
+               /usr, a few files of /etc, and five devices
     /box       the box's tmpfs: work/ (its working directory), tmp/ (target of /tmp and /dev/shm)
 
 /proc, /sys and /home do not exist in a box. The only part of this project that a box contains is
@@ -95,7 +95,8 @@ def mount_box_tmpfs(directory: str, *, num_bytes: int, num_inodes: int) -> None:
 def make_directories(directory: str, *, owner: int | None) -> str:
     """Create work/ and tmp/ in the box's directory and return the path of work/.
 
-    `owner` is the user id that owns the directories; None keeps the user of this process.
+    `owner` is the user id that will own the directories. If it is None, this process's user owns
+    them.
     """
     for name in ("work", "tmp"):
         path = f"{directory}/{name}"

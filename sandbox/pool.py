@@ -1,6 +1,6 @@
 """Pool of boxes with a fixed number of slots.
 
-Each slot holds one box and has its own control group, user id and directory.
+Each slot holds at most one box and has its own control group, user id and directory.
 """
 
 import asyncio
@@ -321,7 +321,7 @@ def _raise_file_limit(size: int) -> None:
 
 
 def _make_opening_error(fault: Fault, _: str | None, error: CallError, status: int | None) -> Exception:
-    """Return the error for a box that died while opening.
+    """Return the error for a box that died while it was being opened.
 
     The error is a SandboxError if the host is at fault, else a ValueError (bad preload or image).
     """

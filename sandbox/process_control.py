@@ -25,7 +25,7 @@ def is_dying(pid: int) -> bool:
 
 
 def list_threads(process: int) -> list[str]:
-    """Return the /proc directories of a process's threads; none if the process is gone."""
+    """Return the /proc directories of a process's threads, or [] if the process is gone."""
     try:
         return [f"/proc/{process}/task/{thread}" for thread in os.listdir(f"/proc/{process}/task")]
     except OSError:

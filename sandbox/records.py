@@ -127,8 +127,8 @@ class CallError:
     """Reason why a call failed.
 
     If the code raised an exception, `type` is the class name of the exception. If the box was
-    killed, `type` is LimitExceeded, InterpreterDied or InterpreterBroken. For a host fault, `type`
-    is SandboxError.
+    killed, `type` is LimitExceeded, InterpreterDied or InterpreterBroken. If the source code was
+    too long, `type` is CodeTooLong. For a host fault, `type` is SandboxError.
     """
 
     type: str
@@ -209,7 +209,7 @@ class SandboxError(RuntimeError):
 
 
 class SandboxAccessDenied(SandboxError):
-    """The server is healthy but rejects this client's token, so a retry cannot succeed."""
+    """The server rejected this client's token, so a retry would not help."""
 
 
 class PoolFull(RuntimeError):
@@ -217,4 +217,4 @@ class PoolFull(RuntimeError):
 
 
 class BoxClosed(RuntimeError):
-    """The box or its pool is closed."""
+    """The box or its pool was already closed."""

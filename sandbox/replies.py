@@ -96,9 +96,10 @@ def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: B
 
 
 def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
-    """Return an output stream, in which the middle is cut to leave `limits.text` characters.
+    """Return a pair: at most `limits.text` characters of an output stream, and what was omitted.
 
-    The second value describes the omitted part. It is None if the text is complete.
+    If the stream is longer than `limits.text`, its middle is omitted. If nothing is omitted, the
+    second value is None.
     """
     size = os.fstat(descriptor).st_size
     most = 4 * limits.text  # at most 4 bytes per character in UTF-8

@@ -17,7 +17,7 @@ from sandbox.records import BoxLimits
 RETRY_HEADERS = {"Retry-After": "1"}
 """Headers of a rejection that ask the client to retry after one second."""
 MIN_BODY_BYTES = 64 << 10
-"""Body size in bytes that is always accepted, and the limit of routes that set no other limit."""
+"""Body size in bytes that is always accepted, and the limit for routes without their own limit."""
 MAX_NAMES_BYTES = 8 << 20
 MAX_JSON_BYTES_PER_CHAR = 12
 """Maximum number of JSON bytes per character: two escaped surrogates of six bytes each."""
@@ -107,7 +107,7 @@ def _make_body_too_large(most: int) -> RequestRejection:
 
 
 def replay_body(body: bytes, receive: Receive) -> Receive:
-    """Return an ASGI callable that first returns `body`, then the messages of `receive`."""
+    """Return an ASGI receive function that first returns `body`, then the messages of `receive`."""
     left = [body]
 
     async def again() -> Message:

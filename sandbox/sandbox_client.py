@@ -324,8 +324,8 @@ class RemoteBox:
 def compute_timeout_s(limits: BoxLimits, *, work_s: float = 0.0, slot_wait_s: float = 0.0) -> float:
     """Return the worst-case duration in seconds of a request under load, plus CLIENT_GRACE_S.
 
-    The worst case includes waiting for a slot, starting a zygote, opening an interpreter (a killed
-    box gets a new one in its next call) and the work itself.
+    The worst case includes waiting for a slot, starting a zygote, opening an interpreter (if the
+    interpreter of a box was killed, the next call opens a new interpreter) and the work itself.
     """
     return slot_wait_s + ZYGOTE_START_TIMEOUT_S + MAX_WALL_FACTOR * (limits.open_timeout_s + work_s) + CLIENT_GRACE_S
 
@@ -354,7 +354,7 @@ def _parse_retry_after(header: str) -> float:
 
 
 def encode_image_file(image: Image.Image | bytes) -> bytes:
-    """Encode a PIL image as PNG. Bytes are already an image file and are returned unchanged."""
+    """Encode a PIL image as PNG. Return bytes, which already contain an image file, unchanged."""
     if isinstance(image, bytes):
         return image
     buffer = BytesIO()

@@ -196,9 +196,9 @@ def _forged_signal_rules() -> list[Instruction]:
 def _file_lock_rules() -> list[Instruction]:
     """Refuse file locks, file watches, and queries that identify the peer of a socket.
 
-    Boxes and the host read the same files. With locks and watches on these files, they could block
-    or observe each other. flock fails with ENOSYS, as on a file system without locks, which HDF5
-    and other libraries can handle.
+    Boxes and the host read the same files. With locks and watches on these files, boxes could block
+    or observe each other and the host. flock fails with ENOSYS, as on a file system without locks,
+    which HDF5 and other libraries can handle.
     """
     return [
         (JUMP_EQUAL, 0, 1, FLOCK),

@@ -1,6 +1,6 @@
 """Bearer tokens of servers, stored in files.
 
-Tokens are not passed in command lines, which the process list shows, nor in settings, which are
+Tokens are passed neither in command lines, which the process list shows, nor in settings, which are
 written to logs.
 """
 

@@ -34,7 +34,7 @@ LIMIT_OF_ERRNO = {errno.EFBIG: "disk", errno.ENOSPC: "disk", errno.EDQUOT: "disk
 
 
 class BadInput(ValueError):
-    """An input image or the preload is invalid."""
+    """An input image or the preload was invalid."""
 
 
 def run_box(channel: socket.socket, *, confinement: confine.Confinement, proc: int, output_fds: tuple[int, int]) -> None:

@@ -6,7 +6,7 @@ descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors (channel,
                      stdout, stderr);   {"kill": id}
-    zygote -> pool   {"ready": bytes of its anonymous memory} or {"host": reason};
+    zygote -> pool   {"ready": bytes of anonymous memory in the zygote} or {"host": reason};
                      {"spawned": id, "pid": pid} or {"failed": id, "reason"};
                      {"exited": id, "status", "cpu_s", "limited"}
 

@@ -67,7 +67,7 @@ class Interpreter:
     killed_by_pool: bool = False
     """True once the pool has begun to end this process."""
     exceeded_limit: str | None = None
-    """Limit that this process exceeded, so that the watchdog killed it; None otherwise."""
+    """Exceeded limit for which the watchdog killed this process; None if there was no such kill."""
 
     def close(self) -> None:
         """Release the resources that the pool holds for an interpreter that has exited."""

@@ -1,7 +1,7 @@
-"""Attacks on the sandbox, each with a control: `python -m sandbox attack`.
+"""Attacks on the sandbox, each with a control; `python -m sandbox attack` runs them.
 
-A control is a run of the same attack without the layers that should stop it. It shows that the
-attack succeeds if these layers are missing.
+A control is a run of the same attack without the layers that should stop it. The control shows that
+the attack succeeds if these layers are missing.
 """
 
 from sandbox.attack import (

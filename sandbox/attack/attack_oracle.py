@@ -1,9 +1,9 @@
 """Oracle of the attack suite, which sets up targets on the host and detects successful attacks.
 
 The targets are secrets, files, listeners and a canary process. The oracle creates the files in a
-new folder and opens the listeners on ports chosen by the kernel. It also creates System V objects
-and a key. It removes all targets at the end. Because attacks use only these targets, a successful
-attack harms nothing else on the host.
+new folder and opens the listeners on ports chosen by the kernel. It also creates IPC objects and a
+keyring key that contain secrets (ipc_secrets.py). At the end, the oracle removes all targets.
+Because attacks use only these targets, a successful attack harms nothing else on the host.
 """
 
 import contextlib
@@ -184,7 +184,7 @@ class AttackOracle:
         stack.callback(stopped.set)
 
     def snapshot_state(self) -> dict[str, Any]:
-        """Return those parts of the host's state that an attack may change."""
+        """Return the parts of the host's state that an attack can change."""
         files = {name: (path.read_bytes(), path.stat().st_mode) if path.exists() else None for name, path in self.victims.items()}
         assert self.canary.stdin is not None
         self.canary.stdin.write(b"\n")

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Evidence(StrEnum):
-    """Kind of evidence that shows the success of an attack.
+    """Kind of evidence that an attack succeeded.
 
     If an effect is visible outside the box, the oracle checks the effect itself instead of the
     output of the code.
@@ -27,8 +27,8 @@ class AttackProbe:
 
     Each entry of `calls` is the source code of one call; the calls run one after the other in one
     box. The control runs without the layers in `lifted_layers` and with the limits in
-    `raised_limits`. The code limits its own effect, such as the number of processes that it starts
-    or of bytes that it writes, so that the control stays within the outer bounds (outer_bounds.py).
+    `raised_limits`. The code limits its own effect, such as the number of processes it starts or
+    the number of bytes it writes, so the control stays within the outer bounds (outer_bounds.py).
     """
 
     name: str
@@ -42,7 +42,7 @@ class AttackProbe:
     """True if the control is a plain child process of the server, as in simple code runners.
 
     Such a child inherits the environment and the file descriptors of the server. A box inherits
-    neither of the two, even without layers.
+    neither the environment nor the descriptors, even without layers.
     """
     min_cores: int = 1
     """Minimum number of host cores that the attack needs to succeed."""
@@ -52,7 +52,7 @@ class AttackProbe:
     has_long_timeout: bool = False
     """True if the run with all layers uses the same call timeout as the control.
 
-    Slow attacks need this, because the layers and not the timeout must stop the attack.
+    Slow attacks need this, because the layers, not the timeout, must stop the attack.
     """
 
 
@@ -70,6 +70,6 @@ def syscall(number, *arguments):
 """
 """Source code that is prepended to each call, after the assignment of the oracle's facts to `W`.
 
-`W` contains the marker in reverse order, so that an attack that merely prints its source code does
-not count as a success.
+`W` contains the marker in reverse order, so an attack that merely prints its source code does not
+count as a success.
 """

@@ -1,4 +1,4 @@
-"""Runs an attack on a pool. As a command, it runs the control of an attack.
+"""Runs an attack on a pool; run as a command, this module runs the control of an attack.
 
 The control is the same attack with some layers disabled. The control runs in its own process,
 inside the outer bounds (outer_bounds.py). The suite starts the process with this command, which
@@ -112,7 +112,7 @@ def _run_plain_child(probe: AttackProbe, oracle: AttackOracle) -> AttackOutcome:
 
 
 def main() -> None:
-    """Run the control of one probe inside the outer bounds and print its outcome."""
+    """Run the control of one probe inside the outer bounds and print the outcome of the control."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("probe", choices=[probe.name for probe in PROBES])
     parser.add_argument("layers", help="comma-separated names of the layers to keep")

@@ -133,7 +133,7 @@ finally:
 """Source code that runs `{start}` until there are four times as many processes as allowed."""
 TASK_LAYERS = frozenset({"rlimits", "cgroup", "watchdog"})
 CLEANUP_LAYERS = frozenset({"pid_ns", "cgroup", "watchdog", "drop_uid"})
-"""Layers that ensure that closing a box kills all its processes, even in new sessions."""
+"""Layers that ensure that closing a box kills all its processes, even those in new sessions."""
 FORKS = (
     AttackProbe(
         "fork_bomb",

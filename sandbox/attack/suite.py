@@ -62,7 +62,7 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
 
 
 def find_missing_requirement(probe: AttackProbe) -> str:
-    """Return the first unmet requirement of the attack on this host, or an empty string."""
+    """Return the attack's first requirement that this host does not meet, or an empty string."""
     if probe.needs_root and not is_privileged():
         return "needs root"
     if probe.min_cores > (cores := len(os.sched_getaffinity(0))):

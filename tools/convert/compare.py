@@ -79,7 +79,7 @@ def compare_tensors(first: TensorSource, second: TensorSource) -> Iterator[Tenso
 
 
 def _compare_tensor(a: torch.Tensor, b: torch.Tensor) -> tuple[float, bool]:
-    """Return the largest absolute difference, and True if the tensors are bitwise equal.
+    """Return a pair: the largest absolute difference, and True if the tensors are bitwise equal.
 
     If the tensors are not bitwise equal and one of them contains NaN, the difference is NaN.
     """

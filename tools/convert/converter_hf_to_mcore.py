@@ -73,7 +73,7 @@ def check_output(out: Path, *, force: bool) -> None:
 
 
 def check_parallel_sizes(spec: ModelSpec, *, tp: int, pp: int) -> None:
-    """Raise a ValueError that names the option if the layout does not fit the model."""
+    """Raise ValueError if the model does not support the layout; the message names the option."""
     try:
         parallel = ParallelSettings(tp=tp, pp=pp)
         if tp * pp > 1:

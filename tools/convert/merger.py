@@ -31,7 +31,8 @@ NAME_STYLES = ("released", "nested")
 """Naming styles for tensors.
 
 transformers 5.19 and vLLM 0.32 load both styles. "released" is the style of Qwen's published
-checkpoints, which older versions also load. For Qwen3-VL, the released style is the nested style.
+checkpoints, which older versions of the two packages also load. "nested" is the style with the
+prefixes model.visual and model.language_model. For Qwen3-VL, both styles are the same.
 """
 
 

@@ -36,9 +36,9 @@ def encode_images(folder: Path, paths: list[Path]) -> np.ndarray:
 def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
     """Load an ONNX encoder.
 
-    The graph must have a single input, pixel_values. Its first output is either one embedding per
-    image or one embedding per patch. onnxruntime is used because OpenCV 5.0 truncates mismatched
-    shapes (NaryEltwiseLayer: "Clamping to 17"), whereas onnxruntime raises an error.
+    The graph must have a single input, pixel_values. The first output of the graph is either one
+    embedding per image or one embedding per patch. onnxruntime is used because OpenCV 5.0 truncates
+    mismatched shapes (NaryEltwiseLayer: "Clamping to 17"), whereas onnxruntime raises an error.
     """
     is_there = find_spec("onnxruntime") is not None
     require(is_there, "--encoder", file.parent, f"{file.name} requires onnxruntime: pip install onnxruntime==1.32.0")

@@ -3,8 +3,8 @@
 Reads the columns images (a list of {bytes} or {path}) and extra_info.image_file_name (a name, or a
 list with one name per image). Writes two outputs into --out:
 
-- images/NAME.jpg: the images in JPEG quality 95, rotated upright, with transparent pixels on a
-  white background.
+- images/NAME.jpg: the images as JPEG files with quality 95, rotated upright, with transparent
+  pixels on a white background.
 - STEM_with_image_paths.parquet: the input rows. The column images contains {path}. The columns
   image_file_path (relative to the table's folder), image_file_name and image_file_size (bytes) are
   added; they contain lists if the input's image_file_name is a list.

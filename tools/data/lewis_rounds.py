@@ -4,8 +4,8 @@ A catalogue lists the images of each concept. Concepts are split into train and 
 generated for each split, following the game's reference code (Deepayan137/Lewis_Game 621d687). The
 target of a round is another view of the query's concept, by default the view that is least similar
 to the query. The distractors are taken from the concepts whose average image embeddings are nearest
-to the average embedding of the query's concept. Concepts of the query's category come first. Each
-of the chosen concepts contributes the image that is nearest to the query.
+to the average embedding of the query's concept. Concepts of the query's category are chosen first.
+Each of the chosen concepts contributes the image that is nearest to the query.
 """
 
 import random
@@ -186,7 +186,7 @@ class RoundGenerator:
     num_candidates: int = 3
     positive: str = "most_dissimilar"
     easy_share: float = DEFAULT_EASY_SHARE
-    """Fraction of rounds in which the target is the most similar view, if `positive` is "mixed".
+    """Fraction of rounds with the most similar view as target; used if `positive` is "mixed".
 
     In the other rounds, the target is the most dissimilar view.
     """
@@ -216,7 +216,7 @@ class RoundGenerator:
         )
 
     def generate_rounds(self, *, seed: int, queries: int) -> Iterator[GameRound]:
-        """Yield rounds in which at most `queries` random images of each concept are the queries."""
+        """Yield the rounds, with at most `queries` random images per concept as query images."""
         dice, means = random.Random(seed), self._concept_means()
         for category, concepts in self.catalogue.items():
             for concept, paths in concepts.items():
@@ -251,8 +251,8 @@ class RoundGenerator:
         """Choose the distractors for a query.
 
         If `is_cross` is True, concepts of other categories come first; otherwise, concepts of the
-        query's category come first. If `drawn` is not None, this random generator draws the
-        concepts and the images.
+        query's category come first. Within this order, the nearest concepts and images are chosen.
+        If the random generator `drawn` is given, it chooses the concepts and the images instead.
         """
         if drawn is not None:
             keys = drawn.sample([key for key in means if key != (category, concept)], len(means) - 1)

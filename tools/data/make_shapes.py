@@ -1,4 +1,4 @@
-"""Writes a model in a released size, with random weights, to measure the cost of conversion.
+"""Writes a model with the size of a released model and random weights, to benchmark conversion.
 
 The cost of conversion depends only on the names, shapes and sizes of tensors. Tensors are slices of
 one random block, so that generating them takes less time than writing them to the disk. The model
@@ -51,8 +51,8 @@ def make_model(out: Path, size: str, *, family: str = "qwen2_5_vl", layers: int 
         family: Model family.
         layers: Number of decoder layers; None for the number of layers in the released model. The
             sizes of the tensors do not depend on this number.
-        words: Folder from which tokenizer, processor and token ids are copied, so that a rollout
-            engine can load the model.
+        words: Folder from which the tokenizer, the processor and the token ids are copied, so that
+            a rollout engine can load the model.
 
     Raises:
         ValueError: `out` exists, `words` has no tokenizer, or an argument is invalid.

@@ -49,7 +49,7 @@ FAMILIES = {
 }
 """Processor class, video processor class and image processor settings, keyed by model_type."""
 # Qwen2.5's added tokens in the order of its tokenizer.json. SPECIAL_TOKENS are skipped in decoded
-# text, PLAIN_TOKENS are not.
+# text; PLAIN_TOKENS are kept.
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
     "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>",
@@ -183,7 +183,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str,
 
 
 def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family: str, pixels: int) -> None:
-    """Write tokenizer, chat template, image processor and video processor for `AutoProcessor`.
+    """Write the files from which `AutoProcessor` loads the processor, including its chat template.
 
     Images are resized to about `pixels` pixels.
     """
@@ -236,15 +236,15 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
 def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> None:
     """Overwrite every parameter with initial values.
 
-    For both values of `init`, weight matrices have a standard deviation (std) of 1/sqrt(fan_in),
-    embeddings a std of 1 (1/sqrt(width) if `tied`), and each patch filter has a mean of zero. A
+    For both values of `init`, the standard deviation (std) is 1/sqrt(fan_in) for weight matrices
+    and 1 for embeddings (1/sqrt(width) if `tied`), and each patch filter has a mean of zero. A
     filter with a mean of zero has a response of zero to the constant background color of an image,
-    so that only the glyphs activate the vision tower. Patch filters are scaled by 4, because glyphs
-    have few pixels (measured: without the factor, accuracy is at chance after 400 steps).
+    so only the glyphs activate the vision tower. Patch filters are scaled by 4, because glyphs have
+    few pixels (measured: without the factor, accuracy is at chance after 400 steps).
 
     With init="learn", biases are 0 and norm weights are 1. With init="random", no parameter is a
-    no-op, as parity tests require: biases have a std of 0.2, norm weights a mean of 1 and a std of
-    0.2, and logits a std of about 2.
+    no-op, as parity tests require: biases have a std of 0.2, norm weights have a mean of 1 and a
+    std of 0.2, and logits have a std of about 2.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -319,7 +319,7 @@ def load_tokenizer_texts(preset: str, words: Path | None) -> list[str]:
 
 
 def write_checkpoint(folder: Path, sizes: ModelSizes, *, family: str, preset: str, seed: int, init: str, words: Path | None) -> int:
-    """Write the checkpoint into an existing empty folder and return its number of parameters."""
+    """Write the checkpoint into an existing empty folder and return the number of parameters."""
     if preset == "smollm2":
         raw, weights = load_smollm2()
     else:
@@ -343,7 +343,7 @@ def make_checkpoint(
     out: Path, *, family: str = "qwen2_5_vl", preset: str = "nano", seed: int = 0, init: str = "learn", force: bool = False,
     words: Path | None = None, **sizes: int | bool,
 ) -> int:  # fmt: skip
-    """Write a checkpoint to `out` and return its number of parameters.
+    """Write a checkpoint to `out` and return the number of parameters.
 
     `sizes` are fields of `ModelSizes` that replace sizes of the preset. The folder is written next
     to `out` under a hidden name and renamed when it is complete.

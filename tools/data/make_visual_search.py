@@ -3,8 +3,9 @@
 Each object has a label that is only legible after zooming in. The label of the target object is the
 answer. The rows have the columns that the trainer reads (megatron_rl/data/questions.py). In
 addition, extra_info contains the target's `bbox` in pixels and the list `things` of all objects,
-starting with the target. Each canvas has its own seed, derived from --seed, split and index. With
---things fluent or noto, one fifth of the pictograms occurs in the eval split only.
+starting with the target. Each canvas has its own seed, derived from --seed, the name of the split
+and the canvas's index in the split. With --things fluent or noto, one fifth of the pictograms
+occurs in the eval split only.
 """
 
 import argparse
@@ -43,7 +44,7 @@ ROWS = 256
 
 
 def load_fluent_emojis(source: Path | None) -> Sprites:
-    """Return the emojis of the npm package, keyed by name; download it if `source` is None."""
+    """Return the emojis of the npm package `source`, keyed by name; None downloads the package."""
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
