@@ -1,4 +1,4 @@
-"""Success rates of random play and of the planner in generated ALFWorld games, and step rates.
+"""Success rates of random play and of the planner, and step rates, in generated ALFWorld games.
 
     .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld # creates missing games #
     Smoke test: .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2
@@ -81,7 +81,7 @@ async def play(task: AlfworldTask, example: Example, tally: Tally, *, replies: l
 async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> tuple[Tally, float, float]:
     """Run all games concurrently.
 
-    Returns the tally, the steps per second (the time to start the games counts too), and the
+    Returns the tally, the steps per second (including the time to start the games), and the
     maximum unshared memory of a TextWorld process in MiB.
     """
     task, tally = task_of(games, at_once=at_once, num=num), Tally()

@@ -1,12 +1,12 @@
-"""Cost of storing every rollout (rollouts.save=all) and of viewing them, with synthetic rollouts.
+"""Cost of storing and viewing all rollouts (rollouts.save=all), measured with synthetic rollouts.
 
     .venv/bin/python benchmarks/bank.py             # 100,000 rollouts with an image each
     .venv/bin/python benchmarks/bank.py --tiny      # smoke test
 
 Reports the seconds to store a step, the bytes on disk, and response times of the viewer. A rollout
 has 3 turns with 600 tokens in total, 120 of them sampled, and all token columns of training. It has
-one image of 140 x 140 pixels of noise, the worst case for PNG compression. In a real run, the time
-to store a step is the metric `time/record` in RUN/metrics.jsonl.
+one noise image of 140 x 140 pixels, the worst case for PNG compression. In a real run, the time to
+store a step is the metric `time/record` in RUN/metrics.jsonl.
 """
 
 import argparse

@@ -6,7 +6,7 @@
     # Smoke test, one step per run:
     .venv/bin/python benchmarks/card_games.py --out runs/tiny --tiny --seeds 0
 
-A cell is one run of an algorithm on a game with one seed, which sets the initial weights, the
+A cell is one run of an algorithm on a game with one seed, which determines the initial weights, the
 demonstrations and the rollouts. Cells run one at a time on one core. All cells with the same game
 and seed start from one SFT checkpoint. An interrupted run is resumed. Success is the success rate
 of the game's own evaluation (docs/games.md, docs/alfworld.md) with greedy decoding. The columns of
@@ -88,7 +88,7 @@ def make(tool: str, folder: Path, *arguments: object) -> None:
 
 
 def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
-    """Run a cell, after the SFT run of its game and seed if that run is missing."""
+    """Run a cell. If the SFT run of the cell's game and seed is missing, run it first."""
     game, algorithm = cell.split("/")
     home, nano, given = out / f"seed{seed}" / game, out / f"seed{seed}" / "nano", [f"run.seed={seed}"]
     if game == "alfworld":

@@ -93,7 +93,7 @@ class FixedCore:
 
 
 def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_len: int) -> tuple[colocated.ColocatedEngine, FixedCore]:
-    """Return a ColocatedEngine that uses a `FixedCore` in place of vLLM, and this core."""
+    """Return a pair: a ColocatedEngine that uses a `FixedCore` instead of vLLM, and the core."""
     core, colocated.VllmCore = FixedCore(step_s), lambda *_, **__: core
     engine = colocated.ColocatedEngine(
         str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,

@@ -6,14 +6,14 @@ r"""Environment steps per second during rollouts, compared with RL4VLM's scheme.
 
 Both sides use the same cores, model, game and rules.
 
-This project's side is launch/train.py with PPO and one process and engine per core. The episodes of
-a step run concurrently, and the engine returns logprobs with the tokens. The rate of a step is its
-number of turns divided by the seconds of its rollouts (time/engine plus time/environment); the
-first step is excluded. RL4VLM's scheme (arXiv 2405.10292, --num-processes 1) runs one environment
-at a time. In each environment step, Hugging Face's generate() samples a response to a single
-prompt, and a second forward pass over prompt and response computes the logprobs. This scheme uses
-Hugging Face's model without an engine, with one thread per core. On both sides, the same code draws
-and processes each image, once.
+This project's side is launch/train.py with PPO, one process per core and one engine per process.
+The episodes of a step run concurrently, and the engine returns logprobs with the tokens. The rate
+of a step is its number of turns divided by the seconds of its rollouts (time/engine plus
+time/environment); the first step is excluded. RL4VLM's scheme (arXiv 2405.10292, --num-processes 1)
+runs one environment at a time. In each environment step, Hugging Face's generate() samples a
+response to a single prompt, and a second forward pass over prompt and response computes the
+logprobs. This scheme uses Hugging Face's model without an engine, with one thread per core. Both
+sides use the same code to draw and process images, and process each image once.
 """
 
 import argparse

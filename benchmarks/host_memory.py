@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/host_memory.py            # 2-megapixel images, 8 and 64 episodes
     .venv/bin/python benchmarks/host_memory.py --side 56 --episodes 2 4         # smoke test
 
-The benchmark compares the additional memory of runs with more episodes or ranks with the plan of
+For runs with more episodes or ranks, the benchmark compares the additional memory with the plan of
 megatron_rl/memory_plan/image_memory.py. A run is one step of launch/train.py with task vqa, one
 episode per image, a nano model of a million parameters, and the real engine and trainer. The peak
 is the maximum resident memory of the run's largest process as counted by the kernel, including

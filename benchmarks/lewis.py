@@ -8,12 +8,13 @@
     # Candidate images per second, and the time outside the engine:
     .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --pace
 
-A cell is one way to train speaker, listener or both. The seed sets the initial weights, the
-demonstrations and the rollouts; all seeds use the same images and rounds. At its end, every cell
-plays the same games on held-out concepts with greedy decoding, once with each of three listeners.
-The partner is the listener that computes the reward. The frozen listener is the partner's SFT
-checkpoint. The stranger is a listener that was trained with another seed. --tiny works only for the
-speaker cell, because after one step a speaker's descriptions are too poor for a listener to score.
+A cell is one way to train speaker, listener or both. The seed determines the initial weights, the
+demonstrations and the rollouts; all seeds use the same images and rounds. At the end of every cell,
+the same games are played on held-out concepts with greedy decoding, once with each of three
+listeners. The partner is the listener that computes the reward. The frozen listener is the
+partner's SFT checkpoint. The stranger is a listener that was trained with another seed. --tiny
+works only for the speaker cell, because after one step a speaker's descriptions are too poor for a
+listener to score.
 """
 
 import argparse
@@ -196,7 +197,7 @@ def simultaneous(home: Home, speaker: Path, listener: Path, frozen: str, heard: 
 
 
 def judged(home: Home, name: str, speaker: Path, heard: list[str], url: str) -> None:
-    """Evaluate the speaker with the listener at `url`, by a run with learning rate 0."""
+    """Evaluate the speaker with the listener at `url`, in a run with learning rate 0."""
     still = ["optim.lr=0", "run.steps=1", "batch.prompts_per_step=2", "batch.group_size=2"]
     home.run(name, "lewis_cpu", speaker, *heard, f"task.listener.urls=[{url}]", *still, *sheets(home, name))
 

@@ -1,4 +1,4 @@
-"""Fraction of a speaker's step in which it only waits for scores, from traces (run.trace=N).
+"""Fraction of a speaker's step spent only waiting for scores, from traces (run.trace=N).
 
     python launch/train.py experiment=lewis_cpu run.trace=25
     .venv/bin/python benchmarks/lewis_waits.py runs/lewis/speaker

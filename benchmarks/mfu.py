@@ -69,7 +69,7 @@ def pieces(model: ModelSpec, *, contexts: int, text: int, side: int, group: int 
 
 
 def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
-    """Return `num` random token ids out of `plain`."""
+    """Return `num` random token ids from `plain`."""
     return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
 
 

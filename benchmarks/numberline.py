@@ -5,7 +5,7 @@ r"""Quickstart recipe on several seeds: nano checkpoint, SFT warm start, GRPO.
         --beyond algo.rollout_correction=bypass optim.lr=1e-4
     .venv/bin/python benchmarks/numberline.py --seeds 0 --out runs/tiny --tiny      # smoke test
 
-Prints one table and draws one plot. The seed sets the checkpoint's initial weights, the
+Prints one table and draws one plot. The seed determines the checkpoint's initial weights, the
 demonstrations and the rollouts. An episode is a success if its return is above 0. Success rates are
 averages over all 30 starts, weighted by their frequency: exact for greedy decoding, and estimated
 from 8 episodes per start at temperature 1.

@@ -179,7 +179,7 @@ async def throughput(sizes: Sizes) -> None:
 
 
 def standing() -> dict[str, int]:
-    """Count the resources that a leak would increase.
+    """Count the resources whose number would increase with a leak.
 
     These are child processes, file descriptors and threads of this process, temporary files and
     control groups with the sandbox's names, mounts, and IPC objects.

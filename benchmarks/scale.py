@@ -6,8 +6,8 @@
 Update and weight-sync times come from megatron_rl/memory_plan/step_time.py with the constants in
 memory_plan/step_time_constants.py. The rollout is simulated instead: episodes with random
 log-normal lengths (constant `spread`) are assigned to the engines in turn and run in the engines'
-slots, and all engines wait for the last one. The batch is the recipe's batch on any number of GPUs,
-or a batch that grows in proportion to the number of GPUs.
+slots, and all engines wait for the last engine. The batch is the recipe's batch on any number of
+GPUs, or a batch that grows in proportion to the number of GPUs.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def row(case: StepTimeInputs, *, seeds: int) -> str:
 
 
 def sensitivities(case: StepTimeInputs) -> list[tuple[str, float, float]]:
-    """Return each constant with the relative step times at half and at twice its value.
+    """Return each constant with the relative step times at half and at twice the constant's value.
 
     The constant with the largest effect comes first.
     """

@@ -31,7 +31,7 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @dataclass
 class Waits(Env):
-    """Environment whose tool has given latencies; a barrier enforces lock step."""
+    """Environment whose tool has the given latencies; a barrier enforces lock step."""
 
     latencies: list[float]
     barrier: asyncio.Barrier | None

@@ -5,11 +5,11 @@ r"""Step time of visual search with slow tools, for run.max_staleness=0 and 1.
     # Smoke test:
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny
 
-A run is launch/train.py on two ranks with an engine on each. For a trainer with a separate engine,
-add --ranks 1 engine.mode=server engine.num_local_servers=1. Tools run in a real sandbox server
-behind a proxy that delays each tool response by a log-normal time (median 0.5 s, sigma 1) or by a
-constant time (--sigma 0). Means exclude the first two steps and the last step, because in these
-steps fewer rollouts are in flight than the staleness allows.
+Each run executes launch/train.py on two ranks, each with its own engine. For a trainer with a
+separate engine, add --ranks 1 engine.mode=server engine.num_local_servers=1. Tools run in a real
+sandbox server behind a proxy that delays each tool response by a log-normal time (median 0.5 s,
+sigma 1) or by a constant time (--sigma 0). Means exclude the first two steps and the last step,
+because in these steps fewer rollouts are in flight than the staleness allows.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class SlowTools:
 
 @contextmanager
 def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
-    """Run a sandbox server behind a `SlowTools` proxy; yields the proxy's URL."""
+    """Run a sandbox server behind a `SlowTools` proxy and yield the proxy's URL."""
     command = [sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", str(size), "--wait", "300"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as behind:
         assert behind.stdout

@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/visual_search.py --seeds 0 1 2 --out runs/visual_search_seeds
     .venv/bin/python benchmarks/visual_search.py --seeds 0 --out runs/tiny --tiny       # smoke test
 
-Uses the real sandbox and prints one table. The seed sets the checkpoint's initial weights, the
-demonstrations and the rollouts. Accuracy and tool use are measured on the held-out canvases, with
-greedy decoding and at temperature 1. Processor seconds include all processes of a stage and the
-sandbox. On two otherwise idle cores, the wall time is about half of the processor seconds.
+Uses the real sandbox and prints one table. The seed determines the checkpoint's initial weights,
+the demonstrations and the rollouts. Accuracy and tool use are measured on the held-out canvases,
+with greedy decoding and at temperature 1. Processor seconds include all processes of a stage and
+the sandbox. On two otherwise idle cores, the wall time is about half of the processor seconds.
 """
 
 import argparse

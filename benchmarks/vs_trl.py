@@ -62,7 +62,7 @@ TRL_BEST = "2x1"
 
 @dataclass(slots=True, frozen=True)
 class Side:
-    """TRL or this project in the comparison: command, and log with one JSON line per step."""
+    """One side of the comparison: a command and its log, which has one JSON line per step."""
 
     name: str
     threads: int
@@ -112,7 +112,7 @@ def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side
 
 
 def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
-    """Return TRL's side with the settings of the comparison and the options of this name."""
+    """Return TRL's side with the settings of the comparison and the options with this name."""
     processes, threads = int(switches[0]), int(switches[2])
     log = folder / "metrics.jsonl"
     settings = {

@@ -123,7 +123,7 @@ class Engines:
         return now
 
     def take(self, num: int, due: Set[int]) -> list[int]:
-        """Remove and return `num` groups to train on: due groups first, then by completion."""
+        """Remove and return `num` groups: due groups first, then others by time of completion."""
         taken = sorted(self.played, key=lambda group: group not in due)[:num]
         self.played = [group for group in self.played if group not in taken]
         return taken
@@ -147,7 +147,7 @@ class Told:
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Measured episodes by group.
+    """Measured episodes of each group.
 
     `tokens` (sampled tokens) and `tools` (seconds in the environment) are relative to the mean over
     all episodes.
@@ -176,7 +176,7 @@ def shape_of(path: Path) -> Shape:
 def measure(bank: Path) -> dict[str, list[list[float]]]:
     """Return the tokens and the tool seconds of each complete group in a rollout store.
 
-    Tool seconds include the time in which an episode waits for a tool.
+    Tool seconds include the time that an episode spends waiting for a tool.
     """
     told: dict[str, list[list[float]]] = {"tokens": [], "tools": []}
     for path in steps_of(bank):

@@ -13,9 +13,9 @@ requests with images, sleep of the engine, reload of the policy, and an update. 
 in GB (10^9 bytes). "used" is the device memory in use by all processes at the end of the phase, and
 "reserved" is the part of it that torch has reserved. "peak" is the used memory with torch's
 reservation replaced by torch's peak allocation in the phase, as in memory_plan/gpu_memory.py.
-"plan" is the memory that memory_plan/gpu_memory.py plans for the phase (rollout, sync or update) on
-the GPU model --gpu with the amount of memory that the device reports. The plan should be within 10%
-of the peak. On a CPU, the columns of measured memory contain "-".
+"plan" is the memory that memory_plan/gpu_memory.py plans for the phase (rollout, sync or update),
+for the GPU model given by --gpu and the amount of memory that the device reports. The plan should
+be within 10% of the peak. On a CPU, the columns of measured memory contain "-".
 """
 
 import argparse

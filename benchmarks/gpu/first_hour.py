@@ -106,7 +106,7 @@ def mfu(folders: Folders, size: str, *how: str) -> Step:
 
 
 def prepare(folders: Folders) -> Stage:
-    """Return a stage that unpacks the packages, if the kit has them, and creates the nano model."""
+    """Return a stage that unpacks the kit's packages, if any, and creates the nano model."""
     archive, site, nano = folders.kit / "site.tar.xz", folders.kit / "site", folders.model("nano")
     return Stage([
         Step("unpack", 60, ("-m", "tarfile", "-e", str(archive), str(folders.kit)), makes=site, needs=archive),

@@ -8,11 +8,12 @@
     python benchmarks/gpu/varlen.py --tiny
 
 The script first checks that the kernel aligns causal masks to the last key, which shared prompts
-require, and ends if it does not (require_prefix_attention). Errors are the relative errors of the
-output and of the three gradients in bfloat16, compared with dense attention in float64 on the CPU;
-tests/gpu has the same bound of 1e-2. Speed is measured with a causal mask, 28 query heads and 4
-key/value heads of size 128. FLOPs are counted for the (query, key) pairs that the mask allows: 4 *
-heads * head_dim per pair in the forward pass, and 2.5 times as many in the backward pass.
+require, and exits if the kernel does not (require_prefix_attention). Errors are the relative errors
+of the output and of the three gradients in bfloat16, compared with dense attention in float64 on
+the CPU; tests/gpu requires relative errors of at most 1e-2. Speed is measured with a causal mask,
+28 query heads and 4 key/value heads of size 128. FLOPs are counted for the (query, key) pairs that
+the mask allows: 4 * heads * head_dim per pair in the forward pass, and 2.5 times as many in the
+backward pass.
 """
 
 import argparse

@@ -107,7 +107,7 @@ def opens_a_box(url: str) -> None:
 
 
 def opens_as_told(url: str) -> None:
-    """Request a box with httpx, then wait as long as the response's Retry-After, at most 60 s."""
+    """Request a box with httpx, then wait for the response's Retry-After time, at most 60 s."""
     answer = httpx.post(f"{url}/boxes", timeout=LIMIT_S)
     time.sleep(min(60.0, float(answer.headers["Retry-After"])))
 
@@ -216,22 +216,22 @@ def _relayed(found: Trap, challenge: str) -> str:
 
 
 def as_it_is() -> Any:
-    """Return a context that changes nothing, so that the client keeps its defense."""
+    """Return a context manager that changes nothing; the client keeps its defense."""
     return patch.dict(os.environ)
 
 
 def without_proof() -> Any:
-    """Return a context in which servers are accepted without a proof that they know the token."""
+    """Return a context manager under which servers need not prove that they know the token."""
     return patch.object(address, "has_proven_token", lambda url, token: True)
 
 
 def with_one_challenge() -> Any:
-    """Return a context in which every challenge is the same."""
+    """Return a context manager under which every challenge is the same."""
     return patch.object(address.secrets, "token_hex", lambda num: "0" * 32)
 
 
 class without_a_port:
-    """Context in which a proof covers only the challenge, not the server's port."""
+    """Context manager under which a proof covers only the challenge, not the server's port."""
 
     def __enter__(self) -> None:
         for module in (access, address):
@@ -251,7 +251,7 @@ FULL = says("429 Full\r\nRetry-After: 1000000000", json.dumps({"detail": "full",
 
 
 def full(found: Trap, line: Any, asked: bytes) -> None:
-    """Respond to /health with limits, and to all other requests with a very long Retry-After."""
+    """Respond to /health with valid limits, and to other requests with a very long Retry-After."""
     says("200 OK", json.dumps(HEALTH).encode())(found, line, asked) if b"/health" in asked else FULL(found, line, asked)
 
 

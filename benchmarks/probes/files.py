@@ -92,7 +92,7 @@ def runs_code(read: Read, folder: Path) -> str:
 
 
 def checkpoint(folder: Path, name: str, content: bytes, **changes: object) -> Path:
-    """Create a checkpoint of one file, and record the digest of this file."""
+    """Create a checkpoint that consists of one file, and record the digest of this file."""
     made = folder / name
     (made / "run").mkdir(parents=True)
     (made / "__0_0.distcp").write_bytes(content)

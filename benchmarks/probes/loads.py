@@ -14,7 +14,7 @@ from sandbox.connections import ConnectionRegistry
 LINES = 24
 """Number of connections that a client opens."""
 WAIT_S = 3.0
-"""Seconds to wait: three times the server's timeouts."""
+"""Seconds to wait: three times the server's timeout."""
 SHORT = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0, max_connections=LINES // 3)
 TO_BOXES = (("Host", "127.0.0.1"), ("Content-Type", "application/json"))
 

@@ -142,7 +142,7 @@ def as_a_page(form: str) -> str:
 
 
 def inspected(form: str) -> str:
-    """Check a chat template with this project's check, then render it."""
+    """Validate a chat template with this project's validator, then render it."""
     with patch.object(processor, "TEMPLATE_CPU_S", 2):
         processor.require_bounded_template(form, "MODEL")
     return rendered(form)

@@ -63,7 +63,7 @@ def scored_for_a_page(server: Any, folder: Path) -> str:
 
 
 def routes_are_told_apart(server: Any, folder: Path) -> str:
-    """Return a success message if statuses show which routes exist, else "".
+    """Return a success message if status codes reveal which routes exist, else "".
 
     The client does not have the token.
     """

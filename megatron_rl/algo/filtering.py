@@ -8,8 +8,8 @@ from megatron_rl.types import Rollout
 FILTERS = ("no_peer", "zero_std", "no_image", "stop_reason", "surplus")
 """Reasons for filtering a scored rollout, in the order in which they are checked. no_peer: no other
 rollout of the group was scored. surplus: the step has more groups than needed, and this rollout's
-group is not among those with the highest advantage spread. The other reasons are described in
-config.DROPS.
+group is not among those with the highest advantage spread. The other reasons are described at
+FilterSettings.drop.
 """
 
 
@@ -22,8 +22,9 @@ def apply_filters(
         rollouts: Rollouts of the step.
         settings: Filters to apply.
         num_groups: Number of groups that the step needs. With prefer_high_std, only the num_groups
-            groups with the highest `group_std` are kept; of groups with equal `group_std`, the
-            earlier group is preferred. Without prefer_high_std, surplus groups are trained on too.
+            groups with the highest `group_std` are kept; among groups with equal `group_std`,
+            earlier groups are preferred. Without prefer_high_std, surplus groups are trained on
+            too.
         group_std: Spread of each group's advantages, keyed by group (advantages.group_std).
         needs_group: True if the algorithm compares the rollouts of a group.
     """

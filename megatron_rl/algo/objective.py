@@ -1,7 +1,7 @@
 """Builds an algorithm's loss function, which returns the loss and metrics.
 
-A loss is a sum over the tokens of a micro-batch. The trainer divides by one global integer, so the
-gradient does not depend on how the batch is split into micro-batches.
+A loss is a sum over the tokens of a micro-batch. The trainer divides this sum by one global
+integer, so the gradient does not depend on how the batch is split into micro-batches.
 """
 
 from collections.abc import Mapping

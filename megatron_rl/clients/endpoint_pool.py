@@ -39,7 +39,7 @@ class EndpointError(Exception):
 
 
 class KeyRefused(EndpointError):
-    """An endpoint rejects the key or token, so that a retry would not help."""
+    """An endpoint rejected the key or token, so a retry would not help."""
 
 
 class InvalidReply(ValueError):
@@ -92,7 +92,7 @@ class Endpoint:
 
 
 class EndpointPool:
-    """Pool of equivalent endpoints with a single `request` method.
+    """Pool of equivalent endpoints; `request` sends a request to one of them.
 
     Statistics are in `requests`, `failures` and `request_seconds`.
     """

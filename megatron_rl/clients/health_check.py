@@ -53,10 +53,10 @@ async def list_models(client: openai.AsyncOpenAI) -> list[str]:
 
 
 async def check_endpoints(clients: Mapping[str, openai.AsyncOpenAI], *, model: str, secret: str, token_file: str) -> dict[str, HealthCheck]:
-    """Check all endpoints concurrently and return the results by address.
+    """Check all endpoints concurrently and return the results, keyed by address.
 
     Args:
-        clients: Client of each endpoint, by address.
+        clients: Client of each endpoint, keyed by address.
         model: Model that each endpoint must serve; an empty name accepts any model.
         secret: API key of the endpoints, as returned by `api_key` (clients/openai.py).
         token_file: File that contains the key, for error messages.
@@ -88,7 +88,7 @@ def health_warning(checks: Mapping[str, HealthCheck], *, role: str = "judge", ke
     """Return a warning about the failed endpoints; empty if all endpoints work.
 
     Args:
-        checks: Results by address.
+        checks: Results, keyed by address.
         role: Name of the service in messages, which is also the name of its section in the task's
             settings.
         key: Setting that contains the addresses, if it is not task.ROLE.urls.

@@ -65,7 +65,7 @@ async def _bound_response(response: httpx2.Response) -> None:
 
 
 BOUNDED_CLIENT_OPTIONS: Mapping[str, Any] = {"headers": {"Accept-Encoding": "identity"}, "event_hooks": {"response": [_bound_response]}}
-"""Arguments that make an httpx2 client raise UnreadBody for a compressed or too long reply."""
+"""Arguments that make an httpx2 client raise UnreadBody if a reply is compressed or too long."""
 
 
 def make_client(url: str, *, key: str = "task.judge.urls", secret: str = "") -> openai.AsyncOpenAI:
@@ -160,8 +160,8 @@ class ChatCompletion(BaseModel):
 def translate_errors(secret: str, *, token_file: str = "") -> Iterator[None]:
     """Translate openai errors and invalid bodies into the exceptions of endpoint_pool.py.
 
-    The messages do not contain the servers' key `secret`. `token_file` is the same file as in
-    `api_key`.
+    The messages do not contain the servers' key `secret`. `token_file` is the file that was passed
+    to `api_key`.
     """
     try:
         yield

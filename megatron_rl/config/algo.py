@@ -83,8 +83,8 @@ class AlgoSettings:
     algo/rollout_correction.py joined by +, e.g. bypass+geo_mask. Most corrections use r, a token's
     trainer probability divided by its rollout probability."""
     rollout_correction_level: str = "sequences"
-    """Unit over which a rollout correction aggregates token ratios: a whole token sequence
-    (sequences), or each turn in it (turns)."""
+    """Unit over which a rollout correction aggregates token ratios: sequences (each token sequence)
+    or turns (each turn of a token sequence)."""
     is_weight_cap: float = 2.0
     """Upper bound on the importance-sampling weight in the corrections token_tis and
     sequence_tis."""
@@ -107,7 +107,7 @@ class AlgoSettings:
     """Upper bound on the geometric mean of a sequence's trainer/rollout probability ratios:
     geo_mask masks sequences above it."""
     k3_mask_high: float = 0.01
-    """Upper bound on a sequence's mean of r - 1 - log r, with r the trainer/rollout probability
+    """Upper bound on a sequence's mean of r - 1 - log r, where r is the trainer/rollout probability
     ratio of a token: k3_mask masks sequences above it."""
     opsm_delta: float = 0.5
     """Upper bound on a sequence's mean of (rollout logprob - current logprob): if a sequence

@@ -5,7 +5,7 @@ Each error message contains the dotted key, the value and the fix, because users
 
 
 def require(condition: bool, key: str, value: object, remedy: str) -> None:
-    """Raise a ValueError that contains key, value and remedy unless `condition` is true.
+    """Raise ValueError unless `condition` is true; the message contains key, value and remedy.
 
     Example: `parallel.tp=3: must divide the 4 attention heads; use 1, 2 or 4`.
     """
@@ -30,7 +30,7 @@ def require_address(key: str, address: str) -> None:
 def require_no_key(key: str, words: list[str]) -> None:
     """Raise ValueError if the command-line arguments of a server contain --api-key.
 
-    Every spelling and abbreviation that vLLM's parser accepts is rejected
+    Every spelling and abbreviation of --api-key that vLLM's parser accepts is rejected
     (vllm/utils/argparse_utils.py).
     """
     remedy = "contains --api-key, which would appear in config.yaml and in the service's log; the run creates a key itself, leave it out"

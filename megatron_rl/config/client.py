@@ -16,8 +16,8 @@ class ClientSettings:
     """Timeout of one request, in seconds."""
     outage_timeout_s: float = 60.0
     """Maximum time in seconds that a request waits while all servers are in backoff after failures;
-    0 does not wait. A backoff is not longer than this time, unless a server requests a longer
-    backoff."""
+    with 0, a request does not wait. A backoff is not longer than this time, unless a server
+    requests a longer backoff."""
     max_attempts: int = 5
     """Maximum number of attempts per request; if all fail, the rollout or episode counts as failed
     and gets no reward."""
@@ -25,7 +25,7 @@ class ClientSettings:
     """Maximum total number of concurrent requests to all servers."""
 
     def check_client(self, key: str) -> None:
-        """Raise ValueError with the setting `key.FIELD` if a field has an invalid value."""
+        """Raise ValueError if a field is invalid; the message names the field as `key.FIELD`."""
         for url in self.urls:
             require_address(f"{key}.urls", url)
         require(0 < self.timeout_s < math.inf, f"{key}.timeout_s", self.timeout_s, "must be positive")

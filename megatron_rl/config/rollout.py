@@ -27,7 +27,7 @@ class EngineSettings:
     launch/server_command.py makes the servers read the same file. Not needed for servers that the
     run starts."""
     num_local_servers: int = 0
-    """Number of inference servers that the run starts itself with mode=server; 0 starts none. On
+    """Number of inference servers that the run itself starts when mode=server; 0 starts none. On
     rank 0's node, the servers use the GPUs that come after the GPUs of the node's ranks."""
     startup_timeout_s: float = 900.0
     """Maximum startup time in seconds of a server that the run starts."""
@@ -130,8 +130,8 @@ class SandboxSettings:
     """Isolation of a box: auto uses every isolation feature that the host supports; none runs the
     policy's code without isolation (only for tests with trusted code)."""
     allow_missing: list[str] = field(default_factory=list)
-    """Isolation features that this host may lack, by their names in python -m sandbox doctor; a
-    missing feature that is not listed prevents the pool from starting."""
+    """Isolation features that this host may lack, named as in the output of python -m sandbox
+    doctor; a missing feature that is not listed prevents the pool from starting."""
 
     def __post_init__(self) -> None:
         remedy = "is for a server: also give its address in task.sandbox.url"
@@ -234,7 +234,7 @@ class DataSettings:
     tokens, as into all special tokens in data, so that they are tokenized as ordinary text."""
     frames: int = 32
     """Maximum number of images per benchmark question; if a question has more, e.g. the frames of a
-    video, this number is sampled at even intervals."""
+    video, this number of images is sampled at even intervals."""
 
     def __post_init__(self) -> None:
         for key in ("max_eval", "shuffle_options"):

@@ -31,8 +31,8 @@ class RunSettings:
     infrastructure errors; above it, the run stops."""
     max_logprob_abs_diff: float = 0.0
     """Maximum mean absolute difference between rollout and trainer logprobs, over tokens sampled
-    from the current weights. Each attempt checks it once, before its first update, except in replay
-    mode; 0 uses 0.001 in float32 and 0.05 in bfloat16."""
+    from the current weights. Each attempt checks this difference once, before its first update,
+    except in replay mode; 0 uses 0.001 in float32 and 0.05 in bfloat16."""
     outage_timeout_s: float = 600.0
     """Time in seconds during which rollouts that failed in an outage of a service (e.g. sandbox or
     judge) are retried before they count as failed."""

@@ -46,7 +46,7 @@ class ServiceSettings:
     then waits for the server's address."""
 
     def require_sound(self, name: str) -> None:
-        """Raise ValueError if the settings are invalid; `name` is the key in services."""
+        """Raise ValueError if the settings are invalid. `name` is the key in `services`."""
         key = f"services.{name}"
         plain = ServiceSettings()
         given = [each.name for each in fields(self) if getattr(self, each.name) != getattr(plain, each.name)]
@@ -82,7 +82,7 @@ class ServicesSettings:
             getattr(self, name).require_sound(name)
 
     def require_asked(self, task: TaskSettings) -> None:
-        """Raise ValueError if `task` refers to a missing service or to one of the wrong kind.
+        """Raise ValueError if `task` refers to a missing service or to a service of the wrong kind.
 
         Token files are rejected for services, because the run creates their tokens. A client must
         not mix URLs that refer to services with other URLs.
@@ -109,7 +109,7 @@ class ServicesSettings:
 
 
 def service_of(address: str) -> str:
-    """Return the service name in `address`, or an empty string if `address` has no prefix."""
+    """Return the service name in `address`, or "" if `address` does not start with SERVICE."""
     return address.removeprefix(SERVICE) if address.startswith(SERVICE) else ""
 
 

@@ -19,7 +19,7 @@ TensorBoard orders files by creation time (in whole seconds), then by this numbe
 
 
 class EventFile:
-    """A TensorBoard event file of scalars."""
+    """A TensorBoard event file that contains scalars."""
 
     def __init__(self, folder: Path, *, start_step: int) -> None:
         """Create a new file.

@@ -11,12 +11,12 @@ Counts = dict[str, int]
 
 
 class CountedJudge(Protocol):
-    """Subset of a judge's interface that JudgeStats needs."""
+    """Subset of a judge's interface that JudgeStats uses."""
 
     model: str
 
     def get_counts(self) -> Counts:
-        """Return this process's counts since its start, keyed by the names in COUNTERS."""
+        """Return the counts since this process started, keyed by the names in COUNTERS."""
 
 
 class JudgeStats:
@@ -26,7 +26,7 @@ class JudgeStats:
     """
 
     def __init__(self, judge: CountedJudge, *, gather: Callable[[Counts], Sequence[Counts]]) -> None:
-        """Create the statistics. `gather` returns the counts of every rank, on every rank."""
+        """Create the statistics. `gather` returns a list of all ranks' counts on each rank."""
         self._judge, self._gather = judge, gather
         self._before = dict.fromkeys(COUNTERS, 0)
 

@@ -71,8 +71,8 @@ class MetricsLog:
         """Log rollouts of a step to W&B as the table `predictions`.
 
         `rollouts_by_kind` maps a kind (best or worst) to its rollouts. The other logs do not
-        contain rollouts. `image_folder` contains KEY.png for each Image.key; an image that is on
-        another node is omitted.
+        contain rollouts. `image_folder` contains KEY.png for each Image.key; images that are stored
+        on other nodes are omitted.
         """
         if self._wandb is None or not any(rollouts_by_kind.values()):
             return
@@ -141,9 +141,9 @@ def check_wandb(settings: WandbSettings) -> None:
 
 
 def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, object]):  # noqa: ANN202 (wandb is imported only when used)
-    """Start a W&B run with an id stored in the run directory, so that a resumed run continues it.
+    """Start a W&B run with an id stored in the run directory, so a resumed run continues it.
 
-    The x axis is the training step, so that repeated steps overwrite earlier data.
+    The x axis is the training step, so repeated steps overwrite earlier data.
     """
     import wandb
 
@@ -188,9 +188,9 @@ def _start_trackio(run_dir: Path, settings: TrackioSettings, config: dict[str, o
 
 
 class StepTimer:
-    """Measures seconds per span name.
+    """Measures the seconds spent in spans, keyed by span name.
 
-    An inner span pauses the outer span, so that each second counts once.
+    An inner span pauses the outer span, so each second is counted once.
 
     Example: a span "engine" is open from 0 to 5 s, and within it a span "environment" from 1 to 3
     s. A span "update" is open from 6 to 8 s. collect() at 10 s returns time/engine 3,

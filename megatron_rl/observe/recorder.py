@@ -1,9 +1,9 @@
 """Rollout files: the best and worst rollouts of every step for inspection, or rollouts for replay.
 
 - RUN/rollouts/step_000012.jsonl: one RecordedRollout per line (io/rollout_codec.py).
-- RUN/rollouts/images/KEY.png: an image; KEY is Image.key, so that equal pixels are stored once.
+- RUN/rollouts/images/KEY.png: an image; KEY is Image.key, so equal images are stored once.
 
-The images of a rollout file are in the folder `images` next to the file, so that file and folder
+The images of a rollout file are in the folder `images` next to the file, so the file and the folder
 can be moved together. A rollout takes about 1 kB, plus 25 bytes per observed token and 56 bytes per
 sampled token, plus its images. If old and reference logprobs are recorded too, an observed token
 takes 37 bytes and a sampled token 98 bytes.
@@ -51,7 +51,7 @@ class RecordedRollout:
     kind: str
     """"best" or "worst" for the step's best or worst rollouts; "kept" in files of all rollouts."""
     num_rollouts: int
-    """Number of all rollouts in the step, including those that are not recorded."""
+    """Total number of rollouts in the step, including rollouts that are not recorded."""
     num_failed: int
     """Number of rollouts in the step that failed with an infrastructure error.
 
@@ -82,7 +82,7 @@ class BestWorstRecorder:
 
 
 def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_worst: int) -> dict[str, list[Rollout]]:
-    """Return the `num_best` best and the `num_worst` worst rollouts by reward.
+    """Return the `num_best` highest-reward and the `num_worst` lowest-reward rollouts.
 
     No rollout is in both lists. Rollouts with equal rewards are ordered by group and sample index.
     """
@@ -108,7 +108,7 @@ def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]]
 
 
 def save_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write the images of these rollouts that have no file yet.
+    """Write a file for each image of these rollouts that does not have a file yet.
 
     If several images have the same key, only the first of them is written, and only by the rank
     that has its pixels. If all ranks pass the same rollouts, no two ranks write the same file.
@@ -133,7 +133,8 @@ def _save_image(folder: Path, image: Image) -> None:
 def read_recorded(path: Path, *, with_images: bool = True) -> list[RecordedRollout]:
     """Return the rollouts in a file.
 
-    Without `with_images`, images contain only their size and key; `image_path` returns their files.
+    Without `with_images`, images contain only their size and key; `image_path` returns the path of
+    an image's file.
 
     Raises:
         ValueError: the file is damaged or has another format version, or an image is missing. The

@@ -1,8 +1,8 @@
 """Store of every rollout of a run (rollouts.save=all), with one Parquet file per step.
 
 - RUN/rollouts/step_000012.parquet: one row per rollout. The first columns are SUMMARY_SCHEMA; the
-  others are the fields of io/rollout_codec.py's record under their own names.
-- RUN/rollouts/images/KEY.png: images as in observe/recorder.py, each stored once.
+  other columns are the fields of the record in io/rollout_codec.py, with the same names.
+- RUN/rollouts/images/KEY.png: images as in observe/recorder.py; each image is stored once.
 
 Values by which users filter are separate columns, which can be read without the other columns.
 Numbers are restored bit for bit. Disk space is limited: the oldest steps are evicted first,
@@ -156,7 +156,7 @@ class RolloutStore:
             (self._folder / image_file_name(key)).unlink(missing_ok=True)
 
     def _best_worst_image_keys(self) -> frozenset[str]:
-        """Return the keys of images used by best and worst rollouts, which must not be deleted."""
+        """Return the keys of images in best or worst rollouts; these images must not be deleted."""
         for path in set(self._folder.glob("step_*.jsonl")) - self._jsonl_keys.keys():
             self._jsonl_keys[path] = image_keys_in(path)
         return frozenset().union(*self._jsonl_keys.values())

@@ -110,7 +110,7 @@ def staleness_metrics(rollouts: Sequence[Rollout], *, step: int, num_stale: int)
 
 
 class EngineBusyCounter:
-    """Measures the seconds in which an engine was busy between two calls of `busy_since_last`."""
+    """Measures how many seconds an engine was busy between two calls of `busy_since_last`."""
 
     def __init__(self) -> None:
         self._busy_s: Callable[[], float] = lambda: 0.0
@@ -132,7 +132,7 @@ class EngineBusyCounter:
 
 
 def idle_metrics(times: Mapping[str, float], *, busy_s: float) -> dict[str, float]:
-    """Return the fractions of a step in which the engine was idle and in which the trainer waited.
+    """Return two fractions of a step's time: the engine's idle time and the trainer's waiting time.
 
     Args:
         times: result of StepTimer.collect. The trainer waits during time/engine and
@@ -162,7 +162,7 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     The mismatch between engine and trainer is taken from the first update, which starts from the
     weights that generated the rollouts. policy/first_ratio is also taken from the first update and
     must be 1. It is omitted if the step has a single update, because that update uses its own
-    logprobs as old logprobs. Tokens that were sampled by earlier weights are excluded from the
+    logprobs as old logprobs. Tokens that were sampled with earlier weights are excluded from the
     mismatch; rollout/on_policy_fraction is the fraction of the remaining tokens. The result is
     empty if all rollouts of the step were filtered out.
     """
@@ -181,11 +181,11 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
 
 
 def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
-    """Return the mean absolute logprob difference over the tokens sampled by the current weights.
+    """Return the mean absolute logprob difference over tokens sampled with the current weights.
 
     An update's own value of rollout_mismatch/logprob_abs_diff is a mean over all tokens of the
     update, in which tokens from older weights count as 0. This function corrects the mean. The
-    result is 0 if no token was sampled by the current weights.
+    result is 0 if no token was sampled with the current weights.
     """
     return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 
@@ -212,7 +212,7 @@ def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str
 
     explained_variance is 1 - var(return - value) / var(return): 1 for a perfect critic, 0 for a
     critic that predicts the mean. It is omitted if all returns are equal. The result is empty if
-    nothing was trained on.
+    `returns` is empty.
     """
     if not returns:
         return {}

@@ -97,7 +97,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
 
 
 def limit_memory(gb: float) -> None:
-    """Limit the memory of this process, so that a file that needs more is reported as unreadable.
+    """Limit this process's memory; a file that exceeds the limit is reported as unreadable.
 
     pyarrow's own memory pool is replaced, because its reserved arenas would count as memory.
     """

@@ -1,4 +1,4 @@
-"""Reads run directories into the form that the viewer page requests.
+"""Reads the data for the viewer page from run directories.
 
 Unreadable parts are skipped and reported.
 """
@@ -42,7 +42,7 @@ MAX_TEXT_CHARS = 400
 """Maximum length in characters of a rollout's text in the rollout table."""
 CONFIG, WEIGHTS = "config.yaml", "weights.json"
 MAX_FILE_BYTES = 256 << 20
-"""Maximum number of bytes read from metrics.jsonl, or from a step's best and worst rollouts.
+"""Maximum number of bytes read from metrics.jsonl or from a file of best and worst rollouts.
 
 The rest of a larger file is skipped with a note.
 """
@@ -255,7 +255,7 @@ def _parse_metrics_line(line: bytes) -> dict[str, float] | None:
 def _read_jsonl_rollouts(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
     """Return the readable rollouts in a file with their line indices, and an error message.
 
-    The message is about an unreadable line, or "" if all lines are readable.
+    The message describes the last unreadable line; it is "" if all lines are readable.
     """
     found, skipped = [], ""
     try:

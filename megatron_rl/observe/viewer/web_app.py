@@ -1,6 +1,6 @@
 """Web server of the viewer page; it answers requests with data and images from files.
 
-Data is sent as JSON. The server writes no files and runs no programs.
+Data is sent as JSON. The server writes no files and starts no program except the token decoder.
 
 Model output is treated as data throughout: the page inserts it as text (static/ has no innerHTML),
 and the content security policy allows only scripts from the page's own files.
@@ -148,7 +148,7 @@ class _DecoderCache:
 
 
 def _episode_response(folder: RunFolder, step: int, row_index: int, decoders: _DecoderCache) -> dict[str, Any]:
-    """Return an episode, its previous and next episode, and the keys of its missing images."""
+    """Return an episode, the previous and the next episode, and the keys of missing images."""
     found = _read_or_404(lambda: folder.load_rollouts(step, lambda row: row["row_index"] == row_index))
     if not found:
         raise HTTPException(404, f"step {step} has no rollout {row_index}")
