@@ -89,7 +89,7 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
-    """Return a pack item with loss weights for each sequence of a rollout that has sampled tokens.
+    """Return a pack item with loss weights for each of a rollout's sequences with sampled tokens.
 
     The weights implement batch.loss_agg_mode (see `episode_weight`). `index` is the index of the
     rollout in the step's list.
@@ -106,7 +106,7 @@ def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) ->
 
 
 def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, keep_zero_advantage: bool) -> list[list[PackItem]]:
-    """Split the step's trained sequences into mini-batches, one per optimizer update.
+    """Split a step's training sequences into mini-batches, one per optimizer update.
 
     A group is never split. Groups are assigned in order, as evenly as possible, and empty
     mini-batches are left out. If `keep_zero_advantage` is False, sequences with all-zero advantages
@@ -151,7 +151,7 @@ most (G + 1) * P keys for the prompt.
 class PackCost:
     """A sequence and the number of tokens that the sequence adds to a micro-batch.
 
-    Image placeholders are included.
+    The number includes image placeholders.
     """
 
     item: PackItem
@@ -192,7 +192,7 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
 
 
 def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
-    """Return each sequence's token ids, with a negative number per image in place of placeholders.
+    """Return each sequence's token ids, with a negative number for each image's placeholders.
 
     If the keys of two sequences have a common prefix, the model's inputs for this prefix are equal,
     including images and rotary positions.

@@ -103,7 +103,7 @@ class Segment:
     number: int
     """Zero-based index of the segment's sequence in the micro-batch."""
     prefix: int = -1
-    """Index of the segment that this segment continues, or -1 if it starts a sequence."""
+    """Index of the segment that this segment continues, or -1 if this segment starts a sequence."""
     origin: SegmentSource | None = None
     """Source of the segment in the rollouts; None for padding and for sequences without a rollout.
     """

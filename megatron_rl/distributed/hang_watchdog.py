@@ -124,7 +124,7 @@ class HangWatchdog:
             raise PeerLost from error
 
     def _watch_and_exit(self) -> None:
-        """Watch, then publish the last report.
+        """Run the watch loop, then publish this rank's last report.
 
         The report is published from this thread, because starting a new thread may fail if memory
         is low.
@@ -179,9 +179,9 @@ class HangWatchdog:
         return self._store.compare_set("watch/asked", self._last_request.decode(), mine).decode() == mine
 
     def _answer_request(self) -> bool:
-        """Answer a new request with a report and a stack file; return False if none is new.
+        """Answer a new request with a report and a stack file; return False if there is none.
 
-        A rank that is leaving does not answer, because it publishes its last report.
+        A rank that is exiting does not answer, because it publishes its last report.
         """
         asked = self._store.get("watch/asked")
         if asked == self._last_request or self._is_leaving.is_set():
@@ -239,7 +239,7 @@ class HangWatchdog:
             faulthandler.dump_traceback(file)
 
     def _report_failure(self, error: BaseException) -> None:
-        """Print the diagnosis of a failed collective: once per node, and the same on all nodes."""
+        """Print the diagnosis of a failed collective: one line per node, identical on all nodes."""
         self._request_reports()
         line = self._exceeded_timeout(error) + diagnose(*self._read_reports(), stacks=self._folder)
         self._print_once(self._store.compare_set("watch/verdict", "", line).decode())
@@ -333,7 +333,7 @@ def _name_ranks(answers: Mapping[int, RankReport]) -> str:
 
 
 def _describe_reports(answers: Mapping[int, RankReport]) -> str:
-    """Return the distinct locations of the reports as text."""
+    """Return the distinct locations in the reports as text."""
     return ", ".join(dict.fromkeys(answer.location for answer in answers.values()))
 
 

@@ -24,14 +24,14 @@ from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence
 
 T = TypeVar("T")
 SIBLING_MEMORY = ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid")
-"""Files that identify this machine and PID namespace. Two processes can map each other's shared
-memory (through /proc) if these files have the same contents for both processes.
+"""Files that identify this machine and this PID namespace. Two processes can map each other's
+shared memory (through /proc) if these files have the same contents for both processes.
 """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Transfer:
-    """Image to be sent to another node, to the first rank on that node that needs the image."""
+    """Transfer of an image to another node: to the first rank of this node that needs the image."""
 
     key: str
     sender: int
@@ -40,7 +40,7 @@ class Transfer:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TransferPlan:
-    """Transfers and shared-memory locations for a step's images, the same on every rank."""
+    """Transfers and shared-memory locations for a step's images, identical on every rank."""
 
     offsets: dict[int, dict[str, int]]
     """offsets[rank][image key] is the byte offset of the image in the shared memory of `rank`."""
@@ -98,7 +98,7 @@ class ImageExchange:
         return rollouts
 
     def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
-        """Make the images that each rank needs available on its node until `release` is called."""
+        """Make the needed images available on the node of each rank until `release` is called."""
         if self._size == 1:
             return
         holders: dict[str, int] = {}
@@ -221,7 +221,7 @@ TokenData = tuple[Rollout, list[tuple]]
 def _encode_rollouts(rollouts: Sequence[Rollout]) -> list[TokenData]:
     """Encode rollouts compactly, without image pixels.
 
-    An observed token takes 5 bytes, and a sampled token 17 bytes.
+    An observed token takes 5 bytes, and a sampled token takes 17 bytes.
     """
     bare = {image.key: replace(image, pil=None, patch_PC=None) for rollout in rollouts for image in rollout.images}
 

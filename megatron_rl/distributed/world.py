@@ -30,8 +30,8 @@ allocation. With a threshold of 1 MiB, the size of a small model's activations, 
 (docs/log.md).
 """
 TRIM_THRESHOLD_BYTES = 64 << 20
-"""Free bytes that glibc keeps at the end of a heap. This is the value that glibc's own dynamic
-adjustment reaches.
+"""Number of free bytes that glibc keeps at the end of a heap. This is the value that glibc's own
+dynamic adjustment reaches.
 """
 
 
@@ -180,7 +180,7 @@ def is_mig_slice(name: str) -> bool:
 
 
 def disconnect() -> None:
-    """Leave the process group, unless vLLM's shutdown has already done so."""
+    """Destroy the process group, unless vLLM's shutdown has already destroyed it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -198,7 +198,7 @@ def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
 def round_up_to_minutes(timeout_s: float) -> int:
     """Convert a timeout to whole minutes, for libraries that accept only whole minutes.
 
-    The result is rounded up, so that no library gives up before the timeout, and is at least 1.
+    The result is at least 1, and is rounded up so that no library gives up before the timeout.
     """
     return max(1, math.ceil(timeout_s / 60))
 
@@ -254,7 +254,7 @@ class SharedOSError(OSError):
 
 
 def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `fn` on every rank and return its result; if `fn` fails on any rank, raise on all ranks.
+    """Run `fn` on every rank and return its result; if any rank fails, raise its error on all.
 
     Only OSError and ValueError are handled in this way. If several ranks fail, the error of the
     lowest rank is raised. The text names this rank, unless all ranks failed.

@@ -32,7 +32,7 @@ AttributeError for `!!timestamp x`.
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
-    """Open a regular file for reading, without waiting for the writer of a FIFO.
+    """Open a regular file for reading; if the path is a FIFO, do not wait for its writer.
 
     Raises:
         ValueError: `path` is not a regular file.

@@ -29,10 +29,10 @@ def count_in_bins(value_R: torch.Tensor, *, mask_R: torch.Tensor | None = None) 
 
 
 def quantile(counts: Mapping[int, int], percent: int) -> float:
-    """Return the upper edge of the bin that contains the `percent` quantile; 0 without any values.
+    """Return the upper edge of the bin that contains a quantile; 0 if there are no values.
 
-    The quantile is the smallest value that at least `percent` percent of all values do not exceed.
-    `counts` maps each bin index to the number of values in the bin. Returns infinity if the
+    The quantile is the smallest value v for which at least `percent` percent of all values are at
+    most v. `counts` maps each bin index to the number of values in the bin. Returns infinity if the
     quantile is in the last bin.
     """
     below, wanted = 0, -(-sum(counts.values()) * percent // 100)

@@ -37,7 +37,7 @@ def to_json_line(record: object) -> str:
 
 
 def parse_number(value: float | str) -> float:
-    """Return the number that `to_json_line` has written as `value`.
+    """Return the number that `to_json_line` wrote as `value`.
 
     The strings "NaN", "Infinity" and "-Infinity" become floats again.
 

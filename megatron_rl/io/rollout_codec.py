@@ -74,7 +74,7 @@ def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -
 
 
 def _encode(annotation: Any, value: Any, images: dict[str, Image]) -> Any:
-    """Return a value of type `annotation` as JSON, and add its images to `images` by key."""
+    """Convert a value of type `annotation` to JSON, and add its images to the dict `images`."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return {name: _encode(part, getattr(value, name), images) for name, part in RECORD_FIELDS[annotation].items()}

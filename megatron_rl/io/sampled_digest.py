@@ -10,7 +10,7 @@ GB, this samples one block per MB, so every layer of a model is included.
 
 
 def compute_sampled_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of blocks spread evenly over it.
+    """Return the SHA-256 of a file's size and of blocks that are spread evenly over the file.
 
     Files of up to 16 MiB are read completely.
     """

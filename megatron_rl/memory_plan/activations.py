@@ -23,7 +23,7 @@ from megatron_rl.models.name_mapping import padded_vocab
 LOGIT_BYTES = 24
 """Bytes per logit at the peak of the backward pass (logprobs.py).
 
-Each logit then takes up six fp32 values, whatever the model's dtype.
+Each logit then needs the space of six fp32 values, whatever the model's dtype.
 """
 
 
@@ -59,7 +59,7 @@ def compute_activation_memory(
         max_patches: maximum number of patches per image. The rank with the most patches encodes an
             even share of the patches plus at most one more image.
         itemsize: bytes per activation value.
-        lora: adapters.
+        lora: settings of the adapters.
         frozen: names of the frozen modules.
     """
     hidden = model.hidden_size * itemsize / (parallel.tp if parallel.sequence_parallel else 1)
@@ -86,9 +86,9 @@ def compute_activation_memory(
             itemsize=itemsize,
             is_trained=trains_vision(lora, frozen),
         )
-        # The vision tower runs forward before the layers save anything, and backward after they
-        # have released it. A frozen tower with recomputation is an exception, because it keeps the
-        # inputs of its blocks.
+        # The forward pass of the vision tower runs before the layers save anything, and its
+        # backward pass runs after the layers have released what they saved. A frozen tower with
+        # recomputation is an exception, because it keeps the inputs of its blocks.
         holds_on = parallel.recompute in ("vision", "full") and not trains_vision(lora, frozen)
         working = max(working, vision_working - (0 if holds_on else kept))
         # Image features added by layers (DeepStack), and their gradients if the tower is trained.

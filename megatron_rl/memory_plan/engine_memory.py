@@ -28,7 +28,7 @@ keeps them while it is asleep (config/model.py, sleep_mode_offload_cudagraph).
 LOGIT_BYTES = 22
 """Bytes per logit during sampling (rollout/vllm/sampler.py, EngineNoise).
 
-Each logit takes up one bfloat16 value and five fp32 values.
+Each logit needs the space of one bfloat16 value and five fp32 values.
 """
 
 
@@ -167,10 +167,10 @@ def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
 
 
 def vision_bytes_per_token(model: ModelSpec, settings: Settings) -> float:
-    """Return the bytes per vision token for the token's patches.
+    """Return the bytes that the patches of one vision token need.
 
-    Each patch takes up its peak values in a block, and its pixels in fp32 and in the engine's
-    dtype.
+    Each patch needs space for its peak values in a block, and for its pixels in fp32 and in the
+    engine's dtype.
     """
     vision, width = model.vision, getattr(torch, settings.engine.dtype).itemsize
     return vision.patches_per_token * (peak_values_per_patch(model, tp=settings.engine.tp) * width + vision.patch_dim * (4 + width))

@@ -7,10 +7,10 @@ The plan is determined by the largest of three phases:
 - Update: the engine sleeps, with its weights discarded and its KV cache released.
 - Sync: the new weights are transferred from the policy to the engine.
 
-Weights, gradients and optimizer state are counted on the real model (rank_shares.py). Activations
-are computed by a formula (activations.py). The engine's memory is computed by engine_memory.py. The
-constants below cover the rest. On one H100, the peaks of the three phases were measured with a 7B
-model and adapters (benchmarks/results/h100_2026-11-26.md).
+Weights, gradients and optimizer state are measured on an instance of the model without data
+(rank_shares.py). Activations are computed by a formula (activations.py). The engine's memory is
+computed by engine_memory.py. The constants below cover the rest. On one H100, the peaks of the
+three phases were measured with a 7B model and adapters (benchmarks/results/h100_2026-11-26.md).
 """
 
 from dataclasses import dataclass
@@ -144,8 +144,9 @@ def unplanned_bytes(settings: Settings) -> int:
     These bytes are used by CUDA, by the libraries, and by NCCL for each process group that takes
     part in a collective operation on GPU tensors. Megatron uses three groups in every update, even
     if they have only one rank: data-parallel (gradients and weights), pipeline (the last broadcast)
-    and optimizer (the norm of the gradients). Other groups, which are tensor-parallel, world
-    (between pipeline stages) and the engine's, are used only if they have more than one rank.
+    and optimizer (the norm of the gradients). The other groups are used only if they have more than
+    one rank: the tensor-parallel group, the world group (between pipeline stages) and the engine's
+    groups.
     """
     parallel = settings.parallel
     num_groups = 3 + sum(size > 1 for size in (parallel.tp, parallel.pp, settings.engine.tp))

@@ -1,4 +1,4 @@
-"""Report of a dry run (plan.only): memory of GPUs and host, and expected time per step.
+"""Report of a dry run (plan.only): GPU memory, host memory and expected time per step.
 
 Nothing is loaded, and neither GPUs nor weights are needed.
 """

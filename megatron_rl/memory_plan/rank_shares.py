@@ -1,4 +1,4 @@
-"""Memory footprint of each rank in a parallel layout, counted on the real model.
+"""Memory footprint of each rank in a parallel layout, measured on an instance of the model.
 
 The model is built on the meta device in a fake process group. Every (tensor, pipeline) share is
 built for the first data-parallel replica, which has the largest part of the optimizer state.
@@ -62,7 +62,7 @@ class ModelShare:
     """Bytes of page-locked host memory if the optimizer is on the host.
 
     This memory contains fp32 copies of main weights and gradients. torch rounds the size of each
-    copy up to a power of two (2.13, ATen/core/CachingHostAllocator.h, allocate).
+    copy up to a power of two (torch 2.13, ATen/core/CachingHostAllocator.h, allocate).
     """
     critic_footprint: MemoryFootprint = EMPTY_FOOTPRINT
     """Footprint of a critic that has its own backbone."""

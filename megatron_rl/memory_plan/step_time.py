@@ -1,10 +1,11 @@
 """Step-time model: expected seconds per step by phase, and bytes sent over each link.
 
-The time of each part is limited by arithmetic, memory or a link, and the parts are summed. The
-model deliberately leaves out kernels too small to fill a GPU, overlap of communication and
-computation, stragglers among equal GPUs, other users of the network, further generation batches if
-filters drop groups, and a critic's own backbone. The constants are in step_time_constants.py. The
-predictions of the model have not been compared with measurements on a GPU.
+The time of each part is computed from its bottleneck (arithmetic, memory or a link), and the times
+of the parts are summed. The model deliberately leaves out kernels too small to fill a GPU, overlap
+of communication and computation, stragglers among equal GPUs, other users of the network, further
+generation batches if filters drop groups, and a critic's own backbone. The constants are in
+step_time_constants.py. The predictions of the model have not been compared with measurements on a
+GPU.
 """
 
 import math
@@ -363,7 +364,7 @@ def checkpoint_seconds(inputs: StepTimeInputs) -> float:
 
 
 def describe_step_time(inputs: StepTimeInputs) -> str:
-    """Return the summary line for the dry run and the doctor command."""
+    """Return a one-line summary of the step time, for the dry run and the doctor command."""
     seconds, episode = estimate_step_seconds(inputs), inputs.episode
     phases = {"rollout": seconds.rollout, "update": seconds.update, "sync": seconds.sync}
     said = []

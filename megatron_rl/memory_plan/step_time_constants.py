@@ -1,9 +1,9 @@
 """Constants of the step-time model (step_time.py), and the average episode that the model assumes.
 
-Every constant is measured, an estimate or an assumption, as its docstring states. Measurements are
-those of one H100 (benchmarks/results/h100_2026-11-26.md). The nominal specifications of GPUs are in
-gpu_specs.py. When a constant is measured, the measured value replaces the value here, and the name
-is added to MEASURED_CONSTANTS.
+Every constant is a measurement, an estimate or an assumption, as its docstring states. The
+measurements were made on one H100 (benchmarks/results/h100_2026-11-26.md). The nominal
+specifications of GPUs are in gpu_specs.py. When a constant is measured, the measured value replaces
+the value here, and the constant's name is added to MEASURED_CONSTANTS.
 """
 
 import math
@@ -25,8 +25,8 @@ class StepTimeConstants:
     training_share: float = 0.35
     """Fraction of the peak FLOP/s reached in training.
 
-    Measured on one H100 for a 7B model with adapters. Half of a 3B model without adapters reached
-    0.245.
+    Measured on one H100 for a 7B model with adapters. A 3B model with half of its layers and
+    without adapters reached 0.245.
     """
     prefill_share: float = 0.50
     """Fraction of the peak FLOP/s that the engine reaches for prompts and images.
@@ -51,9 +51,8 @@ class StepTimeConstants:
     network_share: float = 0.70
     """Fraction of the network bandwidth that NCCL reaches. Assumption, not measured."""
     host_share: float = 0.60
-    """Fraction of the PCIe bandwidth reached between GPU and page-locked memory.
-
-    Assumption for the case that all GPUs of a node transfer data at the same time.
+    """Fraction of the PCIe bandwidth reached between a GPU and page-locked host memory. Assumption:
+    all GPUs of a node transfer data at the same time.
     """
     host_memory: float = 200e9
     """Bandwidth of a node's host memory in bytes/s, for an optimizer on the host.
@@ -168,6 +167,6 @@ def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT
 
 
 def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
-    """Return half and twice the value of each constant, by name; fractions are capped at 1."""
+    """Return half and twice each constant's value, as a pair by name; fractions are capped at 1."""
     values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

@@ -1,11 +1,11 @@
 """Supported fields of config.json; any other field is rejected.
 
 An unknown field may change the model's computation (rope scaling, sliding windows, scaled or
-skipped layers), but transformers and vLLM silently keep unknown fields. Each mapping in this module
-maps fields to their accepted values: ANY, or a tuple of values that leave the computation
-unchanged. Fields with the value null count as absent. The fields were collected from the config
-classes of transformers 5.19 (models/*/configuration_*.py and configuration_utils.py) and from files
-written by versions 4.41 to 4.57.
+skipped layers), but transformers and vLLM accept unknown fields without a warning. Each mapping in
+this module maps fields to their accepted values: ANY, or a tuple of values that leave the
+computation unchanged. Fields with the value null count as absent. The fields were collected from
+the config classes of transformers 5.19 (models/*/configuration_*.py and configuration_utils.py) and
+from files written by versions 4.41 to 4.57.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,7 @@ LANGUAGE_SIZE_FIELDS = (
     "head_dim",
 )  # fmt: skip
 """Fields of the language model that may occur both at the top level and in text_config. If a config
-contains such a field at both places, the two values must be equal.
+contains such a field in both places, the two values must be equal.
 """
 _LANGUAGE: Fields = {
     **dict.fromkeys((*LANGUAGE_SIZE_FIELDS, "max_position_embeddings", "max_window_layers", "rope_scaling", "rope_parameters",
@@ -151,7 +151,7 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
-    """Yield phrases about layers without full attention and unsupported rotary settings."""
+    """Yield phrases about layers without full attention and about unsupported rotary settings."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
@@ -181,7 +181,7 @@ def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object
 
 
 def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Yield a phrase for each rotary setting that a config contains with different values.
+    """Yield a phrase for each rotary setting that a config contains with conflicting values.
 
     Such a config is ambiguous, because libraries read the setting from different places.
     """

@@ -112,7 +112,7 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
 
 
 def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: ModelFamily) -> str:
-    """Describe the first contradiction between sizes; return '' if all sizes are consistent."""
+    """Describe the first contradiction between sizes in a config; return '' if there is none."""
     hidden, heads, key_heads, head_dim = (
         text.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     )

@@ -29,8 +29,8 @@ _PATCH_SIZES = {"spatial_merge_size": 2, "temporal_patch_size": 2}
 def make_released_config(size: str, *, family: str = "qwen2_5_vl") -> dict[str, object]:
     """Return the content of a released model's config.json.
 
-    The content is flat, with the field names of transformers 4.41. For Qwen3-VL it is nested, with
-    the field names of transformers 4.57.
+    For Qwen3-VL, the content is nested, with the field names of transformers 4.57. For the other
+    families, the content is flat, with the field names of transformers 4.41.
     """
     return {"qwen2_5_vl": _qwen2_5_vl, "qwen2_vl": _qwen2_vl, "qwen3_vl": _qwen3_vl}[family](size, RELEASED_SIZES[family][size])
 

@@ -1,7 +1,7 @@
 """Name mappings of tensor-parallel vision towers that other trainers build from Megatron layers.
 
-Such towers are only read from checkpoints, to merge them into Hugging Face folders; this project
-never builds such a tower. Parameters are named as in Megatron's TransformerBlock and
+Such towers are only read from checkpoints, which are then converted to Hugging Face folders; this
+project never builds such a tower. Parameters are named as in Megatron's TransformerBlock and
 MultimodalProjector with biases; mbridge and verl use these names for Qwen2.5-VL, and Pai uses them
 for Qwen2-VL. For Qwen3-VL, the mergers have the names used by mbridge. q, k and v are stored as one
 block per head. If an MLP has gate and up projections, they are stored as one block per rank.

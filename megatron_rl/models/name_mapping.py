@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(slots=True, frozen=True)
 class AttentionHeads:
-    """Numbers of query and key/value heads, and head size, for splitting a fused q/k/v."""
+    """Numbers of query and key/value heads, and head size; used to split fused q/k/v tensors."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -78,7 +78,7 @@ class ParamMapping:
 
         The layer number in the key is global. The key is the same for the local and the Transformer
         Engine layer spec (megatron-core 0.16.1, gpt_layer_specs.py, sharded_state_dict_keys_map).
-        The stored tensor is `to_mcore(tensors, 0, 1)`.
+        The tensor stored under this key is the result of `to_mcore(tensors, 0, 1)`.
         """
         return self.fused_norm or self.mcore_name
 

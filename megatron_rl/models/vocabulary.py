@@ -1,4 +1,4 @@
-"""Compares a tokenizer's token ids with the rows of the embeddings and config.vocab_size."""
+"""Compares a tokenizer's token ids with config.vocab_size and the number of embedding rows."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -56,16 +56,17 @@ class ServiceKind:
 
     command: list[str]
     make_options: Callable[[ServiceSettings, str, str, Path], list[str]]
-    """Takes (settings, name, nonce, token file) and returns the arguments of the command, except
-    --host and --port.
+    """Function (settings, name, nonce, token file) -> arguments of the command, except --host and
+    --port.
     """
     url_path: str
     """Path that is appended to http://HOST:PORT to form the address that clients use."""
     health_path: str
     """Path of the health check, which is appended to the address."""
     read_names: Callable[[bytes], list[str]]
-    """Takes the body of a health check's reply and returns the names in the body, which include the
-    nonce. Raises ValidationError if the body comes from a different kind of server.
+    """Function that takes the body of a health check's reply and returns the names in the body,
+    which include the nonce. Raises ValidationError if the body comes from a different kind of
+    server.
     """
     key_remedy: str = "another server uses its port, or it was started with another token; restart it"
     """Fix suggested by the error message if a server rejects the token."""
@@ -128,7 +129,7 @@ def can_prove_token(settings: ServiceSettings) -> bool:
 
 
 def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> str:
-    """Return the published address if its service is running, else ''.
+    """Return the published address of a service if the service is running, else ''.
 
     See `is_service_running` for the meaning of `is_gated` and of the exception KeyRefused.
     """
@@ -143,10 +144,10 @@ def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> s
 def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated: bool = True) -> bool:
     """Return True if the service with this nonce answers at the address.
 
-    The request contains the service's own token, but none of the user's keys. Port and nonce are
-    visible to every user who can list processes. If `is_gated` is True, the server must therefore
-    first prove that it knows the token (see `has_proven_token`). Without this proof, a foreign
-    server that has taken the port would be mistaken for the service.
+    The request contains the service's own token, but none of the user's keys. The port and the
+    nonce are visible to every user who can list processes. If `is_gated` is True, the server must
+    therefore first prove that it knows the token (see `has_proven_token`). Without this proof, a
+    foreign server that has taken the port would be mistaken for the service.
 
     Raises:
         KeyRefused: The server at the address rejects the token.

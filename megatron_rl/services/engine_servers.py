@@ -165,7 +165,10 @@ class EngineServers:
         self._engines[url].is_ready = True
 
     def report_healthy(self, url: str) -> None:
-        """Record that the server is healthy; after STABLE_S, forget its earlier failures."""
+        """Record that the server is healthy.
+
+        Earlier failures are forgotten once the server has been healthy for STABLE_S seconds.
+        """
         engine, now = self._engines[url], time.monotonic()
         engine.healthy_since = engine.healthy_since or now
         if now - engine.healthy_since >= STABLE_S:
@@ -255,9 +258,9 @@ def check_started(settings: Settings, *, num_ranks: int) -> None:
 
 
 def num_used_gpus(settings: EngineSettings, *, num_ranks: int) -> int:
-    """Return the number of GPUs on rank 0's node that ranks and engines use.
+    """Return the number of GPUs that ranks and engines use on rank 0's node.
 
-    These are the first GPUs of the node.
+    The ranks and engines use the node's first GPUs.
     """
     return num_ranks + settings.num_local_servers * settings.tp
 

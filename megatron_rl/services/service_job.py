@@ -1,4 +1,4 @@
-"""Runs a run's external services in a separate job (launch/serve.py), on any node."""
+"""Runs the external services of a run in a separate job (launch/serve.py), on any node."""
 
 import socket
 import time

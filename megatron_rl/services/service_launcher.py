@@ -138,7 +138,7 @@ class LaunchedService:
         raise ValueError(f"services.{self.name}.{key}={value}: {what}; {self._log_tail()}")
 
     def _log_tail(self) -> str:
-        """Return the last line of the service's log, or a hint for an external service."""
+        """Return the last line of the service's log, or a hint if the service is external."""
         if self._settings.external:
             return f"{address_file(self._run, self.name)} must be written by launch/serve.py in another job"
         return self._process.log_tail()
@@ -202,7 +202,8 @@ def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path)
 def _resolve_partner(partner: P, urls: Mapping[str, str], *, run: Path) -> P:
     """Return a partner's settings with the names of services replaced by their addresses.
 
-    The token file of these services is set, too.
+    If the partner uses a service of the run, its token_file is set to the token file of this
+    service.
     """
     own = [service_of(url) for url in partner.urls if service_of(url)]
     token = str(token_file(run, own[0])) if own else partner.token_file

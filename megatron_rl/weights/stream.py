@@ -1,6 +1,6 @@
 """Loads Hugging Face tensors into a live Megatron model and streams the model's weights out.
 
-The stream consists of Hugging Face tensors and needs a bounded amount of memory. Loading and
+The weights are streamed as Hugging Face tensors, with a bounded amount of memory. Loading and
 streaming use the name mappings of models/name_mapping.py.
 """
 
@@ -107,9 +107,9 @@ def fill_parameters(
 ) -> None:
     """Fill every parameter in `parameters` with its shard of the full Hugging Face tensors.
 
-    `tensors` returns the full Hugging Face tensors for a mapping. It is called with the mapping and
-    the shape of the unsharded Megatron parameter. Raises ValueError if a converted tensor does not
-    have the shape of the parameter.
+    `tensors` is called with a mapping and the shape of the unsharded Megatron parameter, and
+    returns the mapping's full Hugging Face tensors. Raises ValueError if a converted tensor does
+    not have the shape of the parameter.
     """
     left = dict(parameters)
     for row in _own_rows(rows, placement, parameters):

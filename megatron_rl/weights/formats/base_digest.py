@@ -47,7 +47,7 @@ def check_base(config: dict[str, object], source: TensorSource, *, key: str, ada
     """Raise ValueError if an adapter was trained on a different base model than `source`.
 
     `config` is the content of adapter_config.json. Adapters written by other tools have no digest;
-    for such an adapter, returns a warning. Otherwise, returns ''.
+    for such an adapter, the function returns a warning. Otherwise, it returns ''.
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:

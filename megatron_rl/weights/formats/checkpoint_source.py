@@ -1,10 +1,10 @@
 """Reads checkpoints of any format as Hugging Face tensors and checks that they are complete.
 
-A source has `specs` and `read`. `specs` maps each tensor name, as used in released checkpoints, to
-the tensor's dtype and shape, in the preferred reading order. Constructing a source reads headers
-only. The constructor raises ValueError unless the checkpoint contains every tensor of the model
-exactly once and no other tensor, and every tensor has the shape required by config.json. There are
-two exceptions:
+A source provides the attribute `specs` and the method `read`. `specs` maps each tensor name, as
+used in released checkpoints, to the tensor's dtype and shape, in the preferred reading order.
+Constructing a source reads headers only. The constructor raises ValueError unless the checkpoint
+contains every tensor of the model exactly once and no other tensor, and every tensor has the shape
+required by config.json. There are two exceptions:
 - Vocabulary rows beyond config.vocab_size are padding and are cut off.
 - A stored copy of tied embeddings is accepted if it is bitwise equal to the embeddings.
 """
@@ -37,7 +37,7 @@ class TensorSpec:
         return self.shape.numel() * self.dtype.itemsize
 
     def __str__(self) -> str:
-        """Return dtype and shape, e.g. `bfloat16 [8, 4]`."""
+        """Return the dtype and the shape as text, for example `bfloat16 [8, 4]`."""
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
@@ -109,7 +109,7 @@ def _first_names(names: list[str]) -> str:
 
 
 def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) -> TensorSpec:
-    """Return the spec without vocabulary padding.
+    """Return the tensor's spec without vocabulary padding.
 
     Raises ValueError if the stored shape differs from the model's `shape`. `stored` is the start of
     the error message and consists of the file name and the tensor's stored name.

@@ -8,7 +8,7 @@ states in these files are ignored. Layer numbers count from the first layer of a
 chunks of an interleaved pipeline are assigned to the stages cyclically.
 
 The language model's parameters are named as in name_mapping.py, with or without the prefix
-`language_model.`; norms may be named as in the local or as in the Transformer Engine layer spec.
+`language_model.`; norms may be named as in either the local or the Transformer Engine layer spec.
 The vision tower is on the first stage, and its parameters have the prefix `vision_model.`,
 `visual.` or `vision.`. The tower is either Hugging Face's tower, which is replicated on all ranks,
 or a tower of Megatron layers, which is sharded by tensor parallelism (models/megatron_tower.py).
@@ -72,7 +72,7 @@ def open_classic(folder: Path) -> list[ClassicRank]:
 
 
 def _add_chunk(found: dict[str, list[StoredTensor]], ranks: list[dict[str, StoredTensor]], first_layer: int, *, folder: Path) -> int:
-    """Add one model chunk to `found`, with global layer numbers; return its number of layers.
+    """Add a model chunk to `found`, with global layer numbers; return the chunk's number of layers.
 
     `ranks` holds the chunk's tensors for each tensor-parallel rank.
     """

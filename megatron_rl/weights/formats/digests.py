@@ -1,6 +1,6 @@
 """Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json.
 
-When a file is read, it is compared with the record. The record lists every file except
+When a file is read, it is compared with its record. The record lists every file except
 run/state.json:
     "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}
 Folders without run/state.json are not checked. A CPU core with SHA extensions hashes more than
@@ -15,11 +15,11 @@ from pathlib import Path
 from megatron_rl.io.jsonl import read_json
 
 STATE = "run/state.json"
-"""Path of the file with the records of all other files, relative to the checkpoint."""
+"""Path, relative to the checkpoint, of the file that contains the records of all other files."""
 MAX_STATE_BYTES = 64 << 20
 CRITIC = "critic"
-"""Subfolder of a checkpoint with the critic's training state. The files in the subfolder are
-recorded in the checkpoint's run/state.json.
+"""Name of the checkpoint's subfolder that contains the critic's training state. The files in the
+subfolder are recorded in the checkpoint's run/state.json.
 """
 FileRecord = Mapping[str, object]
 

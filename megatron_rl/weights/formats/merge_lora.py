@@ -1,9 +1,9 @@
 """Merges a LoRA adapter in PEFT's format into a base model: W + scale * B @ A, computed in fp32.
 
 Tensors are merged one at a time. PEFT's format consists of adapter_config.json and
-adapter_model.safetensors, with `base_model.model.<module>.lora_A.weight` [rank, in] and
-`.lora_B.weight` [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft
-0.21, tuners/lora/layer.py).
+adapter_model.safetensors. The latter contains `base_model.model.<module>.lora_A.weight` [rank, in]
+and `.lora_B.weight` [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora
+(peft 0.21, tuners/lora/layer.py).
 """
 
 import math
@@ -45,7 +45,7 @@ class MergedTensors:
         """Warning for an adapter without a digest of its base model; '' if it has a digest."""
 
     def _pair(self, target: str, ends: set[str]) -> tuple[str, str]:
-        """Return the names of lora_A and lora_B for a base-model tensor; check their shapes."""
+        """Return the names of a base-model tensor's A and B tensors, and check their shapes."""
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:

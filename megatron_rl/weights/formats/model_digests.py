@@ -15,7 +15,7 @@ FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json",
     "chat_template.jinja", "chat_template.json", "processor_config.json", "preprocessor_config.json",
 )  # fmt: skip
-"""Files other than weights that affect the model's inputs or computation."""
+"""Names of the files, other than weight files, that affect the model's inputs or computation."""
 WEIGHTS = (".safetensors", ".distcp", ".pt")
 """Suffixes of weight files."""
 MISSING_FILE = "none: the file does not exist"

@@ -42,7 +42,7 @@ def detect_format(folder: Path, *, key: str) -> str:
 
 
 def find_hf_folder(folder: Path) -> Path | None:
-    """Return the folder with a checkpoint's config, tokenizer and processor; None if there is none.
+    """Return the folder that contains a checkpoint's config, tokenizer and processor, or None.
 
     The folder is `hf` in checkpoints of this trainer, `huggingface` in checkpoints of verl, and the
     checkpoint folder itself otherwise.

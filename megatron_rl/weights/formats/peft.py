@@ -115,7 +115,7 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 
 def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
-    """Initialize adapters as PEFT does: B is zero, A is uniform within +-1 / sqrt(inputs).
+    """Initialize adapters as PEFT does: B is zero, A is uniform in +-1 / sqrt(inputs).
 
     The values depend on the seed and the layer's name, but not on the parallel layout.
     """

@@ -55,7 +55,7 @@ def make_record_maker(module: str, name: str) -> Maker:
 
 
 class SafeUnpickler(pickle._Unpickler):
-    """Unpickler that handles names, states and persistent ids with functions of the file format.
+    """Unpickler that handles names, states and persistent ids with format-specific functions.
 
     `load` raises one of UNPICKLING_ERRORS for invalid data.
     """

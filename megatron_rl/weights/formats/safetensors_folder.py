@@ -27,7 +27,8 @@ INDEX_FILE = "model.safetensors.index.json"
 """Name of the index file, which maps tensor names to file names."""
 HEADER_BYTES = 1 << 16
 """Number of bytes reserved for the header of a written file, enough for about 400 tensors. A new
-file is started when the header or the data of the current file is full.
+file is started when the current file has no space left in its header or has reached the maximum
+size.
 """
 MAX_HEADER_BYTES = 8 << 20
 """Maximum accepted header size in bytes when reading a file, enough for about 80,000 tensors."""
@@ -73,7 +74,7 @@ class HfTensors:
     """Tensors of a Hugging Face folder, read one at a time by canonical name.
 
     The constructor checks the headers and the index. Raises ValueError if the folder is incomplete
-    or damaged; the message names the setting or option `key` that contains the folder.
+    or damaged; the message names `key`, the setting or option that contains the folder.
     """
 
     def __init__(self, folder: str | Path, *, key: str = "model.path", read_once: bool = False) -> None:

@@ -31,8 +31,8 @@ POPULATE_READ = 22
 3.11.
 """
 LIBC = ctypes.CDLL(None, use_errno=True)
-"""C library, called for madvise: the madvise method of Python 3.11 holds the GIL while it waits for
-the disk (Modules/mmapmodule.c).
+"""C library, used to call madvise without holding the GIL. The madvise method of Python 3.11 holds
+the GIL while it waits for the disk (Modules/mmapmodule.c).
 """
 WRITE_BYTES = 64 << 20
 """Number of written bytes after which the kernel is asked to start writing a file to disk, so that
@@ -94,7 +94,7 @@ def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterato
 
 
 class FlushedFile(io.FileIO):
-    """New unbuffered file; the kernel writes its data to disk while the file grows.
+    """New unbuffered file that the kernel writes to disk while the file grows.
 
     If the disk is full, the call that detects it raises an OSError that contains the file's name.
     """
@@ -213,11 +213,11 @@ def list_companions(source: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
-    """Copy all files except weights, and optionally set pixel limits in the processor files.
+    """Copy a Hugging Face folder without its weights, and optionally set the copy's pixel limits.
 
     `pixels` is (min_pixels, max_pixels); see pixel_limits.py. Returns the components that `into`
-    still lacks, such as "tokenizer" or "processor". Raises ValueError under the same condition as
-    `list_companions`.
+    still lacks, such as "tokenizer" or "processor". Raises ValueError if `list_companions` rejects
+    a symbolic link in `source`.
     """
     into.mkdir(exist_ok=True)
     for path in list_companions(source):

@@ -26,8 +26,9 @@ class McoreImport:
     def __init__(self, source: TensorSource, rows: list[ParamMapping], *, dtype: torch.dtype | None = None) -> None:
         """Determine the specs of the output.
 
-        `source` must already have been checked against the model. With dtype=None each tensor keeps
-        its stored dtype. Raises ValueError if the tensors of one parameter have different dtypes.
+        `source` must already have been checked against the model. With dtype=None, each tensor
+        keeps its stored dtype. Raises ValueError if the tensors of one parameter have different
+        dtypes.
         """
         self.source, self.dtype = source, dtype
         self.rows = [row for row in rows if row.is_exported]

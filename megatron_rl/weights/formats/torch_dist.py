@@ -263,7 +263,7 @@ class TorchDistWriter:
 
 
 class _ChunkBuffer:
-    """File object for one torch.save call; replaces the data of `tensor` by the data of `runs`."""
+    """File object for a torch.save call; replaces the data of `tensor` with that of `runs`."""
 
     def __init__(self, file: FlushedFile, tensor: torch.Tensor, runs: Tensors) -> None:
         self.file, self.tensor, self.runs = file, tensor, runs
