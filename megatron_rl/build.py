@@ -49,18 +49,18 @@ from megatron_rl.weights.formats.model_digests import check_same_model, model_di
 
 @dataclass(slots=True, frozen=True)
 class PolicyAndCritic:
-    """Offloads policy and critic together to host memory."""
+    """Offloads the policy and the critic together to host memory."""
 
     policy: Policy
     critic: Critic
 
     def sleep(self) -> None:
-        """Offload critic and policy to free device memory for the rollout engine."""
+        """Offload the critic and the policy to free device memory for the rollout engine."""
         self.critic.sleep()
         self.policy.sleep()
 
     def wake(self) -> None:
-        """Move policy and critic back to the device."""
+        """Move the policy and the critic back to the device."""
         self.policy.wake()
         self.critic.wake()
 
@@ -116,7 +116,7 @@ def build_rollout_manager(
     None],
     supervisor: ServerSupervisor | None = None, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
 ) -> RolloutManager:  # fmt: skip
-    """Build the rollout manager with a colocated engine or a client for inference servers.
+    """Build the rollout manager, with either a colocated engine or a client for inference servers.
 
     All ranks must call this together.
 
@@ -259,7 +259,7 @@ class TrainerContext:
     stop: StopSignal
     image_exchange: ImageExchange
     closing: ExitStack
-    """Closes all components in reverse order of creation at the end of the run or on an error."""
+    """Exit stack that closes all components in reverse order of creation."""
     supervisor: ServerSupervisor | None = None
     """Supervisor of the inference servers that the run started itself; set on rank 0 only."""
     rollout_manager: RolloutManager | None = None

@@ -1,4 +1,4 @@
-"""Exceptions that cross module boundaries: infrastructure errors, failed runs, graceful stops."""
+"""Exceptions used across modules: infrastructure errors, failed runs and graceful stops."""
 
 
 class InfraError(RuntimeError):
@@ -9,9 +9,9 @@ class InfraError(RuntimeError):
 
 
 class PermanentInfraError(InfraError):
-    """Infrastructure error that no retry can fix.
+    """An infrastructure error occurred that no retry can fix.
 
-    Examples: a prompt that exceeds the context length, an invalid image, an engine that has failed.
+    Examples: a prompt exceeds the context length, an image is invalid, or an engine has failed.
     """
 
 
@@ -25,7 +25,7 @@ class InfraTimeout(InfraError):
 class AccessDenied(InfraError):
     """A healthy server rejected the run's key or token.
 
-    Waiting cannot fix this, so the run stops.
+    A retry would not help, so the run stops.
     """
 
 

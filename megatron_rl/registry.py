@@ -47,15 +47,15 @@ class Plugins:
 
 
 def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
-    """Build the task that task.name selects, with the rubric that task.reward selects.
+    """Build the task selected by task.name, with the rubric selected by task.reward.
 
     If task.reward is empty, the task's default reward is used. Otherwise, task.reward is a list of
     names joined by +. Each name is a reward function in `plugins` or a built-in reward of the task;
     at most one built-in reward is allowed.
 
     Raises:
-        ValueError: The task or a reward is unknown, or the settings set options or a judge for a
-            task that does not support them.
+        ValueError: The task or a reward is unknown, or the settings specify options or a judge that
+            the task does not support.
     """
     tasks = {**TASKS, **plugins.tasks}
     require(settings.name in tasks, "task.name", settings.name, f"no such task; choose one of {', '.join(sorted(tasks))}")

@@ -21,8 +21,8 @@ from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
 CACHE_BYTES = 1 << 30
-"""Maximum size in bytes of the images in one process's demonstration cache. An image counts as the
-bytes of its resized RGB pixels.
+"""Maximum size in bytes of the images in one process's demonstration cache. The size of an image is
+the number of bytes of its resized RGB pixels.
 """
 
 
@@ -32,7 +32,7 @@ def train_sft(
     """Run the SFT stages in order. Each stage repeats its demonstrations until its last step.
 
     Raises:
-        GracefulStop: On every rank, if a stop of the run was requested, as in training_loop.train.
+        GracefulStop: A stop of the run was requested; raised on every rank.
     """
     with run.step_timer("sync"):
         checkpoints.restore()

@@ -18,7 +18,9 @@ from megatron_rl.policy.policy import Policy
 from megatron_rl.types import Image, MicroBatch, Rollout
 
 BATCH_COLUMN = {"old_logprobs": "old_logprob_T", "reference_logprobs": "ref_logprob_T", "values": "old_value_T"}
-"""Maps each per-token column computed by a model to its field in MicroBatch."""
+"""Maps the name of each per-token column that a model computes to the name of a MicroBatch
+field.
+"""
 
 
 def prepare_training_batch(
@@ -69,7 +71,7 @@ def shard_minibatches(rollouts: list[Rollout], settings: Settings, policy: Polic
 
 
 def images_by_rank(minibatches: Sequence[RankShares], policy: Policy) -> dict[int, list[Image]]:
-    """Return the images that each rank encodes for these mini-batches, keyed by rank."""
+    """Return a map from each rank to the images that the rank encodes for these mini-batches."""
     needed: dict[int, list[Image]] = {}
     for shares in minibatches:
         for rank, images in policy.images(shares).items():
@@ -82,7 +84,7 @@ def pack_minibatches(
 ) -> list[list[MicroBatch]]:
     """Pack this rank's share of each mini-batch into micro-batches.
 
-    Also sets `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
+    This function also sets `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
     algo.thought_logprob_scale is not 1.
     """
     packed = [policy.pack_local(shares) for shares in minibatches]

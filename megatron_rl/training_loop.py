@@ -47,8 +47,9 @@ def train(
     serves the final weights.
 
     Raises:
-        GracefulStop: On every rank, if a stop of the run was requested. run.num_done is then the
-            number of completed training steps, and the policy has the weights after these steps.
+        GracefulStop: A stop of the run was requested; raised on every rank. run.num_done is then
+            the number of completed training steps, and the policy has the weights after these
+            steps.
     """
     timer, algorithm, check = run.step_timer, algorithms[settings.algo.name], MismatchCheck(settings)
     restore_and_sync(

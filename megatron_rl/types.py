@@ -140,7 +140,7 @@ class Image:
 
 @dataclass(slots=True)
 class TokenSequence:
-    """Token ids of one context window, with one list per quantity aligned to the tokens.
+    """Token ids of one context window, with lists of per-token values aligned to the token ids.
 
     Example: prompt ids [5, 6] and sampled ids [7, 8], sampled with weight version 4, yield
 
@@ -172,8 +172,8 @@ class TokenSequence:
     returns: list[float] = field(default_factory=list)
     """Critic's target for the state before each sampled token. The list is empty until computed."""
     logprob_scale: list[float] = field(default_factory=list)
-    """Factor by which each sampled token's logprob is multiplied in the policy loss
-    (algo.thought_logprob_scale). An empty list means a factor of 1 for every token.
+    """Factor for each sampled token's logprob in the policy loss (algo.thought_logprob_scale). An
+    empty list means a factor of 1 for every token.
     """
     entropies: list[float] = field(default_factory=list)
     """Entropy in nats of the trainer's next-token distribution for each sampled token, computed in
@@ -415,7 +415,7 @@ class Rollout:
 
 @dataclass(slots=True, frozen=True)
 class SegmentSource:
-    """Rollout, sequence and start position that a packed segment was taken from."""
+    """Rollout, sequence and start position from which a packed segment was taken."""
 
     rollout: int
     """Index of the rollout in the step's list of rollouts."""
@@ -511,7 +511,7 @@ class MicroBatch:
     separate forward pass for old logprobs.
     """
     ref_logprob_T: torch.Tensor | None = None
-    """Logprob of each target under the reference model; None if the step does not use it."""
+    """Logprob of each target under the reference model; None if the step does not use the model."""
     logprob_scale_T: torch.Tensor | None = None
     """Factor by which each target's logprob is multiplied in the policy loss. None means a factor
     of 1.
@@ -551,7 +551,7 @@ class ValueLossInputs:
     """Turn index of each token, as in LossInputs.turn_R."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Map each input's name to a bool tensor, which is True if all of its values are finite."""
+        """Return {input name: bool tensor}, with True if all values of the input are finite."""
         columns = {"the return": self.return_R, "the value": self.value_R}
         return {name: column.isfinite().all() for name, column in columns.items()}
 
@@ -580,7 +580,7 @@ class LossInputs:
     rollout_logprob_R: torch.Tensor
     """Logprob of each token under the rollout engine, recorded when the token was sampled."""
     ref_logprob_R: torch.Tensor | None
-    """Logprob of each token under the reference model; None if the step does not use it."""
+    """Logprob of each token under the reference model; None if the step does not use the model."""
     advantage_R: torch.Tensor
     """Advantage of each token."""
     weight_R: torch.Tensor
@@ -604,7 +604,7 @@ class LossInputs:
     """Inputs of the value loss if the critic shares the policy's backbone, else None."""
 
     def finite_checks(self) -> dict[str, torch.Tensor]:
-        """Map each input's name to a bool tensor, which is True if all of its values are finite.
+        """Return {input name: bool tensor}, with True if all values of the input are finite.
 
         Inputs from outside the current forward pass come first, so the first failed check names the
         origin of a non-finite value.
@@ -623,7 +623,7 @@ class LossInputs:
 
 @dataclass(slots=True, frozen=True)
 class LossMetrics:
-    """Detached metrics of a micro-batch, grouped by how they are reduced across batches and ranks.
+    """Detached metrics of a micro-batch, grouped by the method of reduction over batches and ranks.
 
     The metric names do not depend on the data.
     """

@@ -29,7 +29,7 @@ def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> 
 
 
 def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
-    """Print the table, and the conditions in which evaluations differ from the first evaluation."""
+    """Print the table, and the conditions in which the evaluations differ from the baseline."""
     first, *others = evaluations
     table = Table("evaluation", "examples", "success (95%)", "in common", "minus the first (95%)", "p")
     for each in evaluations:

@@ -50,8 +50,7 @@ def format_error(error: HydraException | OmegaConfBaseException | YAMLError, ove
     """Return the one-line message for an error raised while composing the settings.
 
     `overrides` are the command-line arguments. Addresses in the message are masked, because they
-    may contain credentials: config.checks.require_address, which rejects credentials, has not been
-    applied yet.
+    may contain credentials; config.checks.require_address rejects such addresses, but runs later.
     """
     return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", error_line(error, overrides))
 
@@ -169,7 +168,7 @@ def malformed_override_line(word: str, overrides: Sequence[str] = ()) -> str:
 
 
 def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
-    """Rejoin the value of an override that the shell split at blanks, up to the closing bracket.
+    """Rejoin the value of an override that the shell split at spaces, up to the closing bracket.
 
     Return an empty string if the bracket is never closed.
     """

@@ -92,7 +92,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _report_error(is_main: bool, line: str, code: int) -> int:
-    """On the main rank, print the error and return its exit code; on others, return EXIT_AGREE."""
+    """On the main rank, print the error and return its exit code.
+
+    On the other ranks, return EXIT_AGREE.
+    """
     if is_main:
         print(line, file=sys.stderr, flush=True)
     return code if is_main else EXIT_AGREE

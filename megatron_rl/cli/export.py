@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 
 
 def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
-    """Return the renderer of a run, and the run's value of task.max_new_tokens.
+    """Return a pair: the renderer of a run, and the value of task.max_new_tokens in that run.
 
     Raises:
         ValueError: The run's settings cannot be read.

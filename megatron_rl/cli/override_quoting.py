@@ -77,7 +77,7 @@ def _quote_pair(pair: str, kind: object) -> str:
 
 
 def parse_with_hydra(value: str) -> object | None:
-    """Return the value as parsed by Hydra; a quoted string is returned as its text.
+    """Return the value as parsed by Hydra; a quoted string is returned without its quotes.
 
     Return None if Hydra cannot parse the value or reads it as several values of a sweep.
     """
@@ -90,7 +90,7 @@ def parse_with_hydra(value: str) -> object | None:
 
 
 def unquote(value: str) -> str:
-    """Return the text of a value that is quoted as a whole; return any other value unchanged."""
+    """Remove the quotes around a value that is quoted as a whole; return other values unchanged."""
     is_quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     read = parse_with_hydra(value) if is_quoted else None
     return read if isinstance(read, str) else value

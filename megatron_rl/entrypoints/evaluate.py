@@ -71,7 +71,7 @@ TABLE_WIDTH = 140
 
 @dataclass(slots=True, frozen=True)
 class EvaluationGenerator:
-    """Generates the rollouts of an evaluation, with rollout engines or an endpoint."""
+    """Generates the rollouts of an evaluation with rollout engines or through an endpoint."""
 
     generate: Callable[[Sequence[Example], int], list[Rollout]]
     """(examples, group index of the first example) -> rollouts of these examples."""
@@ -122,7 +122,7 @@ def _evaluate_on_ranks(settings: Settings, plugins: Plugins, *, world: World, st
 
 
 def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
-    """Check and return the task and the weights, before any engine or service is started.
+    """Check the task and the weights before any engine or service is started, and return both.
 
     The weights are None if an endpoint is evaluated.
     """

@@ -1,7 +1,7 @@
 """Generates and records rollouts without a trainer (run.mode=rollout_only).
 
-Each step generates the episodes that training would generate if training started from these
-weights. If the run was killed, steps that are already recorded are not generated again.
+Each step generates the episodes that training would generate in this step if the policy still had
+its initial weights. If the run was killed, steps that are already recorded are not generated again.
 """
 
 from contextlib import ExitStack
@@ -103,7 +103,7 @@ def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm:
 
 
 def load_recorded_steps(folder: Path) -> tuple[int, History]:
-    """Return the number of steps recorded by earlier attempts, and the run's history."""
+    """Return a pair: the number of steps that earlier attempts recorded, and the run's history."""
     paths, history = list_step_files(folder / ROLLOUTS_FOLDER), History()
     if not paths:
         return 0, history

@@ -53,16 +53,16 @@ class TrainingStage:
     """Definition of a training stage, such as RL or SFT."""
 
     num_steps: Callable[[Settings], int]
-    """Returns the number of training steps for the given settings."""
+    """Function that returns the number of training steps for the given settings."""
     splits: tuple[str, ...]
     """Data splits of the task that must contain examples."""
     is_rl: bool
-    """True for RL. Logprobs are then computed at algo.temperature, the sampling temperature, and
-    the reference model's weights are kept if the settings need them.
+    """True for RL. An RL stage computes logprobs at the sampling temperature, algo.temperature, and
+    keeps the reference model's weights if the settings require a reference model.
     """
     run: Callable[[Settings, TrainerContext], RolloutManager | None]
-    """Trains the policy and returns the rollout manager with the trained weights; None if the stage
-    has no rollout engine.
+    """Function that trains the policy. It returns the rollout manager with the trained weights, or
+    None if the stage has no rollout engine.
     """
 
 

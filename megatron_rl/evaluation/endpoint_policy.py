@@ -2,8 +2,8 @@
 
 The endpoint returns no token ids, so a rollout contains only text. No stop strings are sent with a
 request, because servers omit the stop string from the response. Instead, the client truncates each
-response after the first of the task's stop strings (Task.stop). If the endpoint returns an error,
-the episode fails (InfraError) and is not scored.
+response after the first occurrence of a stop string of the task (Task.stop). If the endpoint
+returns an error, the episode fails (InfraError) and is not scored.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ class EndpointMessage(BaseModel):
     """The model's message in a chat completion."""
 
     content: str | None = None
-    """Text of the message; None if the model refused or produced only reasoning, which counts as an
-    empty response of the policy.
+    """Text of the message; None, which counts as an empty response, if the model refused or
+    produced only reasoning.
     """
 
 
@@ -108,7 +108,7 @@ class EndpointClient:
 class ChatConversation:
     """Conversation of one episode as chat messages.
 
-    The methods are those of the conversation in rollout/conversation.py.
+    The class has the same methods as the conversation in rollout/conversation.py.
     """
 
     def __init__(self, client: EndpointClient, limits: SequenceLimits) -> None:
@@ -132,7 +132,7 @@ class ChatConversation:
         return text
 
     def char_to_token(self, char: int) -> None:
-        """Do nothing, because the tokens are unknown."""
+        """Return None, because the tokens are unknown."""
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
         """Add an observation, or with `is_new_prompt` a new prompt, which starts a new sequence.

@@ -49,7 +49,7 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
     """Return the 95% bootstrap confidence interval of the mean over examples.
 
     `means` contains one mean per example. The means are resampled with replacement (Efron 1979),
-    using a fixed seed. If all means are equal, both ends of the interval equal their common value.
+    using a fixed seed. If all means are equal, both ends of the interval equal that value.
     """
     values, dice = np.asarray(means), np.random.default_rng(SEED)
     drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]
@@ -71,8 +71,8 @@ def compute_success_statistics(example_results: Sequence[Mapping[str, object]], 
     """Return the confidence interval for the success rate, and pass@k for powers of two.
 
     The values of k are 1, 2, 4, ... up to `samples`. The interval treats the examples as a random
-    sample. pass@k is computed only if `samples` is above 1, from the examples with all episodes
-    scored.
+    sample. pass@k is computed only if `samples` is above 1, from the examples for which all
+    episodes were scored.
     """
     solved = [line["solved"] for line in example_results]
     low, high = bootstrap_interval([sum(each) / len(each) for each in solved])

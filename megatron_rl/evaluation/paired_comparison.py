@@ -28,8 +28,8 @@ class EvaluationResult:
 
     folder: Path
     example_means: Mapping[str, float]
-    """Maps each example id to the mean credit of its episodes; if credits are 0 or 1, this is the
-    fraction of episodes that solved the example.
+    """Maps each example id to the mean credit of its episodes; if all credits are 0 or 1, the mean
+    is the fraction of episodes that solved the example.
     """
     conditions: Mapping[str, str]
     has_fractional_means: bool
@@ -75,7 +75,7 @@ def find_different_conditions(baseline: EvaluationResult, candidate: EvaluationR
 
 
 def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult) -> PairedDifference:
-    """Return the mean difference `candidate` minus `baseline` over their common examples.
+    """Return the mean difference, `candidate` minus `baseline`, over the common examples.
 
     The interval is computed by bootstrapping over examples. If both evaluations have one episode
     per example with credit 0 or 1, the p-value is computed by McNemar's exact test, otherwise by a
@@ -105,8 +105,8 @@ def mcnemar_p_value(differences: Sequence[float]) -> float:
 def sign_flip_p_value(differences: Sequence[float]) -> float:
     """Return the p-value of a random sign-flip test of the mean, with a fixed seed.
 
-    The p-value is the fraction of sign assignments with a mean at least as far from zero as the
-    observed mean. The observed signs count as one of the assignments.
+    The p-value is the fraction of sign assignments that yield a mean at least as far from zero as
+    the observed mean. The observed signs count as one of the assignments.
     """
     values, dice = np.asarray(differences), np.random.default_rng(SEED)
     means = [(values * dice.choice((-1.0, 1.0), size=len(values))).mean() for _ in range(NUM_RESAMPLES)]

@@ -33,7 +33,9 @@ from megatron_rl.types import Example, Rollout
 
 WEIGHTS_FILE, EXAMPLES_FILE, EVALUATION_FILE, PROMPT_FILE = "weights.json", "examples.jsonl", "evaluation.json", "prompt.txt"
 RESULT_SETTINGS = ("model.", "task.", "evaluation.", "run.seed", "engine.dtype", "engine.max_model_len", "engine.max_images")
-"""Settings on which the results depend; a name that ends with a dot is a prefix."""
+"""Settings on which the results depend. A name that ends with a dot stands for all settings with
+this prefix.
+"""
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".distcp", ".pt")
@@ -106,7 +108,7 @@ def without_images(rollout: Rollout) -> Rollout:
 
 
 def chunk_path(folder: Path, number: int) -> Path:
-    """Return the path of the file with a chunk's episodes."""
+    """Return the path of the file that contains a chunk's episodes."""
     return folder / ROLLOUTS / f"step_{number:06d}.jsonl"
 
 

@@ -86,7 +86,7 @@ class FindingsPage:
     checks: list[CheckResult] = field(default_factory=list)
     comparisons: list[LogprobComparison] = field(default_factory=list)
     layer_differences: list[str] = field(default_factory=list)
-    """Descriptions of the first layer in which an implementation differs from the reference."""
+    """For each implementation that differs, a description of its first differing layer."""
     explanations: list[str] = field(default_factory=list)
     """Hypotheses that reproduce the differing logprobs of an implementation."""
     skipped: list[str] = field(default_factory=list)
@@ -104,7 +104,8 @@ class FindingsPage:
 def relative_row_diffs(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return the relative difference of each row, as a tensor [rows].
 
-    Rows that are almost zero are compared relative to a tenth of the mean norm of all rows.
+    For a row that is almost zero, the difference is relative to a tenth of the mean norm of all
+    rows.
     """
     values, reference = (each.detach().double().flatten(1) for each in (values, reference))
     lengths = reference.norm(dim=1)

@@ -1,4 +1,6 @@
-"""Tests hypotheses about differing logprobs by simulating each one with Hugging Face's model.
+"""Tests hypotheses about the cause of differing logprobs.
+
+Each hypothesis is simulated with Hugging Face's model.
 
 An image is suspected only if it lies between the last sampled token that agrees and the first
 sampled token that differs. In bfloat16, the tolerance cannot prove that a single token agrees, so
@@ -28,13 +30,15 @@ MAX_OTHER_IMAGES = 24
 MAX_FITTED_TOKENS = 64
 """Maximum number of sampled tokens to which a temperature is fitted."""
 MIN_FITTED_TOKENS = 4
-"""Minimum number of sampled tokens for fitting a temperature; fewer may fit by chance."""
+"""Minimum number of sampled tokens for fitting a temperature; with fewer tokens, the temperature
+may fit by chance.
+"""
 MIN_GAP_RATIO = 1.25
 """Maximum mean difference of a candidate, as a multiple of the smallest mean difference.
 
 The first candidate within this limit is selected. With a dozen tokens and bfloat16 rounding, a
-wrong hypothesis with little effect had a mean difference that was a fifth smaller than that of the
-right hypothesis.
+wrong hypothesis with little effect had a mean difference that was 20% smaller than that of the
+correct hypothesis.
 """
 LogprobsFn = Callable[[], torch.Tensor]
 """Function that returns the float64 logprobs [R] of a sequence's sampled tokens."""
@@ -176,7 +180,7 @@ def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_toke
 
 
 def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[str, Image]) -> Iterator[tuple[str, list[Image]]]:
-    """Yield image lists in which image `number` is replaced by an image with equally many tokens.
+    """Yield image lists with image `number` replaced by an image with the same number of tokens.
 
     If the new image is from the same sequence, the two images swap places. If it is from another
     sequence of the step, the remaining images are unchanged.
@@ -212,7 +216,7 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
 def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
     """Resize an image to another size, and then back to its original size.
 
-    `size` is the intermediate size of the image `scale_of`. Any other image is scaled by the same
+    `size` is the intermediate size for the image `scale_of`. Other images are scaled by the same
     ratios.
     """
     (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
@@ -241,7 +245,11 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
 
 
 def alternative_rope_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return wrong rope sections: permutations, and sections with dimensions moved between axes."""
+    """Return the incorrect rope sections to test.
+
+    These are permutations of the correct sections, and sections in which some dimensions are moved
+    from one axis to another.
+    """
     right, found = tuple(sections), list(permutations(sections))
     for giver in range(len(right)):
         for taker in range(len(right)):

@@ -113,9 +113,9 @@ class LayerDeviation:
     row: int
     """Index of the first row that exceeds the tolerance, or -1 if the shapes differ."""
     relative_diff: float
-    """Relative difference of the row."""
+    """Relative difference of that row."""
     max_diff_before: float
-    """Largest relative difference in all earlier outputs."""
+    """Largest relative difference over all earlier outputs."""
 
 
 def find_first_deviation(

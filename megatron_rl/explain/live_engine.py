@@ -1,8 +1,8 @@
 """Live rollout engine that computes the logprob of each sampled token in a recorded sequence.
 
 Each sampled token requires one request, which generates a single token. The engine's prefix cache
-shares the common prefixes of these requests. Every process has an engine, or a part of an engine
-that spans settings.tp neighboring ranks, as in a run. Only the first engine receives requests; the
+shares the common prefixes of these requests. As in a run, every process has an engine, or a shard
+of an engine that spans settings.tp adjacent ranks. Only the first engine receives requests; the
 other engines stay idle.
 """
 

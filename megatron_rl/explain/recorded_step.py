@@ -101,7 +101,7 @@ class ReplaySettings:
 def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int = 1) -> ReplaySettings:
     """Return the replay settings of a run.
 
-    `model_path` replaces the run's model.path, which is needed if the model files have moved.
+    Pass `model_path` to replace the run's model.path if the model files have moved.
 
     Raises:
         ValueError: The run directory has no valid settings.
@@ -159,7 +159,7 @@ def read_step(run: Path, step: int) -> RecordedStep:
 
 
 RolloutLoader = Callable[[bool], Rollout]
-"""Function that loads a rollout, with its images if the argument is True."""
+"""Function that loads a rollout. If the argument is True, the rollout's images are loaded too."""
 
 
 def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) -> None:
@@ -215,7 +215,7 @@ def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
     """Return the path of the weights after `version` completed steps.
 
     Raises:
-        ValueError: The weights were not kept.
+        ValueError: These weights were not saved, or have been deleted.
     """
     kept = run / CHECKPOINTS_FOLDER / f"step_{version:08d}"
     if version == 0:

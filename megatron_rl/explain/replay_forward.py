@@ -77,7 +77,7 @@ class ForwardReplay:
         return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.max_model_bytes
 
     def compare_recorded(self, sequences: Sequence[RecordedSequence]) -> ReplayResult:
-        """Compare the recorded logprobs with Hugging Face's model, run in this process."""
+        """Compare the recorded logprobs with Hugging Face's model, which runs in this process."""
         reference = self.reference = HfReferenceModel(
             self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=make_patch_fn(self.renderer), device=self.device,
             cache_bytes=self.max_model_bytes,
@@ -283,7 +283,7 @@ class ForwardReplay:
         return "; it is stale: it equals the older weights"
 
     def _check_unchanged_tensors(self) -> list[CheckResult]:
-        """Report unchanged tensors if nearly all other tensors differ from the older weights."""
+        """If nearly all tensors differ from the older weights, report the tensors that do not."""
         if self.older_source is None or self.settings.trains_subset:
             return []
         weights = self.reference.weights

@@ -25,8 +25,7 @@ def run_sequence_checks(
 ) -> list[CheckResult]:
     """Run all checks and return their results.
 
-    `step_number` is the number of the step. It is also the newest weight version that can have
-    sampled the step's tokens.
+    `step_number` is also the newest weight version that can have sampled the step's tokens.
     """
     keys = {image.key: image for rollout in step.rollouts.values() for image in rollout.images}
     return [
@@ -192,7 +191,7 @@ def make_patch_fn(renderer: Renderer) -> ImageToPatches:
 
 
 def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
-    """Return the sequences that a model can process, and one message per remaining sequence."""
+    """Return a pair: the sequences that a model can process, and one message per other sequence."""
     good, lines = [], []
     for each in step.sequences:
         context = each.tokens

@@ -149,7 +149,7 @@ def _title(request: ExplainRequest, step: RecordedStep) -> str:
 
 
 def _open_weights(request: ExplainRequest, settings: ReplaySettings, step: RecordedStep, spec: ModelSpec) -> tuple[int, Path, TensorSource]:
-    """Return the newest weight version with available weights, and the weights' path and source.
+    """Return the newest weight version that is available, and the path and source of its weights.
 
     Weights named in the request count as the newest version.
     """
@@ -197,7 +197,7 @@ def _select_sequences(sequences: Sequence[RecordedSequence], version: int, num_r
 
 
 def _parallel_settings(request: ExplainRequest, settings: ReplaySettings, spec: ModelSpec, world: World) -> ParallelSettings | None:
-    """Return the parallel layout of the processes, or None if each process has the whole model."""
+    """Return the parallel layout of the processes, or None if each process holds the full model."""
     run, given = settings.parallel, dict(request.parallel_sizes)
     parallel = ParallelSettings(
         tp=given.get("tp", run.tp), pp=given.get("pp", run.pp), vpp=given.get("vpp", run.vpp),

@@ -1,8 +1,8 @@
 """Hugging Face's model with weights that are loaded only for the forward pass of each module.
 
 The weights that are used first are cached, up to `cache_bytes`. A small model is therefore read
-only once, and a large model takes little more memory than `cache_bytes`. The results are the same
-in both cases.
+only once, and a large model takes little more memory than `cache_bytes`. The cache does not change
+the results.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Forward pass of the trainer's network on recorded sequences, with any parallel layout.
 
 The forward pass needs no optimizer and uses the model chunks, attention and token distribution of
-policy/. Pipeline stages run one after the other, so that every layer can be recorded. Every rank
-must call every method.
+policy/. Pipeline stages run one after the other, so every layer can be recorded. Every rank must
+call every method.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ class TrainerForward:
         self.distribution = TokenDistribution(banned_V, temperature, first, layout.tp_group, LOGIT_CHUNK_ROWS)
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights under their Hugging Face names."""
+        """Yield pairs of a Hugging Face tensor name and a tensor."""
         return self.export.tensors()
 
     def compute_logprobs(self, sequences: Sequence[RecordedSequence], *, packed: bool) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class TrainerForward:
 
 
 def gather_sequence(value: object, *, layout: Layout) -> torch.Tensor:
-    """Return the hidden states [T, H] of a whole sequence.
+    """Return the hidden states [T, H] of the full sequence.
 
     With sequence parallelism, the parts of all tensor-parallel ranks are gathered.
     """

@@ -23,7 +23,7 @@ IMAGE_TOKENS = "<|vision_start|><|image_pad|><|vision_end|>"
 
 
 class NotConvertible(ValueError):
-    """Raised, with the reason as its message, if no list of messages can represent a sequence."""
+    """No list of messages can represent a sequence; the exception's message states the reason."""
 
 
 def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:

@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
-    """Export the rollouts of all steps from `first_step` on, and return the number exported.
+    """Export the rollouts of all steps from `first_step` on, and return their number.
 
     Raises:
         ValueError: A step is damaged, or no steps are recorded.

@@ -31,7 +31,7 @@ TRAIN_SCRIPT = "launch/slurm/train.sbatch"
 
 
 def render_job_script(settings: Settings, overrides: Sequence[str], sbatch_arguments: Sequence[str]) -> str:
-    """Return the text of the job script, which runs in the current directory.
+    """Return the text of the job script. The job's working directory is the current directory.
 
     `sbatch_arguments` are additional sbatch options, which override options from the settings.
     """

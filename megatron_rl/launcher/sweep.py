@@ -39,8 +39,8 @@ class LaunchScripts:
     def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
         """Return the command that starts a run.
 
-        The run uses all nodes of the current Slurm job if the job has several nodes, and only this
-        machine otherwise.
+        If the current Slurm job has several nodes, the run uses all of these nodes. Otherwise, the
+        run uses only this machine.
         """
         if int(environment.get("SLURM_NNODES", 1)) > 1:
             given = [f"--nproc_per_node={processes}"] if processes else []
@@ -54,8 +54,8 @@ def compose_tasks(tasks: Sequence[SweepTask]) -> list[Settings]:
     """Compose and validate the settings of all tasks.
 
     Raises:
-        ValueError: Some settings are invalid. The message has one line per distinct error, which
-            names the first task with this error.
+        ValueError: Some settings are invalid. The message has one line per distinct error; each
+            line names the first task with that error.
     """
     found: list[Settings] = []
     wrong: dict[str, int] = {}

@@ -94,7 +94,7 @@ def print_table(rows: Sequence[SweepRow], console: Console) -> None:
 
 
 def make_curve(row: SweepRow) -> SweepCurve:
-    """Return a run's returns and success rates, as one curve of the plot."""
+    """Return a run's curve for the plot: the mean return per step, and the final success rate."""
     path, evaluation = row.status.folder / METRICS_FILE, row.status.evaluation
     steps = [line for line in read_metrics(path) if RETURN_METRIC in line and math.isfinite(line[RETURN_METRIC])] if path.is_file() else []
     told = " ".join(f"{key}={value}" for key, value in row.parameters.items())

@@ -11,7 +11,7 @@ class CheckReport:
     """Findings, errors and warnings of the doctor's checks."""
 
     findings: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a checked item and its result."""
+    """Pairs (checked item, result of the check)."""
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 

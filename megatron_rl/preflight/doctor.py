@@ -136,7 +136,7 @@ def check_transcripts(settings: Settings, report: CheckReport, *, renderer: Rend
 def measure_overhead_tokens(settings: Settings, task: Task, questions_by_split: Mapping[str, QuestionDataset], renderer: Renderer) -> int:
     """Return the number of tokens that the task's prompt adds to a question.
 
-    The number is measured on the first question, as in a run (preflight/prompts.py). Return 0 if
+    As in a run, the number is measured with the first question (preflight/prompts.py). Return 0 if
     the question cannot be rendered.
     """
     if settings.task.name not in DATA_TASKS or not questions_by_split:

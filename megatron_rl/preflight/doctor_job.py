@@ -95,7 +95,7 @@ def _remove_empty(folder: Path) -> None:
 def check_all_reduce(world: World, report: CheckReport) -> None:
     """Measure the all-reduce bandwidth over all ranks.
 
-    The first round is not counted, because it includes opening the connections.
+    The first round is not counted, because the connections are opened during this round.
     """
     number_T = torch.zeros(ALL_REDUCE_BYTES // 4, device=world.device)
     seconds = []

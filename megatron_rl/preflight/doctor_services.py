@@ -24,7 +24,7 @@ def check_services(settings: Settings, report: CheckReport) -> None:
 
 
 def check_engine_servers(settings: Settings, report: CheckReport) -> None:
-    """Check that the run's inference servers can be started, and report which devices they use."""
+    """Check that the run's inference servers can be started, and report their devices."""
     engine, num_ranks = settings.engine, read_world().local_size
     if not engine.num_local_servers:
         return

@@ -25,7 +25,7 @@ compatibility).
 """
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = 256 << 20
-"""Maximum number of bytes in /dev/shm that NCCL may use per rank of a node."""
+"""Maximum number of bytes in /dev/shm that NCCL may use for each rank on a node."""
 MIN_SHARED_BYTES = 64 << 20
 """Minimum number of bytes in /dev/shm per rank that NCCL needs to start.
 
@@ -34,7 +34,7 @@ has 64 MB for all ranks. The 1 GB recommended for NVIDIA's containers is twice t
 ranks.
 """
 HIDING_VARIABLES = ("", "-1")
-"""Values of CUDA_VISIBLE_DEVICES that hide every GPU, so that a run uses the CPU."""
+"""Values of CUDA_VISIBLE_DEVICES that hide every GPU. With these values, a run uses the CPU."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ def inspect_node(settings: Settings, world: World, nonce: str) -> NodeReport:
 
 
 def source_files(settings: Settings) -> dict[str, list[str]]:
-    """Return the files and directories that every node reads itself, keyed by setting."""
+    """Return the files and directories that every node reads, keyed by setting."""
     data = settings.task.data
     given = {
         "model.path": [settings.model.path], "lora.path": [settings.lora.path], "critic.path": [settings.critic.path],

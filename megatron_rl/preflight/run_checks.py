@@ -24,10 +24,10 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
     """Return the planned peak memory in bytes of the GPU that needs the most.
 
     If the plan does not fit, the error is returned instead of raised, so that all ranks can raise
-    it. The result is 0 on CPUs, and on all processes except the first of each node. The plan is
-    made for the smallest GPU of this node. Host memory is checked only if plan.host_gb is set,
-    because a run rarely uses all of the planned host memory at once. Call this function before the
-    process groups exist, because the plan creates its own process group.
+    it. The result is 0 on CPUs, and on all processes except the first process of each node. The
+    plan is made for the smallest GPU of this node. Host memory is checked only if plan.host_gb is
+    set, because a run rarely uses all of the planned host memory at once. Call this function before
+    the process groups exist, because the plan creates its own process group.
     """
     if world.device.type != "cuda" or not world.is_local_main:
         return 0

@@ -136,7 +136,7 @@ def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> No
     """Raise ValueError if the critic cannot read the policy's batches.
 
     Patches, placeholder tokens and positions of the critic must match the policy's. The vocabulary
-    sizes may differ in rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 fewer rows than
+    sizes may differ by rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 fewer rows than
     Qwen2.5-VL-7B).
     """
     for name, of in VISION_KEYS.items():

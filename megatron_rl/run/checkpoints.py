@@ -221,7 +221,7 @@ class Checkpoints:
         """Wait until the pending checkpoint is written, and publish it.
 
         Raises:
-            OSError: On every rank, if the checkpoint could not be written.
+            OSError: The checkpoint could not be written; raised on every rank.
         """
         if self._pending is None:
             return

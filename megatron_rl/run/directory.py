@@ -1,4 +1,4 @@
-"""Locks a run directory and decides if a run may start or resume in it.
+"""Locks a run directory and decides whether a run may start or resume in it.
 
     Run directory                                             Action
     no step recorded                                          start; settings may differ
@@ -16,8 +16,9 @@ was lost later, all steps still count as completed. A run that stopped gracefull
 with the step of its last checkpoint. After a kill or an error, the steps after the newest
 checkpoint are repeated, and run/superseded_steps.py keeps their old records.
 
-Settings are compared with config.yaml. A setting that is missing on one side counts as changed. The
-lock is an fcntl lock on RUN/.lock, held by rank 0. The lock has not been tested on NFS.
+The new settings are compared with config.yaml. A setting that is present in only one of the two
+counts as changed. The lock is an fcntl lock on RUN/.lock, held by rank 0. The lock has not been
+tested on NFS.
 """
 
 import fcntl
@@ -81,7 +82,7 @@ change instead of one change per key.
 ABSENT = "absent"
 """Placeholder for the value of a missing setting."""
 STEPS_KEYS = {"rl": "run.steps", "sft": "sft.steps"}
-"""Name of the setting for the number of steps, keyed by stage."""
+"""Maps each stage to the name of the setting that specifies its number of steps."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

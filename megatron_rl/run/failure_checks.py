@@ -68,7 +68,7 @@ class MismatchCheck:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Disable the check for replays, whose tokens may have been sampled by other weights."""
+        """Disable the check for replays, because other weights may have sampled the tokens."""
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
         self._is_due = settings.run.mode != "replay"

@@ -34,7 +34,9 @@ CONFIG_FILE, EVALUATION_FILE, FINAL_FOLDER, CHECKPOINTS_FOLDER = "config.yaml", 
 finished run), the trained model and the checkpoints.
 """
 PROMPTS_FILE, ADAPTER_FOLDER = "prompts.jsonl", "adapter"
-"""Names of a file and a folder in a run directory: statistics per example and the LoRA adapter."""
+"""Names of a file and a folder in a run directory: the file with statistics per example, and the
+folder with the LoRA adapter.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -320,12 +322,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def step_name(step: int) -> str:
-    """Return the folder name for the checkpoint after `step` steps."""
+    """Return the folder name of the checkpoint that is saved after `step` steps."""
     return f"step_{step:08d}"
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the number of completed steps from a published checkpoint's folder name."""
+    """Parse the number of completed steps from the folder name of a published checkpoint."""
     return int(checkpoint.name.removeprefix("step_"))
 
 

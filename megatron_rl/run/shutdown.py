@@ -1,4 +1,4 @@
-"""Stops a run gracefully on a signal, on all ranks and within time limits.
+"""Stops a run gracefully after a signal, on all ranks and within time limits.
 
 SIGTERM, SIGUSR1 and SIGINT request a stop of the run without interrupting the current step. At the
 end of a step, all ranks stop if any rank has received a signal (`StopSignal.check`). Rollouts that
@@ -7,17 +7,17 @@ and the next attempt repeats the step. A second SIGINT ends the process at once.
 any stop signal that arrives at least SECOND_SIGNAL_S seconds after the first signal also ends the
 process at once.
 
-Python runs signal handlers only when the main thread returns from C code. In a collective, or while
-ranks wait for each other at startup, this may take minutes. `SignalDeadline` therefore receives
-signals in a separate thread and ends the process if it has not stopped by its deadline:
+Python runs a signal handler only after the main thread has returned from C code. In a collective,
+or while ranks wait for each other at startup, this may take minutes. `SignalDeadline` therefore
+receives signals in a separate thread and ends the process if it has not stopped by its deadline:
 
     STARTUP_TIMEOUT_S after the signal              before the first `check`
     IMMEDIATE_S after the second signal             if a second signal arrives
     grace_s + close_timeout_s after the signal      otherwise
 
-Without a launcher, a second limit applies after the first step began, and the earlier of the two
-limits counts. The second limit is CLOSE_TIMEOUT_S after the end of the grace period or after the
-main thread last executed an instruction, whichever is later.
+Without a launcher, a second limit also applies once the first step has begun, and the earlier of
+the two limits counts. The second limit is CLOSE_TIMEOUT_S after the end of the grace period or
+after the main thread last executed an instruction, whichever is later.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ queues and terminals may each deliver the request once.
 IMMEDIATE_S = 3.0
 """Delay in seconds between a second signal and the forced exit of the process."""
 CLOSE_TIMEOUT_S = 120.0
-"""Seconds after the grace period in which the process may complete the step's updates, save the
-checkpoint and shut down the engine.
+"""Time in seconds, after the grace period, in which the process may complete the step's updates,
+save the checkpoint and shut down the engine.
 """
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a process that is ended after a second signal."""

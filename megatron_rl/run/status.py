@@ -106,7 +106,7 @@ def is_running(folder: Path) -> bool:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return True if the final evaluation and weights are complete and no run is active."""
+    """Return True if the final evaluation and the weights are complete, and no run is active."""
     return not is_running(folder) and (folder / EVALUATION_FILE).is_file() and not find_missing_file(folder / FINAL_FOLDER)
 
 

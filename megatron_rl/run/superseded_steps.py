@@ -36,7 +36,7 @@ def supersede_records(
     Args:
         run_dir: Run directory.
         first_step: First step to be repeated.
-        first_line: First step for which a line is written to metrics.jsonl again. This is
+        first_line: First step for which this attempt writes a line to metrics.jsonl. This is
             `first_step - 1` if the evaluation after that step is pending, else `first_step`.
         num_steps: Total number of steps of the run. If `num_steps` is greater than `first_step`,
             the final evaluation of a finished shorter run is added to the metrics line of that
@@ -68,7 +68,7 @@ def supersede_records(
 
 
 def find_gaps(run_dir: Path, *, first_line: int) -> str:
-    """Return a warning about missing or unordered lines in metrics.jsonl, or "".
+    """Return a warning about missing or out-of-order lines in metrics.jsonl, or "".
 
     The file must have one line for each step before `first_line`, in order.
     """
@@ -82,12 +82,12 @@ def find_gaps(run_dir: Path, *, first_line: int) -> str:
 
 
 def _is_final_evaluation(line: Mapping[str, float]) -> bool:
-    """Return True for the metrics line that a finished run adds after its last step."""
+    """Return True if `line` is the metrics line that a finished run adds after its last step."""
     return all(name == "step" or name.startswith(("eval/", "time/")) for name in line)
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Add the final evaluation to the last kept line if it directly follows that line."""
+    """Add the final evaluation to the last kept line if the two are directly consecutive."""
     if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
         return list(kept)
     evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}
