@@ -176,7 +176,9 @@ def test_a_failure_is_a_fault_and_is_not_kept(tmp_path: Path) -> None:
     cache = tmp_path / "heard.sqlite"
 
     async def use(client: ListenerClient) -> None:
-        with pytest.raises(InfraError, match=r"^listener: failed after 3 of 3 attempts; the last failure: http.* HTTP 503: .*no finite logprob"):
+        with pytest.raises(
+            InfraError, match=r"^listener: failed after 3 of 3 attempts; the last failure: http.* HTTP 503: .*no finite logprob"
+        ):
             await client.score_images(ENCODED_PICTURES[:2], "This?")
         room.logprobs_fn = FakeEngineHolder.logprobs_fn
         client.endpoints.endpoints[0].backoff_until = 0

@@ -67,7 +67,9 @@ class LewisSpeakerTask(Task):
         cache file. The client never sends the token of task.listener, because the operator of the
         held-out listener could use that token to access the listener that determines the reward.
         """
-        keys = ListenerConfigKeys(f"held-out listener {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}")
+        keys = ListenerConfigKeys(
+            f"held-out listener {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}"
+        )
         token_file = options.held_out_token_files.get(name, "")
         settings = replace(
             self.settings.listener, urls=[options.held_out_listeners[name]], token_file=token_file, partner_is_training=False, cache=""

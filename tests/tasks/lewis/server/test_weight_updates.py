@@ -63,8 +63,14 @@ def test_the_first_part_of_another_update_begins_anew() -> None:
 BROKEN = {
     "a tensor that is not the model's": ({**some(0, 1, 2), "model.other": torch.zeros(1)}, "model.other: is no tensor of this model"),
     "another shape": ({**some(0, 1), "lm_head.weight": torch.zeros(3, 4)}, r"lm_head.weight: has shape \(3, 4\)"),
-    "what is no number": ({**some(0, 1), "lm_head.weight": torch.full((4, 3), math.nan)}, "lm_head.weight: contains values that are not finite numbers"),
-    "whole numbers": ({**some(0, 1), "lm_head.weight": torch.zeros(4, 3, dtype=torch.int64)}, "lm_head.weight: contains values that are not finite"),
+    "what is no number": (
+        {**some(0, 1), "lm_head.weight": torch.full((4, 3), math.nan)},
+        "lm_head.weight: contains values that are not finite numbers",
+    ),
+    "whole numbers": (
+        {**some(0, 1), "lm_head.weight": torch.zeros(4, 3, dtype=torch.int64)},
+        "lm_head.weight: contains values that are not finite",
+    ),
     "one is missing": (some(0, 2), "1 tensors are missing: model.visual.patch.weight"),
 }
 
