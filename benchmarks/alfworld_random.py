@@ -1,8 +1,8 @@
 """Success rates of random play and of the planner, and step rates, in generated ALFWorld games.
 
-    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld # creates missing games #
-    Smoke test: .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2
-    --at-once 2
+    .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld  # creates missing games
+    # Smoke test:
+    .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2 --at-once 2
 
 Prints Markdown tables. All games are from the eval split. Random play draws one admissible command
 uniformly in each step, for at most 50 steps. All steps use the task's own environment and draw its

@@ -81,7 +81,7 @@ def probe_layers() -> dict[str, str | None]:
 
 
 def try_drop_uid() -> None:
-    """Change to the user id of a box. Raises OSError if this process may not change its user id."""
+    """Switch this process to the user ID of a box. Raises OSError if that is not permitted."""
     uid = confine.box_uid(os.getpid(), 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)

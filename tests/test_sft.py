@@ -81,6 +81,6 @@ def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: P
     checkpoints = SimpleNamespace(restore=lambda: None, begin_step=lambda *_, **__: None, finish_step=lambda *_, **__: None)
     stop = SimpleNamespace(check=lambda: None)
     sft.train_sft(settings, task=task, policy=policy, renderer=renderer, run=run, checkpoints=checkpoints, stop_signal=stop)
-    assert [line.partition(": what")[0] for line in lines] == [
+    assert [line.partition(": only")[0] for line in lines] == [
         "warning: task.data.demonstrations: t.jsonl row 0: column no_loss is not read"
     ]

@@ -29,8 +29,8 @@ class Algorithm:
     clip_bounds: Callable[[LossInputs, AlgoSettings], ClipBounds] = policy_losses.ratio_bounds
     """Returns masks of the tokens outside the policy loss's trust region, for metrics only."""
     needs_group: bool = True
-    """True if advantages compare the rollouts of a group. Rollouts without another scored rollout
-    in their group are then filtered out.
+    """True if advantages are relative to the other rollouts of the group. Rollouts without another
+    scored rollout in their group are then filtered out.
     """
     needs_critic: bool = False
     """True if advantages use a critic's values. The critic is then trained on the resulting

@@ -118,7 +118,7 @@ def dppo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
-    """Return masks of the tokens with r < 1 - clip_ratio_low and with r > 1 + clip_ratio_high."""
+    """Return two masks: tokens with r < 1 - clip_ratio_low and with r > 1 + clip_ratio_high."""
     ratio_R = log_ratio(rows).exp()
     return ratio_R < 1.0 - algo.clip_ratio_low, ratio_R > 1.0 + algo.clip_ratio_high
 
@@ -136,13 +136,13 @@ def turn_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
 
 
 def log_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
-    """Return masks of the tokens with log r < -clip_ratio_low and with log r > clip_ratio_high."""
+    """Return two masks: tokens with log r < -clip_ratio_low and with log r > clip_ratio_high."""
     log_ratio_R = log_ratio(rows)
     return log_ratio_R < -algo.clip_ratio_low, log_ratio_R > algo.clip_ratio_high
 
 
 def dppo_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
-    """Return masks of the tokens with p - q < -clip_ratio_low and with p - q > clip_ratio_high.
+    """Return two masks: tokens with p - q < -clip_ratio_low and with p - q > clip_ratio_high.
 
     p is the token's current probability and q its probability at the start of the step.
     """

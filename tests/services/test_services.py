@@ -284,7 +284,7 @@ def test_its_gpus_are_among_those_of_the_run() -> None:
         ({}, {"judge": JudgeSettings(urls=["service:judge"])}, "task.judge.urls=service:judge: no such .*services.judge.kind=vllm$"),
         ({}, {"judge": JudgeSettings(urls=["service:jugde"])}, "task.judge.urls=service:jugde: no such .*services.judge.kind=vllm$"),
         ({}, {"sandbox": SandboxSettings(url="service:sandbox")}, "task.sandbox.url=service:sandbox: .*services.sandbox.kind=sandbox$"),
-        ({"judge": ServiceSettings(model="m")}, {}, "services.judge.kind=: starts no server, but services.judge.model is given"),
+        ({"judge": ServiceSettings(model="m")}, {}, "services.judge.kind=: starts no server, but services.judge.model is set"),
     ],
 )
 def test_who_asks_for_a_service_must_choose_it(services: dict, task: dict, line: str) -> None:

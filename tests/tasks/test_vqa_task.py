@@ -125,15 +125,15 @@ def test_demonstrations_are_dealt_in_rounds(tmp_path: Path) -> None:
 
 
 def test_without_files_to_evaluate_on_it_does_not_start() -> None:
-    with pytest.raises(ValueError, match=r"^task.data.eval=\[\]: set the question files \(docs/data.md\)"):
+    with pytest.raises(ValueError, match=r"^task.data.eval=\[\]: set the files of held-out questions"):
         VqaTask(TaskSettings(name="vqa"))
 
 
 def test_demonstrations_need_files_and_have_one_split(tmp_path: Path) -> None:
     task = task_of(tmp_path)
-    with pytest.raises(ValueError, match=r"^task.data.demonstrations=\[\]: set the question files \(docs/data.md\)"):
+    with pytest.raises(ValueError, match=r"^task.data.demonstrations=\[\]: set the transcript files"):
         task.demonstrations("transcripts", num=1, seed=0)
     with pytest.raises(
-        ValueError, match=r"^sft.splits=correct: this task learns from transcript files .*: 'sft.splits=\[transcripts\]' 'sft.steps=\[N\]'"
+        ValueError, match=r"^sft.splits=correct: this task learns from transcript files: 'sft.splits=\[transcripts\]' 'sft.steps=\[N\]'"
     ):
         task.demonstrations("correct", num=1, seed=0)

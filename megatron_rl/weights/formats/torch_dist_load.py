@@ -39,10 +39,10 @@ COMMON = "common.pt"
 def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bool) -> StateDict:
     """Load the tensors in `wanted` from a folder with dist_checkpointing.load.
 
-    If `with_optimizer` is True, the checkpoint must contain exactly the wanted tensors, including
-    the optimizer's, and the caller must have compared the files with their digests already. Raises
-    ValueError if the folder is damaged or was not written by torch and Megatron. `key` is the
-    config key that contains `folder`, used in error messages.
+    If `with_optimizer` is True, the checkpoint must contain exactly the requested tensors,
+    including the optimizer's. The caller must already have verified the files against their
+    digests. Raises ValueError if the folder is damaged or was not written by torch and Megatron.
+    `key` is the config key that contains `folder`, used in error messages.
     """
     if read_format_metadata(folder, key=key) != FORMAT_METADATA:
         raise ValueError(f"{key}={folder}: its metadata.json specifies a format other than Megatron's torch_dist; copy it again")
