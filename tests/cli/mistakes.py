@@ -19,7 +19,7 @@ MISTAKES = {
     "optm.lr=1": "optm.lr=1: no such key; did you mean optim.lr?",
     "lr=1": "lr=1: no such key; did you mean optim.lr?",
     "optim.lr.peak=1": "optim.lr.peak=1: no such key; did you mean optim.lr?",
-    "xyzzy=1": "xyzzy=1: no such key; --help all lists all",
+    "xyzzy=1": "xyzzy=1: no such key; --help all lists all keys",
     "~algo.name": "~algo.name: a setting cannot be removed; set algo.name=VALUE",
     "~algo.nme": "~algo.nme: no such key; did you mean algo.name?",
     "experiment=misspelt": "experiment/misspelt.yaml: algo.groop_size: no such key; did you mean batch.group_size?",

@@ -34,7 +34,7 @@ def test_rows_there_and_back() -> None:
 
 def test_a_matrix_that_is_no_vocabulary_is_never_padded() -> None:
     """A weight that is not indexed by token id is never padded; sharding it unevenly raises."""
-    with pytest.raises(AssertionError, match="does not divide"):
+    with pytest.raises(AssertionError, match="is not divisible by tensor parallel size 4"):
         ParamMapping("fc2", ("down",), "layer:0", shard_dim=0).to_mcore((torch.zeros(9, 2),), 0, 4)
 
 
