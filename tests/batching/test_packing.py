@@ -377,7 +377,7 @@ def test_contexts_stay_aligned() -> None:
         made.extend([1], versions=[3])
     with pytest.raises(AssertionError, match="2 values for 5 tokens"):
         made.set_column("values", [1.0, 2.0])
-    with pytest.raises(AssertionError, match="none of"):
+    with pytest.raises(AssertionError, match="is not one of"):
         made.set_column("rollout_logprobs", [0.0] * 5)
     with pytest.raises(AssertionError, match="lengths"):
         made.extend([1, 2], logprobs=[-1.0])
