@@ -151,7 +151,7 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
     ("change", "said"),
     [
         (["--candidates", "9"], "--candidates=9: must be between 2 and 6, the number of concepts in a split"),
-        (["--candidates", "1"], "--candidates=1: must be from 2"),
+        (["--candidates", "1"], "--candidates=1: must be between 2"),
         (["--easy-share", "0.9"], "--easy-share=0.9: requires --positive mixed"),
         (["--easy-share", "1.5"], "--easy-share=1.5: must be from 0 to 1"),
         (["--train-share", "1"], "--train-share=1.0: must be between 0 and 1"),
