@@ -101,6 +101,6 @@ def test_a_zygote_that_reads_nothing_does_not_hold_the_loop_up():
         for number in range(100_000):
             keeper._send({"kill": number}, [])
 
-    with keeper._control, theirs, pytest.raises(SandboxError, match="hangs or was stopped"):
+    with keeper._control, theirs, pytest.raises(SandboxError, match="it is hung or was stopped"):
         say()
     assert (keeper.is_alive, killed) == (False, [True])
