@@ -96,8 +96,7 @@ def fixed_engine(model: Path, renderer: Renderer, *, step_s: float, max_model_le
     """Return a pair: a ColocatedEngine that uses a `FixedCore` instead of vLLM, and the core."""
     core, colocated.VllmCore = FixedCore(step_s), lambda *_, **__: core
     engine = colocated.ColocatedEngine(
-        str(model), EngineSettings(max_model_len=max_model_len), image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+        str(model), EngineSettings(max_model_len=max_model_len), special_tokens=renderer.special_tokens, group=None,
     )  # fmt: skip
     return engine, core
 
@@ -182,7 +181,6 @@ def main() -> None:
         engine=engine,
         renderer=renderer,
         trainer=Nobody(),
-        gather_rollouts=list,
         episode_settings=episode,
         generation_settings=rounds,
     )

@@ -38,9 +38,10 @@ from megatron_rl.distributed.world import all_gather_object, connect, expand_seg
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout, check_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Image, MicroBatch, TokenSequence
+from megatron_rl.types import Image, MicroBatch, SpecialTokens, TokenSequence
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense", "aten::nonzero")
 """Profiler names of operations that block the host; the last two block it only on a GPU."""
@@ -127,9 +128,11 @@ def main() -> None:
     connect(world, timeout_s=1800)
     settings = ModelSettings(path=str(given.model), dtype=given.dtype)
     policy = Policy(
-        settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(lr=1e-6), num_steps=given.updates + 1,
-        lora=LoraSettings(rank=given.lora_rank), image_token_id=model.image_token_id,
-        banned_ids=[model.image_token_id, model.video_token_id],
+        settings, build_layout(parallel, seed=0),
+        training=TrainingSettings(
+            parallel=parallel, optim=OptimSettings(lr=1e-6), num_steps=given.updates + 1, lora=LoraSettings(rank=given.lora_rank)
+        ),
+        special_tokens=SpecialTokens(image_token_id=model.image_token_id, banned_ids=[model.image_token_id, model.video_token_id]),
     )  # fmt: skip
     sizes = {"language": 0, "vision": 0}
     for name, tensor in policy.hf_weights():

@@ -117,7 +117,7 @@ def main() -> None:
         renderer = Renderer(ModelSettings(path=str(model)))
         engine = ColocatedEngine(
             str(model), EngineSettings(kv_cache_mib=128, max_num_seqs=chosen.episodes),
-            image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+            special_tokens=renderer.special_tokens, group=None,
         )  # fmt: skip
         play(engine, renderer, [[0.0]], tokens=chosen.tokens, lock_step=False)
         print("| seed | lock-step s | per-episode s | critical path s | speedup | per-episode / critical path |\n|---|---|---|---|---|---|")

@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_rl.policy.network import TrainingSettings
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = {
     "1 process": (1, 1, 1),
@@ -46,8 +48,8 @@ def measure(name: str, given: argparse.Namespace) -> None:
     connect(world, timeout_s=settings.parallel.timeout_s)
     renderer = Renderer(settings.model)
     policy = Policy(
-        settings.model, build_layout(settings.parallel, seed=0), parallel=settings.parallel, optim=settings.optim, num_steps=1,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        settings.model, build_layout(settings.parallel, seed=0),
+        training=TrainingSettings(parallel=settings.parallel, optim=settings.optim, num_steps=1), special_tokens=renderer.special_tokens,
     )  # fmt: skip
     engine = build_colocated_engine(settings, renderer, world)
     tensors = [tensor.clone() for _, tensor in policy.hf_weights()]

@@ -24,15 +24,16 @@ from megatron_rl.distributed.world import World, all_gather_object, default_stor
 from megatron_rl.observe.judge_stats import JudgeStats
 from megatron_rl.policy.critic import Critic
 from megatron_rl.policy.kernels import transformer_engine_error
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
 from megatron_rl.policy.patches import ImagePatchFn
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import Plugins, has_critic
 from megatron_rl.rollout.colocated import ColocatedEngine
-from megatron_rl.rollout.episode import EpisodeSettings, TimerFn, no_timer
-from megatron_rl.rollout.health import ServerSupervisor
+from megatron_rl.rollout.episode import EpisodeSettings
+from megatron_rl.rollout.health import ServerControl, ServerSupervisor
 from megatron_rl.rollout.load_balancer import EngineRank
-from megatron_rl.rollout.manager import Offloadable, RolloutManager
+from megatron_rl.rollout.manager import Offloadable, RankCollectives, RolloutManager, RunCallbacks
 from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.server_engine import ServerEngine
@@ -90,11 +91,13 @@ def build_policy(
     shares_trunk = has_value_head and settings.critic.backbone == "shared"
     return Policy(
         settings.model, layout,
-        parallel=settings.parallel, optim=settings.optim, num_steps=num_steps,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        training=TrainingSettings(
+            parallel=settings.parallel, optim=settings.optim, num_steps=num_steps, lora=settings.lora, seed=settings.run.seed
+        ),
+        special_tokens=renderer.special_tokens,
         temperature=settings.algo.temperature if is_rl else 1.0,
         keep_reference=is_rl and needs_reference(settings.algo), bucket_mib=settings.engine.bucket_mib,
-        lora=settings.lora, seed=settings.run.seed, critic=settings.critic if shares_trunk else None, patches=patches,
+        critic=settings.critic if shares_trunk else None, patches=patches,
     )  # fmt: skip
 
 
@@ -105,16 +108,17 @@ def build_critic(settings: Settings, layout: Layout, *, patches: ImagePatchFn, n
     """
     optim = replace(settings.optim, lr=settings.critic.lr, lr_by_module={})
     return Critic(
-        settings.critic, layout, model=settings.model, parallel=settings.parallel, optim=optim, num_steps=num_steps,
-        seed=settings.run.seed, patches=patches,
+        settings.critic, layout, model=settings.model, patches=patches,
+        training=TrainingSettings(
+            parallel=settings.parallel, optim=optim, num_steps=num_steps, lora=settings.critic.lora, seed=settings.run.seed
+        ),
     )  # fmt: skip
 
 
 def build_rollout_manager(
     settings: Settings, task: Task, *,
-    trainer: Offloadable, renderer: Renderer, world: World, image_exchange: ImageExchange, stop_signal: StopSignal, log: Callable[[str],
-    None],
-    supervisor: ServerSupervisor | None = None, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
+    trainer: Offloadable, renderer: Renderer, world: World, image_exchange: ImageExchange, callbacks: RunCallbacks,
+    supervisor: ServerSupervisor | None = None,
 ) -> RolloutManager:  # fmt: skip
     """Build the rollout manager, with either a colocated engine or a client for inference servers.
 
@@ -127,15 +131,13 @@ def build_rollout_manager(
         renderer: Renders prompts and observations.
         world: Rank and device of this process, and the number of processes in the run.
         image_exchange: Gathers the rollouts of all ranks.
-        stop_signal: Ends generation when a stop of the run is requested.
-        log: Receives one line of text per event.
+        callbacks: Functions of the run that the rollout manager calls.
         supervisor: See `build_server_engine`.
-        make_timer: See `RolloutManager`.
     """
     size, num = settings.engine.tp, settings.engine.max_num_seqs
     engine_rank = EngineRank(index=world.rank // size, num_engines=world.size // size, max_episodes=num, counter=default_store())
     if settings.engine.mode == "server":
-        engine = build_server_engine(settings, renderer, world, image_exchange=image_exchange, log=log, supervisor=supervisor)
+        engine = build_server_engine(settings, renderer, world, image_exchange=image_exchange, log=callbacks.log, supervisor=supervisor)
         engine_rank = replace(
             engine_rank, index=world.rank, num_engines=world.size, max_episodes=max(1, num * len(engine.urls) // world.size)
         )
@@ -143,12 +145,11 @@ def build_rollout_manager(
         engine = build_colocated_engine(settings, renderer, world)
     return RolloutManager(
         task,
-        engine=engine, renderer=renderer, trainer=trainer, gather_rollouts=image_exchange.gather_rollouts,
-        all_gather=image_exchange.all_gather,
+        engine=engine, renderer=renderer, trainer=trainer,
+        collectives=RankCollectives(gather_rollouts=image_exchange.gather_rollouts, all_gather=image_exchange.all_gather),
         episode_settings=episode_settings(settings),
         generation_settings=generation_settings(settings),
-        engine_rank=engine_rank, run_with_grace=stop_signal.run_with_grace, outage_timeout_s=settings.run.outage_timeout_s, log=log,
-        make_timer=make_timer,
+        engine_rank=engine_rank, callbacks=callbacks,
     )  # fmt: skip
 
 
@@ -200,9 +201,9 @@ def build_server_engine(
         )  # fmt: skip
     run_on_rank_zero(lambda: sender.lock_servers() if not is_own else None)
     return ServerEngine(
-        servers, given, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids,
+        servers, given, name=name, special_tokens=renderer.special_tokens,
         decode_tokens=renderer.tokenizer.decode,
-        all_gather=image_exchange.all_gather, sender=sender, supervisor=supervisor, first_server=world.rank, log=log,
+        all_gather=image_exchange.all_gather, control=ServerControl(sender=sender, supervisor=supervisor), first_server=world.rank, log=log,
     )  # fmt: skip
 
 
@@ -217,18 +218,18 @@ def build_colocated_engine(settings: Settings, renderer: Renderer, world: World)
         groups = [dist.new_group(list(range(first, first + size)), backend="gloo", timeout=limit) for first in range(0, world.size, size)]
         group = groups[world.rank // size]
     return ColocatedEngine(
-        settings.model.path, settings.engine, image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, pixels=renderer.final_pixels,
+        settings.model.path, settings.engine, special_tokens=renderer.special_tokens, group=group, pixels=renderer.final_pixels,
         reads_weights=False, timeout_s=timeout_s,
     )  # fmt: skip
 
 
 def generation_settings(settings: Settings) -> GenerationSettings:
-    """Return the number of prompts per training step, the group size and the staleness limit."""
+    """Return the settings that determine how many episodes a training step generates."""
     batch = settings.batch
     return GenerationSettings(
         num_prompts=batch.prompts_per_step, group_size=batch.group_size, max_num_gen_batches=settings.filter.max_num_gen_batches,
         max_staleness=settings.run.max_staleness, num_steps=settings.run.steps,
+        outage_timeout_s=settings.run.outage_timeout_s,
     )  # fmt: skip
 
 
@@ -241,6 +242,18 @@ def episode_settings(settings: Settings) -> EpisodeSettings:
         env_timeout_s=task.env_timeout_s, stop_on_tool_error=task.stop_on_tool_error,
         max_sequence_tokens=engine.max_model_len, max_images=engine.max_images, max_pixels=task.max_pixels,
     )  # fmt: skip
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StageSettings:
+    """Settings of a training stage that determine which components it needs."""
+
+    num_steps: int
+    """Number of optimizer steps of the stage."""
+    is_rl: bool
+    """True for RL; False for supervised fine-tuning."""
+    is_replay: bool
+    """True for RL on recorded rollouts, which have already been judged."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -277,9 +290,10 @@ class TrainerContext:
             trainer.sleep()
             rollout_manager = self.rollout_manager = build_rollout_manager(
                 settings, self.task,
-                trainer=trainer, renderer=self.renderer, world=self.world, image_exchange=self.image_exchange, stop_signal=self.stop,
-                log=self.run.log,
-                supervisor=self.supervisor, make_timer=self.run.trace.episode_tracer,
+                trainer=trainer, renderer=self.renderer, world=self.world, image_exchange=self.image_exchange, supervisor=self.supervisor,
+                callbacks=RunCallbacks(
+                    run_with_grace=self.stop.run_with_grace, log=self.run.log, make_timer=self.run.trace.episode_tracer
+                ),
             )  # fmt: skip
             self.closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))
             rollout_manager.start()
@@ -294,7 +308,7 @@ class TrainerContext:
 
 def build_context(
     settings: Settings, *, resume_state: ResumeState, task: Task, plugins: Plugins, world: World, stop: StopSignal, closing: ExitStack,
-    num_steps: int, is_rl: bool, is_replay: bool,
+    stage: StageSettings,
 ) -> TrainerContext:  # fmt: skip
     """Build all components of a training stage except the rollout engines.
 
@@ -312,21 +326,21 @@ def build_context(
         print(started, flush=True)
     layout = build_layout(settings.parallel, seed=settings.run.seed)
     closing.callback(destroy_layout)
-    renderer = raise_on_all_ranks(lambda: build_renderer(settings, appends_to_sequence=is_rl and task.appends_to_sequence))
+    renderer = raise_on_all_ranks(lambda: build_renderer(settings, appends_to_sequence=stage.is_rl and task.appends_to_sequence))
     algorithms, has_values = {**ALGORITHMS, **plugins.algorithms}, has_critic(settings, plugins)
     image_exchange = ImageExchange(patch_size=renderer.patch_size, group=group)
     patches = partial(renderer.patches, load_image=image_exchange.image)
     policy = build_policy(
-        settings, layout, renderer, patches=patches, num_steps=num_steps, is_rl=is_rl, has_value_head=has_values
+        settings, layout, renderer, patches=patches, num_steps=stage.num_steps, is_rl=stage.is_rl, has_value_head=has_values
     )  # fmt: skip
     closing.callback(policy.close)
     has_trunk = has_values and settings.critic.backbone == "own"
-    critic = build_critic(settings, layout, patches=patches, num_steps=num_steps) if has_trunk else None
+    critic = build_critic(settings, layout, patches=patches, num_steps=stage.num_steps) if has_trunk else None
     if critic is not None:
         closing.callback(critic.close)
-    record = Run(settings, world, num_steps=num_steps, first_step=state.step, history=state.history)
+    record = Run(settings, world, num_steps=stage.num_steps, first_step=state.step, history=state.history)
     closing.callback(record.close)
-    if task.judge is not None and not is_replay:
+    if task.judge is not None and not stage.is_replay:
         record.judge_stats = JudgeStats(task.judge, gather=all_gather_object if world.size > 1 else lambda counts: [counts])
     for line in (transformer_engine_error(), *mismatch_warnings(settings)):
         if line:

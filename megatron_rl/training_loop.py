@@ -36,9 +36,9 @@ from megatron_rl.types import MicroBatch, Rollout
 
 
 def train(
-    settings: Settings, *,
+    run: Run, *,
     policy: Policy, critic: Critic | None = None, rollout_manager: RolloutManager | RolloutReplay, image_exchange: ImageExchange,
-    run: Run, checkpoints: Checkpoints, stop_signal: StopSignal, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
+    checkpoints: Checkpoints, stop_signal: StopSignal, algorithms: Mapping[str, Algorithm] = ALGORITHMS,
     weight_publisher: WeightPublisher | None = None,
 ) -> None:  # fmt: skip
     """Run all remaining training steps, starting from the newest checkpoint.
@@ -51,6 +51,7 @@ def train(
             the number of completed training steps, and the policy has the weights after these
             steps.
     """
+    settings = run.settings
     timer, algorithm, check = run.step_timer, algorithms[settings.algo.name], MismatchCheck(settings)
     restore_and_sync(
         settings, policy=policy, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints, weight_publisher=weight_publisher

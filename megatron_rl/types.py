@@ -12,7 +12,7 @@ Shape suffixes of tensor names:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -65,6 +65,18 @@ class StopReason(StrEnum):
     """InfraTimeout was raised: a service was unavailable for longer than the maximum wait."""
     ACCESS_DENIED = "access_denied"
     """AccessDenied was raised: a server rejected the run's key or token. The run stops."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SpecialTokens:
+    """Ids of the tokens that the engine and the trainer must treat in the same way."""
+
+    image_token_id: int
+    """Id of the image placeholder token."""
+    banned_ids: Sequence[int] = ()
+    """Ids that are never sampled; their probability is 0."""
+    stop_ids: Sequence[int] = ()
+    """Ids that end a turn."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -30,8 +30,10 @@ from megatron_rl.config import (
 )
 from megatron_rl.distributed.world import World
 from megatron_rl.entrypoints import train
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.load_balancer import EngineRank
+from megatron_rl.rollout.manager import RankCollectives, RunCallbacks
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.run.directory import STEPS_KEYS
 
@@ -58,17 +60,19 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     monkeypatch.setattr(build, "ColocatedEngine", lambda path, settings, **given: SimpleNamespace(path=path, settings=settings, **given))
     monkeypatch.setattr(build, "default_store", lambda: "store")
     monkeypatch.setattr(SETTINGS.engine, "tp", tp)
-    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], final_pixels=(111, 222))
+    renderer = SimpleNamespace(special_tokens="tokens", final_pixels=(111, 222))
     policy = object()
     world = World(rank=5, size=6, local_rank=1, device=torch.device("cpu"))
-    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", all_gather="share")
-    given = {"trainer": policy, "renderer": renderer, "world": world, "image_exchange": gallery, "stop_signal": stop, "log": print}
+    gallery = SimpleNamespace(gather_rollouts="gather", all_gather="share")
+    callbacks = RunCallbacks(log=lambda line: None)
+    given = {"trainer": policy, "renderer": renderer, "world": world, "image_exchange": gallery, "callbacks": callbacks}
     fleet = build.build_rollout_manager(SETTINGS, "task", **given)
-    assert (fleet.run_with_grace, fleet.gather_rollouts, fleet.all_gather) == ("grace", "gather", "share")
+    assert fleet.callbacks is callbacks
+    assert fleet.collectives == RankCollectives(gather_rollouts="gather", all_gather="share")
     assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
     assert fleet.engine_rank == EngineRank(index=index, num_engines=num_engines, max_episodes=77, counter="store")
     assert fleet.generation_settings == GenerationSettings(
-        num_prompts=8, group_size=9, max_num_gen_batches=10, max_staleness=2, num_steps=60
+        num_prompts=8, group_size=9, max_num_gen_batches=10, max_staleness=2, num_steps=60, outage_timeout_s=SETTINGS.run.outage_timeout_s
     )
     assert fleet.episode_settings == EpisodeSettings(
         temperature=0.7, max_turns=3, max_new_tokens=40, max_sequence_tokens=700, max_images=2, max_pixels=5000, max_seconds=6.5,
@@ -78,9 +82,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     expected = {
         "path": "folder",
         "settings": SETTINGS.engine,
-        "image_token_id": 1,
-        "banned_ids": [2],
-        "stop_ids": [3],
+        "special_tokens": "tokens",
         "reads_weights": False,
         "pixels": (111, 222),
         "timeout_s": SETTINGS.parallel.timeout_s,
@@ -106,23 +108,23 @@ def test_a_fleet_of_engines_elsewhere(monkeypatch: pytest.MonkeyPatch, rank: int
     given = EngineSettings(mode="server", urls=["http://a:1", "http://b:1", "http://c:1"], max_num_seqs=10, bucket_mib=0.5)
     settings = replace(SETTINGS, engine=given)
     decode = object()
-    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3], tokenizer=SimpleNamespace(decode=decode))
+    renderer = SimpleNamespace(special_tokens="tokens", tokenizer=SimpleNamespace(decode=decode))
     world = World(rank=rank, size=6, local_rank=rank, device=torch.device(device))
-    stop, gallery = SimpleNamespace(run_with_grace="grace"), SimpleNamespace(gather_rollouts="gather", all_gather="share")
+    gallery = SimpleNamespace(gather_rollouts="gather", all_gather="share")
     trainer, supervisor = build.NoOffload(), object() if is_own and rank == 0 else None
     fleet = build.build_rollout_manager(
-        settings, "task", trainer=trainer, renderer=renderer, world=world, image_exchange=gallery, stop_signal=stop, log=print,
+        settings, "task", trainer=trainer, renderer=renderer, world=world, image_exchange=gallery, callbacks=RunCallbacks(),
         supervisor=supervisor,
     )  # fmt: skip
     assert fleet.engine_rank == EngineRank(index=rank, num_engines=6, max_episodes=5, counter="store"), "3 servers of 10 replies, 6 ranks"
     engine = fleet.engine
     assert [server.url for server in engine.urls] == given.urls and engine.settings is given
-    assert (engine.image_token_id, engine.stop_ids, engine.decode_tokens) == (1, [3], decode)
+    assert (engine.special_tokens, engine.decode_tokens) == ("tokens", decode)
     assert (engine.all_gather, engine.first_server) == ("share", rank)
-    assert (engine.sender is None) == (kind is None) and claims == [True] * (rank == 0 and not is_own)
-    assert engine.supervisor is supervisor
+    assert (engine.control.sender is None) == (kind is None) and claims == [True] * (rank == 0 and not is_own)
+    assert engine.control.supervisor is supervisor
     if kind is not None:
-        sender = engine.sender
+        sender = engine.control.sender
         assert (sender.kind, sender.expected, sender.bucket_bytes, sender.timeout_s) == (kind, "wanted", 2**19, settings.parallel.timeout_s)
         assert f"/{Path(settings.run.dir).name} ({os.getpid()} on " in sender.owner
 
@@ -155,12 +157,14 @@ def test_a_policy_is_built_of_its_settings(
         parallel=ParallelSettings(log_probs_chunk_size=77), engine=EngineSettings(bucket_mib=0.5), critic=CriticSettings(backbone=trunk,
         cliprange_value=0.4),
     )  # fmt: skip
-    renderer = SimpleNamespace(image_token_id=1, banned_ids=[2], stop_ids=[3])
+    renderer = SimpleNamespace(special_tokens="tokens")
     built = build.build_policy(settings, "layout", renderer, patches="patches", num_steps=123, is_rl=is_rl, has_value_head=has_values)
     assert built == {
-        "model": settings.model, "layout": "layout", "parallel": settings.parallel, "optim": settings.optim, "num_steps": 123,
-        "banned_ids": [2], "image_token_id": 1, "temperature": temperature, "keep_reference": keep, "bucket_mib": 0.5,
-        "lora": settings.lora, "seed": 11, "critic": settings.critic if has_head else None, "patches": "patches",
+        "model": settings.model, "layout": "layout", "special_tokens": "tokens", "temperature": temperature, "keep_reference": keep,
+        "training": TrainingSettings(
+            parallel=settings.parallel, optim=settings.optim, num_steps=123, lora=settings.lora, seed=11
+        ),
+        "bucket_mib": 0.5, "critic": settings.critic if has_head else None, "patches": "patches",
     }  # fmt: skip
 
 
@@ -168,10 +172,13 @@ def test_a_critic_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> N
     """The critic's optimizer has the policy's settings except for the learning rate."""
     monkeypatch.setattr(build, "Critic", lambda critic, layout, **given: {"critic": critic, "layout": layout, **given})
     optim = OptimSettings(lr=0.25, lr_by_module={"vision": 0.5}, eps=1e-3, clip_grad=0.1)
-    settings = replace(SETTINGS, optim=optim, critic=CriticSettings(backbone="own", lr=0.125))
+    settings = replace(SETTINGS, optim=optim, critic=CriticSettings(backbone="own", lr=0.125, lora=LoraSettings(rank=5)))
     assert build.build_critic(settings, "layout", patches="patches", num_steps=123) == {
-        "critic": settings.critic, "layout": "layout", "model": settings.model, "parallel": settings.parallel,
-        "optim": OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), "num_steps": 123, "seed": 11, "patches": "patches",
+        "critic": settings.critic, "layout": "layout", "model": settings.model, "patches": "patches",
+        "training": TrainingSettings(
+            parallel=settings.parallel, optim=OptimSettings(lr=0.125, eps=1e-3, clip_grad=0.1), num_steps=123, lora=LoraSettings(rank=5),
+            seed=11,
+        ),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,7 +115,7 @@ def live(
         return begun
 
     save, policy.save = policy.save, saved
-    fleet.run_with_grace, serve = within_grace, fleet.update_weights
+    fleet.callbacks, serve = replace(fleet.callbacks, run_with_grace=within_grace), fleet.update_weights
 
     def served(tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         if (where, version) == ("sync", killed_in[1] + 1):
@@ -125,7 +125,7 @@ def live(
     fleet.update_weights = served
     try:
         training_loop.train(
-            settings, policy=policy, rollout_manager=fleet, image_exchange=ImageExchange(patch_size=14), run=run, checkpoints=checkpoints,
+            run, policy=policy, rollout_manager=fleet, image_exchange=ImageExchange(patch_size=14), checkpoints=checkpoints,
             stop_signal=SimpleNamespace(check=check),
         )  # fmt: skip
     except GracefulStop:

@@ -145,12 +145,11 @@ def live(
     try:
         stop = SimpleNamespace(check=check)
         training_loop.train(
-            settings,
+            run,
             policy=policy,
             critic=critic,
             rollout_manager=fleet or Played(),
             image_exchange=ImageExchange(patch_size=14),
-            run=run,
             checkpoints=checkpoints,
             stop_signal=stop,
         )

@@ -53,7 +53,7 @@ from megatron_rl.preflight.prompts import report_column_warnings
 from megatron_rl.preflight.run_checks import check_run
 from megatron_rl.preflight.settings import check_examples
 from megatron_rl.registry import Plugins, build_task
-from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.manager import RolloutManager, RunCallbacks
 from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.record import explain_write_errors
@@ -187,8 +187,9 @@ def _start_rollout_manager(
             print(line, flush=True)
 
     rollout_manager = build_rollout_manager(
-        settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=image_exchange, stop_signal=stop, log=tell
-    )
+        settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=image_exchange,
+        callbacks=RunCallbacks(run_with_grace=stop.run_with_grace, log=tell),
+    )  # fmt: skip
     closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))
     rollout_manager.start()
     rollout_manager.update_weights(iterate_tensors(source), version=0)

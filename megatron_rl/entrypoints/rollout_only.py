@@ -22,6 +22,7 @@ from megatron_rl.observe.rollout_store import list_step_files, read_rollouts, st
 from megatron_rl.observe.step_metrics import rollout_metrics
 from megatron_rl.preflight.prompts import report_prompts
 from megatron_rl.rollout.health import ServerSupervisor
+from megatron_rl.rollout.manager import RunCallbacks
 from megatron_rl.rollout.renderer import Renderer, max_inline_pixels
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.record import History, Result, Run
@@ -56,8 +57,7 @@ def run_rollout_only(
             )
             rollout_manager = build_rollout_manager(
                 settings, task, trainer=NoOffload(), renderer=renderer, world=world, image_exchange=image_exchange,
-                stop_signal=stop, log=run.log,
-                supervisor=supervisor,
+                callbacks=RunCallbacks(run_with_grace=stop.run_with_grace, log=run.log), supervisor=supervisor,
             )  # fmt: skip
             closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))
             rollout_manager.start()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_rl.algo.algorithms import ALGORITHMS
-from megatron_rl.build import TrainerContext, build_context, episode_settings, generation_settings
+from megatron_rl.build import StageSettings, TrainerContext, build_context, episode_settings, generation_settings
 from megatron_rl.config import Settings
 from megatron_rl.distributed.hang_watchdog import HangWatchdog
 from megatron_rl.distributed.world import (
@@ -72,7 +72,7 @@ def run_rl(settings: Settings, context: TrainerContext) -> RolloutManager:
     with context.run.step_timer("start"):
         report_prompts(settings, rollout_manager=rollout_manager, log=context.run.log)
     weight_publisher = WeightPublisher(settings.weight_publish, run=settings.run.dir, is_main=context.world.is_main, log=context.run.log)
-    _run_training_loop(settings, context, rollout_manager, weight_publisher)
+    _run_training_loop(context, rollout_manager, weight_publisher)
     return rollout_manager
 
 
@@ -82,17 +82,17 @@ def run_replay(settings: Settings, context: TrainerContext) -> None:
         Path(settings.rollouts.replay_from), world=context.world, gather_rollouts=context.image_exchange.gather_rollouts,
         generation_settings=generation_settings(settings), episode_settings=episode_settings(settings),
     )  # fmt: skip
-    _run_training_loop(settings, context, rollout_manager, None)
+    _run_training_loop(context, rollout_manager, None)
 
 
 def _run_training_loop(
-    settings: Settings, context: TrainerContext, rollout_manager: RolloutManager | RolloutReplay, weight_publisher: WeightPublisher | None
+    context: TrainerContext, rollout_manager: RolloutManager | RolloutReplay, weight_publisher: WeightPublisher | None
 ) -> None:
     with context.checkpoints.wait_for_save_on_failure(context.run):
         train(
-            settings, policy=context.policy, critic=context.critic, rollout_manager=rollout_manager,
-            image_exchange=context.image_exchange, run=context.run,
-            checkpoints=context.checkpoints, stop_signal=context.stop, algorithms=context.algorithms, weight_publisher=weight_publisher,
+            context.run, policy=context.policy, critic=context.critic, rollout_manager=rollout_manager,
+            image_exchange=context.image_exchange, checkpoints=context.checkpoints, stop_signal=context.stop,
+            algorithms=context.algorithms, weight_publisher=weight_publisher,
         )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
                 )
             context = build_context(
                 settings, resume_state=standing, task=task, plugins=plugins, world=world, stop=stop, closing=closing,
-                num_steps=num_steps, is_rl=stage.is_rl, is_replay=stage is REPLAY,
+                stage=StageSettings(num_steps=num_steps, is_rl=stage.is_rl, is_replay=stage is REPLAY),
             )  # fmt: skip
             context.supervisor = supervisor
             reason = train_and_finalize(settings, context, lambda: stage.run(rollout_settings, context))

@@ -40,7 +40,7 @@ class LiveEngine:
             groups = [dist.new_group(list(range(first, first + settings.tp)), backend="gloo") for first in firsts]
             group = groups[world.rank // settings.tp]
         self._engine = ColocatedEngine(
-            model_path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
+            model_path, settings, special_tokens=renderer.special_tokens,
             group=group, pixels=renderer.final_pixels, reads_weights=False,
         )  # fmt: skip
         self._engine.load_weights(iterate_tensors(source), version=0)

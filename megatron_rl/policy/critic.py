@@ -5,10 +5,10 @@ If the critic shares the policy's backbone, the value head is part of `Policy` i
 
 import torch
 
-from megatron_rl.config import CriticSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.config import CriticSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.load_model import load_model
-from megatron_rl.policy.network import Network
+from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, patch_bytes
 from megatron_rl.policy.trainable_model import TrainableModel
@@ -21,8 +21,7 @@ class Critic(TrainableModel):
 
     def __init__(
         self, settings: CriticSettings, layout: Layout, *,
-        model: ModelSettings, parallel: ParallelSettings, optim: OptimSettings, num_steps: int, seed: int = 0, patches: ImagePatchFn =
-        patch_bytes,
+        model: ModelSettings, training: TrainingSettings, patches: ImagePatchFn = patch_bytes,
     ) -> None:  # fmt: skip
         """Load a backbone and add a value head.
 
@@ -31,21 +30,17 @@ class Critic(TrainableModel):
                 empty, the backbone is loaded from `model.path`.
             layout: Parallel layout shared by policy and critic.
             model: Model settings of the policy. The critic uses the same dtype and frozen parts.
-            parallel: Settings for offloading and for overlapped gradient reduction.
-            optim: Optimizer and learning-rate settings of the critic.
-            num_steps: Number of steps that the learning-rate schedule spans.
-            seed: Seed for initializing new adapters and the value head.
+            training: Optimizer, learning-rate schedule, adapters and offloading of the critic.
             patches: Function that returns the patches of an image.
         """
         spec = read_spec(settings.path or model.path, key="critic.path" if settings.path else "model.path")
         heads = HeadConfig(has_lm_head=False, value_sizes=settings.head_sizes, normalizes_returns=settings.normalize_returns)
         built = load_model(
             spec, layout, settings.path or model.path,
-            dtype=model.dtype, lora=settings.lora, heads=heads, seed=seed, key="critic.path" if settings.path else "model.path",
+            dtype=model.dtype, lora=training.lora, heads=heads, seed=training.seed, key="critic.path" if settings.path else "model.path",
         )  # fmt: skip
         self.network = Network(
-            built.chunks, layout, frozen=model.frozen, lora=settings.lora, parallel=parallel, optim=optim, num_steps=num_steps,
-            head_lr=optim.lr, patches=patches,
+            built.chunks, layout, training=training, frozen=model.frozen, head_lr=training.optim.lr, patches=patches
         )  # fmt: skip
 
     def update(self, batches: list[MicroBatch], loss: ValueLoss, *, step: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ returned on every rank.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +43,22 @@ SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tens
 """Function (batch, rows_R, hidden_RH) -> the loss summed over the rows, and its metrics."""
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class TrainingSettings:
+    """Settings that determine which weights of a model are trained, and how."""
+
+    parallel: ParallelSettings
+    """Settings for offloading, overlapped gradient reduction and log_probs_chunk_size."""
+    optim: OptimSettings
+    """Settings of the optimizer and the learning-rate schedule."""
+    num_steps: int
+    """Number of steps that the learning-rate schedule spans."""
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    """Adapter settings; rank 0 trains the model itself."""
+    seed: int = 0
+    """Seed for initializing new adapters and the value head."""
+
+
 class Network:
     """Model chunks of this rank with gradient buffers, optimizer and learning-rate schedule."""
 
@@ -51,11 +68,8 @@ class Network:
         chunks: nn.ModuleList,
         layout: Layout,
         *,
+        training: TrainingSettings,
         frozen: list[str],
-        lora: LoraSettings,
-        parallel: ParallelSettings,
-        optim: OptimSettings,
-        num_steps: int,
         head_lr: float = 0.0,
         patches: ImagePatchFn = patch_bytes,
     ) -> None:
@@ -64,21 +78,19 @@ class Network:
         Args:
             chunks: Model chunks of this rank, in the order of the virtual pipeline.
             layout: Parallel layout of the model.
+            training: Optimizer, learning-rate schedule, adapters and offloading. With adapters,
+                only the adapters and the value head are trained.
             frozen: Parts of the model that are not trained (model.frozen).
-            lora: Adapter settings; if lora.rank > 0, only the adapters and the value head are
-                trained.
-            parallel: Settings for offloading and for overlapped gradient reduction.
-            optim: Settings of the optimizer and the learning-rate schedule.
-            num_steps: Number of steps that the learning-rate schedule spans.
             head_lr: Peak learning rate of the value head, if the model has one.
             patches: Function that returns the patches of an image.
         """
         self.chunks, self.layout, self._patches = chunks, layout, patches
+        parallel, optim = training.parallel, training.optim
         self.device = next(chunks.parameters()).device
-        self.model = wrap_with_grad_buffers(chunks, frozen, lora=lora, overlap=parallel.overlap_grad_reduce)
+        self.model = wrap_with_grad_buffers(chunks, frozen, lora=training.lora, overlap=parallel.overlap_grad_reduce)
         offload = parallel.offload_optimizer and self.device.type == "cuda"
         self.optimizer = build_optimizer(optim, self.model, offload=offload, head_lr=head_lr)
-        self.schedule = build_schedule(self.optimizer, optim, num_steps)
+        self.schedule = build_schedule(self.optimizer, optim, training.num_steps)
         for chunk in chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self.num_updates = 0

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_rl.batching.minibatches import PackItem, RankShares, balance_costs, pack_costs, split_by_cost
 from megatron_rl.batching.packing import distinct_images, make_loss_inputs, pack
-from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.config import CriticSettings, LoraSettings, ModelSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.attention import has_varlen_kernel, require_prefix_attention, varlen_attention
@@ -24,13 +24,13 @@ from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.load_model import load_model
 from megatron_rl.policy.logprobs import TokenDistribution, banned_mask
 from megatron_rl.policy.lora import disabled_adapters, merged_weight_fns
-from megatron_rl.policy.network import Network
+from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.offload import HostCopy
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, images_of_rank, patch_bytes
 from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.policy.transformer import HeadConfig
-from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch
+from megatron_rl.types import Image, Loss, LossInputs, LossMetrics, MicroBatch, SpecialTokens
 from megatron_rl.weights.formats.base_digest import compute_base_digest
 from megatron_rl.weights.formats.open_checkpoint import open_source
 from megatron_rl.weights.formats.peft import make_peft_config, write_peft
@@ -46,13 +46,8 @@ class Policy(TrainableModel):
         settings: ModelSettings,
         layout: Layout,
         *,
-        parallel: ParallelSettings,
-        optim: OptimSettings,
-        num_steps: int,
-        lora: LoraSettings | None = None,
-        seed: int = 0,
-        banned_ids: list[int],
-        image_token_id: int,
+        training: TrainingSettings,
+        special_tokens: SpecialTokens,
         temperature: float = 1.0,
         keep_reference: bool = False,
         bucket_mib: float = 256,
@@ -64,14 +59,9 @@ class Policy(TrainableModel):
         Args:
             settings: Path and dtype of the model, its frozen parts, and pixel limits for images.
             layout: Parallel layout of the model.
-            parallel: Settings for offloading, overlapped gradient reduction and
+            training: Optimizer, learning-rate schedule, adapters, offloading and
                 log_probs_chunk_size.
-            optim: Settings of the optimizer and the learning-rate schedule.
-            num_steps: Number of steps that the learning-rate schedule spans.
-            lora: Adapter settings; None trains the model itself.
-            seed: Seed for initializing new adapters and the value head.
-            banned_ids: Token ids that are never sampled; their probability is 0.
-            image_token_id: Id of the image placeholder token.
+            special_tokens: Id of the image placeholder, and the ids that are never sampled.
             temperature: Sampling temperature; logits are divided by it.
             keep_reference: Keep a copy of the initial weights on the host for reference logprobs.
                 The copy holds the weights from settings.path, even if a checkpoint is loaded
@@ -82,24 +72,23 @@ class Policy(TrainableModel):
                 before its micro-batch runs. The default returns the patches stored in the image
                 and fails if they were dropped.
         """
-        self.layout, self.settings, self.image_token_id = layout, settings, image_token_id
-        self.lora = lora or LoraSettings()
+        self.layout, self.settings, self.image_token_id = layout, settings, special_tokens.image_token_id
+        self.lora = training.lora
         self.spec = read_spec(settings.path)
         heads = HeadConfig() if critic is None else HeadConfig(value_sizes=critic.head_sizes, normalizes_returns=critic.normalize_returns)
-        built = load_model(self.spec, layout, settings.path, dtype=settings.dtype, lora=self.lora, heads=heads, seed=seed)
+        built = load_model(self.spec, layout, settings.path, dtype=settings.dtype, lora=self.lora, heads=heads, seed=training.seed)
         chunks, bucket_bytes = built.chunks, int(bucket_mib * (1 << 20))
         merged = merged_weight_fns(chunks)
         self.hf_iterator = HfWeightIterator(chunks, built.rows, built.placement, bucket_bytes=bucket_bytes, merged=merged)
         self._digest = ""
         self.adapter_iterator = HfWeightIterator(chunks, built.adapter_rows, built.placement, bucket_bytes=bucket_bytes)
         self.network = Network(
-            chunks, layout, frozen=settings.frozen, lora=self.lora, parallel=parallel, optim=optim, num_steps=num_steps,
-            head_lr=critic.lr if critic else 0.0, patches=patches,
+            chunks, layout, training=training, frozen=settings.frozen, head_lr=critic.lr if critic else 0.0, patches=patches
         )  # fmt: skip
         whole = padded_vocab(self.spec.vocab_size, layout.tp)
-        first_id, never = layout.tp_rank * whole // layout.tp, [*banned_ids, *range(self.spec.vocab_size, whole)]
+        first_id, never = layout.tp_rank * whole // layout.tp, [*special_tokens.banned_ids, *range(self.spec.vocab_size, whole)]
         banned_V = banned_mask(never, first_id=first_id, size=whole // layout.tp, device=self.network.device)
-        self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, parallel.log_probs_chunk_size)
+        self.distribution = TokenDistribution(banned_V, temperature, first_id, layout.tp_group, training.parallel.log_probs_chunk_size)
         keep = keep_reference and not self.lora.rank
         self._has_values, self._shares_prompts = critic is not None, can_share_prompts(self.network.device, next(chunks.parameters()).dtype)
         self.reference = HostCopy(chunks.parameters()) if keep else None

@@ -28,7 +28,7 @@ from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, SamplingSettings, placeholder_offsets
 from megatron_rl.rollout.event_loop import PausableEventLoop
 from megatron_rl.rollout.vllm.engine_core import CACHED_PATCHES, VllmCore
-from megatron_rl.types import Image
+from megatron_rl.types import Image, SpecialTokens
 
 T = TypeVar("T")
 _LOOP_ITERATIONS = 3
@@ -67,9 +67,8 @@ class ColocatedEngine:
     """vLLM engine on the ranks of `group`, or in this process only if `group` is None.
 
     All ranks of the default process group must construct their engines at the same time, because
-    vLLM creates its process groups over all of these ranks. `banned_ids` get probability 0 and are
-    never sampled. Only `stop_ids` and a request's stop strings end a turn; the generation config in
-    the model folder is ignored.
+    vLLM creates its process groups over all of these ranks. Only `special_tokens.stop_ids` and a
+    request's stop strings end a turn; the generation config in the model folder is ignored.
     """
 
     def __init__(
@@ -77,9 +76,7 @@ class ColocatedEngine:
         model_path: str,
         settings: EngineSettings,
         *,
-        image_token_id: int,
-        banned_ids: list[int],
-        stop_ids: list[int],
+        special_tokens: SpecialTokens,
         group: dist.ProcessGroup | None,
         weight_version: int = 0,
         pixels: tuple[int, int] | None = None,
@@ -97,10 +94,10 @@ class ColocatedEngine:
         """
         assert settings.tp == (1 if group is None else group.size()), "engine.tp must equal the size of the group"
         self._settings = settings
-        self._image_token_id = image_token_id
+        self._image_token_id = special_tokens.image_token_id
         self._group = group
         self._core = VllmCore(
-            model_path, settings, banned_ids=banned_ids, stop_ids=stop_ids, name=_common_name(group), pixels=pixels,
+            model_path, settings, special_tokens=special_tokens, name=_common_name(group), pixels=pixels,
             reads_weights=reads_weights, timeout_s=timeout_s, version=weight_version,
             cached_patches=cached_patches,
         )  # fmt: skip

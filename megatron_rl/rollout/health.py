@@ -10,9 +10,11 @@ server comes back with different weights, it first receives all current weights.
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.clients.endpoint_pool import EndpointError
+from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest
@@ -58,39 +60,39 @@ class ServerSupervisor(Protocol):
         ...
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ServerControl:
+    """Objects with which the main rank updates and restarts servers; other ranks have neither."""
+
+    sender: WeightSender | None = None
+    """Sends weights to the servers."""
+    supervisor: ServerSupervisor | None = None
+    """Restarts servers; None if the run did not start the servers itself."""
+
+
 class HealthMonitor:
     """Monitors all servers and keeps `ServerBackend.is_healthy` up to date."""
 
     def __init__(
-        self, servers: Sequence[ServerBackend], *, http: BoundedClient, client: GenerateClient, health_timeout_s: float,
-        expected_label: Callable[[], str], cache_salt: Callable[[], str], sender: WeightSender | None,
-        supervisor: ServerSupervisor | None, log: Callable[[str], None], outage_timeout_s: float,
+        self, servers: Sequence[ServerBackend], settings: EngineSettings, *, http: BoundedClient, client: GenerateClient,
+        expected_label: Callable[[], str], cache_salt: Callable[[], str], control: ServerControl, log: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Create a monitor; `start` begins the checks.
 
         Args:
             servers: Servers to monitor.
+            settings: Engine settings. health_timeout_s is the timeout of a health check;
+                outage_timeout_s is used only in a log line.
             http: HTTP client of the episodes' event loop.
-            client: Client for probe requests, with `health_timeout_s` as its timeout.
-            health_timeout_s: Timeout in seconds of a health check.
+            client: Client for probe requests, with settings.health_timeout_s as its timeout.
             expected_label: Returns the label of the current weights, or '' during a weight update.
             cache_salt: Returns the salt of the servers' prefix caches.
-            sender: Sends weights to servers that come back; None if another process sends the
-                weights.
-            supervisor: Restarts servers; None if the run did not start the servers.
+            control: Updates and restarts servers that come back.
             log: Prints one line.
-            outage_timeout_s: Maximum number of seconds that requests wait while no server is
-                healthy; used only in a log line.
         """
-        self._servers, self._http, self._client, self._health_timeout_s, self._expected_label, self._cache_salt = (
-            servers,
-            http,
-            client,
-            health_timeout_s,
-            expected_label,
-            cache_salt,
-        )
-        self._sender, self._supervisor, self.log, self._outage_timeout_s = sender, supervisor, log, outage_timeout_s
+        self._servers, self._settings, self._http, self._client = servers, settings, http, client
+        self._expected_label, self._cache_salt = expected_label, cache_salt
+        self._sender, self._supervisor, self.log = control.sender, control.supervisor, log
         self.unhealthy_since: float | None = None
         """Start of the current outage (no server is healthy), as a value of time.monotonic(). None
         while a server is healthy, and before the first weight update.
@@ -126,10 +128,8 @@ class HealthMonitor:
                     False,
                 )
                 self.mark_unhealthy(server, str(fault))
-                await self._restart(
-                    server,
-                    is_unresponsive=num_failed_polls >= MAX_FAILED_POLLS and time.monotonic() - first_failure_at >= self._health_timeout_s,
-                )
+                has_lasted = time.monotonic() - first_failure_at >= self._settings.health_timeout_s
+                await self._restart(server, is_unresponsive=num_failed_polls >= MAX_FAILED_POLLS and has_lasted)
                 continue
             num_failed_polls, server.is_responding = 0, True
             if self._supervisor is not None:
@@ -147,16 +147,15 @@ class HealthMonitor:
         if label != expected:
             self.mark_unhealthy(server, f"has weights {label}, not {expected}")
             await self._recover(server)
-        elif not server.is_healthy or time.monotonic() - server.last_sampled_at > self._health_timeout_s:
+        elif not server.is_healthy or time.monotonic() - server.last_sampled_at > self._settings.health_timeout_s:
             is_generating = await self._probe_generation(server, expected)
             if is_generating is None or expected != self._expected_label():
                 return
             if is_generating:
                 self.readmit(server)
             else:
-                self.mark_unhealthy(
-                    server, f"responds to health checks, but generated no token within engine.health_timeout_s={self._health_timeout_s}"
-                )
+                limit = f"engine.health_timeout_s={self._settings.health_timeout_s}"
+                self.mark_unhealthy(server, f"responds to health checks, but generated no token within {limit}")
                 await (self._recover(server) if self._supervisor is None else self._restart(server, is_unresponsive=True))
 
     async def _probe_generation(self, server: ServerBackend, label: str) -> bool | None:
@@ -177,7 +176,7 @@ class HealthMonitor:
     async def _read_progress(self, server: ServerBackend) -> list[str]:
         """Return the server's progress counters; an empty list if the server does not respond."""
         try:
-            return await server.read_progress(self._http, limit_s=self._health_timeout_s)
+            return await server.read_progress(self._http, limit_s=self._settings.health_timeout_s)
         except EndpointError:
             return []
 
@@ -202,7 +201,7 @@ class HealthMonitor:
         The request passes through the server's engine core, so the request times out if the engine
         hangs.
         """
-        return await server.read_weight_label(self._http, limit_s=self._health_timeout_s)
+        return await server.read_weight_label(self._http, limit_s=self._settings.health_timeout_s)
 
     def mark_unhealthy(self, server: ServerBackend, reason: str) -> None:
         """Mark a server as unhealthy until `readmit` is called for it.
@@ -227,9 +226,8 @@ class HealthMonitor:
             self.unhealthy_since = None
         elif self.unhealthy_since is None:
             self.unhealthy_since = time.monotonic()
-            self.log(
-                f"no engine is healthy; requests wait for a healthy engine for up to {self._outage_timeout_s:g} s (engine.outage_timeout_s)"
-            )
+            limit = f"{self._settings.outage_timeout_s:g} s (engine.outage_timeout_s)"
+            self.log(f"no engine is healthy; requests wait for a healthy engine for up to {limit}")
 
     def readmit(self, server: ServerBackend) -> None:
         """Mark a server as healthy, so that it receives requests again."""

@@ -7,8 +7,9 @@ prefix cache and image cache.
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -43,6 +44,30 @@ async def run_to_completion(run: MakeCoroutine[T]) -> T | None:
     return await run()
 
 
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RankCollectives:
+    """Collectives over all ranks. The defaults are for a single rank."""
+
+    gather_rollouts: GatherRolloutsFn = lambda mine: mine or []
+    all_gather: AllGatherFn = lambda mine: [mine]
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class RunCallbacks:
+    """Functions of the run that the rollout manager calls."""
+
+    run_with_grace: Callable[[MakeCoroutine], Coroutine[object, object, Any]] = run_to_completion
+    """Runs a coroutine and returns its result, or None if a stop signal caused it to cancel the
+    coroutine.
+    """
+    log: Callable[[str], None] = print
+    """Prints one line."""
+    make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer
+    """Takes a group number and a sample index, which identify an episode; returns the timer for
+    this episode.
+    """
+
+
 class Offloadable(Protocol):
     """Trainer state that shares a device with an engine and can be moved off the device."""
 
@@ -67,35 +92,18 @@ class RolloutManager:
     """
 
     def __init__(
-        self, task: Task, *, engine: RolloutEngine, renderer: Renderer, trainer: Offloadable, gather_rollouts: GatherRolloutsFn,
-        episode_settings: EpisodeSettings, generation_settings: GenerationSettings, engine_rank: EngineRank = EngineRank(),
-        all_gather: AllGatherFn = lambda mine: [mine],
-        run_with_grace: Callable[[MakeCoroutine[T]], Coroutine[object, object, T | None]] = run_to_completion,
-        outage_timeout_s: float = 0.0, log: Callable[[str], None] = print, make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer,
+        self, task: Task, *, engine: RolloutEngine, renderer: Renderer, trainer: Offloadable, episode_settings: EpisodeSettings,
+        generation_settings: GenerationSettings, engine_rank: EngineRank = EngineRank(), collectives: RankCollectives = RankCollectives(),
+        callbacks: RunCallbacks = RunCallbacks(),
     ) -> None:  # fmt: skip
         """Create a manager without episodes in progress.
 
         `episode_settings` are the settings of training episodes, with the run's seed. `engine_rank`
-        identifies this process's engine among all engines. `run_with_grace` runs a coroutine, and
-        returns None if a stop signal caused it to cancel the coroutine. During an infrastructure
-        outage, failed rollouts are retried for up to `outage_timeout_s` seconds; `log` prints a
-        line about each wait. `make_timer` takes a group number and a sample index, which identify
-        an episode, and returns the timer for this episode.
+        identifies this process's engine among all engines.
         """
         self.task, self.engine, self.renderer, self.trainer = task, engine, renderer, trainer
-        self.gather_rollouts, self.all_gather, self.episode_settings, self.generation_settings = (
-            gather_rollouts,
-            all_gather,
-            episode_settings,
-            generation_settings,
-        )
-        self.engine_rank, self.run_with_grace, self.outage_timeout_s, self.log, self.make_timer = (
-            engine_rank,
-            run_with_grace,
-            outage_timeout_s,
-            log,
-            make_timer,
-        )
+        self.episode_settings, self.generation_settings = episode_settings, generation_settings
+        self.engine_rank, self.collectives, self.callbacks = engine_rank, collectives, callbacks
         self.scheduler = PromptScheduler(lambda: self._examples, settings=generation_settings, episode_settings=episode_settings)
         self.num_stale = 0
         """Number of episodes dropped before the last step because they were too stale for training.
@@ -189,8 +197,8 @@ class RolloutManager:
             await self._work_buffer.run(assignment, start_group, target=target)
             return self._work_buffer.state(engine=self.engine_rank.index)
 
-        local_state = self.engine.run(self.run_with_grace(run_local))
-        self._buffer_states = [each for each in self.all_gather(local_state) if each is not None]
+        local_state = self.engine.run(self.callbacks.run_with_grace(run_local))
+        self._buffer_states = [each for each in self.collectives.all_gather(local_state) if each is not None]
         if self.engine_rank.index == 0 and self.engine_rank.counter is not None:
             for name in (target.name, f"{target.name}/{DUE}"):
                 self.engine_rank.counter.delete_key(name)
@@ -198,7 +206,7 @@ class RolloutManager:
         if len(self._buffer_states) < self.engine_rank.num_engines or len(finished) < num:
             raise GracefulStop
         chosen = {group: waiting[group] for group in sorted(sorted(finished, key=lambda group: group not in due)[:num])}
-        return chosen, self.gather_rollouts(None if local_state is None else self._work_buffer.collect_rollouts(chosen))
+        return chosen, self.collectives.gather_rollouts(None if local_state is None else self._work_buffer.collect_rollouts(chosen))
 
     def run_examples(
         self, examples: Sequence[Example], *, num_samples: int, settings: EpisodeSettings, first_group: int = 0
@@ -222,7 +230,7 @@ class RolloutManager:
         """Rerun the rollouts that had infrastructure errors; return all rollouts, sorted.
 
         Rollouts with StopReason.INFRA_ERROR are rerun with unchanged seeds until none of them ends
-        with INFRA_ERROR or outage_timeout_s has passed. The elapsed time is computed from the
+        with INFRA_ERROR or generation_settings.outage_timeout_s has passed. The elapsed time is computed from the
         rollouts' wall times, which are the same on all ranks, so that all ranks stop retrying
         together. Rollouts with INFRA_TIMEOUT have already waited for a service; they are rerun
         once, without a pause, in case the service has recovered.
@@ -235,13 +243,13 @@ class RolloutManager:
             rerun = self._rerun_failed(scheduled, waited_for)
             rollouts = [rollout for rollout in rollouts if rollout.stop_reason is not StopReason.INFRA_TIMEOUT] + rerun
         waited, pause = 0.0, MIN_BACKOFF_S
-        while waited < self.outage_timeout_s and (
+        while waited < self.generation_settings.outage_timeout_s and (
             failed := [rollout for rollout in rollouts if rollout.stop_reason is StopReason.INFRA_ERROR]
         ):
-            pause = min(pause, self.outage_timeout_s - waited)
-            self.log(
+            pause = min(pause, self.generation_settings.outage_timeout_s - waited)
+            self.callbacks.log(
                 f"waiting: {len(failed)} of {len(rollouts)} rollouts failed ({failed[0].reason}); retrying in {pause:.0f} s, "
-                f"for up to {self.outage_timeout_s - waited:.0f} s more (run.outage_timeout_s)"
+                f"for up to {self.generation_settings.outage_timeout_s - waited:.0f} s more (run.outage_timeout_s)"
             )
             rerun = self._rerun_failed(scheduled, failed, pause=pause)
             rollouts = [rollout for rollout in rollouts if rollout.stop_reason is not StopReason.INFRA_ERROR] + rerun
@@ -277,7 +285,7 @@ class RolloutManager:
             await work_buffer.run(assignment, start_group)
             return work_buffer.collect_rollouts(scheduled)
 
-        rollouts = self.gather_rollouts(self.engine.run(self.run_with_grace(run_local)))
+        rollouts = self.collectives.gather_rollouts(self.engine.run(self.callbacks.run_with_grace(run_local)))
         assignment.clear()
         if len(rollouts) < sum(sizes.values()):
             raise GracefulStop
@@ -306,7 +314,7 @@ class RolloutManager:
             )
             rollout = await run_episode(
                 self.task, scheduled.example, conversation=conversation, settings=settings, group=group, sample_index=sample_index,
-                timer=self.make_timer(group, sample_index),
+                timer=self.callbacks.make_timer(group, sample_index),
             )  # fmt: skip
             rollout.wall_s += failed_s
             if rollout.stop_reason is not StopReason.INFRA_ERROR:

@@ -37,7 +37,7 @@ from megatron_rl.rollout.processor import (
     require_bounded_template,
 )
 from megatron_rl.rollout.transcript_segments import extract_images, split_transcript
-from megatron_rl.types import Image, Message, TokenSequence
+from megatron_rl.types import Image, Message, SpecialTokens, TokenSequence
 
 T = TypeVar("T")
 MAX_INLINE_PIXELS = 1 << 17
@@ -106,6 +106,7 @@ class Renderer:
         check_vocabulary({}, vocab_size=spec.vocab_size, num_token_ids=max(vocab.values()) + 1, where=f"model.path={model.path}")
         self._never_sampled = {known[token] for token in _NEVER_SAMPLED}
         self.banned_ids = find_banned_ids(vocab, spec, never_sampled=_NEVER_SAMPLED)
+        self.special_tokens = SpecialTokens(image_token_id=self.image_token_id, banned_ids=self.banned_ids, stop_ids=self.stop_ids)
         self.max_positions, self.merge_size, self.patch_size = spec.max_positions, spec.vision.spatial_merge_size, spec.vision.patch_size
         self.vision_token_side = self.patch_size * self.merge_size
         check_model_fit(self.processor, spec, model.path)

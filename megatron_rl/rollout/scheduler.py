@@ -35,6 +35,10 @@ class GenerationSettings:
     """Total number of training steps of the run; prompts that the remaining steps do not need are
     not scheduled. None if unknown.
     """
+    outage_timeout_s: float = 0.0
+    """Maximum time in seconds for which rollouts that failed in an infrastructure outage are
+    retried.
+    """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -26,11 +26,10 @@ from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout
 from megatron_rl.rollout.engine import Completion, SamplingSettings, placeholder_offsets
-from megatron_rl.rollout.health import MISSED_UPDATE, HealthMonitor, ServerSupervisor
+from megatron_rl.rollout.health import MISSED_UPDATE, HealthMonitor, ServerControl
 from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest, PartialCompletion, find_stop
-from megatron_rl.rollout.vllm.weight_sender import WeightSender
-from megatron_rl.types import Image
+from megatron_rl.types import Image, SpecialTokens
 from sandbox.bounded_http import BoundedClient
 
 T = TypeVar("T")
@@ -47,15 +46,13 @@ keep-alive timeout of 5 seconds.
 class ServerEngine:
     """Rollout engine that distributes the requests of one rank over all inference servers.
 
-    Every rank has a ServerEngine. Only the rank that sends the weights has a `sender`.
+    Every rank has a ServerEngine. Only the rank that sends the weights has a `control.sender`.
     """
 
     def __init__(
         self, servers: Sequence[ServerBackend], settings: EngineSettings, *,
-        name: str, image_token_id: int, stop_ids: list[int], decode_tokens: Callable[[list[int]], str],
-        all_gather: Callable[[object], list], sender: WeightSender | None, supervisor: ServerSupervisor | None = None,
-        first_server: int = 0,
-        log: Callable[[str], None] = print,
+        name: str, special_tokens: SpecialTokens, decode_tokens: Callable[[list[int]], str],
+        all_gather: Callable[[object], list], control: ServerControl, first_server: int = 0, log: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """Start the event loop's thread and the health monitor.
 
@@ -63,19 +60,16 @@ class ServerEngine:
             servers: All servers.
             settings: Engine settings.
             name: Unique name of the run, which is the prefix of its weight labels.
-            image_token_id: Id of the image placeholder.
-            stop_ids: Ids that end a turn.
+            special_tokens: Ids of the image placeholder and of the tokens that end a turn.
             decode_tokens: Returns the text of token ids.
             all_gather: Gathers the values of all ranks on every rank.
-            sender: Sends the weights; None on ranks that do not send weights.
-            supervisor: Restarts servers that the run itself has started. None on ranks without a
-                `sender` or if the run did not start the servers.
+            control: Updates and restarts the servers; empty on ranks that do not send weights.
             first_server: Index of the server to prefer if several servers are equally busy.
             log: Prints one line.
         """
         self._servers, self._settings, self._name = list(servers), settings, name
-        self._image_token_id, self._stop_ids, self._decode_tokens = image_token_id, stop_ids, decode_tokens
-        self._all_gather, self._sender, self._supervisor, self._log = all_gather, sender, supervisor, log
+        self._special_tokens, self._decode_tokens = special_tokens, decode_tokens
+        self._all_gather, self._control, self._log = all_gather, control, log
         self._order = {server.url: (number - first_server) % len(servers) for number, server in enumerate(servers)}
         self.weight_version = 0
         self._metrics: dict[str, float] = {}
@@ -89,18 +83,13 @@ class ServerEngine:
     async def _set_up(self) -> None:
         probe_s = self._settings.health_timeout_s
         self._http = BoundedClient(token=self._servers[0].token, keepalive_s=KEEPALIVE_S)  # all servers share one token
-        make_client = partial(
-            GenerateClient, http=self._http, image_token_id=self._image_token_id, stop_ids=self._stop_ids, connect_s=probe_s
-        )
+        make_client = partial(GenerateClient, http=self._http, special_tokens=self._special_tokens, connect_s=probe_s)
         self._client = make_client(limit_s=self._settings.request_timeout_s)
         self._slots = asyncio.Semaphore(self._settings.max_num_seqs * len(self._servers))
         self._is_serving = asyncio.Event()
         self._health_monitor = HealthMonitor(
-            self._servers, http=self._http, client=make_client(limit_s=probe_s), health_timeout_s=probe_s,
-            cache_salt=lambda: self.cache_salt,
-            expected_label=lambda: self.weights_label if self._is_serving.is_set() else "", sender=self._sender,
-            supervisor=self._supervisor, log=self._log,
-            outage_timeout_s=self._settings.outage_timeout_s,
+            self._servers, self._settings, http=self._http, client=make_client(limit_s=probe_s), cache_salt=lambda: self.cache_salt,
+            expected_label=lambda: self.weights_label if self._is_serving.is_set() else "", control=self._control, log=self._log,
         )  # fmt: skip
         self._health_monitor.start()
 
@@ -136,7 +125,7 @@ class ServerEngine:
         """Return the times of the last weight update in seconds.
 
         weight_sync/pause_s is the time for which requests were paused. weight_sync/transfer_s,
-        which only the rank with the `sender` returns, is the part of the pause that was spent on
+        which only the rank that sends the weights returns, is the part of the pause that was spent on
         sending the weights.
         """
         return dict(self._metrics)
@@ -157,7 +146,7 @@ class ServerEngine:
         """
         limit = self._settings.max_images
         require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise it")
-        placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
+        placeholder_offsets(token_ids, images, image_token_id=self._special_tokens.image_token_id)
         num_remaining = self._settings.max_model_len - len(token_ids)
         request = GenerateRequest(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining)))
         completion, failed_urls = Completion([], [], is_stopped=False, weight_versions=[]), []
@@ -253,17 +242,17 @@ class ServerEngine:
         self.run(self._pause_requests())
         self._all_gather(None)
         outcome = None
-        if self._sender is None:
+        if self._control.sender is None:
             for _ in tensors:
                 pass
         else:
-            outcome = self._sender.send(tensors, f"{self._name}.{version}", urls=self._update_targets())
+            outcome = self._control.sender.send(tensors, f"{self._name}.{version}", urls=self._update_targets())
         ((updated, faults),) = [each for each in self._all_gather(outcome) if each is not None]
         self.weight_version = version
         self.run(self._resume_requests(updated, faults))
         self._metrics = {"weight_sync/pause_s": time.perf_counter() - began}
-        if self._sender is not None:
-            self._metrics["weight_sync/transfer_s"] = self._sender.transfer_s
+        if self._control.sender is not None:
+            self._metrics["weight_sync/transfer_s"] = self._control.sender.transfer_s
 
     def _update_targets(self) -> list[str]:
         """Return the URLs of the servers that receive an update.
@@ -317,5 +306,5 @@ class ServerEngine:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self._sender is not None:
-            self._sender.release()
+        if self._control.sender is not None:
+            self._control.sender.release()

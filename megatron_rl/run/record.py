@@ -96,7 +96,7 @@ class Run:
 
         `history` is the history after these steps. Records of later steps are moved to superseded/.
         """
-        self.folder = Path(settings.run.dir)
+        self.settings, self.folder = settings, Path(settings.run.dir)
         self.final_folder = self.folder / FINAL_FOLDER
         self.history = history or History()
         self.num_steps, self.first_step = num_steps, first_step

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl.algo.advantages import group_std
 from megatron_rl.config import AlgoSettings
 from megatron_rl.types import Rollout
-from tests.support.rollout_factory import compute_turn_advantages, make_rollout, set_kl_logprobs
+from tests.support.rollout_factory import compute_turn_advantages, make_rollout, set_kl_logprobs, set_states
 
 PLAIN = {"turn_credit": "gigpo", "gamma": 0.5}
 
@@ -38,12 +38,12 @@ def step() -> list[Rollout]:
     Group 8 shares only state names with group 3. Its rewards are 10 and 0.
     """
     return [
-        make_rollout(3, outcome_reward=0.0, reward_deltas=(-1.0, 0.0, 1.0), states=("a", "b", "a")),
-        make_rollout(8, outcome_reward=10.0, reward_deltas=(0.0,), states=("a",)),
-        make_rollout(3, outcome_reward=0.0, reward_deltas=(0.0, 2.0), states=("a", "c")),
-        make_rollout(3, outcome_reward=1.0, reward_deltas=(3.0,), states=("a",)),
-        make_rollout(3, reward_deltas=(9.0, 9.0), states=("a", "a")),
-        make_rollout(8, outcome_reward=0.0, reward_deltas=(0.0, 0.0), states=("c", "")),
+        set_states(make_rollout(3, outcome_reward=0.0, reward_deltas=(-1.0, 0.0, 1.0)), "a", "b", "a"),
+        set_states(make_rollout(8, outcome_reward=10.0, reward_deltas=(0.0,)), "a"),
+        set_states(make_rollout(3, outcome_reward=0.0, reward_deltas=(0.0, 2.0)), "a", "c"),
+        set_states(make_rollout(3, outcome_reward=1.0, reward_deltas=(3.0,)), "a"),
+        set_states(make_rollout(3, reward_deltas=(9.0, 9.0)), "a", "a"),
+        set_states(make_rollout(8, outcome_reward=0.0, reward_deltas=(0.0, 0.0)), "c", ""),
     ]
 
 
@@ -90,8 +90,8 @@ def test_episodes_that_earn_the_same_still_teach_by_their_turns() -> None:
     state differ. Both episodes earn 1 in total; from state b on, the first earns 2 and the second
     1."""
     rollouts = [
-        make_rollout(0, outcome_reward=0.0, reward_deltas=(-1.0, 2.0), states=("a", "b")),
-        make_rollout(0, outcome_reward=0.0, reward_deltas=(0.0, 1.0), states=("c", "b")),
+        set_states(make_rollout(0, outcome_reward=0.0, reward_deltas=(-1.0, 2.0)), "a", "b"),
+        set_states(make_rollout(0, outcome_reward=0.0, reward_deltas=(0.0, 1.0)), "c", "b"),
     ]
     assert compute_turn_advantages(rollouts, "gigpo") == [[0.0, 0.5], [0.0, -0.5]]
     assert group_std(rollouts, AlgoSettings(turn_credit="gigpo")) == {0: pytest.approx(math.sqrt(0.5 / 4))}
@@ -105,8 +105,8 @@ def test_a_kl_in_the_reward_is_of_the_outcome() -> None:
     first turns are -1 and 0.
     """
     rollouts = [
-        set_kl_logprobs(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0, 0.0), states=("a", "b")), 2.0, 4.0),
-        set_kl_logprobs(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0,), states=("a",)), 2.0),
+        set_kl_logprobs(set_states(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0, 0.0)), "a", "b"), 2.0, 4.0),
+        set_kl_logprobs(set_states(make_rollout(0, outcome_reward=1.0, reward_deltas=(0.0,)), "a"), 2.0),
     ]
     assert compute_turn_advantages(rollouts, kl_coef=0.5, use_kl_in_reward=True, **PLAIN) == [[-1.0 - 0.5, -1.0], [1.0 + 0.5]]
 
@@ -146,7 +146,7 @@ def test_it_is_the_plain_loop_and_depends_on_no_order(
 ) -> None:
     """Advantages equal plain loops on random steps, and permuting the rollouts changes no bit."""
     rollouts = [
-        make_rollout(group, outcome_reward=outcome, reward_deltas=[gain for gain, _ in turns], states=[state for _, state in turns])
+        set_states(make_rollout(group, outcome_reward=outcome, reward_deltas=[gain for gain, _ in turns]), *(state for _, state in turns))
         for group, outcome, turns in given_step
     ]
     options = {"gamma": discount, "gigpo_step_weight": omega, "norm_adv_by_std": by_std, "std_eps": 1e-2}

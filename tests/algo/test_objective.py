@@ -23,7 +23,7 @@ from megatron_rl.observe.step_metrics import merge_update_metrics
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.packed_example import make_pack_item
 from tests.support.random_loss_inputs import make_loss_inputs, make_random_loss_inputs, make_tensor, to_floats
-from tests.support.rollout_factory import make_rollout, set_kl_logprobs
+from tests.support.rollout_factory import make_rollout, set_kl_logprobs, set_states
 
 ALGO = AlgoSettings(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=3.0, kl_coef=0.1, entropy_coef=0.01)
 
@@ -337,8 +337,9 @@ def moved_by(algo: AlgoSettings) -> tuple[list[float], float, list[float]]:
     three turns."""
     lengths = ((2, 1, 3), (4,), (1, 2)) * 2
     rollouts = [
-        make_rollout(
-            number // 3, outcome_reward=number**2 / 7, step_scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each, states=("dealt",)
+        set_states(
+            make_rollout(number // 3, outcome_reward=number**2 / 7, step_scores=[0.3 * number, -0.5, 1.0][: len(each)], lengths=each),
+            "dealt",
         )
         for number, each in enumerate(lengths)
     ]

@@ -44,6 +44,10 @@ class Record:
     seconds: float = 0.0
 
 
+def _seed_folder(plan: Plan, home: Path) -> Path:
+    return home / "seeds" / str(plan.seed)
+
+
 def play(plan: Plan, *, home: Path, room: Room, standing: Mapping[str, Servers], limit_s: float) -> Record:
     """Run the seed and return its record.
 
@@ -51,7 +55,7 @@ def play(plan: Plan, *, home: Path, room: Room, standing: Mapping[str, Servers],
     """
     began = time.monotonic()
     record = Record(seed=plan.seed, run=plan.run, mishaps=[str(mishap) for mishap in plan.mishaps])
-    folder = home / "seeds" / str(plan.seed)
+    folder = _seed_folder(plan, home)
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "tmp").mkdir(parents=True)
     before = room.segments()
@@ -66,7 +70,7 @@ def play(plan: Plan, *, home: Path, room: Room, standing: Mapping[str, Servers],
         expected = undisturbed(plan.run, home, words, limit_s=limit_s)
         run = run_folder(plan.run, folder)
         for number in range(MAX_LIVES):
-            given = {"words": words, "expected": expected, "home": home, "folder": folder, "room": room}
+            given = {"words": words, "expected": expected, "home": home, "room": room}
             if _live(number, plan, record, servers=servers, limit_s=limit_s, **given):
                 break
         stays = {server.process.pid for each in standing.values() for server in each.named.values()}
@@ -84,11 +88,11 @@ def play(plan: Plan, *, home: Path, room: Room, standing: Mapping[str, Servers],
 
 
 def _live(
-    number: int, plan: Plan, record: Record, *, words: tuple[str, ...], expected: Undisturbed, home: Path, folder: Path, room: Room,
+    number: int, plan: Plan, record: Record, *, words: tuple[str, ...], expected: Undisturbed, home: Path, room: Room,
     servers: Servers | None, limit_s: float,
 ) -> bool:  # fmt: skip
     """Run one attempt. Returns True if the run is finished."""
-    coming = [mishap for mishap in plan.mishaps if mishap.life == number]
+    coming, folder = [mishap for mishap in plan.mishaps if mishap.life == number], _seed_folder(plan, home)
     room.mend(folder / "disk")
     (folder / "disk" / BALLAST).unlink(missing_ok=True)
     if servers:

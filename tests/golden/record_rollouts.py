@@ -67,17 +67,14 @@ def play(model: Path) -> None:
     connect(read_world(), timeout_s=60)
     renderer = Renderer(ModelSettings(path=str(model), **PIXELS))
     engine = ColocatedEngine(
-        str(model), EngineSettings(kv_cache_mib=16, max_model_len=512), image_token_id=renderer.image_token_id,
-        banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+        str(model), EngineSettings(kv_cache_mib=16, max_model_len=512), special_tokens=renderer.special_tokens, group=None,
     )  # fmt: skip
     line, looks = NumberLineTask(TaskSettings(name="number_line")), TwoImageTask(TaskSettings(name="two_looks"))
     line.stop = looks.stop = STOP
     starts = [line.examples("train")[number] for number in (0, 7, 13)]
     rounds = GenerationSettings(num_prompts=3, group_size=3, max_num_gen_batches=1)
     fleets = [
-        RolloutManager(
-            task, engine=engine, renderer=renderer, trainer=Nobody(), gather_rollouts=list, episode_settings=HOW, generation_settings=rounds
-        )
+        RolloutManager(task, engine=engine, renderer=renderer, trainer=Nobody(), episode_settings=HOW, generation_settings=rounds)
         for task in (line, looks)
     ]
     rollouts = fleets[0].run_examples(starts, num_samples=3, settings=HOW)

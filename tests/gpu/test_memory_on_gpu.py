@@ -16,9 +16,10 @@ from megatron_rl.memory_plan.activations import compute_activation_memory
 from megatron_rl.memory_plan.rank_shares import measure_footprint
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.model_spec import ModelSpec
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.types import Image, LossMetrics, TokenSequence
+from megatron_rl.types import Image, LossMetrics, SpecialTokens, TokenSequence
 
 pytestmark = pytest.mark.gpu
 NUM_SAMPLED = 2048
@@ -51,8 +52,8 @@ def measure_step(model: ModelSpec, settings: ModelSettings, parallel: ParallelSe
     the additional peak bytes of a step."""
     before = torch.cuda.memory_allocated()
     policy = Policy(
-        settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2,
-        banned_ids=[], image_token_id=model.image_token_id,
+        settings, build_layout(parallel, seed=0), training=TrainingSettings(parallel=parallel, optim=OptimSettings(), num_steps=2),
+        special_tokens=SpecialTokens(image_token_id=model.image_token_id),
     )  # fmt: skip
     made = torch.cuda.memory_allocated()
     batches = policy.pack([PackItem(make_sequence(model))], max_tokens=32768)

@@ -13,6 +13,7 @@ from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimS
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.policy.attention import Segments, packed_attention
 from megatron_rl.policy.kernels import uses_transformer_engine
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -32,8 +33,9 @@ def make_policy(random_model: Path) -> Callable[..., Policy]:
     def make(dtype: str, *, lora: LoraSettings | None = None, lr: float = 1e-3, **parallel: object) -> Policy:
         return Policy(
             ModelSettings(path=str(random_model), dtype=dtype), layout,
-            parallel=ParallelSettings(**parallel), optim=OptimSettings(lr=lr), num_steps=1, lora=lora,
-            banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+            training=TrainingSettings(parallel=ParallelSettings(**parallel), optim=OptimSettings(lr=lr), num_steps=1,
+                lora=lora or LoraSettings()),
+            special_tokens=renderer.special_tokens,
         )  # fmt: skip
 
     return make

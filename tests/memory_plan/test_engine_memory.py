@@ -27,6 +27,7 @@ from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.vllm.sampler import EngineNoise
+from megatron_rl.types import SpecialTokens
 from tests.conftest import SUPPORT
 from tests.contracts.test_configs import settings_of
 from tests.contracts.test_recipes import RECIPES
@@ -160,7 +161,8 @@ def test_an_engine_of_qwen3_holds_what_its_layers_add() -> None:
 
 @pytest.fixture(scope="module")
 def engine(random_model: Path) -> Iterator[ColocatedEngine]:
-    made = ColocatedEngine(str(random_model), EngineSettings(kv_cache_mib=32), image_token_id=1, banned_ids=[3], stop_ids=[2], group=None)
+    tokens = SpecialTokens(image_token_id=1, banned_ids=[3], stop_ids=[2])
+    made = ColocatedEngine(str(random_model), EngineSettings(kv_cache_mib=32), special_tokens=tokens, group=None)
     yield made
     made.close()
 

@@ -34,11 +34,12 @@ from megatron_rl.memory_plan.image_memory import plan_image_bytes
 from megatron_rl.memory_plan.rank_shares import MemoryFootprint, ModelShare, compute_model_shares
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import has_critic
-from megatron_rl.types import LossMetrics, TokenSequence
+from megatron_rl.types import LossMetrics, SpecialTokens, TokenSequence
 from tests.support.memory_footprint import measure_footprint
 from tests.support.single_process_policy import close_with_world, single_process_world
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
@@ -72,8 +73,9 @@ def measured(settings: Settings) -> MemoryFootprint:
     storages by kind."""
     layout, is_own = build_layout(settings.parallel, seed=0), settings.critic.backbone == "own"
     policy = close_with_world(Policy(
-        settings.model, layout, parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora, banned_ids=[],
-        image_token_id=7, critic=settings.critic if has_critic(settings) and not is_own else None,
+        settings.model, layout,
+        training=TrainingSettings(parallel=settings.parallel, optim=settings.optim, num_steps=1, lora=settings.lora),
+        special_tokens=SpecialTokens(image_token_id=7), critic=settings.critic if has_critic(settings) and not is_own else None,
     ))  # fmt: skip
     context = TokenSequence()
     context.extend([11, 12])

@@ -183,7 +183,7 @@ MUTANTS = (
     Mutant(
         "a look at an engine has the limit of a turn",
         "megatron_rl/rollout/health.py",
-        "read_weight_label(self._http, limit_s=self._health_timeout_s)",
+        "read_weight_label(self._http, limit_s=self._settings.health_timeout_s)",
         "read_weight_label(self._http, limit_s=60.0)",
         "tests/rollout/test_health.py -k one_that_hangs",
     ),

@@ -14,6 +14,7 @@ from megatron_rl.rollout.colocated import ColocatedEngine
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.sampler import EngineNoise
+from megatron_rl.types import SpecialTokens
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, check_frequencies, generate_all, max_logprob_diff, open_engine, policy_logits
 from tests.support.packed_example import make_prompts
 
@@ -96,4 +97,4 @@ def test_cuda_without_cuda_is_refused(random_model: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     with pytest.raises(ValueError, match="engine.device=cuda: .*use auto or cpu"):
-        ColocatedEngine(str(random_model), EngineSettings(device="cuda"), image_token_id=1, banned_ids=[], stop_ids=[], group=None)
+        ColocatedEngine(str(random_model), EngineSettings(device="cuda"), special_tokens=SpecialTokens(image_token_id=1), group=None)

@@ -21,6 +21,7 @@ from megatron_rl.batching.minibatches import make_pack_items
 from megatron_rl.batching.packing import scatter_to_rollouts
 from megatron_rl.config import BatchSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, disconnect, read_world
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout, destroy_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.colocated import ColocatedEngine
@@ -69,8 +70,8 @@ def policy_of(folder: Path, layout: Layout) -> Policy:
     chosen = ModelSettings(path=str(folder))
     renderer = Renderer(chosen)
     return Policy(
-        chosen, layout, parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1, banned_ids=renderer.banned_ids,
-        image_token_id=renderer.image_token_id, patches=partial(renderer.patches, load_image=attrgetter("pil")),
+        chosen, layout, training=TrainingSettings(parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1),
+        special_tokens=renderer.special_tokens, patches=partial(renderer.patches, load_image=attrgetter("pil")),
     )  # fmt: skip
 
 

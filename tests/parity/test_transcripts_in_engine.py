@@ -32,7 +32,7 @@ def renderer(random_model: Path) -> Renderer:
 def engine(random_model: Path, renderer: Renderer) -> Iterator[ColocatedEngine]:
     engine = ColocatedEngine(
         str(random_model), EngineSettings(max_model_len=1536, kv_cache_mib=128),
-        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+        special_tokens=renderer.special_tokens, group=None,
     )  # fmt: skip
     yield engine
     engine.close()

@@ -19,6 +19,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.policy import network, optimizer
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -70,8 +71,9 @@ def policy_of(model: Path, dtype: str = "bfloat16") -> Policy:
     renderer = Renderer(settings)
     return close_with_world(
         Policy(
-            settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(lr=1e-2, weight_decay=0.1), num_steps=9,
-            banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+            settings, build_layout(parallel, seed=0),
+            training=TrainingSettings(parallel=parallel, optim=OptimSettings(lr=1e-2, weight_decay=0.1), num_steps=9),
+            special_tokens=renderer.special_tokens,
         )
     )  # fmt: skip
 

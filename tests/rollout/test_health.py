@@ -16,8 +16,10 @@ from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.config import EngineSettings
 from megatron_rl.rollout import health, server_engine
 from megatron_rl.rollout.engine import SamplingSettings
+from megatron_rl.rollout.health import ServerControl
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.server_api import VllmServer
+from megatron_rl.types import SpecialTokens
 from sandbox.bounded_http import BoundedClient
 
 PROBE_S = 0.2
@@ -126,9 +128,9 @@ class Room:
             mode="server", urls=[fake.url for fake in fakes], health_timeout_s=PROBE_S, request_timeout_s=60.0, outage_timeout_s=60.0
         )
         self.engine = ServerEngine(
-            self.servers, settings, name="run", image_token_id=99, stop_ids=[], decode_tokens=str, all_gather=lambda mine: [mine or ([],
-            {})],
-            sender=self.giver if gives else None, supervisor=self.supervisor, log=self.told.append,
+            self.servers, settings, name="run", special_tokens=SpecialTokens(image_token_id=99), decode_tokens=str,
+            all_gather=lambda mine: [mine or ([], {})],
+            control=ServerControl(sender=self.giver if gives else None, supervisor=self.supervisor), log=self.told.append,
         )  # fmt: skip
         self.engine.load_weights(iter(()), version=0)
 

@@ -10,8 +10,10 @@ from megatron_rl.config import EngineSettings
 from megatron_rl.errors import InfraTimeout
 from megatron_rl.rollout.busy_timer import BusyTimer
 from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.health import ServerControl
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.server_api import VllmServer
+from megatron_rl.types import SpecialTokens
 
 NOBODY = "http://127.0.0.1:9"
 
@@ -35,9 +37,9 @@ def dark() -> Iterator[tuple[ServerEngine, list[str]]]:
     settings = EngineSettings(mode="server", urls=[NOBODY], outage_timeout_s=0.5)
     said: list[str] = []
     engine = ServerEngine(
-        [VllmServer(NOBODY)], settings, name="run", image_token_id=7, stop_ids=[], decode_tokens=str, all_gather=lambda mine: [([], {}),
-        mine],
-        sender=None, log=said.append,
+        [VllmServer(NOBODY)], settings, name="run", special_tokens=SpecialTokens(image_token_id=7), decode_tokens=str,
+        all_gather=lambda mine: [([], {}), mine],
+        control=ServerControl(), log=said.append,
     )  # fmt: skip
     yield engine, said
     engine.close()

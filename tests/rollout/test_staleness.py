@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,7 +249,7 @@ def test_a_run_that_is_stopped_gives_up(renderer: Renderer) -> None:
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
 
-    fleet.run_with_grace = impatient
+    fleet.callbacks = replace(fleet.callbacks, run_with_grace=impatient)
     with pytest.raises(GracefulStop):
         run_step(fleet, 0)
     assert fleet.task.opened == fleet.task.closed and sum(fleet.task.opened.values()) == 12

@@ -16,10 +16,11 @@ from megatron_rl.config import EngineSettings
 from megatron_rl.errors import AccessDenied, InfraError, InfraTimeout
 from megatron_rl.rollout import health
 from megatron_rl.rollout.engine import Completion, SamplingSettings
-from megatron_rl.rollout.health import POLL_S
+from megatron_rl.rollout.health import POLL_S, ServerControl
 from megatron_rl.rollout.server_engine import MAX_ATTEMPTS, ServerEngine
 from megatron_rl.rollout.vllm import server_api as server_module
 from megatron_rl.rollout.vllm.server_api import VllmServer
+from megatron_rl.types import SpecialTokens
 from tests.support.hostile_server import serve_hostile
 from tests.support.json_server import server_url, start_server, stop_server
 
@@ -111,8 +112,9 @@ def opened(
     """
     settings = EngineSettings(mode="server", urls=urls, health_timeout_s=probe_s, request_timeout_s=60.0, outage_timeout_s=patience_s)
     engine = ServerEngine(
-        [VllmServer(url) for url in urls], settings, name="run", image_token_id=99, stop_ids=[], decode_tokens=str, all_gather=meet,
-        sender=sender,
+        [VllmServer(url) for url in urls], settings, name="run", special_tokens=SpecialTokens(image_token_id=99), decode_tokens=str,
+        all_gather=meet,
+        control=ServerControl(sender=sender),
         log=lambda _: None,
     )  # fmt: skip
     stack.callback(engine.close)

@@ -16,7 +16,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Step
 from megatron_rl.types import Example, Message, Rollout
-from tests.support.scripted_rollout_manager import EPISODE, ChatEnv, ChatTask, FakeTrainer, ScriptedEngine
+from tests.support.scripted_rollout_manager import ChatEnv, ChatTask, ScriptedEngine, manager_arguments
 
 
 @dataclass
@@ -86,9 +86,8 @@ def make_async_manager(
     An episode has 2 turns of 3 tokens.
     """
     engine = engine or AsyncScriptedEngine()
-    parts = {"trainer": FakeTrainer(engine.log), "gather_rollouts": lambda mine: mine, "episode_settings": EPISODE, **changes}
     rounds = GenerationSettings(num_prompts=2, group_size=3, max_num_gen_batches=9, max_staleness=max_staleness, num_steps=num_steps)
-    return RolloutManager(BlockingTask(), engine=engine, renderer=renderer, generation_settings=rounds, **parts)
+    return RolloutManager(BlockingTask(), engine=engine, renderer=renderer, **manager_arguments(engine, rounds, changes))
 
 
 def run_step(fleet: RolloutManager, step: int) -> list[Rollout]:

@@ -30,6 +30,7 @@ from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.compat.megatron_cpu import megatron_on_cpu
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.optimizer_state import optimizer_tensors
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
@@ -87,9 +88,12 @@ class CheckpointWorld:
 
     def policy(self, variant: Variant) -> Policy:
         return Policy(
-            ModelSettings(path=str(self.model), **variant.model), self.layout, parallel=self.parallel, lora=variant.lora,
-            optim=OptimSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_steps=10,
-            banned_ids=self.renderer.banned_ids, image_token_id=self.renderer.image_token_id, critic=variant.critic,
+            ModelSettings(path=str(self.model), **variant.model), self.layout,
+            training=TrainingSettings(
+                parallel=self.parallel, optim=OptimSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_steps=10,
+                lora=variant.lora,
+            ),
+            special_tokens=self.renderer.special_tokens, critic=variant.critic,
         )  # fmt: skip
 
     def update(self, policy: Policy) -> dict[str, object]:

@@ -24,7 +24,7 @@ from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, Model
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.critic import Critic
-from megatron_rl.policy.network import Network
+from megatron_rl.policy.network import Network, TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
@@ -70,11 +70,14 @@ def run_layout(model: Path, out: Path, text: str) -> None:
     whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     optim, settings = OptimSettings(lr=0.1, eps=1e-3), ModelSettings(path=str(model))
     policy = Policy(
-        settings, layout, parallel=case.parallel_settings(), optim=optim, num_steps=3, banned_ids=renderer.banned_ids,
-        image_token_id=renderer.image_token_id, temperature=0.7, critic=CriticSettings(**CRITIC),
+        settings, layout, training=TrainingSettings(parallel=case.parallel_settings(), optim=optim, num_steps=3),
+        special_tokens=renderer.special_tokens, temperature=0.7, critic=CriticSettings(**CRITIC),
     )  # fmt: skip
     critic = Critic(
-        CriticSettings(backbone="own", **CRITIC), layout, model=settings, parallel=case.parallel_settings(), optim=optim, num_steps=3
+        CriticSettings(backbone="own", **CRITIC),
+        layout,
+        training=TrainingSettings(parallel=case.parallel_settings(), optim=optim, num_steps=3),
+        model=settings,
     )
     for network in (policy.network, critic.network):
         randomize_head(network)

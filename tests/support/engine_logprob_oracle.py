@@ -31,7 +31,7 @@ def open_engine(model: Path, renderer: Renderer, *, reads_weights: bool = True) 
     """
     engine = ColocatedEngine(
         str(model), EngineSettings(kv_cache_mib=32), reads_weights=reads_weights,
-        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=None,
+        special_tokens=renderer.special_tokens, group=None,
     )  # fmt: skip
     yield engine
     engine.close()

@@ -71,7 +71,7 @@ def main(model: str, tp: int, out: Path) -> None:
     group = dist.group.WORLD if tp > 1 else None
     engine = ColocatedEngine(
         model, EngineSettings(tp=tp, max_num_seqs=16, kv_cache_mib=16),
-        image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids, group=group, timeout_s=76.5,
+        special_tokens=renderer.special_tokens, group=group, timeout_s=76.5,
     )  # fmt: skip
     limits = {place.cpu_group._get_backend(torch.device("cpu")).options._timeout for place in (get_world_group(), get_tp_group())}
     assert limits == {timedelta(seconds=77)}, "vLLM's groups wait as long as they are told"

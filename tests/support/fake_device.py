@@ -43,11 +43,12 @@ from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, Model
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention, network, policy, transformer, vision
 from megatron_rl.policy.load_model import LoadedModel
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import images_of_rank
 from megatron_rl.policy.transformer import build_chunks
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.types import MicroBatch
+from megatron_rl.types import MicroBatch, SpecialTokens
 from tests.support.packed_example import make_example_items
 
 DEVICE = "meta"
@@ -199,8 +200,9 @@ def count_update_waits(model: Path, *, tp: int, recompute: str, rank: int, micro
     FakeTensor.tolist = lambda tensor: waits.tolist(tensor)
     with FakeTensorMode(allow_non_fake_inputs=True), TensorLiteralMode(waits):
         trained = policy.Policy(
-            settings, build_layout(parallel, seed=0), parallel=parallel, optim=OptimSettings(), num_steps=2, lora=lora, banned_ids=[],
-            image_token_id=renderer.image_token_id, critic=CriticSettings(normalize_returns=True),
+            settings, build_layout(parallel, seed=0),
+            training=TrainingSettings(parallel=parallel, optim=OptimSettings(), num_steps=2, lora=lora or LoraSettings()),
+            special_tokens=SpecialTokens(image_token_id=renderer.image_token_id), critic=CriticSettings(normalize_returns=True),
         )  # fmt: skip
         loss = shared_value_loss(
             make_policy_objective(AlgoSettings(clip_ratio_c=3.0)), make_value_objective(CriticSettings(), level="turns"), 0.5

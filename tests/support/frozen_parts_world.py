@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -35,8 +36,7 @@ def train_one_step(model: Path, layout: Layout, parallel: ParallelSettings, case
     renderer = Renderer(settings)
     optim = OptimSettings(lr=0.1, eps=1e-3, clip_grad=1e9, lr_by_module=part_lr)  # no clipping: it would couple the updates of all modules
     policy = Policy(
-        settings, layout, parallel=parallel, optim=optim, num_steps=1,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        settings, layout, training=TrainingSettings(parallel=parallel, optim=optim, num_steps=1), special_tokens=renderer.special_tokens,
     )  # fmt: skip
     before = {name: tensor.clone() for name, tensor in policy.hf_weights()}
     policy.update(policy.pack(make_example_items(renderer), max_tokens=10_000), make_policy_objective(AlgoSettings()), step=0)

@@ -18,6 +18,7 @@ from megatron_rl.algo.value import make_value_objective, shared_value_loss, warm
 from megatron_rl.config import AlgoSettings, CriticSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import all_gather_object, connect, read_world
 from megatron_rl.policy import optimizer
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -33,8 +34,9 @@ CRITIC = CriticSettings(head_sizes=[4])
 def run_updates(model: Path, parallel: ParallelSettings) -> dict[str, object]:
     renderer, layout = Renderer(ModelSettings(path=str(model))), build_layout(parallel, seed=0)
     policy = Policy(
-        ModelSettings(path=str(model)), layout, parallel=parallel, optim=OptimSettings(lr=0.01, eps=1e-4, clip_grad=1e9), num_steps=9,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, critic=CRITIC,
+        ModelSettings(path=str(model)), layout,
+        training=TrainingSettings(parallel=parallel, optim=OptimSettings(lr=0.01, eps=1e-4, clip_grad=1e9), num_steps=9),
+        special_tokens=renderer.special_tokens, critic=CRITIC,
     )  # fmt: skip
     batches = policy.pack(make_example_items(renderer), max_tokens=1)
     for batch in batches:

@@ -21,6 +21,7 @@ from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -102,8 +103,11 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
         layout = build_layout(parallel, seed=3)  # also seeds the generators
         return Policy(
-            ModelSettings(path=str(model)), layout, parallel=parallel, optim=OptimSettings(lr=1e-2), num_steps=3, lora=lora, seed=seed,
-            banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, keep_reference=True,
+            ModelSettings(path=str(model)), layout,
+            training=TrainingSettings(
+                parallel=parallel, optim=OptimSettings(lr=1e-2), num_steps=3, lora=lora or LoraSettings(), seed=seed
+            ),
+            special_tokens=renderer.special_tokens, temperature=0.7, keep_reference=True,
         )  # fmt: skip
 
     base = make(None)

@@ -24,6 +24,7 @@ from megatron_rl.config import AlgoSettings, EngineSettings, ModelSettings, Opti
 from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.padding import PADDED_KEYS
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
@@ -120,8 +121,9 @@ def compute_gradients(policy: Policy, batches: list[MicroBatch]) -> dict[str, to
 
 def make_policy(model: Path, renderer: Renderer, layout: Layout, case: LayoutCase, *, lr: float, eps: float) -> Policy:
     return Policy(
-        ModelSettings(path=str(model)), layout, parallel=case.parallel_settings(), optim=OptimSettings(lr=lr, eps=eps), num_steps=3,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, temperature=0.7, bucket_mib=case.bucket_mib,
+        ModelSettings(path=str(model)), layout,
+        training=TrainingSettings(parallel=case.parallel_settings(), optim=OptimSettings(lr=lr, eps=eps), num_steps=3),
+        special_tokens=renderer.special_tokens, temperature=0.7, bucket_mib=case.bucket_mib,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from megatron_rl.algo.objective import make_policy_objective
 from megatron_rl.batching.packing import pack
 from megatron_rl.config import AlgoSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -23,9 +24,9 @@ from tests.support.parallel_layouts import full_logits
 def make_policy(model: Path, layout: Layout, *, dtype: str, lr: float, **parallel: object) -> Policy:
     renderer = Renderer(ModelSettings(path=str(model)))
     return Policy(
-        ModelSettings(path=str(model), dtype=dtype), layout, parallel=ParallelSettings(**parallel),
-        optim=OptimSettings(lr=lr), num_steps=9,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id,
+        ModelSettings(path=str(model), dtype=dtype), layout,
+        training=TrainingSettings(parallel=ParallelSettings(**parallel), optim=OptimSettings(lr=lr), num_steps=9),
+        special_tokens=renderer.special_tokens,
     )  # fmt: skip
 
 

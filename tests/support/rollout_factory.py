@@ -16,7 +16,7 @@ def make_rollout(
     group: int, reward: float | None = None, *,
     outcome_reward: float | None = None, step_scores: Sequence[float | None] | None = None, reward_deltas: Sequence[float] | None = None,
     lengths: Sequence[int] = (1,), turn_sequences: Sequence[int] | None = None, stop_reason: StopReason = StopReason.DONE,
-    has_image: bool = False, sample_index: int = 0, states: Sequence[str] = (),
+    has_image: bool = False,
 ) -> Rollout:  # fmt: skip
     """Create a rollout with a turn for each of `reward_deltas` (or `step_scores`, or `lengths`).
     Turn k samples lengths[k] tokens in sequence turn_sequences[k].
@@ -36,7 +36,7 @@ def make_rollout(
     if reward is not None and outcome_reward is None:
         outcome_reward = reward - sum(reward_deltas)
     made = Rollout(
-        task="t", example_id=f"e{group}", group=group, sample_index=sample_index, reward=reward, outcome_reward=outcome_reward or 0.0,
+        task="t", example_id=f"e{group}", group=group, reward=reward, outcome_reward=outcome_reward or 0.0,
         stop_reason=stop_reason,
         status=Status.FAILED if reward is None else Status.COMPLETED,
         sequences=[TokenSequence(images=[IMAGE] if has_image else []) for _ in range(max(turn_sequences, default=0) + 1)],
@@ -50,9 +50,14 @@ def make_rollout(
             Turn(sequence=place, token_span=(start, start + length), text=f"turn {number}", step_score=score, reward_delta=gain)
         )
         context.extend([3])
-    for turn, state in zip(made.turns, states, strict=False):
-        turn.state = state
     return made
+
+
+def set_states(rollout: Rollout, *states: str) -> Rollout:
+    """Set the states of the first turns and return the rollout."""
+    for turn, state in zip(rollout.turns, states, strict=False):
+        turn.state = state
+    return rollout
 
 
 def make_reward_input(

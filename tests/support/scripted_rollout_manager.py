@@ -5,8 +5,8 @@ Its engine returns scripted responses, and its gather function returns its input
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.episode import EpisodeSettings
-from megatron_rl.rollout.manager import RolloutManager
+from megatron_rl.rollout.manager import RankCollectives, RolloutManager, RunCallbacks
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Env, Step
@@ -150,9 +150,22 @@ def make_rollout_manager(
     renderer: Renderer, engine: ScriptedEngine | None = None, *, max_rounds: int = 9, **changes: object
 ) -> RolloutManager:
     engine = engine or ScriptedEngine()
-    parts = {"trainer": FakeTrainer(engine.log), "gather_rollouts": lambda mine: mine, "episode_settings": EPISODE, **changes}
     rounds = GenerationSettings(num_prompts=2, group_size=3, max_num_gen_batches=max_rounds)
-    return RolloutManager(ChatTask(), engine=engine, renderer=renderer, generation_settings=rounds, **parts)
+    return RolloutManager(ChatTask(), engine=engine, renderer=renderer, **manager_arguments(engine, rounds, changes))
+
+
+def manager_arguments(engine: ScriptedEngine, rounds: GenerationSettings, changes: Mapping[str, object]) -> dict[str, object]:
+    """Return the arguments of a RolloutManager, in which each change is put into its record."""
+    left = dict(changes)
+
+    def pop_fields(record: type) -> dict[str, object]:
+        return {field.name: left.pop(field.name) for field in fields(record) if field.name in left}
+
+    return {
+        "trainer": FakeTrainer(engine.log), "episode_settings": EPISODE, "collectives": RankCollectives(**pop_fields(RankCollectives)),
+        "callbacks": RunCallbacks(**pop_fields(RunCallbacks)),
+        "generation_settings": replace(rounds, **pop_fields(GenerationSettings)), **left,
+    }  # fmt: skip
 
 
 def strip_timings(rollouts: list[Rollout]) -> list[tuple]:

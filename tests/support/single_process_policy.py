@@ -9,6 +9,7 @@ from megatron.core import parallel_state
 
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
 from megatron_rl.distributed.world import connect, read_world
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
 from megatron_rl.rollout.renderer import Renderer
@@ -46,7 +47,8 @@ def make_policy_and_renderer(
     chosen, parallel = ModelSettings(path=str(model), dtype=dtype), ParallelSettings()
     renderer = Renderer(chosen)
     policy = Policy(
-        chosen, build_layout(parallel, seed=0), parallel=parallel, optim=optim, num_steps=num_steps, lora=lora,
-        banned_ids=renderer.banned_ids, image_token_id=renderer.image_token_id, **settings,
+        chosen, build_layout(parallel, seed=0),
+        training=TrainingSettings(parallel=parallel, optim=optim, num_steps=num_steps, lora=lora or LoraSettings()),
+        special_tokens=renderer.special_tokens, **settings,
     )  # fmt: skip
     return close_with_world(policy), renderer

@@ -22,6 +22,7 @@ from megatron_rl.distributed.hang_watchdog import HangWatchdog
 from megatron_rl.distributed.image_exchange import ImageExchange
 from megatron_rl.distributed.world import World, all_gather_object, connect, disconnect, long_timeout_group, read_world
 from megatron_rl.errors import PeerLost
+from megatron_rl.rollout.manager import RunCallbacks
 from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints
 from megatron_rl.run.record import History
@@ -65,7 +66,13 @@ def run_stragglers(settings: Settings, world: World) -> None:
     gallery = ImageExchange(patch_size=14, group=group)
     build.build_colocated_engine = lambda *_: DelayedRunEngine(late_s)
     fleet = build.build_rollout_manager(
-        settings, None, trainer=None, renderer=None, world=world, image_exchange=gallery, stop_signal=StopSignal(grace_s=1), log=print
+        settings,
+        None,
+        trainer=None,
+        renderer=None,
+        world=world,
+        image_exchange=gallery,
+        callbacks=RunCallbacks(run_with_grace=StopSignal(grace_s=1).run_with_grace),
     )
     fleet.run_examples([], num_samples=1, settings=fleet.episode_settings)
     checkpoints = Checkpoints(settings, DelayedSavePolicy(late_s), resume_from=None, inputs=InputDigests(), group=group)

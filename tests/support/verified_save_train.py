@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 
 from megatron_rl.config import OptimSettings, ParallelSettings
+from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.policy import Policy
+from megatron_rl.types import SpecialTokens
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch" / "train.py"
 save = Policy.save_hf
@@ -23,7 +25,8 @@ def save_and_compare(self: Policy, out: Path, *, card: str) -> None:
     save(self, out, card=card)
     saved = Policy(
         replace(self.settings, path=str(out)), self.layout,
-        parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1, banned_ids=[], image_token_id=self.image_token_id,
+        training=TrainingSettings(parallel=ParallelSettings(), optim=OptimSettings(), num_steps=1),
+        special_tokens=SpecialTokens(image_token_id=self.image_token_id),
     )  # fmt: skip
     trained = dict(self.network.chunks.named_parameters())
     for name, parameter in saved.network.chunks.named_parameters():

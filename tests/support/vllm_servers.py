@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 
 from megatron_rl.config import EngineSettings, ModelSettings
+from megatron_rl.rollout.health import ServerControl
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.server_api import VllmServer
@@ -122,9 +123,9 @@ def connect_server_engine(
     sender = WeightSender(own, expected=wanted, owner=f"{name} of a test", kind="gloo", bucket_bytes=bucket_bytes, timeout_s=20)
     sender.lock_servers()
     engine = ServerEngine(
-        own, settings, name=name, image_token_id=renderer.image_token_id, stop_ids=renderer.stop_ids,
+        own, settings, name=name, special_tokens=renderer.special_tokens,
         decode_tokens=renderer.tokenizer.decode,
-        all_gather=lambda mine: [mine], sender=sender,
+        all_gather=lambda mine: [mine], control=ServerControl(sender=sender),
     )  # fmt: skip
     try:
         yield engine

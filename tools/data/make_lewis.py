@@ -19,7 +19,8 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.config import require
@@ -56,12 +57,16 @@ LISTENER_FEATURES = {
 
 
 def make_dataset(
-    pictures: Path, out: Path, *, encoder: Path | None, candidates: int, queries: int, positive: str, easy_share: float,
-    distractors: str, cross_share: float, train_share: float, least_concepts: int, resplit: bool, seed: int,
+    pictures: Path, out: Path, *, make_generator: Callable[..., RoundGenerator], encoder: Path | None, queries: int, train_share: float,
+    least_concepts: int, resplit: bool, seed: int,
 ) -> dict[str, int]:  # fmt: skip
     """Write all files and return the number of rounds per split.
 
-    The arguments are the command-line options. Raises ValueError if an option is invalid.
+    `make_generator` takes the catalogue and the embeddings of a split. The other arguments are
+    command-line options.
+
+    Raises:
+        ValueError: An option is invalid.
     """
     require(not out.exists(), "--out", out, "exists; choose another folder")
     given = read_given_splits(pictures, resplit=resplit)
@@ -72,17 +77,7 @@ def make_dataset(
     rows = encode_images(encoder, absolute) if encoder else embed_thumbnails(absolute)
     embeddings = dict(zip(paths, rows, strict=True))
     dealt = {
-        split: list(
-            RoundGenerator(
-                catalogue=chosen,
-                embeddings=embeddings,
-                num_candidates=candidates,
-                positive=positive,
-                easy_share=easy_share,
-                distractors=distractors,
-                cross_share=cross_share,
-            ).generate_rounds(seed=seed, queries=queries)
-        )
+        split: list(make_generator(catalogue=chosen, embeddings=embeddings).generate_rounds(seed=seed, queries=queries))
         for split, chosen in splits.items()
     }
     partial = out.with_name(f".{out.name}.partial")
@@ -196,9 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=23)
     given = vars(parser.parse_args(arguments))
     pictures, out = given.pop("pictures"), given.pop("out")
+    chosen = {name: given.pop(name) for name in ("positive", "easy_share", "distractors", "cross_share")}
+    make_generator = partial(RoundGenerator, num_candidates=given.pop("candidates"), **chosen)
 
     def made() -> str:
-        counts = make_dataset(pictures, out, **given)
+        counts = make_dataset(pictures, out, make_generator=make_generator, **given)
         return f"{counts['train']} training rounds and {counts['test']} test rounds in {out}"
 
     return run_command(made, out=out)

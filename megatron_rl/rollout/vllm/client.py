@@ -24,7 +24,7 @@ from megatron_rl.clients.endpoint_pool import EndpointError, describe_error, to_
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.vllm.sampler import NUM_SAMPLED_KEY, SEED_KEY
 from megatron_rl.rollout.vllm.server_api import VllmServer
-from megatron_rl.types import Image
+from megatron_rl.types import Image, SpecialTokens
 from sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE_PATH = "/inference/v1/generate"
@@ -94,8 +94,7 @@ class GenerateClient:
     """Client that requests turns from vLLM servers."""
 
     http: BoundedClient
-    image_token_id: int
-    stop_ids: list[int]
+    special_tokens: SpecialTokens
     limit_s: float
     """Timeout in seconds of one request, up to the end of its reply."""
     connect_s: float
@@ -183,7 +182,7 @@ class GenerateClient:
             "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "extra_args": {SEED_KEY: sampling.seed, NUM_SAMPLED_KEY: num_sampled},
-            "stop_token_ids": self.stop_ids,
+            "stop_token_ids": list(self.special_tokens.stop_ids),
             "ignore_eos": True,
             "logprobs": 0,
             "stop": list(sampling.stop),
@@ -197,7 +196,7 @@ class GenerateClient:
 
         The server itself expands the placeholders.
         """
-        own, before = self.image_token_id, [None, *token_ids[:-1]]
+        own, before = self.special_tokens.image_token_id, [None, *token_ids[:-1]]
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
     async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:

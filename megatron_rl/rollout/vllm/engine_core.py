@@ -27,6 +27,7 @@ from megatron_rl.rollout.vllm.kv_cache_errors import kv_cache_error
 from megatron_rl.rollout.vllm.patch_cache import keep_covered_patches
 from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY, SEED_KEY, EngineNoise, make_logits_processor, use_seeded_noise
 from megatron_rl.rollout.vllm.weight_receiver import EngineWeights, disable_weight_packing
+from megatron_rl.types import SpecialTokens
 
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
@@ -175,7 +176,7 @@ class VllmCore:
 
     def __init__(
         self, model_path: str, settings: EngineSettings, *,
-        banned_ids: list[int], stop_ids: list[int], name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
+        special_tokens: SpecialTokens, name: str, pixels: tuple[int, int] | None, reads_weights: bool, timeout_s: float,
         version: int, cached_patches: int = CACHED_PATCHES,
     ) -> None:  # fmt: skip
         """Build the engine.
@@ -184,11 +185,12 @@ class VllmCore:
         `name` is a unique name for this engine, the same on all of its ranks.
         """
         self._llm = _start_vllm(
-            model_path, settings, banned_ids=banned_ids, name=name, pixels=pixels, reads_weights=reads_weights, timeout_s=timeout_s
+            model_path, settings, banned_ids=list(special_tokens.banned_ids), name=name, pixels=pixels, reads_weights=reads_weights,
+            timeout_s=timeout_s,
         )  # fmt: skip
         self._engine = self._llm.llm_engine
         self._engine.set_weight_version(str(version))
-        self._stop_ids = stop_ids
+        self._stop_ids = special_tokens.stop_ids
         self._items: OrderedDict[str, MultiModalKwargsItem] = OrderedDict()
         self._num_patches, self._max_cached_patches = 0, cached_patches
         runner = self._engine.model_executor.driver_worker.worker.model_runner

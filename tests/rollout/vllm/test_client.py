@@ -13,7 +13,7 @@ from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.vllm.client import GenerateClient, GenerateRequest, PartialCompletion, find_stop
 from megatron_rl.rollout.vllm.server_api import CONNECTION_HINT, VllmServer
-from megatron_rl.types import Image
+from megatron_rl.types import Image, SpecialTokens
 from sandbox.bounded_http import BoundedClient
 from tests.support.json_server import server_url, start_server, stop_server
 
@@ -95,7 +95,7 @@ def reply(**changes: object) -> dict[str, object]:
 def ask(url: str, *, said: Completion = NOTHING) -> PartialCompletion:
     async def main() -> PartialCompletion:
         async with BoundedClient() as http:
-            asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            asking = GenerateClient(http=http, special_tokens=SpecialTokens(image_token_id=99, stop_ids=[2]), limit_s=30.0, connect_s=30.0)
             turn = GenerateRequest([5, 6], [], SamplingSettings(4, 0.5, seed=7, stop=("x",)))
             return await asking.generate(VllmServer(url), turn, said, label="mine.3", salt="mine.3")
 
@@ -215,7 +215,7 @@ def asking_all(
 
     async def main() -> list[PartialCompletion | BaseException]:
         async with BoundedClient() as http:
-            asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            asking = GenerateClient(http=http, special_tokens=SpecialTokens(image_token_id=99, stop_ids=[2]), limit_s=30.0, connect_s=30.0)
             asks = [asyncio.create_task(asking.generate(server, turn, NOTHING, label="mine.3", salt="mine.3")) for turn in turns]
             await asyncio.sleep(0)
             if cancelled is not None:
@@ -251,7 +251,7 @@ def test_a_turn_of_one_token_is_asked_for_once(album: tuple[VllmServer, Album]) 
 
     async def rest() -> PartialCompletion:
         async with BoundedClient() as http:
-            asking = GenerateClient(http=http, image_token_id=99, stop_ids=[2], limit_s=30.0, connect_s=30.0)
+            asking = GenerateClient(http=http, special_tokens=SpecialTokens(image_token_id=99, stop_ids=[2]), limit_s=30.0, connect_s=30.0)
             said = Completion([7], [-1.0], is_stopped=False, weight_versions=[2])
             return await asking.generate(server, turn_of(1, "b"), said, label="mine.3", salt="mine.3")
 

@@ -45,7 +45,7 @@ class EngineHolder:
         self._weights_lock, self._has_weights = ReadWriteLock(), True
         renderer = self.renderer
         self._engine = ColocatedEngine(
-            model.path, settings, image_token_id=renderer.image_token_id, banned_ids=renderer.banned_ids, stop_ids=renderer.stop_ids,
+            model.path, settings, special_tokens=renderer.special_tokens,
             group=None, pixels=renderer.final_pixels, cached_patches=ENGINE_CACHE_PATCHES,
         )  # fmt: skip
         self._is_started = threading.Event()

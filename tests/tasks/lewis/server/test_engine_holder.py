@@ -12,6 +12,7 @@ from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.errors import InfraError
 from megatron_rl.tasks.lewis.server import engine_holder
 from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder
+from megatron_rl.types import SpecialTokens
 
 
 class Engine:
@@ -41,7 +42,7 @@ def test_a_service_is_well_while_its_weights_change(monkeypatch: pytest.MonkeyPa
     """A service is healthy while its weights change, because a run that starts at that moment would
     otherwise consider it broken. After a failed update it is unhealthy until the next successful
     one."""
-    renderer = SimpleNamespace(image_token_id=0, banned_ids=[], stop_ids=[], final_pixels=(1, 2))
+    renderer = SimpleNamespace(special_tokens=SpecialTokens(image_token_id=0), final_pixels=(1, 2))
     for name, value in {
         "ColocatedEngine": Engine, "Renderer": lambda model, *, cache_bytes: renderer, "compute_folder_version": lambda *_: "first",
         "compute_tensors_version": lambda tensors, *_: f"{tensors['a'].item():g}",
