@@ -8,8 +8,8 @@ a collective. A warning names the ranks that are not waiting.
 If a collective fails because of a timeout or a dead rank, the run ends with one error line per
 node. The run also ends if a rank misses MAX_MISSED_REPLIES requests in a row; a rank that is only
 slow still replies. Ranks communicate through a TCPStore at torchrun's rendezvous address. On CUDA,
-torch's flight recorder writes the last NCCL collectives to the same folder as the stacks when NCCL
-ends a process after a timeout; this has not been tested.
+if NCCL ends a process after a timeout, torch's flight recorder writes the process's last NCCL
+collectives to RUN/hang. The use of the flight recorder has not been tested.
 """
 
 import faulthandler
@@ -174,14 +174,14 @@ class HangWatchdog:
         return list(traceback.walk_stack(sys._current_frames()[self._watched]))[::-1]
 
     def _request_reports(self) -> bool:
-        """Request new reports from all ranks; return False if another rank did so first."""
+        """Request new reports from all ranks; return False if another rank requested them first."""
         mine = f"{_request_number(self._last_request) + 1} rank {self._world.rank}"
         return self._store.compare_set("watch/asked", self._last_request.decode(), mine).decode() == mine
 
     def _answer_request(self) -> bool:
-        """Answer a new request with a report and a stack file; return False if there is none.
+        """Answer a new request with a report and a stack file; return False if there is no request.
 
-        A rank that is exiting does not answer, because it publishes its last report.
+        A rank that is exiting does not answer requests, because it publishes its last report.
         """
         asked = self._store.get("watch/asked")
         if asked == self._last_request or self._is_leaving.is_set():
@@ -209,7 +209,7 @@ class HangWatchdog:
     def _exit_process(self) -> NoReturn:
         """Print the diagnosis and exit this process at once.
 
-        Raising an exception would not help, because it cannot reach a thread inside a collective.
+        An exception would not help, because it cannot interrupt a thread blocked in a collective.
         """
         self._print_once(self._store.get("watch/verdict").decode())
         time.sleep(2 * POLL_S)  # the other ranks read the diagnosis first and do not blame this exit
@@ -250,7 +250,7 @@ class HangWatchdog:
             _print_to_stderr(f"error: {line}")
 
     def _exceeded_timeout(self, error: BaseException) -> str:
-        """Return text about the exceeded timeout, or '' if the error is not a timeout.
+        """Return a text that names the exceeded timeout, or '' if the error is not a timeout.
 
         The text names parallel.straggler_timeout_s for world.long_timeout_group, and
         parallel.timeout_s for all other groups.

@@ -31,7 +31,7 @@ shared memory (through /proc) if these files have the same contents for both pro
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Transfer:
-    """Transfer of an image to another node: to the first rank of this node that needs the image."""
+    """Transfer of an image to another node, to the first rank on that node that needs the image."""
 
     key: str
     sender: int
@@ -98,7 +98,7 @@ class ImageExchange:
         return rollouts
 
     def fetch(self, needed: Mapping[int, Sequence[Image]], rollouts: Sequence[Rollout]) -> None:
-        """Make the needed images available on the node of each rank until `release` is called."""
+        """Make the images that each rank needs available on its node until `release` is called."""
         if self._size == 1:
             return
         holders: dict[str, int] = {}
@@ -165,13 +165,13 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan which ranks share images on their node and which ranks send images to other nodes.
 
-    Example: rank 0 holds the image "a", ranks 1, 2 and 3 need it, and ranks 2 and 3 are on a
-    different node than ranks 0 and 1. Rank 0 then shares the image with rank 1 and sends it to rank
-    2, and rank 2 shares the image with rank 3.
+    Example: rank 0 has the image "a", and ranks 1, 2 and 3 need the image. Ranks 0 and 1 are on one
+    node, and ranks 2 and 3 are on another node. Rank 0 then shares the image with rank 1 and sends
+    the image to rank 2, and rank 2 shares the image with rank 3.
 
     Args:
         needed: Keys of the images that each rank needs, keyed by rank.
-        holders: Rank that holds each image, keyed by image key.
+        holders: Rank that has each image, keyed by image key.
         nodes: Node of each rank, in rank order.
         sizes: Size of each image in bytes, keyed by image key.
     """

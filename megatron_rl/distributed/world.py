@@ -174,7 +174,7 @@ def require_gpu_per_rank(world: World) -> None:
 def is_mig_slice(name: str) -> bool:
     """Return True if a torch device name denotes a MIG slice of a GPU.
 
-    Example: NVIDIA A100-SXM4-40GB MIG 1g.5gb.
+    The name of a MIG slice is, for example, `NVIDIA A100-SXM4-40GB MIG 1g.5gb`.
     """
     return " MIG " in name
 
@@ -188,9 +188,9 @@ def disconnect() -> None:
 def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
     """Return a process group of all ranks, for collectives that ranks enter at different times.
 
-    All ranks must call this together. In a world of size 1, the result is None, which stands for
-    the default group. Despite the long timeout, a collective in this group fails at once if a rank
-    dies.
+    All ranks must call this function together. In a world of size 1, the result is None, which
+    stands for the default group. Despite the long timeout, a collective in this group fails at once
+    if a rank dies.
     """
     return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -206,8 +206,8 @@ def round_up_to_minutes(timeout_s: float) -> int:
 def is_collective_error(error: BaseException) -> bool:
     """Return True if the error comes from a failed collective.
 
-    Such errors are dist.DistError (torch 2.13) or, from gloo, a RuntimeError with "gloo" in the
-    message.
+    A failed collective raises dist.DistError (torch 2.13) or, with gloo, a RuntimeError with "gloo"
+    in the message.
     """
     if isinstance(error, InfraError | RunFailed):
         return False
@@ -231,8 +231,8 @@ def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None =
 
     torch's all_gather_object pads the value of each rank to the size of the largest value (torch
     2.13, distributed_c10d.py). This function transfers only the actual values and 16 bytes per
-    rank. The values are transferred twice, because an all-reduce combines them. Apart from the 16
-    bytes per rank, the traffic per rank does not grow with the world size.
+    rank. Each value is transferred twice, because the values are gathered with an all-reduce. Apart
+    from the 16 bytes per rank, the traffic per rank does not grow with the world size.
     """
     said = torch.frombuffer(bytearray(pickle.dumps(local_value)), dtype=torch.uint8)
     size_W = torch.zeros(dist.get_world_size(), dtype=torch.int64)
@@ -254,10 +254,10 @@ class SharedOSError(OSError):
 
 
 def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `fn` on every rank and return its result; if any rank fails, raise its error on all.
+    """Run `fn` on every rank and return its result; if any rank fails, raise an error on all ranks.
 
-    Only OSError and ValueError are handled in this way. If several ranks fail, the error of the
-    lowest rank is raised. The text names this rank, unless all ranks failed.
+    Only OSError and ValueError are raised on all ranks. If several ranks fail, the error of the
+    lowest failed rank is raised. The error message names this rank, unless all ranks failed.
     """
     result, met = None, None
     try:

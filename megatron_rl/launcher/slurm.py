@@ -62,7 +62,7 @@ def write_job(settings: Settings, script: str) -> Path:
         raise ValueError(f"run.dir={folder}: a run is active in it; choose another folder")
     if not settings.run.overwrite and (stand.refusal or stand.is_finished):
         why = stand.refusal or "contains a finished run"
-        raise ValueError(f"run.dir={folder}: {why}; run.overwrite=true moves it aside, or choose another folder")
+        raise ValueError(f"run.dir={folder}: {why}; set run.overwrite=true to move this folder aside, or choose another folder")
     with explain_write_errors(folder):
         (folder / LOGS).mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(folder / SETTINGS_FILE, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
@@ -91,9 +91,9 @@ def submit_main(arguments: Sequence[str]) -> int:
     if "--" in words:
         words, further = words[: words.index("--")], words[words.index("--") + 1 :]
     parser = argparse.ArgumentParser(prog="submit.py", description="Submit a run as a Slurm job (docs/cluster.md).")
-    parser.add_argument("--dry-run", action="store_true", help="write script and settings, but do not submit the job")
+    parser.add_argument("--dry-run", action="store_true", help="write the script and the settings, but do not submit the job")
     parser.add_argument(
-        "words", nargs="+", metavar="KEY=VALUE", help="overrides of launch/train.py and slurm.KEY=VALUE; then -- and options of sbatch"
+        "words", nargs="+", metavar="KEY=VALUE", help="overrides for launch/train.py and slurm.KEY=VALUE; sbatch options follow after --"
     )
     options = parser.parse_intermixed_args(words)
     try:

@@ -79,7 +79,7 @@ class ChildProcesses:
         return ForcedExit(math.inf if self._has_processes else first + STARTUP_TIMEOUT_S / 2, line, 128 + number)
 
     def kill_children(self, number: int, frame: FrameType | None) -> None:
-        """Kill all child processes. This is the signal handler of the timer."""
+        """Kill all child processes when the timer expires (signal handler for SIGALRM)."""
         _send_signal(psutil.Process().children(), signal.SIGKILL)
 
     def exit_code(self, exitcode: int) -> int:

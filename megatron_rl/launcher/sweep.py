@@ -34,12 +34,12 @@ class LaunchScripts:
     """Scripts in launch/ that start a run."""
 
     folder: Path
-    """Directory launch/ of the checkout, which contains train.py, launch.py and slurm/."""
+    """The checkout's launch/ directory, which contains train.py, launch.py and slurm/."""
 
     def command(self, overrides: Sequence[str], *, processes: int, environment: Mapping[str, str]) -> list[str]:
         """Return the command that starts a run.
 
-        If the current Slurm job has several nodes, the run uses all of these nodes. Otherwise, the
+        If the current Slurm job has several nodes, the run uses all of these nodes; otherwise, the
         run uses only this machine.
         """
         if int(environment.get("SLURM_NNODES", 1)) > 1:
@@ -80,7 +80,7 @@ def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings])
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
     refused += [(task.folder, "a run is active in it") for task in tasks if is_running(task.folder)]
     if refused:
-        raise ValueError("\n".join(f"run.dir={folder}: {why}; choose another folder, or move it away" for folder, why in refused))
+        raise ValueError("\n".join(f"run.dir={folder}: {why}; choose another folder, or rename this one" for folder, why in refused))
     return [task for task, stand in zip(tasks, stands, strict=True) if not stand.is_finished]
 
 

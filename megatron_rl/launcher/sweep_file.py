@@ -73,14 +73,19 @@ def read_sweep(path: Path) -> Sweep:
     """
     given = _read_yaml(path)
     unknown = sorted(given.keys() - {*SWEEP_KEYS})
-    require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"no such key of a sweep; known keys are {', '.join(SWEEP_KEYS)}")
+    require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"unknown sweep key; known keys are {', '.join(SWEEP_KEYS)}")
     kinds = [kind for kind in SEARCH_KINDS if kind in given]
-    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"define the runs by one of {', '.join(SEARCH_KINDS)}")
+    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"define the runs with exactly one of {', '.join(SEARCH_KINDS)}")
     common = given.get("overrides", [])
     require(_is_text_list(common), f"{path}: overrides", common, "expects a list of overrides, [key=value, ...]")
     processes, folder = given.get("processes", "0"), given.get("folder") or f"runs/{path.stem}"
-    require(str(processes).isdigit(), f"{path}: processes", processes, "expects a whole number; leave it out to use Slurm's number")
-    require(isinstance(folder, str), f"{path}: folder", folder, "expects a folder's name")
+    require(
+        str(processes).isdigit(),
+        f"{path}: processes",
+        processes,
+        "expects a whole number; omit this key to use one process per GPU that Slurm assigns",
+    )
+    require(isinstance(folder, str), f"{path}: folder", folder, "expects a folder name")
     points = list(EXPANDERS[kinds[0]](given[kinds[0]], f"{path}: {kinds[0]}"))
     require(bool(points), f"{path}: {kinds[0]}", given[kinds[0]], "is empty and defines no run; give keys with values")
     tasks = [_make_task(index, own, common, Path(folder)) for index, own in enumerate(points)]
@@ -130,7 +135,7 @@ def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
     for key in ("draws", "seed"):
         require(str(given.get(key, "")).isdigit(), f"{location}.{key}", given.get(key, "(none)"), "expects a whole number")
     keys = {key: _parse_range(source, f"{location}.{key}") for key, source in given.items() if key not in ("draws", "seed")}
-    require(bool(keys), location, given, "contains no key to draw; give KEY: {log: [1e-5, 1e-3]}, {uniform: [0, 1]} or [a, b]")
+    require(bool(keys), location, given, "defines no key to draw values for; give KEY: {log: [1e-5, 1e-3]}, {uniform: [0, 1]} or [a, b]")
     generators = {key: random.Random(f"{given['seed']} {key}") for key in keys}
     for _ in range(int(given["draws"])):
         yield {key: _draw_value(source, generators[key]) for key, source in keys.items()}
@@ -151,8 +156,8 @@ def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float
         low, high = (float(bound) for bound in bounds)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}.{how}={bounds}: expects two numbers, [LOW, HIGH]") from error
-    require(low < high and math.isfinite(high - low), f"{where}.{how}", bounds, "expects two numbers, the lower first")
-    require(how == "uniform" or low > 0, f"{where}.{how}", bounds, "a logarithm needs bounds above 0")
+    require(low < high and math.isfinite(high - low), f"{where}.{how}", bounds, "expects two numbers, the lower one first")
+    require(how == "uniform" or low > 0, f"{where}.{how}", bounds, "a log range requires bounds above 0")
     return how, low, high
 
 
@@ -186,19 +191,22 @@ def _make_task(index: int, parameters: Mapping[str, str], common: Sequence[str],
     for word in words:
         told = f"task {index}: {word.partition('=')[0]}"
         require(
-            word.lstrip("+").partition("=")[0] != "run.dir", told, word.partition("=")[2], "a sweep sets run directories itself; set folder"
+            word.lstrip("+").partition("=")[0] != "run.dir",
+            told,
+            word.partition("=")[2],
+            "a sweep sets run.dir itself; set the sweep's folder instead",
         )
     require(
         len(folder.name) <= MAX_NAME_CHARS,
         f"task {index}: run.dir",
         folder,
-        f"a name of more than {MAX_NAME_CHARS} characters; use shorter values",
+        f"the name has more than {MAX_NAME_CHARS} characters; use shorter values",
     )
     return SweepTask(index=index, parameters=parameters, overrides=[*words, f"run.dir={folder}"], folder=folder)
 
 
 def run_folder_name(parameters: Mapping[str, str]) -> str:
-    """Return a name for a run directory that needs no quotes in Hydra or a shell.
+    """Return a run directory name that requires no quotes in Hydra or in a shell.
 
     Example: {algo: gspo, optim.lr: 2e-4} -> algo_gspo+optim.lr_2e-4.
     """
@@ -215,4 +223,4 @@ def _check_folders(tasks: Sequence[SweepTask], path: Path) -> None:
     if twice:
         indices = [str(task.index) for task in tasks if task.folder == twice[0]]
         told = f"{path}: run.dir={twice[0]}: is used by tasks {', '.join(indices)}; define every run once"
-        raise ValueError(f"{told}, or give them different values of a key such as run.seed")
+        raise ValueError(f"{told}, or give the tasks different values of a key such as run.seed")

@@ -47,8 +47,8 @@ SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
 def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
     """Check the model's directory, tokenizer and processor.
 
-    Return the renderer, or None if any of the three is unusable. Without a renderer, the length of
-    prompts cannot be checked.
+    Return the renderer, or None if the directory, the tokenizer or the processor is unusable.
+    Without a renderer, the length of prompts cannot be checked.
     """
     if not check_model_folder(settings.model.path, report, key="model.path"):
         return None
@@ -202,7 +202,7 @@ async def _check_judge_endpoints(judge: JudgeSettings) -> dict[str, HealthCheck]
 
 
 def check_sandbox(settings: Settings, report: CheckReport) -> None:
-    """Check that the sandbox server responds, or that this machine can isolate code."""
+    """Check that the sandbox server responds, or that this machine can run sandboxed code."""
     chosen = settings.task.sandbox
     if settings.task.name not in SANDBOX_TASKS or service_of(chosen.url):
         return

@@ -59,7 +59,8 @@ def run_checks_on_nodes(settings: Settings, world: World, run_node_checks: Calla
 def merge_reports(reports: dict[str, CheckReport]) -> CheckReport:
     """Merge the nodes' reports.
 
-    If only some nodes report an error or a warning, their names are added to its text.
+    If only some nodes report an error or a warning, the names of these nodes are appended to the
+    text of the error or warning.
     """
     whole = CheckReport(findings=[(f"{node}: {what}", found) for node, report in reports.items() for what, found in report.findings])
     for kind in ("errors", "warnings"):
@@ -133,7 +134,7 @@ def _clock_offset(read: list[float], first: list[float]) -> float:
 
 
 def check_time_left(settings: Settings, report: CheckReport) -> None:
-    """Warn if the remaining steps probably do not fit into the Slurm job.
+    """Warn if the Slurm job will probably end before the remaining steps are finished.
 
     The estimate is based on the last steps of an earlier attempt, and on the job's end time in
     SLURM_JOB_END_TIME.

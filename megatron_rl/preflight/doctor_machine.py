@@ -52,7 +52,7 @@ def check_machine(settings: Settings, report: CheckReport) -> None:
 
 
 def check_open_files(report: CheckReport) -> None:
-    """Raise the limit on open files, and report it."""
+    """Raise the limit on open files, and report the new limit."""
     try:
         raise_file_limit()
     except ValueError as error:
@@ -167,7 +167,7 @@ def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
-    """Check that the memory plan fits the host memory, and the GPU memory if there are GPUs.
+    """Check that the memory plan fits into host memory and, if there are GPUs, into GPU memory.
 
     If plan.world_size is set, GPU memory is planned even on a machine without GPUs. The expected
     time per step is also reported.

@@ -42,7 +42,7 @@ class Gpu:
     """Name and memory of a visible GPU."""
 
     name: str
-    """Name reported by torch, e.g. NVIDIA H100 80GB HBM3."""
+    """Name reported by torch, such as `NVIDIA H100 80GB HBM3`."""
     memory_bytes: int
     """Total memory in bytes; for a MIG slice, the memory of the slice."""
 
@@ -83,8 +83,8 @@ def check_gpus(settings: Settings, world: World, *, needed: int | ValueError | O
 def find_mismatches(settings: Settings, node_gpus: Sequence[Gpu], *, num_ranks: int) -> list[str]:
     """Return one error line for each problem with a node's GPUs.
 
-    The problems are MIG slices in a job of several ranks, GPUs of different types, and a
-    tensor-parallel size that would span nodes.
+    This function detects MIG slices in a job with several ranks, GPUs of different types, and
+    tensor-parallel groups that would span nodes.
 
     Args:
         settings: Settings of the run.
@@ -121,9 +121,9 @@ def find_too_small(settings: Settings, node_gpus: Sequence[Gpu], *, needed: int)
 
 
 def shared_memory_error(free: int, num_ranks: int, *, bytes_per_rank: int) -> str:
-    """Return an error if /dev/shm has less than `bytes_per_rank` free per rank.
+    """Return an error if the free space in /dev/shm is below `bytes_per_rank` * `num_ranks`.
 
-    Otherwise, return an empty string. No error is returned for a single rank, or with
+    Return an empty string if there is enough space. No error is returned for a single rank, or with
     NCCL_SHM_DISABLE=1, which lets NCCL work without shared memory.
     """
     if num_ranks == 1 or free >= bytes_per_rank * num_ranks or os.environ.get("NCCL_SHM_DISABLE") == "1":

@@ -2,8 +2,8 @@
 
 The checks ensure that all nodes have the same files, and that no engine spans nodes. A node is the
 set of processes started by one launcher. Rank 0 creates marker files, and the other nodes check
-that these files are visible. Each marker has a new random name, so that network file systems cannot
-answer from a cache.
+that these files are visible. Each marker has a new random name, so that a network file system
+cannot report a cached result.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class NodeReport:
     same directory.
     """
     file_fingerprints: Mapping[str, Mapping[str, object]]
-    """Maps each setting to {file: fingerprint} for the existing files that the setting names."""
+    """For each setting, maps the existing files that the setting names to their fingerprints."""
     sees_judge_cache: bool = False
     """True if the directory of rank 0's judge cache is visible on this node."""
 
@@ -124,7 +124,12 @@ def require_same_nodes(settings: Settings, reports: Sequence[NodeReport]) -> Non
     for view in reports:
         num = view.num_processes
         fitting = ", ".join(str(tp) for tp in (1, 2, 4, 8, 16) if num % tp == 0)
-        require(num % size == 0, "engine.tp", size, f"an engine cannot span nodes, but {view} has {num} processes; use one of {fitting}")
+        require(
+            num % size == 0,
+            "engine.tp",
+            size,
+            f"must divide the number of processes on each node, but {view} has {num}; use one of {fitting}",
+        )
         require(not view.run_dir_error, "run.dir", settings.run.dir, f"{view} {view.run_dir_error}; {SHARED_FOLDER_REMEDY}")
         for key, paths in source_files(settings).items():
             here, there = first.file_fingerprints[key], view.file_fingerprints[key]

@@ -81,5 +81,5 @@ def report_long_prompts(
             log(f"warning: task.data.{split}: {line}")
         num_more = len(found.warnings[MAX_SHOWN_MISMATCHES:]) + found.num_more_warnings
         if num_more:
-            log(f"warning: task.data.{split}: and {num_more} more; launch/doctor.py lists them")
+            log(f"warning: task.data.{split}: {num_more} more warnings; launch/doctor.py lists them")
         prompts.check_enough_fit(split, num=len(of_split), example_error="".join(found.warnings[:1]))

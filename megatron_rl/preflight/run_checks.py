@@ -21,7 +21,7 @@ from megatron_rl.services.engine_servers import check_started
 
 
 def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int | ValueError | OSError:
-    """Return the planned peak memory in bytes of the GPU that needs the most.
+    """Return the largest planned peak memory of any of the run's GPUs, in bytes.
 
     If the plan does not fit, the error is returned instead of raised, so that all ranks can raise
     it. The result is 0 on CPUs, and on all processes except the first process of each node. The

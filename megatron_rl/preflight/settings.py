@@ -40,10 +40,11 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
 def check_examples(task: Task, splits: tuple[str, ...]) -> None:
     """Raise ValueError if a split has no examples.
 
-    The run checks this at its start, because the first evaluation may be hours later.
+    A run checks the evaluation split at startup too, because the first evaluation may take place
+    hours later.
     """
     for split in splits:
-        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in its split {split}; add some")
+        require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in split {split}; add at least one")
 
 
 def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: Plugins = Plugins()) -> None:
@@ -113,7 +114,9 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     remedy = "would change the shared backbone while critic.warmup_steps train only the head; set it to 0, or critic.backbone=own"
     require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
     left = settings.run.steps - critic.warmup_steps
-    require(left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves none of run.steps={settings.run.steps} for the policy")
+    require(
+        left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves no training steps for the policy (run.steps={settings.run.steps})"
+    )
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {
@@ -135,9 +138,9 @@ Models that read the same batches must agree in all of these fields.
 def check_critic_vision(critic: ModelSpec, model: ModelSpec, *, path: str) -> None:
     """Raise ValueError if the critic cannot read the policy's batches.
 
-    Patches, placeholder tokens and positions of the critic must match the policy's. The vocabulary
-    sizes may differ by rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 fewer rows than
-    Qwen2.5-VL-7B).
+    The critic must use the same patches, placeholder tokens and positions as the policy. The
+    vocabulary sizes may differ by rows that the tokenizer does not use (Qwen2.5-VL-3B has 128 fewer
+    rows than Qwen2.5-VL-7B).
     """
     for name, of in VISION_KEYS.items():
         remedy = f"has {name}={of(critic)}, the policy has {of(model)}; use a model of the policy's family: both read the same batches"

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class BusyTimer:
-    """Measures how long at least one request was in flight; the caller passes the current time."""
+    """Measures the total time during which at least one request is in flight.
+
+    The caller passes the current time to each method.
+    """
 
     num_in_flight: int = 0
     since: float = 0.0
@@ -24,5 +27,5 @@ class BusyTimer:
             self.finished_s += now - self.since
 
     def busy_seconds(self, now: float) -> float:
-        """Return for how many seconds, up to `now`, at least one request was in flight."""
+        """Return the number of seconds until `now` with at least one request in flight."""
         return self.finished_s + (now - self.since if self.num_in_flight else 0.0)

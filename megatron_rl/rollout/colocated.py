@@ -64,7 +64,7 @@ class _StepMessage:
 
 
 class ColocatedEngine:
-    """vLLM engine on the ranks of `group`, or in this process only if `group` is None.
+    """vLLM engine on the ranks of `group`, or on this rank alone if `group` is None.
 
     All ranks of the default process group must construct their engines at the same time, because
     vLLM creates its process groups over all of these ranks. Only `special_tokens.stop_ids` and a
@@ -87,10 +87,10 @@ class ColocatedEngine:
         """Build the engine.
 
         If `reads_weights` is False, the engine starts faster, but can generate only after the first
-        `load_weights` call. `pixels` are the minimum and maximum number of pixels per image; None
-        uses the limits of the model folder's processor. `timeout_s` is the timeout of vLLM's
-        process groups in seconds; all ranks create these groups together. `cached_patches` is the
-        maximum number of image patches to keep between requests.
+        `load_weights` call. `pixels` is the (minimum, maximum) number of pixels of an image; if it
+        is None, the limits of the model folder's processor apply. `timeout_s` is the timeout in
+        seconds of the process groups that vLLM creates. `cached_patches` is the maximum number of
+        image patches to keep between requests.
         """
         assert settings.tp == (1 if group is None else group.size()), "engine.tp must equal the size of the group"
         self._settings = settings
@@ -137,7 +137,7 @@ class ColocatedEngine:
         assert self._has_weights, "load_weights must be called before generate: the engine has no weights"
         assert not self._core.sleeping_tags, f"generate was called while {self._core.sleeping_tags} are asleep"
         limit = self._settings.max_images
-        require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise it")
+        require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise this limit")
         offsets = placeholder_offsets(token_ids, images, image_token_id=self._image_token_id)
         if len(token_ids) >= self._settings.max_model_len:
             return Completion([], [], is_stopped=False, weight_versions=[])

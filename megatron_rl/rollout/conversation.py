@@ -73,15 +73,16 @@ class Conversation(Protocol):
     def char_to_token(self, char: int) -> int | None:
         """Return the index of the token that contains character `char` of the last response.
 
-        The index counts from the start of the sequence. Returns None if the conversation does not
-        record tokens.
+        The index is relative to the start of the sequence; `char` is relative to the start of the
+        response. Returns None if the conversation does not record tokens.
         """
         ...
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Add the observation that follows a response; return a stop reason if it exceeds a limit.
+        """Add the observation that follows a response, unless a limit would be exceeded.
 
-        If `is_new_prompt` is True, `messages` are a complete prompt and start a new sequence.
+        Returns a stop reason if a limit would be exceeded, else None. If `is_new_prompt` is True,
+        `messages` are a complete prompt and start a new sequence.
         """
         ...
 
@@ -165,7 +166,7 @@ class TokenConversation:
         return next((self.sequences[turn.sequence].weight_versions[turn.token_span[0]] for turn in first), self._requested_version)
 
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
-        """Render the prompt as the first sequence; return a stop reason if it is too large."""
+        """Render the prompt as the first sequence; return a stop reason if a limit is exceeded."""
         self.sequences.append(await self._shared_prompt.get_prompt(messages))
         return self._limits.exceeds(TokenSequence(), self.sequences[0])
 
@@ -183,7 +184,7 @@ class TokenConversation:
         return text
 
     def char_to_token(self, char: int) -> int:
-        """Return the index of the last response's token that contains character `char`.
+        """Return the index of the token that contains character `char` of the last response.
 
         The index is relative to the start of the sequence; `char` is relative to the start of the
         response.
@@ -192,7 +193,10 @@ class TokenConversation:
         return start + self._renderer.char_to_token(self.sequences[-1].token_ids[start:stop], char)
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Render an observation and append it; return a stop reason if it is too large."""
+        """Render an observation and append it, unless a limit would be exceeded.
+
+        Returns a stop reason if a limit would be exceeded, else None.
+        """
         context = TokenSequence() if is_new_prompt else self.sequences[-1]
         render = partial(self._renderer.prompt if is_new_prompt else partial(self._renderer.observation, context), messages)
         more = await render_off_loop(self._renderer, render, messages)

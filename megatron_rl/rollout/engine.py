@@ -104,15 +104,14 @@ class InferenceEngine(Protocol):
 class RolloutEngine(InferenceEngine, Protocol):
     """Engine that samples from the policy in training and receives its weights from the trainer.
 
-    A colocated engine (colocated.py) runs in the trainer's processes and takes turns with the
-    trainer in using the devices. A server engine (server_engine.py) uses other processes and keeps
+    A colocated engine (colocated.py) runs in the trainer's processes; the engine and the trainer
+    take turns using the devices. A server engine (server_engine.py) uses other processes and keeps
     generating while the trainer computes.
     """
 
     busy_s: float
-    """Number of seconds for which the engine has worked since its construction. For a server
-    engine, this is the number of seconds with at least one request in flight, averaged over the
-    servers.
+    """Total busy time of the engine since its construction, in seconds. For a server engine, this
+    is the number of seconds with at least one request in flight, averaged over the servers.
     """
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
@@ -145,7 +144,10 @@ class RolloutEngine(InferenceEngine, Protocol):
         ...
 
     def sleep(self) -> None:
-        """Free the device for the trainer; `load_weights` and then `wake` restore the engine."""
+        """Free the device for the trainer.
+
+        To restore the engine, call `load_weights` and then `wake`.
+        """
         ...
 
     def wake(self) -> None:
@@ -184,7 +186,7 @@ def placeholder_offsets(token_ids: list[int], images: list[Image], *, image_toke
     if expanded != token_ids:
         first = next(i for i, (given, own) in enumerate(itertools.zip_longest(token_ids, expanded)) if given != own)
         raise RuntimeError(
-            f"image placeholders: the sequence has {len(token_ids)} tokens, but {len(expanded)} with its {len(images)} images expanded; "
+            f"image placeholders: the sequence has {len(token_ids)} tokens, but needs {len(expanded)} to match its {len(images)} images; "
             f"the first difference is at position {first}"
         )
     return offsets

@@ -39,8 +39,8 @@ class EpisodeSettings(SequenceLimits):
     max_turns: int
     max_new_tokens: int
     max_seconds: float = 0.0
-    """Maximum wall time of an episode's turns in seconds, checked after every environment step; 0
-    sets no limit.
+    """Maximum wall time in seconds for all turns of an episode, checked after every environment
+    step; 0 sets no limit.
     """
     env_timeout_s: float = 0.0
     """Timeout in seconds for each environment call (reset, step, close); 0 sets no limit."""
@@ -191,7 +191,8 @@ async def _close_env(env: Env, limit_s: float) -> None:
 def _prompt_too_large(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
     """Return the error for a prompt that exceeds a limit.
 
-    The cause is a setting, not a failure of the policy. A run reports such examples at startup.
+    A prompt exceeds a limit because of the settings or the data, not because of the policy. At
+    startup, a run warns about prompts that exceed a limit.
     """
     (prompt,) = rollout.sequences
     raised = {

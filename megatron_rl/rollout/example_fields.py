@@ -1,6 +1,6 @@
 """Extracts the fields of an example that are recorded with each of its rollouts.
 
-The fields are the question, the reference answer, and the other fields of the data.
+The fields are the question, the reference answer, and the additional fields in `extra`.
 """
 
 from collections.abc import Mapping

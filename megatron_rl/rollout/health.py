@@ -53,8 +53,8 @@ class ServerSupervisor(Protocol):
         """Restart an unhealthy server if the server has exited or is unresponsive.
 
         `is_unresponsive` is ignored until the server has responded for the first time since its
-        start. Until then, the server counts as unresponsive once its startup timeout has passed.
-        The call does not restart the server while its restart backoff lasts, or after too many
+        start. Before its first response, the server counts as unresponsive once its startup timeout
+        has passed. The server is not restarted during its restart backoff, or after too many
         restarts.
         """
         ...

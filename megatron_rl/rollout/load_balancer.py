@@ -36,7 +36,7 @@ class SharedCounter(Protocol):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class EngineRank:
-    """Index of one engine among all engines, and the capacity of each engine."""
+    """Index of an engine, the number of engines, and the capacity of each engine."""
 
     index: int = 0
     num_engines: int = 1
@@ -105,16 +105,15 @@ class GroupAssignment:
     group_size: int
     """Number of episodes in the largest group."""
     counter_key: str
-    """Name of the shared counter of groups taken from `remaining`."""
+    """Name of the shared counter for the number of groups taken from `remaining`."""
     engine_rank: EngineRank
 
     async def requested(self, episodes: list[asyncio.Task[Rollout]], num_groups: int) -> int:
         """Wait until there is capacity for a group; return the number of groups to start.
 
-        Once an episode has failed, the engine takes no more than its even share. Without this
-        limit, a broken engine, on which episodes fail quickly, would take groups that a healthy
-        engine could run. If all engines are broken, every group still runs, since each engine takes
-        its even share.
+        Once an episode has failed, the engine takes no more than its even share. A broken engine,
+        on which episodes fail quickly, would otherwise take groups that a healthy engine could run.
+        If all engines are broken, every group still runs, since each engine takes its even share.
         """
         while len(playing := [episode for episode in episodes if not episode.done()]) + self.group_size > self.capacity:
             done, _ = await asyncio.wait(playing, return_when=asyncio.FIRST_COMPLETED)

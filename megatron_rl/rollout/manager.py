@@ -57,8 +57,8 @@ class RunCallbacks:
     """Functions of the run that the rollout manager calls."""
 
     run_with_grace: Callable[[MakeCoroutine], Coroutine[object, object, Any]] = run_to_completion
-    """Runs a coroutine and returns its result, or None if a stop signal caused it to cancel the
-    coroutine.
+    """Runs a coroutine and returns its result, or None if it cancelled the coroutine because of a
+    stop signal.
     """
     log: Callable[[str], None] = print
     """Prints one line."""
@@ -86,7 +86,7 @@ class RolloutManager:
     Each process has a colocated engine, one rank of a colocated engine, or a client of the engine
     servers. All ranks must call each method together.
 
-    A colocated engine and the trainer take turns in using a device. At first, the engine uses the
+    A colocated engine and the trainer take turns using the device. At first, the engine uses the
     device. `offloaded` frees the device for the trainer, and `update_weights` returns the device to
     the engine.
     """
@@ -96,7 +96,7 @@ class RolloutManager:
         generation_settings: GenerationSettings, engine_rank: EngineRank = EngineRank(), collectives: RankCollectives = RankCollectives(),
         callbacks: RunCallbacks = RunCallbacks(),
     ) -> None:  # fmt: skip
-        """Create a manager without episodes in progress.
+        """Create a manager that has no episodes in progress.
 
         `episode_settings` are the settings of training episodes, with the run's seed. `engine_rank`
         identifies this process's engine among all engines.
@@ -132,8 +132,8 @@ class RolloutManager:
 
         Generates batches until `is_enough` returns True for the rollouts of all batches so far, or
         until max_num_gen_batches batches have been generated. Group numbers continue from batch to
-        batch. With generation_settings.max_staleness > 0, finished groups are used in the order in
-        which they were scheduled, after the groups at the staleness limit.
+        batch. With generation_settings.max_staleness > 0, the groups at the staleness limit are
+        used first. The other finished groups follow in the order in which they were scheduled.
         """
         rollouts: list[Rollout] = []
         stale = self.scheduler.drop_stale(step, self._oldest_versions())
@@ -169,7 +169,7 @@ class RolloutManager:
     def _run_groups(
         self, new: Mapping[int, ScheduledGroup], num: int, stale: Sequence[int], *, step: int
     ) -> tuple[dict[int, ScheduledGroup], list[Rollout]]:  # fmt: skip
-        """Run active groups until `num` groups have finished, including all due groups.
+        """Run active groups until `num` groups have finished, including all at the staleness limit.
 
         Returns the chosen groups and their rollouts. The engines exchange their buffer states once,
         as soon as they have finished enough groups in total, so that all ranks choose the same
@@ -369,7 +369,7 @@ class RolloutManager:
         return self.engine.metrics()
 
     def busy_s(self) -> float:
-        """Return how many seconds this process's engine has worked since its construction."""
+        """Return the total busy time of this process's engine, in seconds."""
         return self.engine.busy_s
 
     def start(self) -> None:
@@ -403,8 +403,8 @@ class RolloutManager:
 async def render_prompt(task: Task, example: Example, renderer: Renderer, *, seed: int) -> TokenSequence | None:
     """Render the prompt of an example without an engine.
 
-    Returns None if the environment raises InfraError. The example's episodes will fail with the
-    same error and report it.
+    Returns None if the environment raises InfraError; the example's episodes will probably raise
+    this error again and report it.
     """
     env = task.env(example)
     try:

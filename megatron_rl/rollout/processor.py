@@ -77,7 +77,7 @@ def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
         ("processor_class", type(processor).__name__, PROCESSORS),
         ("image_processor_type", type(processor.image_processor).__name__, IMAGE_PROCESSORS),
     ):
-        require(found in known, "model.path", path, f"{file} names {kind} {found}; known: {', '.join(known)}")
+        require(found in known, "model.path", path, f"{file} has {kind} {found}; known: {', '.join(known)}")
     size = {name for name, value in dict(processor.image_processor.size).items() if value is not None}
     remedy = f"{file} has the size keys {', '.join(sorted(size))}; use shortest_edge and longest_edge, in pixels of the whole image"
     require(size in SIZE_FORMS, "model.path", path, remedy)
@@ -225,7 +225,7 @@ def _render_checked(
 def find_banned_ids(vocab: dict[str, int], spec: ModelSpec, *, never_sampled: Sequence[str]) -> list[int]:
     """Return the token ids that no engine may sample.
 
-    The banned ids are the image and video markers, and the ids below the model's vocabulary size to
-    which the tokenizer assigns no token.
+    The banned ids are the image and video markers, and all ids of the model's vocabulary to which
+    the tokenizer assigns no token.
     """
     return sorted({*(vocab[token] for token in never_sampled), *(set(range(spec.vocab_size)) - set(vocab.values()))})

@@ -65,9 +65,9 @@ GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "
 def max_inline_pixels(engine: EngineSettings) -> int:
     """Return the smallest pixel count at which images are rendered in a thread.
 
-    For a colocated engine, smaller images are rendered in the event loop itself. The order of
-    requests is then always the same, so a run on a CPU is bitwise reproducible. Requests to servers
-    have no fixed order, so all images are rendered in threads.
+    For a colocated engine, smaller images are rendered in the event loop itself, so that the order
+    of requests is always the same and a run on a CPU is bitwise reproducible. For inference
+    servers, all images are rendered in threads, because the order of requests varies in any case.
     """
     return 1 if engine.mode == "server" else MAX_INLINE_PIXELS
 
@@ -159,8 +159,8 @@ class Renderer:
     def _process_resized(self, resized: Picture, *, key: str) -> Image:
         """Return the image and patches for `resized`, which already has its final size.
 
-        `resized` must not be resized again, because smart_resize may change the size of its own
-        result.
+        `resized` must not be resized again, because a second call of smart_resize may change the
+        size again.
         """
         known = self._find_cached(key)
         if known is not None:
@@ -176,7 +176,7 @@ class Renderer:
             return self._images.get(key)
 
     def _cache_image(self, image: Image) -> Image:
-        """Cache and return the image; return the cached copy if another thread was faster."""
+        """Cache and return the image; if another thread has already cached it, return that copy."""
         with self._lock:
             if image.key not in self._images:
                 self._images[image.key], self._sources_by_final_key[image.key] = image, set()
@@ -205,10 +205,16 @@ class Renderer:
         A resize within these limits does not change an image that already has its final size. The
         limits are wider than [min_pixels, max_pixels], because smart_resize rounds side lengths to
         multiples of `vision_token_side`: up when it enlarges an image, and down when it reduces an
-        image. The maximum is the largest of three values: max_pixels; (a + side)(b + side) for an
-        image that is enlarged to a * b = min_pixels; and `side` times the longer side of a reduced
-        image that is one vision token high. The aspect ratio a : b is at most 200 (smart_resize of
-        transformers 5.19).
+        image.
+
+        The maximum is the largest of three values:
+
+        - max_pixels;
+        - (a + side)(b + side) for an image that is enlarged to a * b = min_pixels;
+        - side * b for an image that is reduced to a * b = max_pixels, if a < side.
+
+        Here, `side` is `vision_token_side`, and b / a is at most 200 (smart_resize of transformers
+        5.19).
         """
         side, longest = self.vision_token_side, 200**0.5
         enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
@@ -256,7 +262,7 @@ class Renderer:
         """Render a whole conversation for supervised learning.
 
         The loss mask is 1 on the tokens of each assistant message and on its end-of-turn token,
-        except for messages with "loss": False.
+        except for messages in which `loss` is False.
 
         Raises:
             ValueError: `split_transcript` rejects the messages, or a reply contains tokens that

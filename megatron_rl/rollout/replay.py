@@ -1,7 +1,7 @@
 """Replays the recorded rollouts of a run (rollouts.save=all) instead of generating rollouts.
 
 With the settings and initial weights of the recorded run, training reproduces every loss, gradient
-and weight of that run, with any parallel layout of the trainer.
+and weight of that run, regardless of the trainer's parallel layout.
 """
 
 from collections.abc import Callable, Iterator

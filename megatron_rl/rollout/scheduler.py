@@ -3,9 +3,9 @@
 The schedule is the same on every rank. A generation batch consists of num_prompts prompts. When a
 step begins, max_staleness + 1 generation batches are in progress; this is the capacity limit of
 AReaL (arXiv 2505.24298, eq. 3), counted in whole groups. The step ends when num_prompts groups have
-finished, including all groups that would be too stale for the next step. The other groups continue
-with the updated weights. With max_staleness=0, each step runs exactly one generation batch of its
-own.
+finished, including all groups that would be too stale for the next step. Unfinished groups continue
+with the updated weights. With max_staleness=0, each generation batch starts and finishes within one
+step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -88,8 +88,8 @@ class PromptScheduler:
         """Drop the groups that are too stale for this step, and return their numbers.
 
         The prompts of the dropped groups become pending again. Every step waits for the groups at
-        the staleness limit (`due_groups`). Therefore the groups dropped here come only from servers
-        that reported their weight version too late.
+        the staleness limit (`due_groups`). Therefore, a group is dropped here only if a server
+        reported its weight version too late.
 
         Args:
             step: Index of the step that is about to begin.

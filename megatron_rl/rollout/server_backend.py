@@ -15,7 +15,7 @@ from sandbox.bounded_http import BoundedClient
 class ServerBackend(Protocol):
     """One inference server.
 
-    Methods raise EndpointError if the server rejects a request, does not answer in time, or sends
+    Methods raise EndpointError if the server rejects a request, does not respond in time, or sends
     an unexpected reply.
     """
 
@@ -26,9 +26,11 @@ class ServerBackend(Protocol):
     is_healthy: bool
     """True while the server is known to have the current weights."""
     is_responding: bool
-    """False if the server did not answer the last health check."""
+    """False if the server did not respond to the last health check."""
     is_checksumming: bool
-    """True while the server computes checksums of all its weights and answers no other request."""
+    """True while the server computes checksums of all its weights. During this time, the server
+    does not respond to other requests.
+    """
     busy_timer: BusyTimer
     """Measures the time during which this process has requests in flight to the server. All times
     are values of time.perf_counter().
@@ -47,7 +49,7 @@ class ServerBackend(Protocol):
     async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
         """Return the label of the weights that the server's engine uses.
 
-        The engine itself answers this request, so the request times out if the engine hangs.
+        The engine itself processes this request, so the request times out if the engine hangs.
         """
         ...
 

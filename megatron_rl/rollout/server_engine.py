@@ -1,11 +1,11 @@
 """Rollout engine that sends requests to vLLM servers in other processes, on any node.
 
 A new episode is assigned to the least busy server. The episode stays on this server, because the
-server has cached the episode's sequence. If a server does not finish a request because of a weight
-update or a failure, the request is sent again with the tokens sampled so far, to the same server or
-to another server. On CPUs, resending does not change the sampling noise, which depends only on seed
-and position (vllm/sampler.py). Weights are identified by a label, which consists of the run's name
-and the weight version. Each server returns the label of its weights with all sampled tokens.
+server has cached the episode's sequence. If a weight update or a failure interrupts a request, the
+request is sent again with the tokens sampled so far, to the same server or to another server. On
+CPUs, resending does not change the sampling noise, which depends only on seed and position
+(vllm/sampler.py). Weights are identified by a label, which consists of the run's name and the
+weight version. Each server returns the label of its weights with all sampled tokens.
 
 The event loop runs in its own thread, so episodes continue while the trainer computes.
 """
@@ -118,14 +118,14 @@ class ServerEngine:
 
     @property
     def urls(self) -> list[str]:
-        """Addresses of all servers."""
+        """URLs of all servers."""
         return [server.url for server in self._servers]
 
     def metrics(self) -> dict[str, float]:
         """Return the times of the last weight update in seconds.
 
         weight_sync/pause_s is the time for which requests were paused. weight_sync/transfer_s,
-        which only the rank that sends the weights returns, is the part of the pause that was spent on
+        which only the rank that sends the weights returns, is the part of the pause that was spent
         sending the weights.
         """
         return dict(self._metrics)
@@ -145,7 +145,7 @@ class ServerEngine:
             AccessDenied: A server rejects this run's token.
         """
         limit = self._settings.max_images
-        require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise it")
+        require(len(images) <= limit, "engine.max_images", limit, f"a sequence contains {len(images)} images; raise this limit")
         placeholder_offsets(token_ids, images, image_token_id=self._special_tokens.image_token_id)
         num_remaining = self._settings.max_model_len - len(token_ids)
         request = GenerateRequest(list(token_ids), list(images), replace(sampling, max_tokens=min(sampling.max_tokens, num_remaining)))
@@ -234,9 +234,8 @@ class ServerEngine:
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], *, version: int) -> None:
         """Send weights to all servers. All ranks must call this method together.
 
-        Turns in progress are interrupted and continue with the new weights. If a server is not
-        confirmed to have received all weights, the server is marked unhealthy, and no RuntimeError
-        is raised.
+        Turns in progress are interrupted and continue with the new weights. If a server fails to
+        receive all weights, the server is marked unhealthy, and no error is raised.
         """
         began = time.perf_counter()
         self.run(self._pause_requests())
@@ -266,7 +265,7 @@ class ServerEngine:
         """Stop new requests and abort requests in flight, which return the tokens sampled so far.
 
         A turn that was waiting for another turn to send an image may still send a request after the
-        pause has begun. The next iteration of the loop aborts this request.
+        pause has begun. Requests are therefore aborted repeatedly until none is in flight.
         """
         self._is_serving.clear()
         began = time.monotonic()

@@ -36,8 +36,8 @@ class Step:
     by algo.thought_logprob_scale. None if the response is not divided into thoughts and action.
     """
     is_new_prompt: bool = False
-    """True if `messages` are a complete new prompt that includes the state; False if they continue
-    the sequence.
+    """True if `messages` are a complete new prompt, which includes the environment's state; False
+    if `messages` continue the sequence.
     """
 
 
@@ -50,7 +50,7 @@ class Env(ABC):
 
     @property
     def state(self) -> str:
-        """Name of the current state, to which the next response reacts; empty if unknown.
+        """Name of the environment's current state; empty if unknown.
 
         Equal states of the same example must have the same name in all episodes and at all turns.
         algo.turn_credit=gigpo compares turns with the same state name; a turn with an empty name is
@@ -74,10 +74,11 @@ class Env(ABC):
 
 
 class Task(ABC):
-    """Family of examples with their environment and reward."""
+    """Defines a set of examples, their environments, and their rewards."""
 
     Options: ClassVar[type | None] = None
-    """Dataclass of settings specific to this task; `settings.options` is an instance of it."""
+    """Dataclass of settings specific to this task; `settings.options` is an instance of this class.
+    """
     reward_names: ClassVar[Sequence[str]] = ()
     """Accepted values of task.reward, in addition to the names of user-defined reward functions.
     Empty if the task has only one reward.

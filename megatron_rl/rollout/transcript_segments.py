@@ -28,7 +28,7 @@ class TranscriptSegment:
     messages: Sequence[Message]
     """Messages that are rendered in `observation`."""
     is_trained: bool
-    """False if the message of the reply has "loss": False."""
+    """False if `loss` is False in the message that contains the reply."""
 
 
 def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[TranscriptSegment]:
@@ -50,7 +50,7 @@ def split_transcript(messages: Sequence[Message], render: RenderFn) -> list[Tran
         content = message["content"]
         if not isinstance(content, str) and any(part["type"] == "image" for part in content):
             raise ValueError(
-                f"messages[{index}]: the assistant message contains an image, which cannot be trained on; move it to a user message"
+                f"messages[{index}]: the assistant message contains an image, which cannot be trained on; move the image to a user message"
             )
         learned = bool(message.get("loss", True))
         pieces.append(TranscriptSegment(before.removeprefix(done), after.removeprefix(before), messages[answered + 1 : index], learned))

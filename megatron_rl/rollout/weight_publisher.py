@@ -1,8 +1,9 @@
 """Publishes the policy's weights over HTTP to services that generate with this policy.
 
-The services are partner models in another run (tasks/lewis/server/weight_updates.py). A service
-that accepts an update uses the new weights from then on. If a service does not accept an update,
-the failure is logged; the service keeps its current weights and receives the next update.
+The services serve this policy as a partner model to another run
+(tasks/lewis/server/weight_updates.py). A service that accepts an update uses the new weights from
+then on. If a service does not accept an update, the failure is logged; the service keeps its
+current weights and receives the next update.
 """
 
 import base64
@@ -58,7 +59,7 @@ class WeightPublisher:
         raise_on_all_ranks(lambda: require(not behind, "weight_publish.urls", self._settings.urls, remedy))
 
     def publish(self, tensors: TensorsFn, *, step: int) -> dict[str, float]:
-        """Send the weights after `step` steps if an update is due.
+        """Send the current weights if `step` is a multiple of weight_publish.every.
 
         All ranks must call this method together. On the main rank, returns the metric
         weight_publish/num_behind: the number of services that have not accepted these weights.
@@ -111,7 +112,7 @@ class WeightPublisher:
             except NoResponse as error:
                 raise EndpointError(to_one_line(str(error))) from error
             if answer.status in DENIED_STATUSES:
-                raise KeyRefused(f"responds with HTTP {answer.status} ({to_one_line(answer.text)}); set its token")
+                raise KeyRefused(f"responds with HTTP {answer.status} ({to_one_line(answer.text)}); set the service's token")
             if answer.status != 200:
                 hint = "; start it with --trained" if answer.status == 404 else ""
                 raise EndpointError(f"HTTP {answer.status}: {to_one_line(answer.text)}{hint}")
@@ -120,7 +121,7 @@ class WeightPublisher:
             except ValidationError as error:
                 raise EndpointError(describe_error(error)) from error
             if held != number + 1:
-                raise EndpointError(f"has {held} parts, but {number + 1} were sent")
+                raise EndpointError(f"has received {held} parts, but {number + 1} were sent")
 
 
 def _encode_bucket(bucket: list[tuple[str, torch.Tensor]]) -> str:

@@ -219,7 +219,7 @@ def test_how_a_life_may_end(codes: list[int | None], said: list[str], struck: li
     [
         (None, "step 1\n", ""),
         (0, "done", ""),
-        (1, "error: engine.urls=http://a:1: cannot be used (this engine is in use by a/b); stop the run that uses it\n", ""),
+        (1, "error: engine.urls=http://a:1: cannot be used (this engine is in use by a/b); stop the run that uses this server\n", ""),
         (1, GOOD, "not refused"),
         (1, "error: something went wrong\n", "neither key nor part"),
         (-signal.SIGSEGV, "", "exit codes"),

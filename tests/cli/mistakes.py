@@ -86,7 +86,7 @@ MISTAKES = {
     "algo=ppo critic.lora.rank=4": "critic.lora.rank=4: is for a critic with its own backbone; ..., or lora.rank for both",
     "algo=ppo critic.head_sizes=[8,0]": "critic.head_sizes=[8, 0]: must be positive numbers",
     "algo=ppo critic.warmup_steps=1 optim.weight_decay=0.1": "optim.weight_decay=0.1: would change the shared backbone while ...",
-    "algo=ppo run.steps=3 critic.warmup_steps=3": "critic.warmup_steps=3: leaves none of run.steps=3 for the policy",
+    "algo=ppo run.steps=3 critic.warmup_steps=3": "critic.warmup_steps=3: leaves no training steps for the policy (run.steps=3)",
     "algo=ppo critic.lr=1e-4 optim.lr=1e-3 optim.min_lr=5e-4": "critic.lr=0.0001: must be at least optim.min_lr=0.0005",
     "algo=ppo algo.turn_credit=return_to_go": "algo.turn_credit=return_to_go: algo.name=ppo credits whole episodes; use ...",
     "algo=ppo filter.drop=[zero_std]": "filter.drop=['zero_std']: algo.name=ppo also learns from groups with equal rewards; ...",

@@ -85,24 +85,25 @@ MISTAKES = [  # the yaml, and what its line says after the path
     ("grid: {optim: [{lr: 1e-4}]}", ": grid.optim={'lr': '1e-4'}: expects a value or a list; write a nested key with dots, a.b: value"),
     ("list: {algo: gspo}", ": list={'algo': 'gspo'}: expects a list of {key: value, ...}"),
     ("list: [algo=gspo]", ": list[0]=algo=gspo: expects {key: value, ...}"),
-    ("overrides: [a=1]", "=(neither): define the runs by one of grid, list, random"),
-    ("list: [{}]\ngrid: {a: [1]}", "=grid+list: define the runs by one of grid, list, random"),
-    ("gird: {a: [1]}", ": gird=...: no such key of a sweep; known keys are overrides, grid, list, random, folder, processes"),
+    ("overrides: [a=1]", "=(neither): define the runs with exactly one of grid, list, random"),
+    ("list: [{}]\ngrid: {a: [1]}", "=grid+list: define the runs with exactly one of grid, list, random"),
+    ("gird: {a: [1]}", ": gird=...: unknown sweep key; known keys are overrides, grid, list, random, folder, processes"),
     ("overrides: a=1\nlist: [{}]", ": overrides=a=1: expects a list of overrides, [key=value, ...]"),
-    ("processes: two\nlist: [{}]", ": processes=two: expects a whole number; leave it out to use Slurm's number"),
+    ("processes: two\nlist: [{}]", ": processes=two: expects a whole number; omit this key to use one process per GPU that Slurm assigns"),
     ("- a", "=...: expects keys with values; known keys are overrides, grid, list, random, folder, processes"),
     ("grid: {a: [1}", ": line 1 is not valid YAML: expected ',' or ']', but got '}'"),
     ("random: {draws: 3, a: [1]}", ": random.seed=(none): expects a whole number"),
     ("random: {draws: -3, seed: 0, a: [1]}", ": random.draws=-3: expects a whole number"),
     ("random: {draws: 0, seed: 0, a: [1]}", ": random={'draws': '0', 'seed': '0', 'a': ['1']}: is empty and defines no run; ..."),
-    ("random: {draws: 3, seed: 0}", ": random={'draws': '3', 'seed': '0'}: contains no key to draw; ..."),
+    ("random: {draws: 3, seed: 0}", ": random={'draws': '3', 'seed': '0'}: defines no key to draw values for; ..."),
     ("random: {draws: 3, seed: 0, a: 1}", ": random.a=1: expects {log: [LOW, HIGH]}, {uniform: [LOW, HIGH]}, or a list to choose from"),
     ("random: {draws: 3, seed: 0, a: {log: [1, x]}}", ": random.a.log=['1', 'x']: expects two numbers, [LOW, HIGH]"),
-    ("random: {draws: 3, seed: 0, a: {log: [0, 1]}}", ": random.a.log=['0', '1']: a logarithm needs bounds above 0"),
-    ("random: {draws: 3, seed: 0, a: {uniform: [1, 1]}}", ": random.a.uniform=['1', '1']: expects two numbers, the lower first"),
+    ("random: {draws: 3, seed: 0, a: {log: [0, 1]}}", ": random.a.log=['0', '1']: a log range requires bounds above 0"),
+    ("random: {draws: 3, seed: 0, a: {uniform: [1, 1]}}", ": random.a.uniform=['1', '1']: expects two numbers, the lower one first"),
     (
         "list: [{a: 1}, {b: 1}, {a: '1'}]",
-        ": run.dir=runs/sweep/a_1: is used by tasks 0, 2; define every run once, or give them different values of a key such as run.seed",
+        ": run.dir=runs/sweep/a_1: is used by tasks 0, 2; define every run once, "
+        "or give the tasks different values of a key such as run.seed",
     ),
 ]
 
@@ -124,9 +125,9 @@ def test_a_run_folder_is_the_sweeps_to_name(tmp_path: Path) -> None:
     characters, is refused.
     """
     for text in ("overrides: [run.dir=mine]\nlist: [{}]", "grid: {run.dir: [mine]}"):
-        with pytest.raises(ValueError, match=r"^task 0: run\.dir=mine: a sweep sets run directories itself; set folder$"):
+        with pytest.raises(ValueError, match=r"^task 0: run\.dir=mine: a sweep sets run\.dir itself; set the sweep's folder instead$"):
             swept(tmp_path, text)
-    with pytest.raises(ValueError, match="a name of more than 200 characters"):
+    with pytest.raises(ValueError, match="the name has more than 200 characters"):
         swept(tmp_path, f"grid: {{a: [{'x' * 200}]}}")
 
 

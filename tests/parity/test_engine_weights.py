@@ -144,7 +144,7 @@ def test_q_and_k_swapped_by_the_sender_are_refused(engine: ColocatedEngine, hf: 
     """Swapped q and k weights have wrong shapes and are rejected."""
     stem = "model.language_model.layers.0.self_attn."
     swapped = swap(stem + "q_proj.weight", stem + "k_proj.weight")(list(hf.state_dict().items()))
-    with pytest.raises(RuntimeError, match=r"_proj.weight was sent with shape \(\d+, 128\), but the engine has shape"):
+    with pytest.raises(RuntimeError, match=r"_proj.weight was sent with shape \(\d+, 128\), but the engine's parameter has shape"):
         engine.load_weights(iter(swapped), version=1)
 
 

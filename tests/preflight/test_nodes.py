@@ -33,7 +33,7 @@ def other(key: str, **files: object) -> NodeReport:
         ),
         (
             replace(SECOND, num_processes=6),
-            "engine.tp=4: an engine cannot span nodes, but node 1 (b) has 6 processes; use one of 1, 2",
+            "engine.tp=4: must divide the number of processes on each node, but node 1 (b) has 6; use one of 1, 2",
         ),
         (
             other("model.path", **{"m/config.json": "d2", "m/model.safetensors": 100}),

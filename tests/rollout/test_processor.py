@@ -131,7 +131,7 @@ def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_th
         (
             "preprocessor_config.json",
             {"image_processor_type": "CLIPImageProcessor"},
-            "preprocessor_config.json names image_processor_type CLIP",
+            "preprocessor_config.json has image_processor_type CLIP",
         ),
         (
             "preprocessor_config.json",
@@ -140,7 +140,7 @@ def test_episodes_of_several_turns_and_transcripts_need_a_template_that_keeps_th
         ),
         ("preprocessor_config.json", {"size": 448}, "preprocessor_config.json has the size keys shortest_edge; use"),
         ("preprocessor_config.json", None, r"preprocessor_config.json \(which is missing\) again"),
-        ("processor_config.json", {"processor_class": "LlavaProcessor"}, "processor_config.json names processor_class LlavaProcessor"),
+        ("processor_config.json", {"processor_class": "LlavaProcessor"}, "processor_config.json has processor_class LlavaProcessor"),
     ],
 )
 def test_a_processor_of_another_kind(file: str, change: dict | None, said: str, folder: Path) -> None:

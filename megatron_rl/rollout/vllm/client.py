@@ -96,7 +96,7 @@ class GenerateClient:
     http: BoundedClient
     special_tokens: SpecialTokens
     limit_s: float
-    """Timeout in seconds of one request, up to the end of its reply."""
+    """Timeout in seconds for one request, including its complete reply."""
     connect_s: float
     """Timeout in seconds for connecting to a server."""
 
@@ -245,14 +245,16 @@ def _parse_reply(body: bytes, sent_ids: list[int], label: str, *, max_tokens: in
         raise EndpointError(describe_error(error)) from error
     given = f"the engine received {len(reply.prompt_token_ids)} tokens, but {len(sent_ids)} were sent"
     if reply.prompt_token_ids != sent_ids:
-        raise RuntimeError(f"{given}: it expands image placeholders differently from the renderer")
+        raise RuntimeError(f"{given}: the engine expands image placeholders differently from the renderer")
     spans = choice.weight_versions or []
     labels, num_versions = {span.version for span in spans}, sum(span.end - span.start for span in spans)
     logprobs = [each.logprob for each in choice.logprobs.content] if choice.logprobs else []
     if choice.token_ids and (labels != {label} or not len(choice.token_ids) == len(logprobs) == num_versions):
-        raise EndpointError(f"{len(choice.token_ids)} tokens with weights {', '.join(sorted(labels))}, expected {label}")
+        raise EndpointError(
+            f"returned {len(choice.token_ids)} tokens sampled with weights {', '.join(sorted(labels))}, expected weights {label}"
+        )
     if len(choice.token_ids) > max_tokens:
-        raise EndpointError(f"{len(choice.token_ids)} tokens, requested at most {max_tokens}")
+        raise EndpointError(f"returned {len(choice.token_ids)} tokens, but at most {max_tokens} were requested")
     return PartialCompletion(choice.token_ids, logprobs, choice.finish_reason)
 
 
@@ -261,8 +263,8 @@ def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Ca
 
     The stop string begins in the first `before` tokens and ends after them, so no server could
     match it. Returns None if there is no such string. The search is limited to a window around
-    `before`, with four tokens per character of the longest stop string, because a token has at
-    least one byte and a character has at most four bytes.
+    `before`. On each side, the window has four tokens for each character of the longest stop
+    string, because a character has at most four bytes and a token has at least one byte.
     """
     reach = 4 * max(map(len, stop))
     first, last = max(0, before - reach), min(len(token_ids), before + reach)

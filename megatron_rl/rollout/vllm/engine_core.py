@@ -109,14 +109,14 @@ def engine_arguments(
 ) -> dict[str, object]:
     """Return the arguments for vLLM's EngineArgs.
 
-    vLLM 0.32.0 profiles its largest step, and sizes the image cache, with the largest image that
-    its processor config allows (model_executor/models/qwen2_vl.py, get_max_image_tokens). With the
+    To profile its largest step and to size the image cache, vLLM 0.32.0 uses the largest image that
+    the processor config allows (model_executor/models/qwen2_vl.py, get_max_image_tokens). With the
     released processor config, an image yields up to 16,384 tokens (12.8 megapixels), but the images
     of a run are seldom that large.
 
-    `pixels` are the minimum and maximum number of pixels per image; None uses the limits in the
-    model folder. `timeout_s` is the timeout of vLLM's process groups in seconds; vLLM's defaults
-    are half an hour on CPUs and ten minutes on GPUs.
+    `pixels` is the (minimum, maximum) number of pixels of an image; if it is None, the limits in
+    the model folder apply. `timeout_s` is the timeout of vLLM's process groups in seconds; vLLM's
+    defaults are half an hour on CPUs and ten minutes on GPUs.
     """
     sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
     return {
@@ -141,7 +141,7 @@ def engine_arguments(
 def device_arguments(settings: EngineSettings, *, cuda: bool) -> dict[str, object]:
     """Return the EngineArgs arguments that configure the device and its memory.
 
-    On CUDA, an engine of one rank uses the external launcher too, which reads LOCAL_RANK. vLLM's
+    On CUDA, even an engine with one rank uses the external launcher, which reads LOCAL_RANK. vLLM's
     uniproc executor would place the engines of all ranks of a node on cuda:0 (vLLM 0.32.0
     v1/executor/uniproc_executor.py, _distributed_args).
     """
@@ -230,7 +230,7 @@ class VllmCore:
     def trim_images(self) -> None:
         """Remove the least recently used images until the cache is within its limit.
 
-        All ranks must call this method at the same point of a step, so that the ranks have the same
+        All ranks must call this method at the same point in a step, so that the ranks have the same
         images when the leader checks which images to send.
         """
         while self._num_patches > self._max_cached_patches:

@@ -2,15 +2,15 @@
 
 vLLM implements seeds with one random generator per request. On a CPU, such generators fail when a
 prompt is computed in two parts (vllm 0.32.0, v1/worker/gpu_model_runner.py::_bookkeeping_sync: "CPU
-Generator does not use offset"), and they require one call per request and step. Instead, the noise
-here is a hash of (seed, position), so it is the same however requests are batched, split or
-preempted.
+Generator does not use offset"), and sampling requires one call per request and step. This module
+computes the noise as a hash of (seed, position), so the noise does not depend on how requests are
+batched, split or preempted.
 
-On CUDA, one generator per request would cost a kernel launch per
-request and step (v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine
-therefore share one generator. A request that arrives while the engine is idle seeds the generator
-with the request's seed. Rollouts are reproducible only if requests start and end in the same order,
-which is not guaranteed for episodes with tools or judges.
+On CUDA, one generator per request would cost one kernel launch per request and step
+(v1/sample/ops/topk_topp_sampler.py::random_sample). All requests of an engine therefore share one
+generator. A request that arrives while the engine is idle seeds the generator with the request's
+seed. Rollouts are reproducible only if requests start and end in the same order, which is not
+guaranteed for episodes with tools or judges.
 """
 
 import math
@@ -85,7 +85,7 @@ def make_logits_processor() -> "type[LogitsProcessor]":
             return logits.index_fill_(1, self._banned, -math.inf)
 
         def noise_seeds(self, count: int) -> torch.Tensor:
-            """Return the noise seeds for the next `count` rows to sample, int64 [R]."""
+            """Return the noise seeds of the first `count` rows as an int64 tensor [R]."""
             rows = [self._rows[i] for i in range(count)]
             seed_R = np.array([seed for seed, _, _ in rows], dtype=np.uint64)
             position_R = np.array([first + len(output_ids) for _, first, output_ids in rows], dtype=np.uint64)

@@ -83,7 +83,8 @@ class VllmServer:
         """True if the server reported its weight version at the last check, or was never checked.
         """
         self.is_checksumming = False
-        """True while the server computes checksums of all its weights and answers no other request.
+        """True while the server computes checksums of all its weights. During this time, the server
+        does not respond to other requests.
         """
         self.busy_timer = BusyTimer()
         """Timer for the time during which this process has requests in flight to the server. All
@@ -123,7 +124,7 @@ class VllmServer:
     async def call_in_loop(
         self, http: BoundedClient, path: str, body: object = None, *, limit_s: float, max_bytes: int = MAX_REPLY_BYTES
     ) -> bytes:  # fmt: skip
-        """Send a request like `call`, but with the HTTP client of an event loop."""
+        """Send a request like `call`, but asynchronously with the HTTP client `http`."""
         try:
             answer = await http.request("GET" if body is None else "POST", self.url + path, body, timeout_s=limit_s, max_bytes=max_bytes)
         except NoResponse as error:
@@ -157,7 +158,9 @@ class VllmServer:
         try:
             return reply_type.model_validate_json(answer)
         except ValidationError as error:
-            raise EndpointError(f"{path}: is not a vLLM response: {to_one_line(answer[:80].decode(errors='replace'))}") from error
+            raise EndpointError(
+                f"{path}: the response is not a valid vLLM response: {to_one_line(answer[:80].decode(errors='replace'))}"
+            ) from error
 
     async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
         """See ServerBackend. The request goes through vLLM's engine core."""
@@ -216,7 +219,7 @@ class VllmServer:
             raise ValueError(self.access_error) from error
         except EndpointError as error:
             raise ValueError(
-                f"engine.urls={self.url}: is not an engine that a run can use ({to_one_line(str(error))}); {CONNECTION_HINT}"
+                f"engine.urls={self.url}: this server cannot be used as a rollout engine ({to_one_line(str(error))}); {CONNECTION_HINT}"
             ) from error
         for name, value in ((name, value) for given in natures for name, value in given.items()):
             remedy = f"has {name} {value}, but this run has {expected.get(name)}; {CONNECTION_HINT}"

@@ -80,7 +80,7 @@ def _format_option(name: str, value: object) -> list[str]:
 
 
 def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Sequence[int], pixels: tuple[int, int], cuda: bool) -> str:
-    """Return a shell command for each address in engine.urls, or for 127.0.0.1:8000 if it is empty.
+    """Return a shell command for each URL in engine.urls; without URLs, use 127.0.0.1:8000.
 
     Each command must be run on the server's node, in the environment in which this project is
     installed.

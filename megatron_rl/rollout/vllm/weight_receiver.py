@@ -6,12 +6,12 @@ with engine.tp > 1, this rank's slice. Each tensor is checksummed when it is rec
 loading, at its mapped location. The checksums detect errors in the loader and errors in the map.
 Written against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
 
-On a CPU, vLLM would repack Linear weights into oneDNN handlers and leave empty tensors.
-`disable_weight_packing` prevents this, so that loading is a plain copy and the weights can be read
-back. Generation is equally fast without packing: the nano model (1.1M parameters, float32, one
-AVX-512 core, 256 requests x 28 tokens) takes 0.92 to 0.98 CPU seconds per batch of rollouts in both
-cases. The alternative, vLLM's layerwise reload, takes 20 to 30 ms per weight sync, and weights
-loaded in this way cannot be read back.
+On a CPU, vLLM would repack the weights of Linear layers into oneDNN handlers and leave the original
+tensors empty. `disable_weight_packing` prevents this, so that loading is a plain copy and the
+weights can be read back. Generation is equally fast without packing: the nano model (1.1M
+parameters, float32, one AVX-512 core, 256 requests x 28 tokens) takes 0.92 to 0.98 CPU seconds per
+batch of rollouts in both cases. The alternative, vLLM's layerwise reload, takes 20 to 30 ms per
+weight sync, and the reloaded weights cannot be read back.
 """
 
 from collections.abc import Iterable, Iterator
@@ -56,8 +56,8 @@ def checksum(tensor: torch.Tensor) -> int:
 
     The sum is sum_c b_c sum_i a_i w_ci modulo 2^64, where w_ci is word i of chunk c and all factors
     a_i and b_c are odd. Flipping one bit changes the sum by odd * odd * 2^k, which is not 0 modulo
-    2^64, so two tensors that differ in one bit never have the same sum. Computing the sum takes 1.1
-    ms for 8 MB on one core, and runs on the tensor's device.
+    2^64, so two tensors that differ in one bit never have the same sum. The sum is computed on the
+    tensor's device; for 8 MB on one CPU core, this takes 1.1 ms.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     words = (nn.functional.pad(data, (0, -data.numel() % 8)) if data.numel() % 8 else data).view(torch.int64)
@@ -119,9 +119,11 @@ def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: 
 
 
 def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Tensor) -> dict[str, EngineTensorLocation]:
-    """Return the locations of the HF tensors in one parameter, keyed by unfused engine name.
+    """Return the locations of all HF tensors that are stored in an engine parameter.
 
-    The parameter is the `kind` (weight or bias) of the module named `prefix`.
+    The parameter is the `kind` (weight or bias) of the module named `prefix`. The locations are
+    keyed by engine name; for a fused parameter such as qkv_proj, the keys are the unfused names
+    (q_proj, k_proj and v_proj).
     """
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -265,7 +267,8 @@ class WeightReceiver:
                 raise RuntimeError(f"weight sync: {name} was sent twice")
             if tensor.shape != place.shape:
                 raise RuntimeError(
-                    f"weight sync: {name} was sent with shape {tuple(tensor.shape)}, but the engine has shape {tuple(place.shape)}"
+                    f"weight sync: {name} was sent with shape {tuple(tensor.shape)}, "
+                    f"but the engine's parameter has shape {tuple(place.shape)}"
                 )
             tensor = tensor.detach().to(place.slices[0].memory.dtype)
             self._sent[own_name], self._names[own_name] = place.sent_checksums(tensor), name
@@ -273,7 +276,7 @@ class WeightReceiver:
         self._weights.load_bucket(fitting)
 
     def finish(self) -> None:
-        """Verify that all tensors were sent, and that the engine has the sent values.
+        """Verify that all tensors were sent, and that the engine's weights equal the sent weights.
 
         Raises:
             RuntimeError: A tensor was not sent, or its values in the engine differ from the sent

@@ -65,7 +65,7 @@ class Connection:
         )
 
     def start_update(self) -> None:
-        """Pause the server and start an update; an update that is still open is ended first."""
+        """Pause the server and start an update; an unfinished update is aborted first."""
         self.connect()
         self.server.call("/pause", {}, timeout_s=PAUSE_TIMEOUT_S, mode="abort", clear_cache="false")
         try:
@@ -100,7 +100,7 @@ class Connection:
     def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
         """Run `fn` while the server processes the HTTP call; return the result of `fn`.
 
-        If `fn` or the HTTP call fails, this method does not wait for the other one to end.
+        If `fn` fails, this method does not wait for the HTTP call to end, and vice versa.
         """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
@@ -189,7 +189,7 @@ class WeightSender:
                 line.connect()
             except EndpointError as fault:
                 raise ValueError(
-                    f"engine.urls={url}: cannot be used ({fault}); stop the run that uses it, or start another server"
+                    f"engine.urls={url}: cannot be used ({fault}); stop the run that uses this server, or start another server"
                 ) from fault
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], label: str, *, urls: Collection[str]) -> tuple[list[str], dict[str, str]]:
@@ -305,14 +305,14 @@ class WeightSender:
 def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, reference_url: str) -> None:
     """Raise EndpointError if the checksums of two servers differ.
 
-    Servers with different numbers of processes (engine.tp) split their weights differently, so
-    their checksums have different names (dp0:pp0:pcp0:tp0:...). Such servers are not compared.
+    Servers with different numbers of processes (engine.tp) are not compared, because they split
+    their weights differently and their checksums have different names (dp0:pp0:pcp0:tp0:...).
     """
     if mine.keys() != theirs.keys():
         return
     if names := sorted(name for name in mine if mine[name] != theirs[name]):
         raise EndpointError(
-            f"has different weights from {reference_url}: {len(names)} tensor(s) differ, the first is {names[0]} (/weight_checker)"
+            f"has different weights from {reference_url}: {len(names)} tensor(s) differ, starting with {names[0]} (/weight_checker)"
         )
 
 

@@ -27,7 +27,7 @@ ALIGNMENT = 16
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Rendezvous:
-    """Address and size of a process group."""
+    """Address of the store, number of ranks, and transport of a process group."""
 
     address: str
     port: int
@@ -119,7 +119,7 @@ class Bucket:
     shapes: list[list[int]]
     num_bytes: int
     digest: str = ""
-    """Digest of the whole update in the last bucket of the update; empty in all other buckets."""
+    """Digest of the whole update if this is the last bucket of the update, else empty."""
 
 
 def pack_bucket(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[Bucket, torch.Tensor]:

@@ -6,9 +6,9 @@
 
 With the plugin, the server samples like a colocated engine and receives its weights from the
 trainer. server_command.py builds the complete command. A weight update uses the four calls of
-vLLM's own weight-transfer interface. Before an update can be finished and receive its version, the
-weights are verified as in a colocated engine (weight_receiver.py) and compared with the trainer's
-digest of the update.
+vLLM's own weight-transfer interface. An update can be finished only if the digest of the received
+weights equals the trainer's digest, and if the engine's weights pass the same checks as in a
+colocated engine (weight_receiver.py).
 
 Written against vLLM 0.32.0: v1/worker/{worker_base,gpu_worker}.py,
 distributed/weight_transfer/base.py.
@@ -145,8 +145,8 @@ class RlWorkerExtension:
     def rl_fingerprint(self) -> dict[str, str]:
         """Return the properties that must match the run (server_command.engine_fingerprint).
 
-        The calling run is about to use the engine. On a CPU, this method therefore also makes the
-        engine use seeded noise from now on (sampler.use_seeded_noise).
+        A run calls this method before it uses the engine. On a CPU, this method therefore also
+        switches the engine to seeded noise (sampler.use_seeded_noise).
         """
         config = self.vllm_config
         if current_platform.is_cpu():

@@ -47,12 +47,12 @@ def natures(**changes: str) -> tuple[int, object]:
         ({}, "no vLLM server responds at this URL (/version: 404"),
         ({"/version": (200, {"release": "2"})}, "no vLLM server responds at this URL"),
         ({"/version": (200, b"<html>Welcome to nginx</html>")}, "no vLLM server responds at this URL"),
-        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "is not an engine that a run can use"),
+        ({"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (200, b"<html>")}, "cannot be used as a rollout engine"),
         ({"/version": (200, {"version": "0.31.1"})}, "runs vLLM 0.31.1, but 0.32.0 is required; start a server of that version"),
-        ({"/version": (200, {"version": "0.32.0"})}, "is not an engine that a run can use (/collective_rpc: 404"),
+        ({"/version": (200, {"version": "0.32.0"})}, "cannot be used as a rollout engine (/collective_rpc: 404"),
         (
             {"/version": (200, {"version": "0.32.0"}), "/collective_rpc": (500, {"error": "no rl_fingerprint"})},
-            "is not an engine that a run can use",
+            "cannot be used as a rollout engine",
         ),
         (
             {"/version": (200, {"version": "0.32.0+cpu"}), "/collective_rpc": natures(model="xyz")},
@@ -289,7 +289,7 @@ def test_a_picture_that_was_forgotten_is_sent_again(album: tuple[VllmServer, Alb
 def test_more_tokens_than_were_asked_for_are_not_believed(stand_in: tuple) -> None:
     url, answers, _ = stand_in
     answers["/inference/v1/generate"] = 200, reply() | {"prompt_token_ids": [5, 6, 7, 7, 7]}
-    with pytest.raises(EndpointError, match="2 tokens, requested at most 1"):
+    with pytest.raises(EndpointError, match="returned 2 tokens, but at most 1 were requested"):
         ask(url, said=Completion([7, 7, 7], [-0.1] * 3, is_stopped=False, weight_versions=[2] * 3))
 
 

@@ -238,7 +238,7 @@ def test_servers_that_cut_their_weights_otherwise_are_not_compared() -> None:
     whole, cut = {"tp0:a": "1"}, {"tp0:a": "2", "tp1:a": "3"}
     require_matching(cut, whole, reference_url="http://whole")
     require_matching(whole, cut, reference_url="http://cut")
-    with pytest.raises(EndpointError, match=r"^has different weights from http://cut: 1 tensor\(s\) differ, the first is tp1:a"):
+    with pytest.raises(EndpointError, match=r"^has different weights from http://cut: 1 tensor\(s\) differ, starting with tp1:a"):
         require_matching(cut | {"tp1:a": "4"}, cut, reference_url="http://cut")
 
 
@@ -250,7 +250,7 @@ def test_all_hold_the_same_by_their_own_word(two: tuple[StandIn, StandIn]) -> No
     sender = sender_to(*two)
     sender.lock_servers()
     bad.flips = True
-    line = f"has different weights from {good.url}: 1 tensor(s) differ, the first is c (/weight_checker)"
+    line = f"has different weights from {good.url}: 1 tensor(s) differ, starting with c (/weight_checker)"
     assert send(sender, "mine.0", *two) == ([good.url], {bad.url: line}) and bad.label == "default"
     bad.flips = False
     before = good.calls.count("/weight_checker")

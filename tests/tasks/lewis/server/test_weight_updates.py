@@ -214,7 +214,8 @@ def test_a_service_that_asks_for_a_token_is_no_outage() -> None:
     with serve_listener(Trained(), receives_weights=True, token="a-word-of-many-letters") as url:
         audience = WeightPublisher(WeightPublishSettings(urls=[url]), run="r", is_main=True, log=told.append)
         with pytest.raises(
-            ValueError, match=rf"^weight_publish.urls={url}: responds with HTTP 401 .*; set its token: weight_publish.token_file=FILE$"
+            ValueError,
+            match=rf"^weight_publish.urls={url}: responds with HTTP 401 .*; set the service's token: weight_publish.token_file=FILE$",
         ):
             audience.publish(pairs, step=1)
     with serve_hostile("body by drops") as url:
