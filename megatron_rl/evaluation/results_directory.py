@@ -66,7 +66,7 @@ def _open_directory(settings: Settings, locks: ExitStack) -> None:
             locks.enter_context(lock(folder))
             print(f"run.overwrite=true: moved the previous contents of {folder} to {moved}", flush=True)
         elif refusal:
-            raise ValueError(f"run.dir={folder}: {refusal}; run.overwrite=true moves it aside, or choose another folder")
+            raise ValueError(f"run.dir={folder}: {refusal}; set run.overwrite=true to move this folder aside, or choose another folder")
         write_bytes_atomically(folder / CONFIG_FILE, yaml.safe_dump(asdict(settings), sort_keys=False).encode())
         write_bytes_atomically(folder / WEIGHTS_FILE, json.dumps(fingerprint_weights(settings)).encode())
 

@@ -75,7 +75,7 @@ def read_sweep(path: Path) -> Sweep:
     unknown = sorted(given.keys() - {*SWEEP_KEYS})
     require(not unknown, f"{path}: {'.'.join(unknown[:1])}", "...", f"unknown sweep key; known keys are {', '.join(SWEEP_KEYS)}")
     kinds = [kind for kind in SEARCH_KINDS if kind in given]
-    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(neither)", f"define the runs with exactly one of {', '.join(SEARCH_KINDS)}")
+    require(len(kinds) == 1, f"{path}", "+".join(kinds) or "(none)", f"define the runs with exactly one of {', '.join(SEARCH_KINDS)}")
     common = given.get("overrides", [])
     require(_is_text_list(common), f"{path}: overrides", common, "expects a list of overrides, [key=value, ...]")
     processes, folder = given.get("processes", "0"), given.get("folder") or f"runs/{path.stem}"

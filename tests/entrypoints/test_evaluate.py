@@ -191,7 +191,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
     """
     refusals = {
         ("task.max_new_tokens=7",): f"run.dir={unbroken}: contains an evaluation with other settings: task.max_new_tokens=7 (was 6)",
-        (f"run.dir={trained}",): f"run.dir={trained}: contains a training run; run.overwrite=true moves it aside",
+        (f"run.dir={trained}",): f"run.dir={trained}: contains a training run; set run.overwrite=true to move this folder aside",
         (f"evaluation.weights={tmp_path}", f"run.dir={tmp_path}/no"): f"evaluation.weights={tmp_path}: contains no checkpoint",
         (
             "engine.mode=server",

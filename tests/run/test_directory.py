@@ -255,7 +255,7 @@ def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.Capt
     leave(tmp_path, "steps checkpoint")
     told = (
         f"run.dir={tmp_path}: contains a run with other settings: optim.lr=0.25 (was 1e-06), run.steps=30 (was 40); "
-        "run.overwrite=true moves it aside, or choose another folder"
+        "set run.overwrite=true to move this folder aside, or choose another folder"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), locked(settings_of(tmp_path, **LR, **SHORTER)):
         pass
@@ -278,7 +278,7 @@ def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_pat
         told = (
             f"run.dir={folder}: {has}, but the run has completed 40 steps: resuming would repeat {repeats} steps "
             f"(checkpoint.allow_repeat=true allows it, and keeps their records in {folder}/superseded); "
-            "run.overwrite=true moves it aside, or choose another folder"
+            "set run.overwrite=true to move this folder aside, or choose another folder"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(told)}$"), locked(settings_of(folder, **changes)):
             pass
