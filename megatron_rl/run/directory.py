@@ -143,7 +143,8 @@ def _lock_and_check(settings: Settings, locks: ExitStack) -> ResumeState:
             print(f"run.overwrite=true: the contents of {folder} are now in {moved}; starting a new run", flush=True)
             standing = ResumeState()
     if standing.refusal:
-        raise ValueError(f"run.dir={folder}: {standing.refusal}; set run.overwrite=true to move this folder aside, or choose another folder")
+        remedy = "set run.overwrite=true to move this folder aside, or choose another folder"
+        raise ValueError(f"run.dir={folder}: {standing.refusal}; {remedy}")
     if standing.is_finished:
         return replace(standing, evaluation=_read_evaluation(folder))
     with explain_write_errors(folder):

@@ -210,7 +210,8 @@ def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
     assert read_state(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
 
     assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}, sampled ")
-    told = f"error: run.dir={run}: contains a run with other settings: run.steps=5 (was 6); set run.overwrite=true to move this folder aside"
+    remedy = "set run.overwrite=true to move this folder aside"
+    told = f"error: run.dir={run}: contains a run with other settings: run.steps=5 (was 6); {remedy}"
     assert told in end(begin(*third, "run.steps=5"), code=1)
     check_equal(run, unbroken)
 

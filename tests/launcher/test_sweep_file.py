@@ -85,7 +85,7 @@ MISTAKES = [  # the yaml, and what its line says after the path
     ("grid: {optim: [{lr: 1e-4}]}", ": grid.optim={'lr': '1e-4'}: expects a value or a list; write a nested key with dots, a.b: value"),
     ("list: {algo: gspo}", ": list={'algo': 'gspo'}: expects a list of {key: value, ...}"),
     ("list: [algo=gspo]", ": list[0]=algo=gspo: expects {key: value, ...}"),
-    ("overrides: [a=1]", "=(neither): define the runs with exactly one of grid, list, random"),
+    ("overrides: [a=1]", "=(none): define the runs with exactly one of grid, list, random"),
     ("list: [{}]\ngrid: {a: [1]}", "=grid+list: define the runs with exactly one of grid, list, random"),
     ("gird: {a: [1]}", ": gird=...: unknown sweep key; known keys are overrides, grid, list, random, folder, processes"),
     ("overrides: a=1\nlist: [{}]", ": overrides=a=1: expects a list of overrides, [key=value, ...]"),
