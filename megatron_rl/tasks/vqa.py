@@ -1,9 +1,10 @@
 r"""Single-turn question answering without tools, on questions with or without images.
 
-The user provides the data, and the accuracy rubric scores the reply. The prompt contains the
-question with its images and an instruction on the answer format; `task.prompt` replaces this
-template. The reply ends the episode. The answer is the text between <answer> and </answer>. If the
-reply has no such block, the answer is the content of the last \boxed{} in the reply.
+The user provides the data, and the accuracy rubric scores the reply. The default prompt contains
+the question with its images and an instruction on the answer format. The setting task.prompt
+replaces the default prompt. The reply ends the episode. The answer is the text between <answer> and
+</answer>. If the reply has no such block, the answer is the content of the last \boxed{} in the
+reply.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ class VqaTask(Task):
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
-        require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files of held-out questions")
+        require(bool(settings.data.eval), "task.data.eval", settings.data.eval, "set the files that contain the held-out questions")
         self.prompt, self.system = settings.prompt or PROMPT, settings.system_prompt
         self.judge = make_judge(settings.judge)
         self.rubric = rubrics.build_rubric("accuracy", judge=self.judge, tool_format="")

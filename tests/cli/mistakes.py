@@ -157,7 +157,7 @@ MISTAKES = {
     "model.path={tmp}/bad_header": "model.path={tmp}/bad_header: ...model.safetensors...corrupt...copy it again...",
     "algo=ppo critic.backbone=own critic.path={tmp}/other_critic": "critic.path={tmp}/other_critic: has patch_size=16, the policy has ...",
     "task.name=chess": "task.name=chess: no such task; choose one of alfworld, blackjack, ez_points, lewis_listener, ...",
-    "task=vqa": "task.data.eval=[]: set the files of held-out questions",
+    "task=vqa": "task.data.eval=[]: set the files that contain the held-out questions",
     "task=vqa task.data.eval=[{tmp}/good.jsonl]": "task.data.train=[]: set the question files...",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/nowhere.jsonl]": "task.data.train={tmp}/nowhere.jsonl: no such file",
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[{tmp}/table.csv]": "...table.csv: row 0 has 3 fields...",

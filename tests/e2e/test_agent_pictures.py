@@ -70,7 +70,7 @@ def test_a_picture_of_one_pixel_is_a_picture(room: PoolRunner) -> None:
 def test_a_question_with_too_many_places_is_ours(room: PoolRunner) -> None:
     """A question with more image placeholders than images raises an InfraError."""
     env = make_env(room, PyVisionProtocol(), DecodedImage(NOISE), question="<image> or <image>?")
-    with pytest.raises(InfraError, match="example row7: the question has 2 places for pictures .* 1 pictures"):
+    with pytest.raises(InfraError, match="example row7: the question has 2 image placeholders .* 1 images"):
         room.run_coroutine(env.reset(0))
 
 

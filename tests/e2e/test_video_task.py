@@ -103,7 +103,7 @@ def test_what_cannot_be_decoded_is_ours(questions: Path, renderer: Renderer, tmp
 
     ((rollout,),) = play(task_of(tmp_path / "q.jsonl"), renderer, policy)
     assert rollout.status is Status.FAILED and rollout.reward is None
-    assert "q.jsonl row 0" in rollout.reason and "is no video that can be decoded" in rollout.reason
+    assert "q.jsonl row 0" in rollout.reason and "is not a video that OpenCV can decode" in rollout.reason
 
 
 @pytest.mark.parametrize(("codec", "suffix"), [("mp4v", ".mp4"), ("MJPG", ".avi"), ("VP80", ".webm")])

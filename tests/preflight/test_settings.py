@@ -99,7 +99,7 @@ def test_options_are_of_a_task_that_has_some() -> None:
     assert build_task(TaskSettings(name="own", options=OwnTask.Options(size=4)), OWN).settings.options.size == 4
     with pytest.raises(ValueError, match=r"^task.options={'size': 4}: task vqa has no options of its own$"):
         build_task(TaskSettings(name="vqa", options={"size": 4}), OWN)
-    with pytest.raises(ValueError, match=r"^task.options={'size': 4}: are not those of this task; choose task=number_line$"):
+    with pytest.raises(ValueError, match=r"^task.options={'size': 4}: are options of a different task; choose task=number_line$"):
         build_task(TaskSettings(name="number_line", options={"size": 4}), OWN)
 
 

@@ -221,14 +221,14 @@ def test_listeners_must_be_the_same_one() -> None:
     with (
         serve_listener(FakeEngineHolder()) as one,
         serve_listener(FakeEngineHolder(version="two")) as two,
-        pytest.raises(InfraError, match="different listeners"),
+        pytest.raises(InfraError, match="the listeners have different versions"),
     ):
         held(listener_settings(one, two), nothing)
     room = FakeEngineHolder()
 
     async def use(client: ListenerClient) -> None:
         room.version = "two"
-        with pytest.raises(InfraError, match="is a different listener now: version two, not one"):
+        with pytest.raises(InfraError, match="is a different listener: its version is two instead of one"):
             await client.score_images(ENCODED_PICTURES[:2], "This?")
 
     with serve_listener(room) as url:
@@ -246,7 +246,7 @@ def test_no_listener_is_told_at_the_start(tmp_path: Path) -> None:
     word = tmp_path / "word"
     word.write_text("a-word-of-many-letters\n")
     with serve_listener(FakeEngineHolder(), token="a-word-of-many-letters") as url:
-        with pytest.raises(InfraError, match="requires a token: task.listener.token_file=FILE"):
+        with pytest.raises(InfraError, match="requires a valid token; set task.listener.token_file=FILE"):
             held(listener_settings(url), nothing)
         held(listener_settings(url, token_file=str(word)), nothing)
     with (

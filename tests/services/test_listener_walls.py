@@ -97,7 +97,7 @@ def test_a_large_batch_is_rendered_as_it_is_scored() -> None:
     (late,) = talk(build_app(FakeEngineHolder(), cache_bytes=1 << 20), lambda http: http.post("/batch_score", json={"batch": [
         {**each, "candidates": [FILES[HASHES.index(one)] for one in each["candidates"]]} for each in spoilt
     ]}))  # fmt: skip
-    assert late.status_code == 422 and "item 120: candidates 0 and 1 are the same picture" in late.text
+    assert late.status_code == 422 and "item 120: candidates 0 and 1 are the same image" in late.text
 
 
 def test_many_large_batches_are_rendered_two_slices_at_a_time() -> None:
@@ -190,7 +190,7 @@ def test_a_folder_whose_name_begins_as_a_roots_is_outside_of_it(tmp_path: Path, 
     inside, outside = CandidateImage(path="0.png"), CandidateImage(path=path)
     pictures = ImageCache([str(root)])
     assert pictures.read_image(inside, where="item 0")[1].tobytes() == PICTURES[0].tobytes()
-    with pytest.raises(ValueError, match=r"^item 0: lies outside of this server's roots$"):
+    with pytest.raises(ValueError, match=r"^item 0: is outside of this server's roots$"):
         pictures.read_image(outside, where="item 0")
     assert ImageCache([str(root), str(sibling)]).read_image(outside, where="item 0")[0] == HASHES[0]["sha256"]
 
@@ -201,7 +201,7 @@ def test_a_picture_of_too_many_pixels_is_not_decoded(size: tuple[int, int], tmp_
     their files are small."""
     pil.new("1", size).save(tmp_path / "wide.png")
     monkeypatch.setattr(StoredImage, "open", lambda self: pytest.fail("it is decoded"))
-    with pytest.raises(ValueError, match=rf"^item 0: {size[0]}x{size[1]} pixels, more than 33554432$"):
+    with pytest.raises(ValueError, match=rf"^item 0: has {size[0]}x{size[1]} pixels, more than 33554432$"):
         ImageCache([str(tmp_path)]).read_image(CandidateImage(path="wide.png"), where="item 0")
 
 
@@ -213,7 +213,7 @@ def test_requests_that_fail_give_their_slots_back() -> None:
     *bad, good = talk(build_app(FakeEngineHolder(), concurrency=1, acquire_s=0.5), *refused, scored(*FILES[:2]))
     assert [answer.status_code for answer in bad] == [422, 404, 422] and good.status_code == 200
     late, later = talk(build_app(FakeEngineHolder(delay_s=5), concurrency=1, acquire_s=0.5, timeout_s=0.2), *[scored(*FILES[:2])] * 2)
-    assert "not done within" in late.text and "not done within" in later.text
+    assert "took longer than" in late.text and "took longer than" in later.text
 
 
 def test_no_probability_is_above_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ def test_too_many_at_once_wait_and_are_then_refused() -> None:
 
 def test_work_that_takes_too_long_is_given_up() -> None:
     answers = talk(build_app(FakeEngineHolder(delay_s=30), timeout_s=0.2), scored(*FILES[:2]), lambda http: http.get("/metrics"))
-    assert answers[0].status_code == 503 and "not done within 0.2 s" in answers[0].text
+    assert answers[0].status_code == 503 and "took longer than 0.2 s" in answers[0].text
     assert 'listener_refused_total{reason="late"} 1.0' in answers[1].text
 
 

@@ -249,9 +249,9 @@ def test_options_come_from_the_command_line_typed() -> None:
     for name, key in (("ez_points", "task.options.eval_target=0: "), ("points24", "task.options.eval_target=0: ")):
         with pytest.raises(ValueError, match=f"^{key}"):
             build_card_task(name, eval_target=0)
-    with pytest.raises(ValueError, match="^task.max_turns=8: the game has 7 steps"):
+    with pytest.raises(ValueError, match="^task.max_turns=8: must be at most 7 "):
         build_task(TaskSettings(name="ez_points", max_turns=8))
     longer = {"name": "number_line", "eval_max_turns": 18}
     assert build_task(TaskSettings(**longer, options=TASK_OPTIONS["number_line"](eval_max_number=9))).max_number == 9
-    with pytest.raises(ValueError, match="^task.eval_max_turns=18: the game has 10 steps"):
+    with pytest.raises(ValueError, match="^task.eval_max_turns=18: must be at most 10 "):
         build_task(TaskSettings(**longer))

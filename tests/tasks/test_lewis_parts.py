@@ -150,7 +150,7 @@ def test_a_listener_hears_of_a_target_and_of_another_in_turn(built: tuple[Path, 
             finally:
                 await task.close()
 
-        with pytest.raises(PermanentInfraError, match=r"example train/0/yes .*the speaker describes nothing \('hm'\)"):
+        with pytest.raises(PermanentInfraError, match=r"example train/0/yes .*the speaker's reply contains no description \('hm'\)"):
             asyncio.run(ask())
 
 

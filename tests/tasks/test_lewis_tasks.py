@@ -239,13 +239,13 @@ def test_a_listener_in_training_compares_or_selects(built: tuple[Path, Path]) ->
 
 ROW = {"image": "kind0/thing0/0.png", "ret_paths": ["kind0/thing0/1.png", "kind0/thing1/0.png"], "solution": "A", "category": "kind0"}
 BAD = {
-    "one candidate": ({"ret_paths": ["kind0/thing0/1.png"]}, "ret_paths: has 1 candidates; 2 to 64 are a choice"),
+    "one candidate": ({"ret_paths": ["kind0/thing0/1.png"]}, "ret_paths: has 1 candidates; must have between 2 and 64"),
     "none": ({"ret_paths": []}, "ret_paths: has 0 candidates"),
     "65": ({"ret_paths": ["kind0/thing0/1.png"] * 65}, "ret_paths: has 65 candidates"),
-    "twice the same": ({"ret_paths": ["kind0/thing0/1.png"] * 2}, "ret_paths: names a candidate twice"),
-    "a letter of nobody": ({"solution": "C"}, "solution: is 'C', none of the names A, B"),
-    "two names for three": ({"names": ["A", "B", "C"]}, "names: must name the 2 candidates"),
-    "words with a place": ({"speaker_problem": "What is <image>?"}, "speaker_problem: holds <image>"),
+    "twice the same": ({"ret_paths": ["kind0/thing0/1.png"] * 2}, "ret_paths: contains a candidate more than once"),
+    "a letter of nobody": ({"solution": "C"}, "solution: 'C' is not one of the names A, B"),
+    "two names for three": ({"names": ["A", "B", "C"]}, "names: must contain 2 different names"),
+    "words with a place": ({"speaker_problem": "What is <image>?"}, "speaker_problem: contains <image>"),
     "no picture": ({"image": None}, "image: is missing"),
     "a path that leads out": ({"ret_paths": ["../secret.png", "kind0/thing1/0.png"]}, "is outside of"),
     "no such file": ({"ret_paths": ["kind0/none.png", "kind0/thing1/0.png"]}, "no such file"),

@@ -230,5 +230,5 @@ def test_bad_arguments_name_their_remedy(tmp_path: Path) -> None:
         make_dataset(tmp_path / "out", **chosen)
     with pytest.raises(ValueError, match="protocol"):
         VisualSearchTask(TaskSettings(name="visual_search", tool_format="deepeyes"))
-    with pytest.raises(ValueError, match="kinds of thing"):
+    with pytest.raises(ValueError, match="available object names"):
         make_scene(SEARCH_LEVELS["hard"], list(DISC_SPRITES), seed="0")

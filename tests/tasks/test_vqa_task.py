@@ -125,7 +125,7 @@ def test_demonstrations_are_dealt_in_rounds(tmp_path: Path) -> None:
 
 
 def test_without_files_to_evaluate_on_it_does_not_start() -> None:
-    with pytest.raises(ValueError, match=r"^task.data.eval=\[\]: set the files of held-out questions"):
+    with pytest.raises(ValueError, match=r"^task.data.eval=\[\]: set the files that contain the held-out questions"):
         VqaTask(TaskSettings(name="vqa"))
 
 

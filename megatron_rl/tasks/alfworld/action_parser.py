@@ -1,7 +1,7 @@
 """Parsers that find the admissible command in the policy's reply.
 
-If a reply contains no valid command, the parser returns an InvalidAction with the reason. The
-parsers never raise an exception.
+If a reply contains no valid command, a parser returns the reason as an InvalidAction. The parsers
+never raise an exception.
 """
 
 import re
@@ -19,8 +19,9 @@ def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidA
     The search covers the text from the first `"action":` to the end, or only the last TAIL_CHARS
     characters if the reply does not contain `"action":`.
 
-    Unlike in RL4VLM, the command `open cabinet 1` does not match the text `open cabinet 10`. RL4VLM
-    opens cabinet 1 if the reply names cabinet 10 and opening cabinet 1 is admissible.
+    Unlike in RL4VLM, the command `open cabinet 1` does not match the text `open cabinet 10`. In
+    RL4VLM, a reply that names cabinet 10 opens cabinet 1 if the command `open cabinet 1` is
+    admissible.
     """
     if len(text) > MAX_REPLY_CHARS:
         return InvalidAction.TOO_LONG

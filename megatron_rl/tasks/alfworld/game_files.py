@@ -29,7 +29,7 @@ in the train split.
 """
 MAKE_COMMAND = "python tools/data/make_alfworld.py --out data/alfworld"
 GAMES_REMEDY = (
-    f"give a folder of games: the official ones by ALFWORLD_DATA (alfworld-download), or make some with `{MAKE_COMMAND}` and use "
+    f"set ALFWORLD_DATA to the folder of the official games (alfworld-download), or generate games with `{MAKE_COMMAND}` and set "
     "task.data.train=[data/alfworld/train] task.data.eval=[data/alfworld/eval]"
 )
 REQUIRED_PACKAGES = {"textworld": "textworld", "fast_downward": "fast-downward-textworld", "tatsu": "tatsu", "mementos": "mementos"}
@@ -37,7 +37,7 @@ REQUIRED_PACKAGES = {"textworld": "textworld", "fast_downward": "fast-downward-t
 
 @dataclass(slots=True, frozen=True)
 class TranscriptTurn:
-    """Transcript turn: observation text, admissible commands, thoughts and chosen command."""
+    """Turn of a transcript: observation text, admissible commands, thoughts and chosen command."""
 
     text: str
     commands: list[str]
@@ -62,7 +62,7 @@ class GameTranscript:
 def require_packages() -> None:
     """Raise ValueError if a package that ALFWorld needs is not installed."""
     lacking = [package for module, package in REQUIRED_PACKAGES.items() if importlib.util.find_spec(module) is None]
-    require(not lacking, "task.name", "alfworld", f"needs {', '.join(lacking)}; run: bash launch/install_alfworld.sh")
+    require(not lacking, "task.name", "alfworld", f"requires {', '.join(lacking)}; run: bash launch/install_alfworld.sh")
 
 
 def find_game_folders(data: DataSettings, split: str) -> list[Path]:
@@ -90,7 +90,7 @@ def find_games(folders: Sequence[Path], *, config_key: str) -> list[Path]:
         ValueError: No game is found.
     """
     found = [path.parent for folder in folders for path in sorted(folder.rglob(GAME_FILE)) if _is_playable(path)]
-    require(bool(found), config_key, ", ".join(map(str, folders)), f"no {GAME_FILE} of a task that ALFWorld plays found; {GAMES_REMEDY}")
+    require(bool(found), config_key, ", ".join(map(str, folders)), f"contains no {GAME_FILE} of a supported game; {GAMES_REMEDY}")
     random.Random(0).shuffle(found)  # if sorted by name, the first games would all be of one kind
     return found
 

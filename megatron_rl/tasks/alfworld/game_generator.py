@@ -66,7 +66,7 @@ class AlfworldPackage:
 
     @cached_property
     def fixed_receptacles(self) -> Set[str]:
-        """Receptacle types that cannot be moved."""
+        """Types of receptacles that cannot be moved."""
         return self.allowed_objects.keys() - self.constants["MOVABLE_RECEPTACLES_SET"]
 
     def list_scenes(self, split: str, kind: str) -> list[int]:
@@ -78,8 +78,9 @@ class AlfworldPackage:
     def read_layout(self, scene: int, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return the receptacles of a scene and the object types that the scene may contain.
 
-        Example of a receptacle name: Cabinet|+00.68|+00.50|-02.20. The object types are the lamp
-        and each type that at least one receptacle of the scene may contain.
+        A receptacle has a name such as Cabinet|+00.68|+00.50|-02.20. The returned object types are
+        the types that at least one receptacle of the scene may contain, and always include the
+        lamp.
         """
         plans = self.package_dir / "gen" / "layouts"
         receptacles = sorted(json.loads((plans / f"FloorPlan{scene}-openable.json").read_text()))
@@ -107,7 +108,7 @@ def find_alfworld_package() -> AlfworldPackage:
         ValueError: The package is not installed.
     """
     spec = importlib.util.find_spec("alfworld")
-    require(spec is not None, "alfworld", "missing", "games are made from its files; run: pip install --no-deps alfworld==0.4.2")
+    require(spec is not None, "alfworld", "missing", "required to generate games; run: pip install --no-deps alfworld==0.4.2")
     return AlfworldPackage(Path(spec.submodule_search_locations[0]))
 
 
@@ -158,7 +159,7 @@ def generate_drafts(
 def _goal_pairs(package: AlfworldPackage, kind: str, receptacles: Sequence[str], types: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield each (object type, target receptacle type) pair for which a game can be generated.
 
-    In games of kind `look`, the lamp takes the place of the target receptacle.
+    In games of kind `look`, the second entry of the pair is the lamp type.
     """
     there = sorted({object_type(receptacle) for receptacle in receptacles})
     able = package.constants["VAL_ACTION_OBJECTS"][ABILITY_BY_KIND[kind]] if kind in ABILITY_BY_KIND else types
@@ -199,7 +200,7 @@ def _place_objects(
 ) -> list[tuple[str, str]]:  # fmt: skip
     """Return random objects with their initial receptacles, as (object, receptacle) pairs.
 
-    No object of the goal's type starts in a receptacle of the target type.
+    No object of the goal's type starts in a receptacle of the goal's target type.
     """
 
     def homes(thing: str) -> list[str]:

@@ -32,7 +32,7 @@ Names are in lower case, as in TextWorld.
 
 @dataclass(slots=True, frozen=True)
 class AlfworldGoal:
-    """Goal of a game. Type names are spelled as in ALFWorld, e.g. SinkBasin."""
+    """Goal of a game. Type names, such as SinkBasin, are spelled as in ALFWorld."""
 
     kind: str
     object_type: str
@@ -45,9 +45,9 @@ class AlfworldGoal:
     def from_folder_name(cls, folder: str) -> Self | None:
         """Parse a folder name. Return None if ALFWorld does not support the game.
 
-        Games with movable receptacles or sliced objects are not supported. Example: the result for
-        pick_heat_then_place_in_recep-Apple-None-CounterTop-12 is the goal (heat, Apple, CounterTop,
-        12).
+        Games with movable receptacles or sliced objects are not supported. For example, the folder
+        name pick_heat_then_place_in_recep-Apple-None-CounterTop-12 is parsed into the goal (heat,
+        Apple, CounterTop, 12).
         """
         read = FOLDER_PATTERN.fullmatch(folder)
         if read is None or read["name"] not in KIND_BY_ALFWORLD_NAME or read["thing"].endswith("Sliced"):

@@ -1,7 +1,8 @@
 """Pool of processes (players) that run TextWorld games, each for one episode at a time.
 
 Requests never block the event loop. If a player raises an exception, is killed or exceeds its time
-limit, only its current episode fails (InfraError), and the next episode gets another player.
+limit, only the player's current episode fails with InfraError. The next episode gets another
+player.
 """
 
 import asyncio
@@ -58,13 +59,13 @@ class PlayerProcess:
                 await self.writer.drain()
                 line = await self.reader.readline()
         except TimeoutError as late:
-            raise InfraError(self._error_text(question, f"no response in {self.timeout_s:g} s, task.options.call_s")) from late
+            raise InfraError(self._error_text(question, f"no response within {self.timeout_s:g} s (task.options.call_s)")) from late
         except OSError as gone:
             raise InfraError(self._error_text(question, str(gone))) from gone
         spent = time.monotonic() - started
         if not line.endswith(b"\n"):
             raise InfraError(
-                self._error_text(question, f"its process ended after {spent:.1f} s of {self.timeout_s:g} (task.options.call_s)")
+                self._error_text(question, f"the player exited after {spent:.1f} s (limit: {self.timeout_s:g} s, task.options.call_s)")
             )
         answer = json.loads(line)
         if "fault" in answer:
@@ -155,7 +156,7 @@ class PlayerPool:
         """Start the player server.
 
         The server runs in its own session, so that Ctrl-C does not interrupt the server. After
-        Ctrl-C, the run may still need the server until the run ends.
+        Ctrl-C, the run may need the server until the run ends.
 
         Raises:
             PermanentInfraError: The server failed to start, or did not start in time.
@@ -176,7 +177,7 @@ class PlayerPool:
         if not has_loaded:
             self._stop_server()
             raise PermanentInfraError(
-                f"TextWorld did not load {game}, or not in {self.timeout_s:g} s (task.options.call_s); its output is above"
+                f"TextWorld failed to load {game} or exceeded {self.timeout_s:g} s (task.options.call_s); see the output above"
             )
 
     def _stop_server(self) -> None:

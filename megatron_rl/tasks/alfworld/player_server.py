@@ -6,7 +6,7 @@ CONTROL is the file descriptor of an open socket. When everything is loaded, the
 byte on this socket. Each byte that the server receives on this socket carries the file descriptor
 of a new player's channel. SECONDS is the time limit for each request to a player. The kernel
 enforces this limit with a signal, even while the player runs C code. GAME is loaded before players
-are forked, so that players need not parse the data that all games share. When this module runs as a
+are forked, so players inherit the parsed data that all games share. When this module runs as a
 script, it does not import torch.
 
 The server ends when the control socket is closed or the parent process of the server changes. The
@@ -37,7 +37,7 @@ class PlayerChannel:
     """Player side of a channel, which carries one JSON object per line.
 
     If an exception is raised inside the `with` block, the player sends the error and exits, because
-    its state may be corrupt.
+    the game's state may be corrupt.
     """
 
     def __init__(self, channel: socket.socket) -> None:

@@ -26,7 +26,7 @@ such a function as the argument `render`.
 def load_font(size: int) -> ImageFont.FreeTypeFont:
     """Return the font at the given size.
 
-    The font uses Pillow's basic text layout, so that images are identical on every machine (see
+    The font uses Pillow's basic text layout, which produces identical images on every machine (see
     number_line.draw_state).
     """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)

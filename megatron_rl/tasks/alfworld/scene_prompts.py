@@ -1,6 +1,6 @@
-"""Prompts for game states, and the replies of demonstrators.
+"""Formats the prompts for game states and the replies of demonstrators.
 
-Example of a reply:
+A reply looks like this:
 
     {"thoughts": "Next: heat apple 1 with microwave 1.", "action": "go to microwave 1"}
 """
@@ -48,9 +48,9 @@ def write_prompt(task: str, observation: GameObservation, *, history: Sequence[s
 
 
 def write_thoughts(commands: Sequence[str]) -> str:
-    """Return thoughts that name the first command that can affect the goal.
+    """Return the `thoughts` text of a reply, which names the first command relevant to the goal.
 
-    If no command can affect the goal, the thoughts name the first command in the list.
+    If no command is relevant to the goal, the text names the first entry of `commands`.
     """
     deed = next((command for command in commands if not command.startswith(NEUTRAL_COMMANDS)), commands[0])
     return f"Next: {deed}."

@@ -1,6 +1,6 @@
 """Demonstrator that uses only its observations and searches one place after another.
 
-By contrast, the planner knows the complete state of the game.
+Unlike this demonstrator, the planner (textworld_engine.py) knows the complete state of the game.
 """
 
 from collections.abc import Sequence
@@ -108,10 +108,10 @@ def _place_type(place: str) -> str:
 
 
 def _first_place(commands: Sequence[str], kind: str) -> str:
-    """Return the first place of type `kind` to which a command in `commands` leads.
+    """Return the destination of the first `go to` command whose destination has type `kind`.
 
     Raises:
-        LookupError: No command leads to a place of this type.
+        LookupError: No command has a destination of this type.
     """
     places = [command.removeprefix("go to ") for command in commands if command.startswith(f"go to {kind} ")]
     return places[0]

@@ -7,11 +7,12 @@ contains only the current state, so every turn is a new sequence.
 The reward of a step is computed as in RL4VLM's code: 50 if the game is won, plus the fraction of
 the goal's conditions that are met, minus 1 if the reply contains no admissible command. The
 fraction is added at every step, so waiting in a state with half of the conditions met earns 0.5 per
-step. With task.options.progress=change, the change in the fraction is added instead.
+step. With task.options.progress=change, the reward contains the change in this fraction instead of
+the fraction itself.
 
-A reply without an admissible command is always recorded as a failed call (ToolCall.error).
-task.options.invalid selects the other effects of such a reply, as in the card games
-(gym_cards/game.py).
+A reply without an admissible command is always recorded as a failed call (ToolCall.error). The
+setting task.options.invalid determines the reward and the next state after such a reply, as in the
+card games (gym_cards/game.py).
 """
 
 import random
@@ -61,7 +62,7 @@ the demonstrator's command is used.
 def won_reward(kind: str | None) -> RewardFn:
     """Return a reward function that returns 1 for won games and 0 for all other games.
 
-    If `kind` is given, the reward function returns None for games of all other kinds.
+    If `kind` is given, the reward function returns None for games of any other kind.
     """
 
     async def part(outcome: RewardInput) -> float | None:
@@ -138,8 +139,8 @@ class AlfworldEnv(Env):
     def _progress_reward(self, observation: GameObservation) -> float:
         """Return the part of the step's reward that depends on the goal's conditions.
 
-        `observation` is the observation after the step, and self.observation is the observation
-        before the step.
+        The argument `observation` is the observation after the step. The attribute
+        `self.observation` is the observation before the step.
         """
         before = self.observation.num_met if self.options.progress == "change" else 0
         return (observation.num_met - before) / observation.num_conditions
@@ -171,10 +172,10 @@ class AlfworldTask(Task):
         super().__init__(settings)
         settings.require_no_words()
         options = AlfworldOptions() if settings.options is None else settings.options
-        require(isinstance(options, AlfworldOptions), "task.options", options, "are not those of this task; choose task=alfworld")
+        require(isinstance(options, AlfworldOptions), "task.options", options, "are options of a different task; choose task=alfworld")
         self.options: Any = options
         for key, turns in (("task.max_turns", settings.max_turns), ("task.eval_max_turns", settings.eval_max_turns)):
-            require(turns <= MAX_STEPS, key, turns, f"an episode has {MAX_STEPS} steps, use no more")
+            require(turns <= MAX_STEPS, key, turns, f"must be at most {MAX_STEPS} (steps per episode)")
         self.player_pool = PlayerPool(options.processes, timeout_s=options.call_s)
         self._games = cache(self._find_games)
 
@@ -205,17 +206,17 @@ class AlfworldTask(Task):
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[DemonstrationPlan]:
         """Return single-turn demonstrations from won games of the train split.
 
-        Increasing `num` only appends demonstrations. The demonstrator of the "correct" split is the
-        planner, which knows the complete state. The demonstrator of the "searching" and "biased"
-        splits uses only its observations (search_expert.py). In the "biased" split, the
-        demonstrator's command is replaced by a random admissible command with probability
-        MISTAKE_PROBABILITY.
+        A larger `num` with the same seed returns the same demonstrations, followed by additional
+        ones. The demonstrator of the "correct" split is the planner, which knows the complete
+        state. The demonstrator of the "searching" and "biased" splits uses only its observations
+        (search_expert.py). In the "biased" split, the demonstrator's command is replaced by a
+        random admissible command with probability MISTAKE_PROBABILITY.
         """
         require_choice("sft.splits", split, tuple(DEMONSTRATORS))
         player, dice = DEMONSTRATORS[split], random.Random(seed)
         games = [folder for folder in self._games("train") if (folder / TRANSCRIPT_FILES[player]).is_file()]
         command = f"{MAKE_COMMAND.partition(' --')[0]} --transcribe FOLDER"
-        remedy = f"no game has a {TRANSCRIPT_FILES[player]} to learn from; write them with `{command}`"
+        remedy = f"contains no {TRANSCRIPT_FILES[player]} files, which demonstrations require; create them with `{command}`"
         require(bool(games), "task.data.train", ", ".join(self.settings.data.train), remedy)
         dice.shuffle(games)
         plans: list[DemonstrationPlan] = []

@@ -1,4 +1,4 @@
-"""Runs a game in TextWorld's PDDL engine. Reports observations, commands and goal progress.
+"""Runs a game in TextWorld's PDDL engine and returns observations, commands and goal progress.
 
 Import this module only in a process that does nothing but run games. A process can run only one
 TextWorld game at a time, and only from one thread, because TextWorld's planner (Fast Downward, a C
@@ -70,7 +70,7 @@ class TextWorldGame:
     """TextWorld game loaded from a file. Exceptions that TextWorld raises are not caught."""
 
     library = None
-    """Process-private copy of the Fast Downward library, loaded together with the first game."""
+    """Handle of the process's own copy of the Fast Downward library, loaded with the first game."""
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())

@@ -1,12 +1,12 @@
 """Blackjack of GymCards, with an infinite deck and one visible dealer card.
 
-Actions are indices into ACTIONS: 0 stands, 1 hits. The rules are the same as in RL4VLM and in
-gymnasium's toy_text/blackjack (Sutton and Barto, example 5.1):
+Actions are indices into ACTIONS: 0 means stand, 1 means hit. The rules are the same as in RL4VLM
+and in gymnasium's toy_text/blackjack (Sutton and Barto, example 5.1):
 
 - If the player exceeds 21 points (a bust), the game ends with reward -1.
-- After the player stands, the dealer draws until it has at least 17 points, counting an ace as 11
-  where possible. The reward is 1 if the dealer exceeds 21 points or has fewer points than the
-  player, 0 if the points are equal, and -1 otherwise.
+- After the player stands, the dealer draws cards until the dealer's hand has at least 17 points. An
+  ace counts as 11 unless the hand would exceed 21. The reward is 1 if the dealer exceeds 21 points
+  or has fewer points than the player, 0 if the points are equal, and -1 otherwise.
 - Cards with the value 10 are dealt as J, Q or K, never as 10.
 """
 
@@ -48,7 +48,7 @@ class BlackjackState:
 
 
 def hand_total(cards: Sequence[Card]) -> tuple[int, bool]:
-    """Return the points of a hand, and whether an ace counts as 11.
+    """Return a pair: the points of a hand, and True if an ace counts as 11.
 
     Example: the result is (17, True) for A 6 and (17, False) for A 6 10.
     """
@@ -110,10 +110,10 @@ BlackjackObservation = NDArray[np.uint8] | tuple[int, int, int]
 class Blackjack(gymnasium.Env[BlackjackObservation, int]):
     """`gym_cards/Blackjack-v0`: get closer to 21 points than the dealer without exceeding 21.
 
-    reset(options={"player": ["AS", "6H"], "dealer": "KD"}) sets the initially visible cards. An
-    observation is a uint8 array [300, 300, 3]. With symbolic=True, an observation is a tuple: the
-    player's points, the value of the dealer's visible card (1 to 10), and 1 if an ace counts as 11
-    or 0 otherwise.
+    Calling `reset(options={"player": ["AS", "6H"], "dealer": "KD"})` sets the initially visible
+    cards. An observation is a uint8 array of shape [300, 300, 3]. With symbolic=True, an
+    observation is a tuple of three integers: the player's points, the value of the dealer's visible
+    card (1 to 10), and a flag that is 1 if an ace counts as 11 and 0 otherwise.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
@@ -174,7 +174,7 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
 
 def _read_fixed_start(options: Mapping[str, object]) -> tuple[list[Card], Card]:
     player = options.get("player")
-    remedy = "give player, a list of two cards, and dealer, a card, and nothing else"
+    remedy = "must contain exactly the keys player (a list of two cards) and dealer (a card)"
     is_start = options.keys() == {"player", "dealer"} and isinstance(player, list | tuple) and len(player) == 2
     require(is_start, "options", dict(options), remedy)
     return [Card.from_name(name) for name in player], Card.from_name(options["dealer"])

@@ -1,8 +1,8 @@
 """Exact evaluation and optimization of Blackjack policies by dynamic programming.
 
-A position is (points, is_soft, up): the player's points, True if an ace counts as 11, and the value
-of the dealer's visible card. All cards are drawn with replacement: each value from 1 to 9 has
-probability 1/13, and the value 10 has probability 4/13.
+A position is a tuple (points, is_soft, up). `points` are the player's points, `is_soft` is True if
+an ace counts as 11, and `up` is the value of the dealer's visible card. All cards are drawn with
+replacement: each value from 1 to 9 has probability 1/13, and the value 10 has probability 4/13.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ LOSS = ExpectedOutcome(0.0, 0.0, -1.0)
 
 
 def add_card(points: int, is_soft: bool, value: int) -> tuple[int, bool]:
-    """Return the points after one more card, and whether an ace counts as 11.
+    """Return the points after one more card, and True if an ace then counts as 11.
 
     Example: `add_card(17, True, 10)` returns (17, False).
     """
@@ -117,9 +117,9 @@ def evaluate_policy(
 def best_policy(*, criterion: str = "reward") -> dict[Position, int]:
     """Return the optimal action in every position: 0 to stand, 1 to hit.
 
-    `criterion` is the field of ExpectedOutcome to maximize: `reward` or `wins`. If both actions are
-    equally good, the player stands. The best policy never hits a natural, so the result is the same
-    under all rule options.
+    `criterion` names the field of ExpectedOutcome to maximize, which is `reward` or `wins`. If both
+    actions are equally good, the player stands. The best policy never hits a natural, so the
+    options `natural` and `sab` do not change the result.
     """
 
     @cache
@@ -141,10 +141,10 @@ def mix_outcomes(weighted_outcomes: list[tuple[float, ExpectedOutcome]]) -> Expe
 
 
 def _initial_deals() -> list[tuple[float, int, bool, int, bool]]:
-    """Return all initial deals.
+    """Return each possible initial deal with its probability.
 
-    A deal is (probability, player's points, True if an ace counts as 11, value of the dealer's
-    visible card, True if the player has a natural).
+    Each entry is a tuple (probability, points, is_soft, up, is_natural), in which points, is_soft
+    and up are the position, and is_natural is True if the player has a natural.
     """
     return [
         (

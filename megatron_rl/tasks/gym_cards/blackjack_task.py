@@ -1,11 +1,11 @@
 """Blackjack as a task: prompt, seeded random starts, and demonstrations.
 
-The policy receives an image and the rules, and replies with one JSON object, e.g.
+The policy receives an image and the rules, and replies with one JSON object:
 
     {"thoughts": "K 5: 15 against 7", "action": "hit"}
 
-An example from the train split specifies the initially visible cards. All later cards are
-determined by the episode's seed, which is the same for all rollouts of a group.
+An example from the train split specifies the initially visible cards. The episode's seed determines
+all later cards and is the same for all rollouts of a group.
 
 An evaluation on the eval split does not run games. Instead, the policy chooses one action in each
 of the 280 positions, for hands with suit combinations that training never uses. The expected
@@ -63,7 +63,7 @@ def write_reply(state: BlackjackState, action: int) -> str:
 
 
 class PositionEnv(Env):
-    """Environment that queries the policy's action in one position.
+    """Environment in which the policy chooses one action in a given position.
 
     The episode ends after one reply. The reward is 0, and the game is not continued.
     """
@@ -102,7 +102,7 @@ class BlackjackTask(GameTask):
 
     @cached_property
     def positions(self) -> list[Example]:
-        """Examples of the eval split, with task.options.eval_drawings hands per position."""
+        """Examples of the eval split. Each position has task.options.eval_drawings hands."""
         return [
             Example(
                 id=f"{'soft' if is_soft else 'hard'}{points}_against{value}_{number}",
@@ -130,13 +130,13 @@ class BlackjackTask(GameTask):
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the success rate, draw rate and return of full games.
 
-        The player of these games takes the actions that the policy chose in the rollouts. The
-        outcomes of the games are computed exactly, without sampling.
+        The metrics describe a player who takes the actions that the policy chose in the rollouts.
+        The player's expected outcome is computed exactly, without sampling games.
 
-        If the policy chose different actions in the hands of one position, the evaluated player
-        chooses each action with the observed frequency. A reply without a valid action, or a
-        position without a scored rollout, counts as a forfeit, regardless of
-        task.options.invalid.
+        If the policy chose different actions for different hands in the same position, the player
+        chooses each action with the frequency at which the policy chose the action. A reply without
+        a valid action counts as a forfeit, regardless of task.options.invalid. A position without a
+        scored rollout also counts as a forfeit.
         """
         said: dict[Position, list[str]] = defaultdict(list)
         for rollout in rollouts:
@@ -155,13 +155,14 @@ class BlackjackTask(GameTask):
         return best_policy()
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[tuple[BlackjackState, int]]:
-        """Return single-turn demonstrations, one per turn of games with the train split's suits.
+        """Return single-turn demonstrations from complete games with suits of the train split.
 
-        Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator
-        follows the optimal policy. In the "biased" split, the demonstrator stands with probability
-        BIASED_ERROR in turns against a dealer's card of at least BIASED_MIN_DEALER_VALUE, and
-        otherwise follows the optimal policy. A policy with the same action probabilities as the
-        "biased" demonstrator wins 40.0% of its games with greedy decoding.
+        A larger `num` with the same seed returns the same demonstrations, followed by additional
+        ones. In the "correct" split, the demonstrator follows the optimal policy. In the "biased"
+        split, the demonstrator makes mistakes if the value of the dealer's visible card is at least
+        BIASED_MIN_DEALER_VALUE: with probability BIASED_ERROR, the demonstrator stands regardless
+        of the hand. With greedy decoding, a policy that has the same action probabilities as the
+        "biased" demonstrator wins 40.0% of its games.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
@@ -217,7 +218,7 @@ def deal_hands_at(position: Position, *, num: int) -> list[tuple[Card, ...]]:
 def _draw_suits(values: Sequence[int], rng: random.Random) -> tuple[Card, ...]:
     """Return random cards with the given values.
 
-    The suits of the first three cards are a combination that is reserved for evaluation.
+    The suits of the first three cards form a combination that is reserved for evaluation.
     """
     while True:
         cards = tuple(Card(rng.randint(11, 13) if value == 10 else value, rng.choice(SUITS)) for value in values)

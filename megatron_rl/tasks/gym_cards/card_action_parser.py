@@ -1,7 +1,7 @@
 """Parsers that find the action in the policy's reply.
 
-If a reply contains no valid action, the parser returns an InvalidAction with the reason. The
-parsers never raise an exception and never execute text from a reply.
+If a reply contains no valid action, a parser returns the reason as an InvalidAction. The parsers
+never raise an exception and never execute text from a reply.
 """
 
 import json
@@ -16,7 +16,7 @@ nesting depth of the parsed JSON.
 
 
 class InvalidAction(StrEnum):
-    """Reason why a reply has no valid action."""
+    """Reason why a reply contains no valid action."""
 
     TOO_LONG = "too long"
     NOT_JSON = "not JSON"
@@ -38,7 +38,7 @@ def _reject_repeated_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _reject_constant(constant: str) -> float:
-    raise ValueError(f"{constant} is Python, not JSON")
+    raise ValueError(f"{constant} is a Python constant and is not valid JSON")
 
 
 def parse_json_action(text: str, actions: Sequence[str]) -> int | InvalidAction:
@@ -83,8 +83,8 @@ def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction
 def find_action_start(text: str) -> int | None:
     """Return the character index of the last `"action"` in the reply, or None if there is no match.
 
-    The thoughts end and the action begins at this index. RL4VLM searches for the same position in
-    the token ids.
+    The thoughts end and the action begins at this index. RL4VLM finds this position by searching
+    the token ids instead of the text.
     """
     return max((found.start() for found in re.finditer('"action"', text, re.ASCII | re.IGNORECASE)), default=None)
 

@@ -37,7 +37,7 @@ class Card:
             ValueError: The name is not a rank followed by a suit.
         """
         known = isinstance(name, str) and name[:-1] in RANKS and name[-1] in SUITS
-        require(known, "card", name, "use a rank and a suit, as AS, 10H, KD or 3C")
+        require(known, "card", name, "use a rank followed by a suit, e.g. AS, 10H, KD or 3C")
         return cls(RANKS.index(name[:-1]) + 1, name[-1])
 
     def __str__(self) -> str:
@@ -45,12 +45,12 @@ class Card:
 
     @property
     def symbol(self) -> str:
-        """Rank as printed on the card: A, 2, ..., 10, J, Q or K."""
+        """Rank as printed on the card: a number from 2 to 10 or one of the letters A, J, Q and K."""
         return RANKS[self.rank - 1]
 
     @property
     def value(self) -> int:
-        """Value of the card: the rank, but 10 for J, Q and K."""
+        """Value of the card, which is 10 for J, Q and K and equals the rank for all other cards."""
         return min(self.rank, 10)
 
 
@@ -81,8 +81,8 @@ CARD_ARTS = {
 def load_font(size: int) -> ImageFont.FreeTypeFont:
     """Return the package's font at the given size.
 
-    The font uses Pillow's basic text layout, so that images are identical on every machine
-    (see number_line.draw_state).
+    The font uses Pillow's basic text layout, which produces identical images on every machine (see
+    number_line.draw_state).
     """
     return ImageFont.truetype(FONT_FILE, size, layout_engine=ImageFont.Layout.BASIC)
 
@@ -133,6 +133,6 @@ def paste_card(
 def is_held_out_drawing(cards: Sequence[Card]) -> bool:
     """Return True if a hand with these suits is reserved for evaluation.
 
-    Exactly a quarter of all suit combinations are reserved.
+    Exactly one quarter of all suit combinations is reserved.
     """
     return sum(SUITS.index(card.suit) for card in cards) % 4 == 0

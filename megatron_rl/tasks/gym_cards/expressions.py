@@ -69,7 +69,7 @@ class _ExpressionParser:
         return value
 
     def parse_expression(self, min_precedence: int) -> Number:
-        """Return the value of the expression before the next operator below `min_precedence`."""
+        """Evaluate the tokens up to the next operator with a precedence below `min_precedence`."""
         value = self.parse_operand()
         while self.remaining and self.remaining[-1] in self.operators and self.operators[self.remaining[-1]].precedence >= min_precedence:
             found = self.operators[self.remaining.pop()]
@@ -101,7 +101,7 @@ def _evaluate_tokens(tokens: Sequence[str], operators: Mapping[str, _Operator], 
 
 
 def evaluate(tokens: Sequence[str]) -> Fraction | None:
-    """Return the exact value of a formula under the strict rules, or None if it is invalid.
+    """Return the exact value of a formula under the strict rules, or None for an invalid formula.
 
     Blank tokens are ignored. Example: 8 / ( 3 - 8 / 3 ) is 24.
     """
@@ -109,8 +109,8 @@ def evaluate(tokens: Sequence[str]) -> Fraction | None:
 
 
 def evaluate_as_python(tokens: Sequence[str]) -> Number | None:
-    """Return the value of a formula under Python's rules, or None if it is invalid.
+    """Return the value of a formula under Python's rules, or None for an invalid formula.
 
-    The tokens are concatenated first. Example: the tokens 2 and 4 have the value 24.
+    The tokens are concatenated before parsing. Example: the tokens 2 and 4 have the value 24.
     """
     return _evaluate_tokens(re.findall(r"[0-9]+|\*\*|//|[^ ]", "".join(tokens)), PYTHON_OPERATORS, int)

@@ -1,19 +1,19 @@
-"""Base classes that turn gymnasium games into tasks, with the options that all games share.
+"""Base classes that turn gymnasium games into tasks and implement the options shared by all games.
 
 Each observation contains everything that the policy can know about the state, so every turn is a
 new sequence: one user message with an image and the prompt. A reply without a valid action is
-always recorded as a failed call (ToolCall.error) and uses up a turn. task.options.invalid selects
-the other effects of such a reply:
+always recorded as a failed call (ToolCall.error) and uses up a turn. The setting
+task.options.invalid determines the reward and the next state:
 
-- penalize: The reward is -1, as for a bad move in all four games. The state does not change.
-- repeat: The reward is 0. The state does not change, and the same observation is returned again.
-- noop: The reward is 0, and the environment makes a move that changes nothing. In the points games,
-  this move appends a blank, which counts toward the length limit of the formula. NumberLine and
-  Blackjack have no such move and reject this option.
-- random: The environment takes an action that is drawn uniformly with the episode's seed, and
-  returns the reward of that action. RL4VLM does the same without recording a failed call. With this
-  option, a policy that generates nonsense earns the return of random play, and the reward of a turn
-  depends on a random draw that no logprob accounts for.
+- penalize: the reward is -1, the same as for a bad move, and the state does not change.
+- repeat: the reward is 0, the state does not change, and the same observation is returned again.
+- noop: the reward is 0, and the environment makes a move that has no effect. In EZPoints and
+  Points24, the move appends a blank, which counts toward the length limit of the formula.
+  NumberLine and Blackjack do not support this option.
+- random: the environment takes a uniformly random action, drawn with the episode's seed, and
+  returns the reward of that action. In this case, RL4VLM also takes a random action but records no
+  failed call. With this option, a policy that generates nonsense earns the return of random play,
+  and the reward of a turn depends on a random draw that no logprob accounts for.
 """
 
 import random
@@ -40,7 +40,7 @@ class StateView(NamedTuple):
     picture: Picture
     prompt: str
     state_name: str = ""
-    """Name of the state, which `Env.state` returns."""
+    """Name of the state, returned by `Env.state`."""
 
 
 def make_user_message(picture: Picture, prompt: str) -> Message:
@@ -49,7 +49,7 @@ def make_user_message(picture: Picture, prompt: str) -> Message:
 
 
 def parse_reply(text: str, options: GameOptions, actions: Sequence[str]) -> tuple[int | InvalidAction, ToolCall]:
-    """Parse a reply into an action and a ToolCall that records it.
+    """Parse a reply into an action and a ToolCall that records the action.
 
     Returns:
         A pair (action, call). `action` is an index into `actions`, or the reason why the reply has
@@ -145,7 +145,7 @@ class GameTask(Task):
         super().__init__(settings)
         settings.require_no_words()
         options = self.Options() if settings.options is None else settings.options
-        require(isinstance(options, self.Options), "task.options", options, f"are not those of this task; choose task={self.name}")
+        require(isinstance(options, self.Options), "task.options", options, f"are options of a different task; choose task={self.name}")
         self.options: Any = options
 
     def require_turns(self, max_steps: int, *, eval_max_steps: int) -> None:
@@ -153,7 +153,7 @@ class GameTask(Task):
         for key, turns, steps in (
             ("task.max_turns", self.settings.max_turns, max_steps), ("task.eval_max_turns", self.settings.eval_max_turns, eval_max_steps)
         ):  # fmt: skip
-            require(turns <= steps, key, turns, f"the game has {steps} steps, use no more")
+            require(turns <= steps, key, turns, f"must be at most {steps} (steps per game)")
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the fraction of replies without a valid action, as the metric `invalid`."""

@@ -57,8 +57,8 @@ def apply_action(state: NumberLineState, action: int, *, max_number: int = MAX_N
     """Return the next state and the reward.
 
     The reward is 1 if the action reaches the target, -1 if the distance to the target does not
-    decrease, and 0 otherwise. An action that would leave the number line does not change the
-    number.
+    decrease, and 0 otherwise. An action that would move the current number beyond the end of the
+    number line has no effect.
     """
     current, target = state
     moved = min(max(current + (1 if action == 1 else -1), 0), max_number)
@@ -135,9 +135,9 @@ def pixels_space() -> gymnasium.spaces.Box:
 class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     """`gym_cards/NumberLine-v0`: move from the current number to the target in steps of one.
 
-    An episode has at most 2 * max_number steps, 10 by default. An observation is a uint8 array
-    [300, 300, 3]. reset(options={"current": c, "target": t}) sets the start; without options, the
-    start is random.
+    An episode has at most 2 * max_number steps, 10 by default. An observation is a uint8 array of
+    shape [300, 300, 3]. Calling `reset(options={"current": c, "target": t})` sets the start state.
+    Without options, the start state is random.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
@@ -182,8 +182,8 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
 
 
 def _read_fixed_start(options: Mapping[str, object], max_number: int) -> NumberLineState:
-    require(options.keys() == {"current", "target"}, "options", dict(options), "give both current and target, and nothing else")
+    require(options.keys() == {"current", "target"}, "options", dict(options), "must contain exactly the keys current and target")
     numbers = range(max_number + 1)
     chosen = [state for state in product(numbers, repeat=2) if state == (options["current"], options["target"]) and state[0] != state[1]]
-    require(len(chosen) == 1, "options", dict(options), f"current and target are different numbers in 0..{max_number}")
+    require(len(chosen) == 1, "options", dict(options), f"current and target must be different integers in 0..{max_number}")
     return chosen[0]

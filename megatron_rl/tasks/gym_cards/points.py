@@ -1,12 +1,12 @@
 """EZPoints and Points24 of GymCards: write a formula that uses all cards and equals the target.
 
 The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula,
-with these rules:
+subject to these rules:
 
-- If an action's number is not on an unused card, the action appends a blank instead of the number,
+- If no unused card has the number of an action, the action appends a blank instead of the number,
   and the reward is -1.
 - "=" ends the game. The reward is 10 if the formula uses all cards and equals the target, else -1.
-- If the formula is already longer than its limit, any action has reward -1 and truncates the
+- If the formula already exceeds the length limit, any action has reward -1 and truncates the
   episode.
 - All other actions have reward 0.
 
@@ -43,12 +43,12 @@ class PointsRules:
     """Rules and layout parameters that differ between EZPoints and Points24."""
 
     tokens: tuple[str, ...]
-    """Token that each action appends, in the order of the action indices."""
+    """Tokens that can be appended. An action is an index into this tuple."""
     num_cards: int
     target: int
     max_formula_tokens: int
-    """Maximum number of tokens in a formula. If the formula is already longer than this maximum,
-    the next action truncates the episode.
+    """Maximum number of tokens in a formula. If the formula already exceeds this maximum, the next
+    action truncates the episode.
     """
     label_height: float
     """Vertical position of the label "Formula: ", as a fraction of the image height. If
@@ -118,8 +118,8 @@ def deal_pair(rules: PointsRules, rng: np.random.Generator) -> tuple[Card, ...]:
     """Return two random cards whose sum or product equals the target.
 
     The rank of one card is drawn uniformly from the ranks in 2..K for which `find_partner_numbers`
-    finds at least one number. The rank of the other card is drawn uniformly from the numbers found.
-    The order of the cards is random.
+    finds at least one number. The rank of the other card is drawn uniformly from the numbers that
+    `find_partner_numbers` returns. The order of the cards is random.
     """
     choices = ()
     while not choices:  # repeats only if the target is not 12, because some ranks then have no partner
@@ -161,10 +161,10 @@ def draw_state(rules: PointsRules, state: PointsState, style: CardStyle = ("larg
 
 
 class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
-    """Base class of EZPoints and Points24.
+    """Base class of the games EZPoints and Points24.
 
-    An observation is a uint8 array [300, 300, 3]. reset(options={"cards": ["2H", "KS"]}) sets the
-    hand; without options, the hand is random.
+    Calling `reset(options={"cards": ["2H", "KS"]})` sets the hand. Without options, the hand is
+    random. An observation is a uint8 array of shape [300, 300, 3].
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
@@ -192,7 +192,12 @@ class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
     def step(self, action: int) -> tuple[NDArray[np.uint8], int, bool, bool, dict[str, object]]:
         """Apply an action and return gymnasium's step tuple."""
         assert self.state is not None, "step before reset"
-        require(self.action_space.contains(action), "action", action, f"use 0..{len(self.rules.tokens) - 1}: {' '.join(self.rules.tokens)}")
+        require(
+            self.action_space.contains(action),
+            "action",
+            action,
+            f"use an index in 0..{len(self.rules.tokens) - 1} into {' '.join(self.rules.tokens)}",
+        )
         self.state, reward, terminated, truncated = apply_action(self.rules, self.state, int(action))
         return self.render(), reward, terminated, truncated, self._info()
 
@@ -217,7 +222,7 @@ class EZPoints(PointsGame):
         self, *, target: int = 12, legacy_rules: bool = False, style: CardStyle = ("large", 1.0), render_mode: str | None = None
     ) -> None:  # fmt: skip
         can_deal = any(find_partner_numbers(target, number) for number in range(2, 11))
-        require(can_deal, "target", target, "no two cards of 2..K and A..10 make it by + or *")
+        require(can_deal, "target", target, "cannot be made with + or * from a card in 2..K and a card in A..10")
         super().__init__(replace(EZPOINTS, target=target, is_legacy=legacy_rules), style=style, render_mode=render_mode)
 
     def deal_hand(self) -> tuple[Card, ...]:
@@ -228,7 +233,7 @@ class EZPoints(PointsGame):
 class Points24(PointsGame):
     """`gym_cards/Points24-v0`: make 24 from four cards with + - * / and parentheses.
 
-    With solvable=True, the game deals only hands that have a solution.
+    With solvable=True, only hands that have a solution are dealt.
     """
 
     def __init__(
@@ -251,7 +256,7 @@ class Points24(PointsGame):
 
 def _read_fixed_hand(rules: PointsRules, options: Mapping[str, object]) -> tuple[Card, ...]:
     names = options.get("cards")
-    remedy = f"give cards, a list of {rules.num_cards}, and nothing else"
+    remedy = f"must contain only the key cards with a list of {rules.num_cards} cards"
     require(
         options.keys() == {"cards"} and isinstance(names, list | tuple) and len(names) == rules.num_cards, "options", dict(options), remedy
     )

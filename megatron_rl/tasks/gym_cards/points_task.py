@@ -1,13 +1,14 @@
 """EZPoints and Points24 as tasks: prompts, examples, demonstrations and gold replies.
 
-The policy receives an image, the current formula as text and the allowed tokens, and replies with
-one JSON object, e.g.
+The policy receives an image, the current formula as text, and the allowed tokens. The reply is one
+JSON object:
 
     {"cards": ["2", "K"], "current formula": "2+", "thoughts": "2+10=12", "action": "10"}
 
 The train and eval splits use different cards. Settings in task.options can also change the rules
-and the card style of the eval split. In EZPoints, both splits contain all pairs of ranks, but with
-different suits. In Points24, a fifth of all sets of four numbers are held out for evaluation.
+and the card style of the eval split. In EZPoints, both splits contain all pairs of ranks, but the
+suits differ between the splits. In Points24, a fifth of all sets of four numbers are held out for
+evaluation.
 """
 
 import json
@@ -92,7 +93,8 @@ def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
 def corrupt_formula(tokens: tuple[str, ...]) -> tuple[str, ...]:
     """Return the formula with its first operator replaced by a wrong operator.
 
-    A corrupted formula for two cards never equals the target. Example: `3 + 9 =` becomes `3 * 9 =`.
+    Example: the formula `3 + 9 =` becomes `3 * 9 =`. A corrupted formula for two cards never equals
+    the target.
     """
     place = next(place for place, token in enumerate(tokens) if token in SIGN_MISTAKES)
     return (*tokens[:place], SIGN_MISTAKES[tokens[place]], *tokens[place + 1 :])
@@ -156,10 +158,11 @@ class PointsTask(GameTask):
     def demonstrations(self, split: str, *, num: int, seed: int) -> LazyTranscripts[FormulaPlan]:
         """Return single-turn demonstrations, each of which appends one token to a partial solution.
 
-        Only solvable hands from the train split are used. Increasing `num` only appends
-        demonstrations. In the "correct" split, the demonstrator makes no mistakes. In the "biased"
-        split, the demonstrator's thoughts and formula have a wrong first operator with probability
-        BIASED_ERROR if the number of the first card is at most BIASED_MAX_FIRST_NUMBER.
+        Only solvable hands from the train split are used. A larger `num` with the same seed returns
+        the same demonstrations, followed by additional ones. In the "correct" split, the
+        demonstrator makes no mistakes. In the "biased" split, the demonstrator makes mistakes if
+        the number of the first card is at most BIASED_MAX_FIRST_NUMBER: with probability
+        BIASED_ERROR, the first operator in the thoughts and in the formula is wrong.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
@@ -203,7 +206,9 @@ class EZPointsTask(PointsTask):
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings, EZPOINTS)
         target = self.options.eval_target
-        require(target > 0 and bool(pair_probabilities(target)), "task.options.eval_target", target, "no two cards make it by + or *")
+        require(
+            target > 0 and bool(pair_probabilities(target)), "task.options.eval_target", target, "cannot be made from two cards with + or *"
+        )
 
     def examples(self, split: str) -> list[Example]:
         """Return one example for each hand of a split, with the exact probability of the hand."""
@@ -227,8 +232,8 @@ class EZPointsTask(PointsTask):
 class Points24Task(PointsTask):
     """Points24 task.
 
-    task.options.train_hands and task.options.eval_hands set the number of hands in the train split
-    and in the eval split. No set of four numbers occurs in both splits.
+    The train split has task.options.train_hands hands, and the eval split has
+    task.options.eval_hands hands. No set of four numbers occurs in both splits.
     """
 
     Options = Points24Options
@@ -245,8 +250,8 @@ class Points24Task(PointsTask):
     def examples(self, split: str) -> list[Example]:
         """Return the examples of a split, which are random hands from the game's distribution.
 
-        Hands with numbers that belong to the other split are skipped. With task.options.solvable,
-        unsolvable hands are skipped too.
+        Hands with sets of numbers that belong to the other split are skipped. With
+        task.options.solvable, unsolvable hands are skipped too.
         """
         is_eval = split == "eval"
         hands = self.deal_hands(np.random.default_rng(int(is_eval)), is_held_out=is_eval)
@@ -273,7 +278,7 @@ class Points24Task(PointsTask):
         return self.deal_hands(rng, is_held_out=False)
 
     def extra_metrics(self, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return the base class's metrics, plus the success rate on solvable hands (if any)."""
+        """Return the base class's metrics and, if any hand is solvable, `success_of_solvable`."""
         figures = super().extra_metrics(examples, rollouts)
         could = [rollout for rollout in rollouts if self.gold_replies(examples[rollout.group])]
         return figures | ({"success_of_solvable": sum(map(self.success, could)) / len(could)} if could else {})

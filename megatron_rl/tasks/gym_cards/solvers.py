@@ -73,7 +73,7 @@ def find_solution(numbers: tuple[int, ...], target: int = 24) -> tuple[str, ...]
 
 
 def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str, ...] | None:
-    """Return the tokens of an EZPoints formula that equals the target, or None if none exists.
+    """Return the tokens of an EZPoints formula for the target, or None if there is no solution.
 
     The formula joins the two numbers with + or *, in the given order.
     """
@@ -85,8 +85,8 @@ def find_pair_solution(numbers: tuple[int, int], target: int = 12) -> tuple[str,
 def find_partner_numbers(target: int, first: int) -> tuple[int, ...]:
     """Return each number in 1..10 whose product or sum with `first` equals the target.
 
-    The number for the product comes before the number for the sum. A number that is valid for both
-    appears twice.
+    The number whose product with `first` equals the target is returned first. If a number satisfies
+    both conditions, the result contains the number twice.
     """
     by_product = (target // first,) if target % first == 0 else ()
     return tuple(number for number in (*by_product, target - first) if 1 <= number <= 10)

@@ -1,6 +1,6 @@
 """NumberLine as a task: prompt, reply format, and demonstrations for the SFT stage.
 
-The policy receives an image and the rules, and replies with one JSON object, e.g.
+The policy receives an image and the rules, and replies with one JSON object:
 
     {"current number": 2, "target number": 5, "thoughts": "Raise it.", "action": "+"}
 
@@ -8,7 +8,7 @@ The image shows the complete state, so every turn is a new sequence: one user me
 and the prompt.
 
 By default, an invalid reply has the same reward as a wrong move (-1), leaves the state unchanged
-and uses up a turn. task.options.invalid selects other effects (game.py).
+and uses up a turn. The setting task.options.invalid selects other effects (gym_cards/game.py).
 """
 
 import json
@@ -109,11 +109,11 @@ class NumberLineTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=2 * self.max_number)
 
     def examples(self, split: str) -> list[Example]:
-        """Return the examples of a split, one for each start.
+        """Return the examples of a split, one for each start state.
 
-        By default, both splits contain all 30 starts, each with its exact probability. If
-        task.options.eval_max_number is above 5, the eval split instead contains all starts with a
-        current or target number above 5. These starts have equal probabilities.
+        By default, both splits contain all 30 start states, each with its exact probability. If
+        task.options.eval_max_number is above 5, the eval split instead contains all start states
+        with a current or target number above 5. These start states have equal probabilities.
         """
         if split == "eval" and self.max_number > MAX_NUMBER:
             pairs = product(range(self.max_number + 1), repeat=2)
@@ -122,18 +122,18 @@ class NumberLineTask(GameTask):
         return [make_example(state, probability=float(probability)) for state, probability in start_probabilities().items()]
 
     def env(self, example: Example) -> NumberLineEnv:
-        """Return a new environment for one start."""
+        """Return a new environment for one start state."""
         return NumberLineEnv(read_state(example.payload), options=self.options, max_number=example.payload.get("max_number", MAX_NUMBER))
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> list[Demonstration]:
         """Return single-turn demonstrations from repeated shuffled passes over the 30 states.
 
-        Increasing `num` only appends demonstrations. The demonstrator always reads the numbers
-        correctly. In the "correct" split, the demonstrator always takes the right action. In the
-        "biased" split, the demonstrator takes the wrong action with probability BIASED_ERROR if the
-        target is in BIASED_TARGETS. A policy with the same action probabilities as the "biased"
-        demonstrator succeeds in 23/36 (63.9%) of the episodes with greedy decoding and in 68.5% at
-        temperature 1.
+        A larger `num` with the same seed returns the same demonstrations, followed by additional
+        ones. The demonstrator always reads the numbers correctly. In the "correct" split, the
+        demonstrator always takes the right action. In the "biased" split, the demonstrator takes
+        the wrong action with probability BIASED_ERROR if the target is in BIASED_TARGETS. A policy
+        with the same action probabilities as the "biased" demonstrator has a success rate of 63.9%
+        (23/36) with greedy decoding and of 68.5% at temperature 1.
         """
         draw = random.Random(seed)
         shown = []

@@ -1,13 +1,15 @@
 """SFT demonstrations for speakers and listeners with a million parameters, made from game rounds.
 
-Descriptions name colors (colors.py), except for vague descriptions. There are three splits:
+Descriptions, except for vague descriptions, name colors (colors.py). The demonstrations are divided
+into three splits:
 
-- told: Speaker demonstrations. The reply names the colors of the object in the round's image.
-- vague: Like told, but with probability VAGUE_PROBABILITY, the reply is a vague description, which
-  fits every object of the category. The policy has to unlearn these replies in RL.
-- heard: Listener demonstrations. The prompt is the question that the listener service asks
-  its model. With probability 1/2, the question is about the round's target (answer yes), and
-  otherwise about another candidate (answer no).
+- told: speaker demonstrations in which the reply names the colors of the object in the image.
+- vague: speaker demonstrations as in the split told, except that with probability VAGUE_PROBABILITY
+  the reply is a vague description, which fits every object of the category. The policy has to
+  unlearn vague descriptions in RL.
+- heard: listener demonstrations in which the prompt is the question that the listener service asks
+  its model. With probability 1/2, the image is the round's target and the answer is yes. Otherwise,
+  the image is another candidate and the answer is no.
 """
 
 import random
@@ -50,7 +52,7 @@ class LazyDemonstrations(Sequence[Demonstration]):
 def make_demonstrations(rounds: Sequence[Example], split: str, *, num: int, seed: int) -> LazyDemonstrations:
     """Return demonstrations from repeated shuffled passes over the speaker rounds.
 
-    Increasing `num` only appends demonstrations.
+    A larger `num` with the same seed returns the same demonstrations, followed by additional ones.
     """
     require_choice("sft.splits", split, DEMONSTRATION_SPLITS)
     dice = random.Random(seed)
@@ -100,7 +102,7 @@ def make_color_question(image: StoredImage, *, category: str) -> str:
 
 
 def make_tokenizer_texts(categories: Sequence[str]) -> list[str]:
-    """Return texts to train a small tokenizer in which every word of the game is one token.
+    """Return texts for training a small tokenizer that encodes every word of the game as one token.
 
     The texts are prompts, replies and questions for each category. Every color occurs in the texts.
     """

@@ -55,7 +55,10 @@ class Description:
 
     @property
     def question(self) -> str:
-        """Question that the listener answers for each candidate; empty if no part was found."""
+        """Question that the listener answers for each candidate.
+
+        The question is an empty string if both the coarse and the detailed part are empty.
+        """
         words = " ".join(part for part in (self.coarse[:MAX_COARSE_CHARS], self.detailed[:MAX_DETAILED_CHARS]) if part)
         return QUESTION_TEMPLATE.format(description=quote_text(words)) if words else ""
 
@@ -68,7 +71,7 @@ def parse_description(text: str, *, category: str) -> Description:
 
 
 def check_tag_pairs(text: str) -> list[bool]:
-    """Return one value per tag in TAGS: True if the reply has exactly one pair of this tag."""
+    """Return, for each tag in TAGS, True if the reply contains exactly one pair of the tag."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 

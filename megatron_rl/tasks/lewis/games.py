@@ -45,7 +45,9 @@ def load_examples(data: DataSettings, split: str, payload_of: Callable[[DataReco
         ValueError: A row is invalid; the message names the first invalid row.
     """
     paths = {"train": data.train, "eval": data.eval}[split]
-    require(bool(paths), f"task.data.{split}", paths, "give the folders or files of the game (tools/data/make_lewis.py)")
+    require(
+        bool(paths), f"task.data.{split}", paths, "set the files or folders that contain the rounds of the game (tools/data/make_lewis.py)"
+    )
     records = RecordFiles(paths, images_root=data.images, image_roots=data.image_roots, key=f"task.data.{split}")
     num = min(len(records), data.max_eval) if split == "eval" and data.max_eval else len(records)
     found = []
@@ -65,7 +67,7 @@ def make_speaker_payload(record: DataRecord) -> Payload:
     candidates, names = _read_candidates(record)
     solution = record.require_text(row.get("solution"), "solution")
     if solution not in names:
-        raise record.make_error("solution", f"is {solution!r:.20}, none of the names {', '.join(names)}")
+        raise record.make_error("solution", f"{solution!r:.20} is not one of the names {', '.join(names)}")
     return {
         "question": _read_text(record, "speaker_problem", row.get("speaker_problem", PROMPT.format(category=category))),
         "answer": solution, "system": "", "extra": {}, "category": category, "target": names.index(solution),
@@ -85,10 +87,10 @@ def make_situated_payload(record: DataRecord) -> Payload:
 
 
 def make_comparison_payload(record: DataRecord) -> Payload:
-    """Read a listener row and return the payload of its question about two images."""
+    """Return the payload of a listener row, which contains a question about two images."""
     answer = record.require_text(record.row.get("listener_solution"), "listener_solution").strip().casefold()
     if answer not in ("yes", "no"):
-        raise record.make_error("listener_solution", f"is {answer!r:.20}; it is yes or no")
+        raise record.make_error("listener_solution", f"{answer!r:.20} is invalid; use yes or no")
     problem = _read_text(record, "listener_problem", record.row.get("listener_problem"))
     images = tuple(record.load_image(_read_image_column(record, f"{which}_image"), f"{which}_image") for which in ("query", "reference"))
     return {"question": COMPARE_PROMPT.format(problem=problem), "answer": answer, "system": "", "extra": {}, "images": images}
@@ -106,8 +108,8 @@ def load_description_examples(data: DataSettings, split: str) -> list[Example]:
     """Return two examples per speaker round: one with answer yes and one with answer no.
 
     The example with answer yes shows the target, and the example with answer no shows another
-    candidate. From round to round, the choice of the other candidate cycles through all possible
-    indices.
+    candidate. The index of the candidate that is not the target cycles through all possible values
+    from round to round.
     """
     found = []
     for number, example in enumerate(load_examples(data, split, make_speaker_payload)):
@@ -123,12 +125,12 @@ def load_description_examples(data: DataSettings, split: str) -> list[Example]:
 def _read_text(record: DataRecord, column: str, value: object) -> str:
     words = record.require_text(value, column)
     if IMAGE_PLACEHOLDER in words:
-        raise record.make_error(column, f"holds {IMAGE_PLACEHOLDER}; the pictures of a round have their places")
+        raise record.make_error(column, f"contains {IMAGE_PLACEHOLDER}; remove the placeholder")
     return words
 
 
 def _read_image_column(record: DataRecord, column: str) -> object:
-    """Return the value of an image column, or of the corresponding path column."""
+    """Return the value of an image column or, if the column is missing, of its path column."""
     value = record.row.get(column, record.row.get(f"{column}_path"))
     if value is None:
         raise record.make_error(column, "is missing")
@@ -138,13 +140,13 @@ def _read_image_column(record: DataRecord, column: str) -> object:
 def _read_candidates(record: DataRecord) -> tuple[tuple[StoredImage, ...], list[str]]:
     values = record.require_list(record.row.get("ret_paths"), "ret_paths")
     if not 2 <= len(values) <= MAX_CANDIDATES:
-        raise record.make_error("ret_paths", f"has {len(values)} candidates; 2 to {MAX_CANDIDATES} are a choice")
+        raise record.make_error("ret_paths", f"has {len(values)} candidates; must have between 2 and {MAX_CANDIDATES}")
     if any(value in values[:place] for place, value in enumerate(values)):
-        raise record.make_error("ret_paths", "names a candidate twice")
+        raise record.make_error("ret_paths", "contains a candidate more than once")
     names = record.require_list(record.row.get("names", list(LETTERS[: len(values)])), "names")
     names = [record.require_text(name, "names") for name in names]
     if len(names) != len(values) or len({*names}) < len(names):
-        raise record.make_error("names", f"must name the {len(values)} candidates, each by another word")
+        raise record.make_error("names", f"must contain {len(values)} different names, one for each candidate")
     return tuple(record.load_image(value, f"ret_paths[{place}]") for place, value in enumerate(values)), names
 
 
@@ -161,7 +163,7 @@ def read_image_file(image: StoredImage) -> ImageFile:
 class SingleImageEnv(Env):
     """Single-turn environment. The prompt is one image followed by a text.
 
-    The prompts have the same tokens as the prompts of the Lewis services.
+    The prompts consist of the same tokens as the prompts of the Lewis services.
     """
 
     def __init__(self, example: Example, get_question: Callable[[Example], Awaitable[str]]) -> None:
@@ -211,7 +213,7 @@ class PredictionLog:
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             self._file = Path(self._path).open("a", buffering=1)  # noqa: SIM115 (close)
         except OSError as error:
-            raise ValueError(f"task.options.log={self._path}: {error.strerror}; name a file that can be written") from error
+            raise ValueError(f"task.options.log={self._path}: {error.strerror}; choose a writable file") from error
 
     def __call__(self, reward: float, reward_input: RewardInput) -> None:
         """Write one prediction to the log."""

@@ -1,6 +1,6 @@
 """Client of the Lewis listeners.
 
-If a listener fails, the client raises InfraError and never returns a score.
+If a listener fails, the client raises InfraError instead of returning a score.
 
 Results are cached by image, question and listener version. The result for each image can be cached
 separately, because p(yes) of an image depends neither on the other candidates nor on their order.
@@ -10,8 +10,8 @@ Questions are sent in chunks. Each chunk goes to the least busy healthy server, 
 backoff (clients/endpoint_pool.py).
 
 The contents of an image are sent to each server only once; later requests contain the hash of the
-image. If the server no longer has the image, it responds with the unknown hash, and the image is
-sent again. With task.listener.send=paths, file paths are sent instead of contents.
+image. If the server no longer has the image, the server reports the hash as unknown, and the client
+sends the image again. With task.listener.send=paths, file paths are sent instead of contents.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ class ListenerClient:
     """Client of a group of listener servers that serve the same model.
 
     `cache_hits` is the number of questions that were answered from the cache or by a concurrent
-    identical request. `endpoints` contains further counters.
+    identical request. The attribute `endpoints` contains the request counters.
     """
 
     def __init__(self, settings: ListenerSettings, config_keys: ListenerConfigKeys = ListenerConfigKeys()) -> None:
@@ -126,7 +126,9 @@ class ListenerClient:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
         versions = {url: greeting.models[0] for url, greeting in greetings.items() if greeting.models}
         if len(set(versions.values())) > 1:
-            raise InfraError(f"{self._config_keys.urls}: these are different listeners ({versions}); start all of them alike")
+            raise InfraError(
+                f"{self._config_keys.urls}: the listeners have different versions ({versions}); all of them must serve the same model"
+            )
         self.version = next(iter(versions.values()))
 
     def _proxy_words(self, url: str) -> str:
@@ -152,7 +154,7 @@ class ListenerClient:
         """
         shown = await asyncio.to_thread(lambda: {picture.sha256: picture for picture in images})
         if len(shown) < len(images):
-            raise PermanentInfraError("listener: two of the candidates are the same picture")
+            raise PermanentInfraError("listener: two of the candidates are the same image")
         known = {digest: None if self.settings.partner_is_training else self._find_cached(digest, question) for digest in shown}
         if None not in known.values():
             self.cache_hits += 1
@@ -186,7 +188,8 @@ class ListenerClient:
     def _enqueue(self, key: tuple[str, frozenset[str]], asked: _PendingQuestion) -> None:
         """Add a question to the current chunk.
 
-        The chunk is sent when it is full, or chunk_delay_s after its first question was added.
+        The chunk is sent when the chunk is full or `chunk_delay_s` seconds after the first question
+        was added, whichever comes first.
         """
         self._pending[key] = asked.result
         asked.result.add_done_callback(lambda _: self._pending.pop(key))
@@ -258,9 +261,9 @@ class ListenerClient:
     async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
         """Send a chunk.
 
-        An image that is not in `known_hashes` is sent in full once; further occurrences in the
-        chunk are sent as its hash. With task.listener.send=paths, images with a path are always
-        sent as paths.
+        An image whose hash is not in `known_hashes` is sent in full at its first occurrence in the
+        chunk. All other occurrences are sent as a hash. With task.listener.send=paths, images with
+        a path are always sent as paths.
         """
         told_of, batch = set(known_hashes), []
         for asked in chunk:
@@ -285,10 +288,10 @@ class ListenerClient:
             self.version = answers.version
             self.num_version_changes += 1
         if answers.version != self.version:
-            raise EndpointError(f"is a different listener now: version {to_one_line(answers.version)}, not {self.version}")
+            raise EndpointError(f"is a different listener: its version is {to_one_line(answers.version)} instead of {self.version}")
         lengths = [len(result.yes_logprobs) for result in answers.results]
         if lengths != [len(asked.images) for asked in chunk]:
-            raise EndpointError(f"returned scores of {lengths} candidates, which do not match the request")
+            raise EndpointError(f"returned {lengths} scores for the questions, which does not match the request")
         return [dict(zip(asked.images, result.yes_logprobs, strict=True)) for asked, result in zip(chunk, answers.results, strict=True)]
 
 
@@ -298,7 +301,9 @@ def make_listener_client(settings: ListenerSettings) -> ListenerClient:
     Raises:
         ValueError: No listener is configured.
     """
-    remedy = "this reward requires a listener: set its addresses, or start one: services.listener.kind=listener and [service:listener]"
+    remedy = (
+        "this reward requires a listener; set the URLs, or start a listener with services.listener.kind=listener and set [service:listener]"
+    )
     require(bool(settings.urls), "task.listener.urls", settings.urls, remedy)
     return ListenerClient(settings)
 
@@ -313,4 +318,4 @@ def _read_unknown_hashes(reply: httpx2.Response) -> list[str]:
 def _check_cached_logprob(found: object, *, path: str) -> None:
     """Raise PermanentInfraError if a value from the cache file is not a log probability."""
     if not isinstance(found, float) or not -math.inf < found <= 0:
-        raise PermanentInfraError(f"listener: {path} holds {found!r:.40}, which is not a log probability; remove the file")
+        raise PermanentInfraError(f"listener: {path} contains {found!r:.40}, which is not a log probability; remove the file")

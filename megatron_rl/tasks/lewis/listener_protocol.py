@@ -5,8 +5,8 @@
     -> {"results": [{"yes_probabilities": [p, ...], "predicted_index": i, "reward_score": r,
                      "top_indices": [i]}], "took": s, "version": v}
 
-The response to /score contains the fields of the single result instead of the list `results`, and
-also `took` and `version`. A result also contains `yes_logprobs`.
+The response to /score contains `took`, `version` and, instead of the list `results`, the fields of
+a single result. Each result also contains `yes_logprobs`.
 
 A request may contain `candidates` instead of `candidate_paths`. Each candidate is a path below one
 of the listener's roots, a base64-encoded image file, or the SHA-256 of a file that was sent before.
@@ -66,10 +66,10 @@ class ScoreItem(StrictMessage):
     @model_validator(mode="after")
     def _check_candidates(self) -> Self:
         if bool(self.candidate_paths) == bool(self.candidates):
-            raise ValueError("an item has candidate_paths or candidates, and not both")
+            raise ValueError("an item must have either candidate_paths or candidates, not both")
         num = len(self.images)
         if num < 2:
-            raise ValueError("one candidate is no choice: give at least two")
+            raise ValueError("an item must have at least two candidates")
         if self.topk > num:
             raise ValueError(f"topk={self.topk}: must be at most {num}, the number of candidates")
         return self
@@ -91,7 +91,9 @@ class ListenerScore(StrictMessage):
 
     yes_probabilities: list[Annotated[float, Field(ge=0, le=1)]]
     yes_logprobs: list[Annotated[float, Field(le=0)]]
-    """Logarithms of yes_probabilities, which are finite even if a probability underflows to 0."""
+    """Logarithms of yes_probabilities. The logarithms are finite even if a probability underflows
+    to 0.
+    """
     predicted_index: Annotated[int, Field(ge=0)]
     reward_score: Annotated[float, Field(ge=0, le=1)]
     top_indices: list[Annotated[int, Field(ge=0)]]

@@ -39,7 +39,7 @@ class LewisListenerTask(Task):
         settings.require_no_words()
         options: LewisListenerOptions = settings.options or LewisListenerOptions()
         self.log = PredictionLog(options.log)
-        urls, remedy = settings.speaker.urls, "describe for task.options.reward=heard alone; choose it, or leave them out"
+        urls, remedy = settings.speaker.urls, "require task.options.reward=heard; set this reward or remove the URLs"
         require(not urls or options.reward == "heard", "task.speaker.urls", urls, remedy)
         self.speaker = SpeakerClient(settings.speaker) if urls else None
         self.rubric = listener_rubric(reward_name=options.reward, variant=options.variant, log_prediction=self.log)
@@ -81,8 +81,8 @@ class LewisListenerTask(Task):
     async def _make_question(self, example: Example) -> str:
         """Return the listener's question, which contains a description of the round's image.
 
-        The description is the speaker's reply. If no speaker is configured, the description names
-        the colors of the object.
+        The description comes from the speaker's reply. If no speaker is configured, the description
+        names the colors of the object.
 
         Raises:
             PermanentInfraError: The speaker's reply contains no description.
@@ -93,7 +93,7 @@ class LewisListenerTask(Task):
         reply = await self.speaker.describe_image(await asyncio.to_thread(shown.read), category=category)
         question = parse_description(reply, category=category).question
         if not question:
-            raise PermanentInfraError(f"{example}: the speaker describes nothing ({reply[:60]!r})")
+            raise PermanentInfraError(f"{example}: the speaker's reply contains no description ({reply[:60]!r})")
         return question
 
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:

@@ -52,7 +52,7 @@ def raise_for_status(reply: httpx2.Response, *, config_key: str) -> None:
         EndpointError: The server failed.
     """
     if reply.status_code in DENIED_STATUSES:
-        raise KeyRefused(f"HTTP {reply.status_code}: requires a token: {config_key}=FILE")
+        raise KeyRefused(f"HTTP {reply.status_code}: requires a valid token; set {config_key}=FILE")
     if reply.status_code in REJECTED_STATUSES:
         raise RequestRejected(f"HTTP {reply.status_code}: {to_one_line(reply.text)}")
     if reply.status_code != 200:
@@ -78,6 +78,6 @@ async def check_partner(http: httpx2.AsyncClient, url: str, *, config_key: str, 
     except KeyRefused as error:
         return HealthCheck(error=str(error), is_denied=True)
     except TimeoutError:
-        return HealthCheck(error=f"no answer within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
+        return HealthCheck(error=f"no response within {HEALTH_TIMEOUT_S:.0f} s{proxy}")
     except (httpx2.HTTPError, httpx2.InvalidURL, UnreadBody, RequestRejected, EndpointError, ValidationError) as error:
         return HealthCheck(error=describe_error(error, secret=token) + proxy)

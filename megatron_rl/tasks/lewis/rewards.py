@@ -1,30 +1,33 @@
 """Rewards of the Lewis game.
 
 The README and the code of the original game (Deepayan137/Lewis_Game 621d687) define different
-rewards. `variant` selects the rewards of the README (readme) or of the code (code).
+rewards. The setting `variant` selects the rewards from the README (`readme`) or from the code
+(`code`).
 
 The reward of the speaker is the sum of the configured terms:
 
-- accuracy: There are three modes. binary is 1 if the listener picks the target, else 0. soft_gated
-  is the listener's reward_score if the listener picks the target, else 0. soft_always is the
-  listener's reward_score. Variant readme supports only binary. The default of variant code is
-  soft_gated.
-- format: In variant readme, 1 if all three pairs of tags are present. In variant code, 0.34 for the
-  thinking pair, plus 0.33 each for the coarse and detailed pairs, if present.
-- length: In variant readme, 0.1 if the detailed part is one sentence. In variant code, -0.2 if the
-  detailed part has more than one sentence or fewer than 20 words, and an additional -0.1 if the
-  coarse part has fewer than 6 or more than 8 words.
-- overlap: Only in variant code. The term is the negative of the largest ROUGE-2 score between a
-  sentence of the detailed part and the text of the state and location parts. With this term, the
-  prompt also asks for state and location.
+- accuracy: depends on the accuracy mode. In mode `binary`, the term is 1 if the listener picks the
+  target, else 0. In mode `soft_gated`, the term is the listener's reward_score if the listener
+  picks the target, else 0. In mode `soft_always`, the term is always the listener's reward_score.
+  Variant `readme` supports only `binary`. The default mode of variant `code` is `soft_gated`.
+- format: in variant `readme`, the term is 1 if the reply contains all three tag pairs, else 0. In
+  variant `code`, the term is the sum of 0.34 for the tag pair `thinking`, 0.33 for `coarse` and
+  0.33 for `detailed`, counting only the tag pairs that the reply contains.
+- length: in variant `readme`, the term is 0.1 if the detailed part is one sentence, else 0. In
+  variant `code`, the term is the sum of two penalties: -0.2 if the detailed part has more than one
+  sentence or fewer than 20 words, and -0.1 if the coarse part has fewer than 6 or more than 8
+  words.
+- overlap: exists only in variant `code`. The term is the negative of the largest ROUGE-2 score
+  between a sentence of the detailed part and the text of the state and location parts. With this
+  term, the prompt also asks for the object's state and location.
 
 The reward of the listener is one of the following terms:
 
 - consistency: 1 if the yes-or-no answer is right.
-- weighted: Like consistency, but a wrong yes has reward -1 (variant readme: -0.7), and a wrong no
-  has reward -0.3.
+- weighted: 1 if the yes-or-no answer is right, -0.3 for a wrong no, and -1 for a wrong yes (-0.7 in
+  variant `readme`).
 - selection: 1 if the answer is the letter of the right candidate.
-- heard: 1 if the reply consists only of the right answer, yes or no.
+- heard: 1 if the reply is exactly the right answer, yes or no, without other text.
 
 For all terms except heard, the following term is added:
 
@@ -55,7 +58,7 @@ RecordScoreFn = Callable[[RewardInput, ListenerScore | None], None]
 
 
 def make_listener_fn(listener: ListenerClient, read_candidates: Callable[[RewardInput], Awaitable[Sequence[ImageFile]]]) -> ListenerFn:
-    """Return a function that has the listener score the description in a reply.
+    """Return a function that requests the listener's score for the description in a reply.
 
     Args:
         listener: Client of the listener.

@@ -2,8 +2,8 @@
 
 Each row shows one game: the image, the description, and the candidates with the listener's p(yes).
 A green frame marks the target, and a red frame marks a wrong pick. Sheets are numbered from 0:
-FOLDER/evaluation_0003.png is the fourth sheet. The leader rank of each engine draws the games that
-its engine generated.
+FOLDER/evaluation_0003.png is the fourth sheet. Each engine's leader rank draws a sheet of the games
+that the engine generated.
 """
 
 import os
@@ -114,5 +114,5 @@ def _make_thumbnail(picture: Picture) -> Picture:
 
 
 def _to_latin1(text: str) -> str:
-    """Replace each character that is missing from Pillow's default font by `?`."""
+    """Replace each character that is missing from Pillow's default font with `?`."""
     return text.encode("latin-1", "replace").decode("latin-1")

@@ -26,7 +26,10 @@ class _DescribeReply(BaseModel):
 
 
 class SpeakerClient:
-    """Client of a group of speaker servers. `endpoints` contains the request counters."""
+    """Client of a group of speaker servers.
+
+    The attribute `endpoints` contains the request counters.
+    """
 
     def __init__(self, settings: SpeakerSettings) -> None:
         """Create the client.

@@ -13,7 +13,7 @@ To reach any other frame, the reader seeks.
 
 
 class Frames:
-    """Decoded RGB frames: one frame [height, width, 3] or several [frames, height, width, 3].
+    """Decoded RGB frames, with the shape [height, width, 3] or [num_frames, height, width, 3].
 
     `asnumpy()` returns the pixels as an array.
     """
@@ -38,7 +38,7 @@ class Clip:
         self._path, self._video, self._next = path, cv2.VideoCapture(path), 0
         self._length = int(self._video.get(cv2.CAP_PROP_FRAME_COUNT))
         if not self._video.isOpened() or self._length < 1 or not self._video.grab():
-            raise ValueError(f"{path} is no video that can be decoded")
+            raise ValueError(f"{path} is not a video that OpenCV can decode")
         self._next = 1
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-r"""CodeV's protocol: Python in <code>, images as named files, results in <sandbox_output>.
+r"""CodeV's protocol: Python code in <code>, images as named files, results in <sandbox_output>.
 
     reply         <code>\n```python\n...\n```\n</code>   ends at </code>; several blocks are joined
                   <answer>...</answer>
@@ -6,8 +6,9 @@ r"""CodeV's protocol: Python in <code>, images as named files, results in <sandb
 
 Differences from the original implementation:
 
-- The original runs each call in a new process, so only files persist between calls. Here variables
-  persist too. This affects only code that relies on a variable being undefined.
+- The original runs each call in a new process, so only files persist between calls. In this
+  implementation, variables persist too, which affects only code that relies on a variable being
+  undefined.
 - Each image is also available as a variable that is named after the stem of its file name.
 - A reply with neither code nor an answer receives an error message. The original returns nothing.
 """

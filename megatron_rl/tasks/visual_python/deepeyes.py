@@ -107,7 +107,9 @@ class DeepEyesProtocol:
 
     def write_code(self, source: str) -> str:
         """Raise ValueError, because this protocol runs no code."""
-        raise ValueError(f"task.tool_format=deepeyes: no code is run there ({source[:40]!r}); use pyvision, codev or functions")
+        raise ValueError(
+            f"task.tool_format=deepeyes: the protocol does not support code ({source[:40]!r}); use pyvision, codev or functions"
+        )
 
     def write_call(self, name: str, arguments: Mapping[str, object]) -> str:
         """Return a reply that calls the image tool with the given name in IMAGE_TOOLS."""

@@ -1,10 +1,10 @@
 """Environment for one episode of an agent with tools.
 
-The protocol parses replies, each episode runs code in its own sandbox, and observations contain
-text and images. Text from the policy never causes an exception: invalid replies and errors in code
-are reported in the observation. InfraError is raised only for causes outside of the policy's
-control: an image in the data set cannot be read, a sandbox cannot be opened, or a sandbox or its
-server died.
+The tool protocol parses the policy's replies. Code from the policy runs in a sandbox that belongs
+to the episode. Observations contain text and images. Text from the policy never causes an
+exception: invalid replies and errors in code are reported in the observation. InfraError is raised
+only for causes outside of the policy's control: unreadable images in the data set, a sandbox that
+cannot be opened, and the failure of a sandbox or of the sandbox server.
 """
 
 import asyncio

@@ -73,7 +73,8 @@ def zoom_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
 def rotate_image(picture: Picture, arguments: Mapping[str, object]) -> Picture:
     """Rotate the image counterclockwise by `angle` degrees.
 
-    The canvas is enlarged to contain the whole rotated image. Uncovered areas are black.
+    The canvas is enlarged to contain the whole rotated image. Areas of the canvas outside of the
+    rotated image are black.
 
     Raises:
         ToolError: The angle is not a number, or the result is too elongated.
@@ -127,9 +128,10 @@ def _is_number(value: object) -> bool:
 
 
 def _grow_to_min_side(start: int, end: int, *, limit: int) -> tuple[int, int]:
-    """Extend an interval around its center to length MIN_CROP_SIDE, but not beyond 0 or `limit`.
+    """Extend an interval to length MIN_CROP_SIDE around its center, within the range 0..`limit`.
 
-    `limit` is the length of the image's side.
+    An interval that is already at least MIN_CROP_SIDE long is returned unchanged. `limit` is the
+    length of the image's side.
     """
     missing = MIN_CROP_SIDE - (end - start)
     if missing <= 0:

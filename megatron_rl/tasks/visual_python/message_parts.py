@@ -51,14 +51,15 @@ def insert_images(question: str, pictures: Sequence[Picture], wrap_image: Callab
     if not rest:
         return [*(part for parts in framed for part in [*parts, "\n"]), question]
     if len(rest) != len(pictures):
-        raise ValueError(f"the question has {len(rest)} places for pictures ({IMAGE_PLACEHOLDER}) and {len(pictures)} pictures")
+        raise ValueError(f"the question has {len(rest)} image placeholders ({IMAGE_PLACEHOLDER}) but {len(pictures)} images")
     return [first, *(part for parts, text in zip(framed, rest, strict=True) for part in [*parts, text])]
 
 
 def describe_sizes(names: Sequence[str], pictures: Sequence[Picture]) -> str:
     """Return a text that states the size of each image.
 
-    Example: `image_clue_0 has 640 x 480 pixels (width x height).`
+    For an image of 640 x 480 pixels, the text is `image_clue_0 has 640 x 480 pixels (width x
+    height).`
     """
     return " ".join(
         f"{name} has {picture.width} x {picture.height} pixels (width x height)." for name, picture in zip(names, pictures, strict=True)

@@ -5,15 +5,15 @@ r"""PyVision-RL's protocol: fenced Python in <code>, a boxed answer, and numbere
     observation   <tool_response> <interpreter> Text Result: ...
                   Image Result: <image_clue_2> image </image_clue_2> ...
 
-The protocol supports three of PyVision-RL's environments, which differ in how the policy can access
+The protocol supports three of PyVision-RL's environments, which differ in the policy's access to
 images and videos:
 
-- `pyvision_gym_w_image_hint` (shows_images=True): the prompt contains the images, and code can
-  access them as image_clue_i.
-- `pyvision_gym_wo_image_hint` (shows_images=False): the prompt contains no images, but code can
-  access them as image_hint_i.
-- `pyvision_gym_wo_video_hint`: the prompt contains no frames, but code can access the videos as
-  video_clue_i. The policy's code must display the frames that the policy needs.
+- pyvision_gym_w_image_hint (shows_images=True): the prompt contains the images, and code can access
+  the images as image_clue_i.
+- pyvision_gym_wo_image_hint (shows_images=False): the prompt contains no images, but code can
+  access the images as image_hint_i.
+- pyvision_gym_wo_video_hint: the prompt contains no frames, but code can access the videos as
+  video_clue_i and display frames.
 
 Difference from the original implementation: a reply with both code and an answer, or with an answer
 outside of \boxed{}, receives an error message that the policy can react to. In the original, such a
@@ -74,7 +74,8 @@ class PyVisionProtocol:
     num_videos: int = 0
     """Number of the question's videos, which only code can access."""
     rules: str = PYVISION_RULES
-    """System message. The word IMAGES is replaced by an explanation of the image or video names."""
+    """System message. The word IMAGES is replaced with an explanation of the image or video names.
+    """
     name = "pyvision"
     stop = ("</code>",)
 

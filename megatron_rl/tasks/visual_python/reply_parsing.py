@@ -28,7 +28,7 @@ def parse_blocks(reply: str, *, action: str, reserved: tuple[str, ...]) -> Reply
     """Return the `<action>...</action>` blocks of a reply, or its `<answer>...</answer>` block.
 
     Tags inside an action are ignored up to the closing tag of the action, because code may contain
-    any text. An answer must not contain any of the tags.
+    any text. An answer must not contain tags of the protocol.
 
     Args:
         reply: Text that the policy generated.
@@ -86,7 +86,7 @@ def parse_boxed_answer(body: str) -> FinalAnswer | MalformedReply:
 
 
 def join_code_blocks(bodies: tuple[str, ...]) -> CodeAction | MalformedReply:
-    """Remove the fence around each code block and join the blocks into one source."""
+    """Remove the fence around each code block and join the blocks into one CodeAction."""
     source = "\n".join(_strip_fence(body) for body in bodies)
     return CodeAction(source) if source.strip() else MalformedReply("there is no code in the block")
 

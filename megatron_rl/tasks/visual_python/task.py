@@ -120,9 +120,9 @@ class VisualPythonTask(Task):
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.
 
-        The last reply gives the answer. If the question has images or videos and task.reward is not
-        accuracy, an additional first reply displays the first image or, if there are videos, the
-        first frame of the first video.
+        The last reply contains the answer. If task.reward is not accuracy, a first reply precedes
+        the answer: for a question with videos, the first reply displays the first frame of the
+        first video; for a question with images only, the first reply displays the first image.
         """
         protocol = TOOL_PROTOCOLS[self.settings.tool_format](example.payload)
         images, answer = example.payload["images"], example.payload["answer"]
@@ -134,7 +134,7 @@ class VisualPythonTask(Task):
 
 
 def write_look_at_first(protocol: ToolProtocol, picture: Picture) -> str:
-    """Return a reply that displays the whole first image of a question with a tool."""
+    """Return a reply that displays the first image of a question without cropping the image."""
     if isinstance(protocol, DeepEyesProtocol):
         return protocol.write_call("zoom", {"bbox_2d": [0, 0, picture.width, picture.height]})
     (name,) = protocol.name_images([picture])
@@ -154,8 +154,8 @@ async def start_sandbox(pool: sandbox.SandboxPool | SandboxClient, settings: San
         raise AccessDenied(f"task.sandbox.url={denied}: task.sandbox.token_file=FILE") from denied
     except sandbox.SandboxError as fault:
         url, isolation = settings.url, settings.isolation
-        chosen = f"url={url}: {fault}; start it" if url else f"isolation={isolation}: {fault}; see what this machine lacks"
-        raise InfraError(f"task.sandbox.{chosen}: python -m sandbox {'serve' if url else 'doctor'}") from fault
+        chosen = f"url={url}: {fault}; start the sandbox server" if url else f"isolation={isolation}: {fault}; find the cause"
+        raise InfraError(f"task.sandbox.{chosen} with `python -m sandbox {'serve' if url else 'doctor'}`") from fault
 
 
 def make_sandbox(settings: SandboxSettings) -> sandbox.SandboxPool | SandboxClient:

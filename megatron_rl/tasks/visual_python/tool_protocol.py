@@ -32,7 +32,7 @@ class ToolAction:
 
 @dataclass(slots=True, frozen=True)
 class FinalAnswer:
-    """Final answer, without the tags and the box that the protocol puts around it."""
+    """Final answer, without the protocol's tags and box around the answer."""
 
     text: str
 
@@ -87,7 +87,7 @@ class ToolProtocol(Protocol):
         ...
 
     def name_images(self, pictures: Sequence[Picture]) -> dict[str, Picture]:
-        """Return the images, keyed by the names by which code refers to them.
+        """Return the images, keyed by the names that code uses for the images.
 
         A name is a variable name, or a file name with a suffix.
         """

@@ -2,8 +2,8 @@
 
 A canvas is a grid of cells. Each object lies inside one cell. A white plate with a label covers the
 object's center. The background is tinted: red fades from left to right and blue from top to bottom,
-so that the colors of a patch encode its position. A small vision tower without absolute position
-embeddings needs this information to locate objects.
+so the background color of a patch encodes the patch's position. A small vision tower without
+absolute position embeddings needs this position information to locate objects.
 """
 
 import random
@@ -37,7 +37,7 @@ class SearchLevel:
     """Difficulty level of visual search: the layout of the canvas and the sizes of the objects."""
 
     grid_side: int
-    """Number of cells per side of the grid."""
+    """Number of cells along each side of the grid."""
     cell_px: int
     """Side length of a cell in pixels."""
     num_objects: int
@@ -57,19 +57,19 @@ class SearchLevel:
             2 <= self.num_objects <= self.grid_side**2,
             "things",
             self.num_objects,
-            f"must be at least 2, and there are {self.grid_side**2} cells",
+            f"must be at least 2 and at most {self.grid_side**2} (number of cells)",
         )
         require(
             self.object_scale / 2 + self.jitter <= 0.5,
             "thing",
             self.object_scale,
-            f"does not stay in its cell with a jitter of {self.jitter}",
+            f"is too large: with a jitter of {self.jitter}, an object can extend beyond its cell",
         )
         require(
             self.label_scale * self.label_length <= self.object_scale * self.plate_scale,
             "label",
             self.label_scale,
-            "does not fit on its plate",
+            "is too large: a label does not fit on its plate",
         )
 
     @property
@@ -140,7 +140,7 @@ def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: s
         len(names) >= level.num_objects,
         "things",
         level.num_objects,
-        f"is more than the {len(names)} kinds of thing; choose an easier level",
+        f"exceeds the {len(names)} available object names; choose an easier level",
     )
     dice = random.Random(seed)
     things = []
@@ -158,7 +158,7 @@ def make_scene(level: SearchLevel, names: Sequence[str], *, seed: str, labels: s
 def draw_shapes(kinds: tuple[str, ...], *, colors: tuple[str, ...] = tuple(COLORS)) -> Sprites:
     """Draw a sprite of 256 x 256 pixels for each combination of shape and color.
 
-    A sprite's name is its color and shape, e.g. `red disc`.
+    A sprite has a name such as `red disc`, which consists of the color and the shape.
     """
     outlines = {
         "square": ((0, 0), (255, 0), (255, 255), (0, 255)),

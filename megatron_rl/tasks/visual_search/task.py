@@ -1,10 +1,10 @@
 """Visual search for a nano model, which must crop the image with Python to read a label.
 
-The policy receives the canvas at a resolution at which the labels are illegible. Episodes use the
-environment and the sandbox of visual_python and PyVision's protocol. There are two differences from
-visual_python: the canvases are drawn by this package instead of being read from files, and the
-rules in the prompt consist of one line, because a model with a million parameters imitates
-demonstrations but does not follow instructions.
+The policy receives the canvas at a resolution at which the labels are illegible. Episodes use
+PyVision's protocol with the environment and the sandbox of visual_python. There are two differences
+from visual_python. First, this package draws the canvases instead of reading images from files.
+Second, the rules in the prompt consist of one line, because a model with a million parameters
+imitates demonstrations but does not follow instructions.
 """
 
 import random
@@ -112,7 +112,7 @@ def write_transcript(protocol: PyVisionProtocol, canvas: SearchCanvas, *, guess:
 
 @dataclass(slots=True, frozen=True)
 class SearchTranscripts(Sequence[Demonstration]):
-    """Demonstrations with images drawn on access, which saves 2 MB of memory per demonstration."""
+    """Demonstrations whose images are drawn on access to save 2 MB of memory per demonstration."""
 
     protocol: PyVisionProtocol
     plans: list[tuple[SearchCanvas, str | None]]
@@ -138,7 +138,7 @@ class VisualSearchTask(Task):
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)
-        remedy = "visual_search supports only pyvision; visual_python has the other protocols"
+        remedy = "task=visual_search supports only pyvision; use task=visual_python for other protocols"
         require(settings.tool_format == "pyvision", "task.tool_format", settings.tool_format, remedy)
         settings.require_no_words()
         self.protocol = PyVisionProtocol(rules=SEARCH_RULES)
@@ -169,11 +169,12 @@ class VisualSearchTask(Task):
     def demonstrations(self, split: str, *, num: int, seed: int) -> SearchTranscripts:
         """Return demonstrations on canvases that occur in neither the train nor the eval split.
 
-        Increasing `num` only appends demonstrations. In the "correct" split, the demonstrator crops
-        the image and reads the label. In the "biased" split, the demonstrator guesses without
-        cropping with probability GUESS_PROBABILITY. A policy trained on the "biased" split can crop
-        and read as well as a policy trained on the "correct" split, but it guesses too often. Its
-        accuracy is 41% at temperature 1 and 10% with greedy decoding.
+        A larger `num` with the same seed returns the same demonstrations, followed by additional
+        ones. In the "correct" split, the demonstrator crops the image and reads the label. In the
+        "biased" split, the demonstrator guesses without cropping with probability
+        GUESS_PROBABILITY. A policy trained on the "biased" split crops and reads labels as
+        accurately as a policy trained on the "correct" split, but guesses too often. The accuracy
+        of the "biased" policy is 41% at temperature 1 and 10% with greedy decoding.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice = random.Random(seed)

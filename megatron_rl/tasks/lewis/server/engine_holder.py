@@ -84,7 +84,7 @@ class EngineHolder:
         """
         longest, length = self.settings.max_model_len, len(context.token_ids)
         if length >= longest:
-            raise ValueError(f"{length} tokens including the image, but the model accepts {longest - 1}")
+            raise ValueError(f"the prompt has {length} tokens including the image, but the model accepts at most {longest - 1}")
         if not self.is_healthy:
             raise InfraError("the engine has failed; restart the server")
         asked = asyncio.run_coroutine_threadsafe(self._engine.generate(context.token_ids, context.images, sampling), self._loop)
@@ -92,7 +92,7 @@ class EngineHolder:
 
     @property
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Maps the name of each tensor that `load_weights` requires to the tensor's shape.
+        """Shapes of the tensors that `load_weights` requires, keyed by tensor name.
 
         The names follow the newer naming scheme of Hugging Face checkpoints.
         """

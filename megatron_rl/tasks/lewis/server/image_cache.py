@@ -52,7 +52,7 @@ class ImageCache:
             ValueError: A root is not a folder.
         """
         for root in roots:
-            require(os.path.isdir(root), "--root", root, "is no folder")
+            require(os.path.isdir(root), "--root", root, "is not a folder")
         self._roots = [os.path.realpath(root) for root in roots]
         self._files: OrderedDict[str, bytes] = OrderedDict()
         self._cache_bytes, self.num_bytes = cache_bytes, 0
@@ -61,8 +61,8 @@ class ImageCache:
     def store_candidate(self, candidate: CandidateImage, *, where: str) -> CandidateImage:
         """Store an image that was sent as base64 and return a candidate with its hash.
 
-        A candidate with a path or a hash is returned unchanged. If the candidate is a hash, the
-        cached file is marked as recently used.
+        A candidate with a path or a hash is returned unchanged. A cached file with the candidate's
+        hash is marked as recently used.
 
         Raises:
             ValueError: The base64 encoding is invalid, or the file is too large.
@@ -75,7 +75,7 @@ class ImageCache:
         try:
             content = base64.b64decode(candidate.base64, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise ValueError(f"{where}: not base64: {error}") from error
+            raise ValueError(f"{where}: is not base64 ({error})") from error
         _check_size(len(content), where)
         return CandidateImage(sha256=self._store(content))
 
@@ -91,7 +91,7 @@ class ImageCache:
         stored = StoredImage(content, where)
         width, height = stored.size()
         if width * height > MAX_IMAGE_PIXELS:
-            raise ValueError(f"{where}: {width}x{height} pixels, more than {MAX_IMAGE_PIXELS}")
+            raise ValueError(f"{where}: has {width}x{height} pixels, more than {MAX_IMAGE_PIXELS}")
         try:
             return hashlib.sha256(content).hexdigest(), stored.open()
         except PermanentInfraError as error:
@@ -117,9 +117,9 @@ class ImageCache:
 
     def _read_file(self, path: str, where: str) -> bytes:
         if not self._roots:
-            raise ValueError(f"{where}: this server reads no files (--root FOLDER); send the picture as base64")
+            raise ValueError(f"{where}: this server has no image folder (--root FOLDER); send the image as base64")
         if ".." in Path(path).parts or "\0" in path:
-            raise ValueError(f"{where}: .. leads out of where it stands; give the path without")
+            raise ValueError(f"{where}: the path must not contain .. or null characters")
         asked = os.path.join(self._roots[0], path)
         self._require_below_root(os.path.realpath(asked), where)
         try:
@@ -130,15 +130,15 @@ class ImageCache:
         with open(opened, "rb") as file:
             self._require_below_root(os.readlink(f"/proc/self/fd/{opened}"), where)  # the path may have become a symlink after the check
             if not stat.S_ISREG(os.fstat(opened).st_mode):
-                raise ValueError(f"{where}: is no file")
+                raise ValueError(f"{where}: is not a regular file")
             _check_size(os.fstat(opened).st_size, where)
             return file.read(MAX_IMAGE_BYTES)
 
     def _require_below_root(self, real: str, where: str) -> None:
         if not any(real.startswith(os.path.join(root, "")) for root in self._roots):
-            raise ValueError(f"{where}: lies outside of this server's roots")
+            raise ValueError(f"{where}: is outside of this server's roots")
 
 
 def _check_size(size: int, where: str) -> None:
     if size > MAX_IMAGE_BYTES:
-        raise ValueError(f"{where}: {size} bytes, more than {MAX_IMAGE_BYTES}")
+        raise ValueError(f"{where}: has {size} bytes, more than {MAX_IMAGE_BYTES}")

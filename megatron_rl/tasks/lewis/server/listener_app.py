@@ -11,10 +11,11 @@ r"""HTTP server of the Lewis listener, which identifies the candidate that a des
 
 The messages are defined in tasks/lewis/listener_protocol.py.
 
-p(yes) of an image is computed in one forward pass over a prompt in the format of the chat template:
-the image followed by the question. p(yes) is the total probability of the next tokens that mean yes
-(yes, Yes, YES, also with a leading space), divided by the total probability of the tokens that mean
-yes or no. A failure results in an HTTP error status and never in a score.
+For each image, p(yes) is computed in one forward pass. The prompt has the format of the chat
+template and contains the image followed by the question. The value p(yes) is the total probability
+of the next tokens that mean yes (yes, Yes or YES, with or without a leading space), divided by the
+total probability of the next tokens that mean yes or no. If scoring fails, the response has an HTTP
+error status and contains no score.
 
 Prompts of all requests are batched together. If several prompts contain the same image, the first
 of these prompts is computed before the others, so that the others find the image in the engine's
@@ -112,13 +113,13 @@ class YesScorer:
         self.engine = engine
         self.yes_ids, self.no_ids = (find_word_tokens(engine.renderer.tokenizer, word) for word in ("yes", "no"))
         for word, tokens in (("yes", self.yes_ids), ("no", self.no_ids)):
-            require(bool(tokens), "--model", word, "its tokenizer has no token for this word; choose another model")
+            require(bool(tokens), "--model", word, "the model's tokenizer has no token for this word; choose another model")
         num = len(self.yes_ids) + len(self.no_ids)
         require(
             num <= MAX_LOGPROB_TOKENS,
             "--model",
             num,
-            f"tokens mean yes or no, but the engine returns logprobs of {MAX_LOGPROB_TOKENS}; choose another model",
+            f"too many tokens mean yes or no; choose a model with at most {MAX_LOGPROB_TOKENS}",
         )
         self._prefix_events: dict[str, asyncio.Event] = {}
         """Maps the key of an image to an event that is set when the first prompt with this image is
@@ -225,7 +226,7 @@ class ListenerService:
         digests = [digest for digest, _ in found]
         for index, digest in enumerate(digests):
             if digest in digests[:index]:
-                raise ValueError(f"{where}: candidates {digests.index(digest)} and {index} are the same picture")
+                raise ValueError(f"{where}: candidates {digests.index(digest)} and {index} are the same image")
         return [context for _, context in found]
 
     async def health(self) -> dict[str, Any]:

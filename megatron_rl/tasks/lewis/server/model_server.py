@@ -1,8 +1,9 @@
 """Code that the listener and speaker servers share: command line, application and shutdown.
 
-Some command-line defaults come from environment variables: INFERENCE_CONCURRENCY,
-INFERENCE_ACQUIRE_TIMEOUT, LISTENER_BATCH_SIZE, and LOG_PATH if DEBUG_MODE is true. The names are
-the same as in the original services of the Lewis game. No other module reads these variables.
+The environment variables INFERENCE_CONCURRENCY, INFERENCE_ACQUIRE_TIMEOUT and LISTENER_BATCH_SIZE
+set command-line defaults. LOG_PATH also sets a default if DEBUG_MODE is true. The names of the
+variables are the same as in the original services of the Lewis game. No other module reads these
+variables.
 """
 
 import argparse
@@ -77,36 +78,54 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
     """Return the command-line parser, with defaults from the environment `variables`."""
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    own.add_argument("--model", required=True, help="a Hugging Face folder")
-    own.add_argument("--host", default="127.0.0.1", help="other than a loopback address requires --token-file (default %(default)s)")
-    own.add_argument("--port", type=int, default=port, help="0 selects any free port (default %(default)s)")
+    own.add_argument("--model", required=True, help="folder of the model in Hugging Face format")
+    own.add_argument(
+        "--host", default="127.0.0.1", help="host to listen on; a non-loopback host requires --token-file (default %(default)s)"
+    )
+    own.add_argument("--port", type=int, default=port, help="port to listen on; 0 selects any free port (default %(default)s)")
     own.add_argument("--token-file", type=Path, help="file with the token that clients must send")
     own.add_argument(
-        "--name", default="", help="name in the version that /health reports, to detect a different server at the same address"
+        "--name", default="", help="server name that /health reports; runs use it to detect a different server at the same URL"
     )
     own.add_argument(
-        "--root", action="append", default=[], help="folder from which images may be read; relative paths start at the first one"
+        "--root",
+        action="append",
+        default=[],
+        help="folder from which images may be read (repeatable); relative paths are resolved in the first folder",
     )
     own.add_argument(
-        "--concurrency", type=int, default=variables.get("INFERENCE_CONCURRENCY", 8), help="requests at once (default %(default)s)"
+        "--concurrency",
+        type=int,
+        default=variables.get("INFERENCE_CONCURRENCY", 8),
+        help="maximum number of requests in progress (default %(default)s)",
     )
     own.add_argument(
         "--acquire-timeout",
         type=float,
         default=variables.get("INFERENCE_ACQUIRE_TIMEOUT", 300.0),
-        help="seconds that a request may wait for a slot",
+        help="maximum number of seconds that a request waits for a slot",
     )
-    own.add_argument("--timeout", type=float, default=120.0, help="seconds that processing a request may take (default %(default)g)")
-    own.add_argument("--body-mib", type=float, default=64.0, help="maximum size of a request body (default %(default)g)")
-    own.add_argument("--batch-size", type=int, default=variables.get("LISTENER_BATCH_SIZE", 64), help="prompts in one forward pass at most")
-    own.add_argument("--min-pixels", type=int, default=3136, help="minimum pixels of an image after resizing (default %(default)s)")
-    own.add_argument("--max-pixels", type=int, default=401408, help="maximum pixels of an image after resizing (default %(default)s)")
-    own.add_argument("--max-model-len", type=int, default=4096, help="tokens of a prompt, including image tokens (default %(default)s)")
-    own.add_argument("--dtype", default="float32", help="float32 (default) or bfloat16")
-    own.add_argument("--kv-cache-mib", type=int, default=256, help="memory for keys and values on a CPU (default %(default)s)")
-    own.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="share of a GPU's memory (default %(default)s)")
+    own.add_argument("--timeout", type=float, default=120.0, help="time limit for processing a request, in seconds (default %(default)g)")
+    own.add_argument("--body-mib", type=float, default=64.0, help="maximum size of a request body, in MiB (default %(default)g)")
+    own.add_argument(
+        "--batch-size", type=int, default=variables.get("LISTENER_BATCH_SIZE", 64), help="maximum number of prompts in a forward pass"
+    )
+    own.add_argument(
+        "--min-pixels", type=int, default=3136, help="minimum number of pixels in an image after resizing (default %(default)s)"
+    )
+    own.add_argument(
+        "--max-pixels", type=int, default=401408, help="maximum number of pixels in an image after resizing (default %(default)s)"
+    )
+    own.add_argument(
+        "--max-model-len", type=int, default=4096, help="maximum number of tokens in a prompt, including image tokens (default %(default)s)"
+    )
+    own.add_argument("--dtype", default="float32", help="data type of the weights: float32 (default) or bfloat16")
+    own.add_argument("--kv-cache-mib", type=int, default=256, help="size of the KV cache on a CPU, in MiB (default %(default)s)")
+    own.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, help="fraction of the GPU memory that the engine uses (default %(default)s)"
+    )
     own.add_argument("--trained", action="store_true", help="accept weights from the run that trains this model (weight_publish.urls)")
-    own.add_argument("--log", type=Path, default=log, help="file to which every response is written, one line of JSON each")
+    own.add_argument("--log", type=Path, default=log, help="JSON-lines file to which every response is written")
     return own
 
 

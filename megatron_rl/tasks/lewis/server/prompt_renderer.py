@@ -93,5 +93,5 @@ async def render_prompts(
     found = await asyncio.gather(*(engine.run_in_renderer(partial(prompt, index)) for index in range(len(candidates))))
     unknown = [each.args[0] for each in found if isinstance(each, UnknownImage)]
     if unknown:
-        raise HTTPException(404, {"unknown": unknown, "what": "no file of these hashes is here; send them as base64"})
+        raise HTTPException(404, {"unknown": unknown, "what": "no cached files have these hashes; send the files as base64"})
     return list(found)

@@ -24,7 +24,7 @@ MAX_WAITING = 4096
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits per request, and limits over all requests."""
+    """Limits for a single request and for all requests together."""
 
     concurrency: int = 8
     """Maximum number of requests in progress."""
@@ -67,14 +67,14 @@ class RequestLimiter:
         Gauge(f"{name}_engine_seconds", "Total busy time of the engine in seconds", **registry).set_function(busy_s)
         self.items = Counter(f"{name}_items", "Items answered", **registry)
         self.pictures = Counter(f"{name}_pictures", "Images processed for these items", **registry)
-        self.refused = Counter(f"{name}_refused", "Requests without an answer, by reason (full, late, engine)", ["reason"], **registry)
+        self.refused = Counter(f"{name}_refused", "Rejected or failed requests, by reason (full, late, engine)", ["reason"], **registry)
         self.seconds = Histogram(
             f"{name}_seconds", "Seconds to process a request, excluding the wait", buckets=LATENCY_BUCKETS_S, **registry
         )
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold the slot inside the block. The block has a time limit.
+        """Wait for a slot, hold the slot inside the block, and enforce a time limit on the block.
 
         Raises:
             HTTPException: Status 503 if too many requests are waiting, no slot became free in time,
@@ -93,7 +93,7 @@ class RequestLimiter:
             raise make_retry_error(503, str(error)) from error
         except TimeoutError as error:
             self.refused.labels("late").inc()
-            raise make_retry_error(503, f"not done within {self.limits.timeout_s:g} s; send fewer items per request") from error
+            raise make_retry_error(503, f"processing took longer than {self.limits.timeout_s:g} s; send fewer items per request") from error
         finally:
             self.seconds.observe(time.perf_counter() - began)
             self._slots.release()

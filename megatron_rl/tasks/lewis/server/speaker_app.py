@@ -12,9 +12,10 @@ r"""HTTP server of the Lewis speaker, which describes an image so that a listene
     GET  /health /metrics
 
 An image is a path below the server's roots, a base64-encoded image file, or the SHA-256 of a file
-that was sent before. If "situation" is true, the prompt also asks for state and location. Replies
-are decoded greedily and parsed as in tasks/lewis/description.py; missing parts are empty strings.
-HTTP status codes have the same meaning as in listener_app.py.
+that was sent before. If the field `situation` of a request is true, the prompt also asks for the
+object's state and location. Replies are decoded greedily and parsed as in
+tasks/lewis/description.py; missing parts are empty strings. HTTP status codes have the same meaning
+as in listener_app.py.
 """
 
 import asyncio
@@ -58,7 +59,7 @@ class DescribeItem(StrictMessage):
     @model_validator(mode="after")
     def _check_single_source(self) -> Self:
         if (self.image is None) == (not self.image_path):
-            raise ValueError("an item has image or image_path, and not both")
+            raise ValueError("an item must have either image or image_path, not both")
         return self
 
     @property
@@ -85,7 +86,7 @@ class DescribeBatch(StrictMessage):
 
 
 class DescriptionResult(StrictMessage):
-    """Parts of a parsed reply, and its full text."""
+    """Full text of a reply and the parts parsed from it."""
 
     thinking: str
     coarse: str

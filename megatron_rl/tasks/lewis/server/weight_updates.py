@@ -82,7 +82,8 @@ class PublishedWeightReceiver:
             self._update, self._parts, self._num_received, self._tensors = part.update, part.parts, 0, {}
         if (part.update, part.parts, part.part) != (self._update, self._parts, self._num_received):
             raise ValueError(
-                f"part {part.part} of {part.parts} of {part.update}: part {self._num_received} of {self._update} is expected; start again"
+                f"part {part.part} of {part.parts} of {part.update}: part {self._num_received} of {self._update} is expected; "
+                "resend all parts"
             )
         try:
             tensors = _decode_tensors(part.safetensors)
@@ -103,9 +104,11 @@ class PublishedWeightReceiver:
     def _require_fit(self, tensors: "Mapping[str, torch.Tensor]") -> None:
         for name, tensor in tensors.items():
             if name not in self._shapes or name in self._tensors:
-                raise ValueError(f"{name[:200]}: {'came before' if name in self._tensors else 'is no tensor of this model'}")
+                raise ValueError(
+                    f"{name[:200]}: {'was already sent in this update' if name in self._tensors else 'is not a tensor of this model'}"
+                )
             if tuple(tensor.shape) != tuple(self._shapes[name]):
-                raise ValueError(f"{name}: has shape {tuple(tensor.shape)}, this model's is {tuple(self._shapes[name])}")
+                raise ValueError(f"{name}: has shape {tuple(tensor.shape)}, but the shape in this model is {tuple(self._shapes[name])}")
             if not (tensor.is_floating_point() and tensor.isfinite().all()):
                 raise ValueError(f"{name}: contains values that are not finite numbers")
 

@@ -61,7 +61,7 @@ def test_the_first_part_of_another_update_begins_anew() -> None:
 
 
 BROKEN = {
-    "a tensor that is not the model's": ({**some(0, 1, 2), "model.other": torch.zeros(1)}, "model.other: is no tensor of this model"),
+    "a tensor that is not the model's": ({**some(0, 1, 2), "model.other": torch.zeros(1)}, "model.other: is not a tensor of this model"),
     "another shape": ({**some(0, 1), "lm_head.weight": torch.zeros(3, 4)}, r"lm_head.weight: has shape \(3, 4\)"),
     "what is no number": (
         {**some(0, 1), "lm_head.weight": torch.full((4, 3), math.nan)},
@@ -92,7 +92,7 @@ def test_a_tensor_comes_once_and_a_part_in_its_turn() -> None:
     """A repeated tensor, a part out of order and an unreadable part raise ValueError."""
     incoming = PublishedWeightReceiver(SHAPES)
     incoming.add_part(part(0, 3, some(0)))
-    with pytest.raises(ValueError, match="norm.weight: came before"):
+    with pytest.raises(ValueError, match="norm.weight: was already sent"):
         incoming.add_part(part(1, 3, some(0, 1)))
     incoming.add_part(part(0, 3, some(0)))
     with pytest.raises(ValueError, match="part 2 of 3 of u: part 1 of u is expected"):
