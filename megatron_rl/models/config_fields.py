@@ -2,7 +2,7 @@
 
 An unknown field may change the model's computation (rope scaling, sliding windows, scaled or
 skipped layers), but transformers and vLLM accept unknown fields without a warning. Each mapping in
-this module maps fields to their accepted values: ANY, or a tuple of values that leave the
+this module maps fields to accepted values, which are either ANY or a tuple of values that leave the
 computation unchanged. Fields with the value null count as absent. The fields were collected from
 the config classes of transformers 5.19 (models/*/configuration_*.py and configuration_utils.py) and
 from files written by versions 4.41 to 4.57.
@@ -151,7 +151,7 @@ def _short(value: object) -> str:
 
 
 def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
-    """Yield phrases about layers without full attention and about unsupported rotary settings."""
+    """Yield a phrase for unsupported layer types and for each unsupported rotary setting."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
         other = layers if not isinstance(layers, list) else next(layer for layer in layers if layer != "full_attention")
@@ -173,7 +173,7 @@ def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
 def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
     """Yield a phrase for each size at the top level that differs from the size in text_config.
 
-    transformers reads only the size in text_config.
+    Only the size in text_config is read by transformers.
     """
     for name in LANGUAGE_SIZE_FIELDS:
         if stored.get(name) is not None and stored[name] != text.get(name):
@@ -181,7 +181,7 @@ def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object
 
 
 def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
-    """Yield a phrase for each rotary setting that a config contains with conflicting values.
+    """Yield a phrase for each rotary setting that has conflicting values in a config.
 
     Such a config is ambiguous, because libraries read the setting from different places.
     """

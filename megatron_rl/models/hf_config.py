@@ -48,10 +48,10 @@ def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> Mo
     supported or the content is damaged.
     """
     if not isinstance(stored, dict):
-        raise _damaged_config_error(f"it contains a {type(stored).__name__}", folder=folder, key=key)
+        raise _damaged_config_error(f"the file contains a {type(stored).__name__} instead of a JSON object", folder=folder, key=key)
     model_type = stored.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(f"{key}={folder}: config.json has model_type {model_type}; known: {', '.join(FAMILIES)}")
+        raise ValueError(f"{key}={folder}: config.json has model_type {model_type}; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     unsupported = find_unsupported(
         stored,
@@ -82,7 +82,7 @@ def _damaged_config_error(reason: object, *, folder: str | Path, key: str) -> Va
 def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
     """Describe the first invalid value in a config; return '' if all values are valid.
 
-    transformers has already checked the types of most values.
+    The types of most values have already been checked by transformers.
     """
     for part, each in (("", config), ("text_config.", config.text_config), ("vision_config.", config.vision_config)):
         if each.dtype is not None and not (isinstance(each.dtype, torch.dtype) and each.dtype.is_floating_point):

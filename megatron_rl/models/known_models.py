@@ -1,4 +1,4 @@
-"""Sizes of each family's released models, for memory plans and folders with random weights."""
+"""Sizes of released models, used for memory plans and for models with random weights."""
 
 from pathlib import Path
 

@@ -1,10 +1,11 @@
 """Name mappings of tensor-parallel vision towers that other trainers build from Megatron layers.
 
-Such towers are only read from checkpoints, which are then converted to Hugging Face folders; this
-project never builds such a tower. Parameters are named as in Megatron's TransformerBlock and
-MultimodalProjector with biases; mbridge and verl use these names for Qwen2.5-VL, and Pai uses them
-for Qwen2-VL. For Qwen3-VL, the mergers have the names used by mbridge. q, k and v are stored as one
-block per head. If an MLP has gate and up projections, they are stored as one block per rank.
+Towers built from Megatron layers are only read from checkpoints, which are then converted to
+Hugging Face folders. This project never builds such a tower. Parameters are named as in Megatron's
+TransformerBlock and MultimodalProjector with biases; mbridge and verl use these names for
+Qwen2.5-VL, and Pai uses them for Qwen2-VL. For Qwen3-VL, the mergers have the names used by
+mbridge. In the fused weights of attention, q, k and v are stored as one block per head. If an MLP
+has gate and up projections, the two projections are stored as one block per rank.
 """
 
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def block_mappings(vision: VisionSpec, *, norm: Sequence[str], fc1: Sequence[str
 def projector_mappings(*, norm: Sequence[str]) -> list[ParamMapping]:
     """Return the mappings of the merger in Qwen2-VL and Qwen2.5-VL.
 
-    In Megatron's tower, the norm of the merger is the final norm of the blocks.
+    Megatron's tower applies the merger's norm as the final norm of the blocks.
     """
     norms = [replicated_mapping(f"decoder.final_layernorm.{kind}", f"merger.ln_q.{kind}") for kind in norm]
     return [*norms, *mlp_mappings("projection.encoder", fc1=["merger.mlp.0"], fc2="merger.mlp.2")]

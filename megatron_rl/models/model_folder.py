@@ -1,4 +1,4 @@
-"""Locates model folders; errors name the path and the command that creates a missing folder."""
+"""Locates model folders and names the command that creates a missing folder."""
 
 import re
 from importlib.resources import files
@@ -23,7 +23,7 @@ def find_config_file(folder: str | Path, *, key: str) -> Path:
     if path.is_file():
         return path
     if Path(folder).is_file():
-        raise ValueError(f"{key}={folder}: is a file (looked at {place}); use the Hugging Face folder that contains it")
+        raise ValueError(f"{key}={folder}: is a file, not a folder ({place}); use the Hugging Face folder that contains the file")
     if Path(folder).is_dir():
         inner = next((each for each in ("final", "hf") if (path.parent / each / "config.json").is_file()), "")
         remedy = f"did you mean {Path(folder) / inner}?" if inner else "use a Hugging Face model folder"

@@ -38,7 +38,7 @@ class VisionSpec:
     to the whole image.
     """
     mlp_saved_factor: int
-    """Number of values per patch that autograd stores for a block's MLP, in multiples of ffn_size
+    """Number of vectors of size ffn_size that autograd stores for each patch in a block's MLP
     (memory_plan/activations.py).
     """
     num_deepstack_layers: int = 0
@@ -46,11 +46,11 @@ class VisionSpec:
     added to the image tokens after the n-th decoder layer (policy/deepstack.py).
     """
     num_position_embeddings: int = 0
-    """Number of learned position embeddings, a square number; 0 if the tower has none."""
+    """Number of learned position embeddings, which form a square grid; 0 if there are none."""
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **own: int) -> "VisionSpec":
-        """Build a VisionSpec from the config's SHARED_SIZES and the family-specific sizes `own`."""
+        """Build a VisionSpec from the config fields in SHARED_SIZES and the sizes in `own`."""
         return cls(
             num_blocks=config.depth, num_heads=config.num_heads, in_channels=config.in_channels, patch_size=config.patch_size,
             temporal_patch_size=config.temporal_patch_size, spatial_merge_size=config.spatial_merge_size, **own,
@@ -63,7 +63,7 @@ class VisionSpec:
 
     @property
     def patch_dim(self) -> int:
-        """Number of values in a patch that the processor returns."""
+        """Number of values in each patch returned by the processor."""
         return self.in_channels * self.temporal_patch_size * self.patch_size**2
 
     @property
@@ -98,14 +98,15 @@ class ModelFamily:
     without text_config.
     """
     tower_class: type[PreTrainedModel]
-    """transformers' class of the vision tower, which is trained unmodified."""
+    """transformers' class of the vision tower."""
     tower_norm_class: type[nn.Module] | None
     """transformers' class of the tower's RMSNorm, with `weight` and `variance_epsilon`; None if the
     tower has other norms.
     """
     has_head_dim: bool
-    """True if attention heads of the language model have the size config.head_dim. If False, their
-    size is hidden_size / num_attention_heads, and a config with a different head_dim is rejected.
+    """True if attention heads of the language model have the size config.head_dim. If False, the
+    heads have the size hidden_size / num_attention_heads, and a config with a different head_dim is
+    rejected.
     """
     has_qk_norm: bool
     """True if the language model normalizes queries and keys in each attention head."""
@@ -116,7 +117,7 @@ class ModelFamily:
     read_vision_spec: Callable[[PreTrainedConfig], VisionSpec]
     """Function that builds a VisionSpec from a vision_config."""
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]]
-    """Function (global layer number, heads) -> name mappings of this decoder layer."""
+    """Function (global layer number, heads) -> name mappings of one decoder layer."""
     megatron_tower_mappings: Callable[[VisionSpec], list[ParamMapping]]
     """Function that returns the name mappings of a vision tower built from Megatron's layers, as
     found in classic checkpoints of other trainers (models/megatron_tower.py).
@@ -124,8 +125,8 @@ class ModelFamily:
     megatron_config: Mapping[str, object]
     """Additional arguments for Megatron's TransformerConfig (policy/transformer.py)."""
     uses_nested_names: bool
-    """True if released checkpoints use the newer tensor names (name_mapping.nested_name). For such
-    a family, transformers and vLLM accept no other names.
+    """True if released checkpoints use the newer tensor names (name_mapping.nested_name). For a
+    family with the newer names, transformers and vLLM accept no other names.
     """
     has_interleaved_mrope: bool
     """True if successive rotary pairs of a head cycle through frame, row and column position
@@ -139,7 +140,7 @@ class ModelFamily:
     can be frozen or have its own learning rate.
     """
     vision_lora_patterns: Mapping[str, str]
-    """Regular expressions for module names of the vision tower, keyed by value of lora.targets."""
+    """Regular expressions for module names of the vision tower, keyed by target (lora.targets)."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -164,7 +165,9 @@ class ModelSpec:
     max_positions: int
     rope_theta: float
     rope_sections: tuple[int, ...]
-    """Numbers of rotary pairs per attention head that use the frame, row and column position."""
+    """Numbers of rotary pairs in an attention head that use the frame, row and column position,
+    respectively.
+    """
     vision: VisionSpec
     image_token_id: int
     """Id of the image placeholder token. A sequence has one placeholder per vision token."""
@@ -192,7 +195,7 @@ class ModelSpec:
         return shapes
 
     def param_mappings(self) -> list[ParamMapping]:
-        """Return the name mappings of all parameters."""
+        """Return the name mappings of all parameters of the model."""
         return name_table(
             num_layers=self.num_layers, heads=self.heads, tie_word_embeddings=self.tie_word_embeddings, vocab_size=self.vocab_size,
             layer_mappings=self.family.layer_mappings,

@@ -53,5 +53,5 @@ def mrope_positions(token_ids: Sequence[int], images: Iterable[Image], image_tok
             length -= frames * rows * columns
             used += 1
     if used != len(grids):
-        raise ValueError(f"{len(grids)} images, but placeholders for {used}")
+        raise ValueError(f"the sequence has {len(grids)} images, but placeholders for {used}")
     return torch.cat(parts, 1)

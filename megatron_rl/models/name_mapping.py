@@ -1,15 +1,16 @@
 """Mapping between Hugging Face's and Megatron's parameter names and layouts.
 
-Import, export, weight sync and converters use this mapping in both directions.
+Loading, export, weight sync and the checkpoint converters use this mapping. Names and tensors can
+be converted in both directions.
 
 Hugging Face names have the canonical form `model.layers.0...`, `visual...`, `lm_head.weight`.
 `canonical_name` converts the newer names (`model.language_model...`, `model.visual...`) to the
 canonical form. Layer numbers are global in Hugging Face's and in Megatron's names.
 
-Layouts: Hugging Face stores q, k, v, gate and up as separate tensors. Megatron's linear_qkv
-consists of one block per key/value group, [q heads of the group, k, v] (megatron-core 0.16.1,
+Hugging Face stores q, k, v, gate and up as separate tensors. Megatron's linear_qkv consists of one
+block per key/value group, [q heads of the group, k, v] (megatron-core 0.16.1,
 transformer/attention.py, get_query_key_value_tensors). On each rank, Megatron's linear_fc1 consists
-of [gate, up], with only the rank's own rows of gate and of up.
+of the rank's rows of gate, followed by the rank's rows of up.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,10 +92,10 @@ class ParamMapping:
         return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size, pads=self.vocab_rows > 0)
 
     def list_row_slices(self, tensors: Tensors) -> Tensors:
-        """Return slices of the Hugging Face tensors' rows that make up the unsharded parameter.
+        """Return row slices of the Hugging Face tensors that make up the unsharded parameter.
 
-        Concatenated, the slices equal `to_mcore(tensors, 0, 1)`. The slices are views. Fusing only
-        reorders rows, so this method finds the slices by fusing row numbers instead of rows.
+        Concatenated, the slices equal `to_mcore(tensors, 0, 1)`. The slices are views of `tensors`.
+        Fusing only reorders rows, so this method fuses row numbers to find the slices.
         """
         if self.fuse is None:
             return tensors
@@ -125,8 +126,8 @@ class ParamMapping:
 def fuse_qkv(tensors: Tensors, heads: AttentionHeads) -> torch.Tensor:
     """Fuse q, k and v into Megatron's linear_qkv.
 
-    q is [num_query_heads * dim, ...], k and v are [num_kv_heads * dim, ...]. The result is
-    [num_kv_heads * (num_query_heads / num_kv_heads + 2) * dim, ...].
+    The shape of q is [num_query_heads * dim, ...], and the shape of k and v is [num_kv_heads * dim,
+    ...]. The result is [num_kv_heads * (num_query_heads / num_kv_heads + 2) * dim, ...].
     """
     grouped = [tensor.reshape(heads.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
     return torch.cat(grouped, 1).flatten(0, 1)
@@ -192,7 +193,7 @@ def canonical_name(name: str) -> str:
 
 
 def nested_name(name: str) -> str:
-    """Convert a canonical name to the newer form, which transformers uses since version 4.52."""
+    """Convert a canonical name to the newer form, used by transformers since version 4.52."""
     for newer, released in (("model.visual.", "visual."), ("model.language_model.", "model.")):
         if name.startswith(released):
             return newer + name.removeprefix(released)

@@ -64,4 +64,4 @@ def check_vocabulary(num_rows_by_name: Mapping[str, int], *, vocab_size: int, nu
         remedy = f"use this model's tokenizer, or resize its embeddings (transformers: model.resize_token_embeddings({num_token_ids}))"
     else:
         remedy = f"set vocab_size to {least} in config.json"
-    raise ValueError(f"{where}: its tokenizer has ids up to {num_token_ids - 1}, config.json has vocab_size={vocab_size}{told}; {remedy}")
+    raise ValueError(f"{where}: the tokenizer has ids up to {num_token_ids - 1}, config.json has vocab_size={vocab_size}{told}; {remedy}")

@@ -1,7 +1,8 @@
 """Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower.
 
 If several sequences share a prefix, the prefix is stored once, as a segment of its own. The rest of
-each sequence is another segment, which continues the prefix segment. Segments thus form a tree.
+each sequence is another segment, which continues the prefix segment. The segments of a micro-batch
+thus form one or more trees.
 
 On a CPU, and in fp32 on any device, attention calls scaled_dot_product_attention once per distinct
 segment shape. In bfloat16 on a GPU without Transformer Engine, attention calls torch's
@@ -9,9 +10,9 @@ variable-length kernel (torch 2.13, torch.nn.attention.varlen), which does not s
 on CPUs replace the kernel with a function that has the same interface; tests/gpu and
 benchmarks/gpu/varlen.py compare the kernel with float64 attention on a GPU.
 
-Shapes: T packed tokens, N query heads, K key/value heads, D head dimension. Gathered keys and
-values are an exception: in their shape, [K, M, D], K is the number of gathered rows and M is the
-number of key/value heads.
+In shapes, T is the number of packed tokens, N the number of query heads, K the number of key/value
+heads, and D the head dimension. In the shape [K, M, D] of gathered keys and values, however, K is
+the number of gathered rows and M the number of key/value heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,15 +49,15 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class Segments:
     """Segment boundaries of a packed micro-batch, and the indices that attention needs.
 
-    An instance is created once per micro-batch and used by every layer. The offsets are on the
+    One instance is created for each micro-batch and used by every layer. The offsets are on the
     host, so no layer waits for the device.
     """
 
     def __init__(self, offset_S1: Sequence[int], prefix_S: Sequence[int] | None = None, *, device: torch.device) -> None:
         """Store offsets and prefixes; the indices are computed on first use.
 
-        `prefix_S` holds, for each segment, the index of the segment that it continues, or -1 (see
-        MicroBatch.prefix_S). None means that no segment continues another.
+        For each segment, `prefix_S` contains the index of the prefix segment, or -1 if there is no
+        prefix (see MicroBatch.prefix_S). None means that no segment has a prefix.
         """
         self.offset_S1, self.device = list(offset_S1), device
         self.prefix_S = [-1] * (len(self.offset_S1) - 1) if prefix_S is None else prefix_S
@@ -76,9 +77,10 @@ class Segments:
 
     @cached_property
     def group_by_length(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Query rows [S, L] and key rows [S, before + L], one pair per distinct segment shape.
+        """Row indices of the queries and of the keys, for each distinct segment shape.
 
-        All S segments of a pair have L queries and before + L keys.
+        For S segments with L queries and `before` prefix tokens each, the query rows are [S, L] and
+        the key rows are [S, before + L].
         """
         shapes: dict[tuple[int, int], list[torch.Tensor]] = {}
         for (start, stop), rows in zip(pairwise(self.offset_S1), self.key_rows, strict=True):
@@ -109,8 +111,8 @@ class Segments:
 class VarlenInputs:
     """Segments in the form required by a variable-length attention kernel.
 
-    The gathered keys and values of a segment are contiguous: first the keys and values of all
-    segments that the segment continues, then the segment's own keys and values.
+    The gathered keys and values of a segment are contiguous. The keys and values of the segment's
+    prefix come first, followed by the segment's own keys and values.
     """
 
     cu_query_S1: torch.Tensor
@@ -132,7 +134,7 @@ bottom-right aligned: the last query of a segment attends to all keys of the seg
 
 @dataclass
 class SharedPromptParams(PackedSeqParams):
-    """Per-micro-batch parameters that Megatron passes through its layers unchanged.
+    """Parameters of one micro-batch, passed unchanged by Megatron to every layer.
 
     The attention functions of this module read `segments`. Transformer Engine's attention reads the
     offsets inherited from PackedSeqParams.
@@ -145,7 +147,7 @@ class SharedPromptParams(PackedSeqParams):
 def packed_attention(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, segments: Segments, *, causal: bool, scale: float
 ) -> torch.Tensor:
-    """Compute attention from each segment to itself and to all segments that it continues.
+    """Compute attention from each segment to the segment itself and to its prefix segments.
 
     Returns [T, N, D].
     """
@@ -219,7 +221,8 @@ def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: 
     out = run_varlen_kernel(kernel, q.to(device), k.to(device), v.to(device), gathered, causal=True, scale=scale)
     if not (out.float().cpu() - truth).norm() <= PREFIX_ATTENTION_BOUND * truth.norm():
         raise RunFailed(
-            f"torch={torch.__version__}: its variable-length attention is not aligned to the last key; install requirements/gpu.txt"
+            f"torch={torch.__version__}: the causal mask of variable-length attention is not bottom-right aligned; "
+            "install requirements/gpu.txt"
         )
 
 
@@ -227,10 +230,10 @@ class PackedCoreAttention(MegatronModule):
     """Implementation of Megatron's `core_attention` for packed tokens.
 
     This class has the interface of DotProductAttention in megatron-core 0.16.1. The packed tokens
-    are passed to Megatron as one sequence in the format sbhd, [T, 1, N, D], for which Megatron
-    applies the rotary embedding position by position. In the format thd, Megatron would read the
-    lengths from the device three times for queries and three times for keys
-    (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd).
+    are passed to Megatron as one sequence [T, 1, N, D] in the format sbhd. In the format sbhd,
+    Megatron applies the rotary embedding to all positions without reading sequence lengths. In the
+    format thd, Megatron would read the sequence lengths from the device three times for queries and
+    three times for keys (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd).
     """
 
     def __init__(

@@ -3,8 +3,9 @@
 On a GPU the fused kernels save activation memory: autograd stores only the inputs of the norm and
 of the activation, and one number per row of the norm. With plain torch, autograd would also store
 three copies of the hidden state and two copies of the intermediate state per layer, so
-recomputation would be needed. On a CPU, fused kernels would bring no speedup: torch's rms_norm runs
-the same operations as plain torch, and Megatron's SwiGLU would have to be compiled.
+recomputation would be needed. On a CPU, the fused kernels would not be faster: torch's rms_norm
+runs the same operations as the implementation in plain torch, and Megatron's SwiGLU would have to
+be compiled.
 """
 
 import torch
@@ -16,7 +17,7 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
     In bfloat16, plain torch rounds before and after the multiplication by the weight, as Hugging
     Face does. The fused kernel rounds once, after the multiplication. The two results differ by up
-    to one unit in the last place; the result of the fused kernel is closer to fp32.
+    to one unit in the last place; the result of the fused kernel is closer to the fp32 result.
     """
     if x.is_cuda:
         return rms_norm(x, weight.shape, weight, eps)
@@ -26,8 +27,9 @@ def fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
 
 
 def fuses_activation() -> bool:
-    """Return True if Megatron's SwiGLUFunction is used (0.16.1, fusions/fused_bias_swiglu.py).
+    """Return True if Megatron's fused SwiGLU is used.
 
-    torch.compile compiles SwiGLUFunction into two kernels.
+    Megatron's SwiGLUFunction (megatron-core 0.16.1, fusions/fused_bias_swiglu.py) is compiled into
+    two kernels by torch.compile.
     """
     return torch.cuda.is_available()

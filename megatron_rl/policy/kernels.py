@@ -35,10 +35,10 @@ def uses_transformer_engine(lora: LoraSettings) -> bool:
 
 
 def transformer_engine_error() -> str:
-    """Return the reason why the installed Transformer Engine is not used; '' if there is no reason.
+    """Return the reason why the installed Transformer Engine cannot be used, or ''.
 
-    The reason has the form `transformer_engine=VERSION: ...`. The result is '' if the machine has
-    no GPU, if Transformer Engine is not installed, or if it can be used.
+    The reason has the form `transformer_engine=VERSION: ...`. The result is '' if Transformer
+    Engine can be used or is not installed, or if the machine has no GPU.
 
     If importing Transformer Engine fails, Megatron treats the package as not installed
     (extensions/transformer_engine.py, lines 61 to 77). If the import succeeds but a module of

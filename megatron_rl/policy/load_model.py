@@ -40,9 +40,9 @@ def load_model(
 ) -> LoadedModel:
     """Build this rank's chunks and load the weights of the checkpoint at `path`.
 
-    Adapters are loaded from lora.path; if lora.path is empty, they are initialized. `seed` is used
-    to initialize new adapters and the value head. `key` is the config key that contains `path`,
-    used in error messages.
+    Adapters are loaded from lora.path; if lora.path is empty, new adapters are initialized. `seed`
+    is used to initialize new adapters and the value head. `key` is the config key that contains
+    `path`, used in error messages.
     """
     chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # use_cpu_initialization creates parameters on the CPU

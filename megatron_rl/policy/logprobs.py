@@ -3,7 +3,8 @@
 The distribution is softmax(logits / temperature) over all token ids except banned ids. The rollout
 engine bans the same ids.
 
-Shapes: R rows (sampled tokens), V vocabulary entries on this rank, H hidden size.
+In shapes, R is the number of rows (sampled tokens), V the number of vocabulary entries on this
+rank, and H the hidden size.
 """
 
 from collections.abc import Callable
@@ -35,10 +36,11 @@ class TokenDistribution:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logprob of each target and the entropy of each row.
 
-        Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. Targets are ids
-        in the whole vocabulary. `head` computes the logits [*, V] of hidden states. With more than
-        `rows_per_block` rows, the logits of each block are recomputed in the backward pass, so that
-        the logits of only one block are in memory at a time.
+        Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. Targets are
+        token ids; they need not belong to this rank's part of the vocabulary. `head` computes the
+        logits [*, V] of hidden states. With more than `rows_per_block` rows, the logits of each
+        block are recomputed in the backward pass, so that the logits of only one block are in
+        memory at a time.
         """
 
         def block(hidden: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +63,7 @@ def vocab_parallel_logprobs(
 
     Logprobs and entropies are fp32 [R] and equal on every tensor-parallel rank. `logits_RV` and the
     boolean mask `banned_V` cover this rank's part of the vocabulary, which starts at id `first_id`.
-    `target_R` holds ids in the whole vocabulary.
+    `target_R` contains token ids, which need not belong to this rank's part of the vocabulary.
 
     The function is differentiable. The backward pass of the function's all-reduce is the identity
     (megatron-core 0.16.1, tensor_parallel/mappings.py), so each rank receives the gradient of its

@@ -1,12 +1,12 @@
 """LoRA adapters (arXiv 2106.09685) on the linear layers of a frozen model, with tensor parallelism.
 
 An adapter adds alpha / rank * B A dropout(x) to the output of its layer. As in PEFT, every Hugging
-Face projection has its own A [rank, inputs] and B [outputs, rank]. A linear layer of Megatron that
-fuses several projections holds one pair (A, B) per projection and applies all pairs at once: the A
-matrices are stacked, and the B matrices are the blocks of a block-diagonal matrix. The rows of the
-block-diagonal matrix are in the order of the fused weight's rows. Tensor-parallel ranks exchange
-only A's output, [tokens, projections * rank]. Fused projections share one dropout mask, whereas
-PEFT draws one mask per projection.
+Face projection has its own A [rank, inputs] and B [outputs, rank]. A Megatron linear layer that
+fuses several projections has an A and a B for each projection and applies all projections at once:
+the A matrices are stacked, and the B matrices are the blocks of a block-diagonal matrix. The rows
+of the block-diagonal matrix are in the order of the fused weight's rows. Tensor-parallel ranks
+exchange only A's output, [tokens, projections * rank]. Fused projections share one dropout mask,
+whereas PEFT draws one mask per projection.
 
 Adapter parameters are named `<linear>.adapter.lora_a.<projection>` and
 `<linear>.adapter.lora_b.<projection>`. Parameters of the base model keep their names.
@@ -198,7 +198,7 @@ class LoraLinear(nn.Linear):
 def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfig) -> None:
     """Replace the linear layers that lora.targets selects in a layer spec with LoRA layers.
 
-    `layer` is Megatron's local spec of a decoder layer; it is changed in place.
+    `layer`, Megatron's local spec of a decoder layer, is modified in place.
     """
     tp, dim = config.tensor_model_parallel_size, config.kv_channels
     heads = AttentionHeads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
@@ -221,7 +221,8 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
 def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str, str]) -> None:
     """Replace the vision tower's linear layers selected by lora.targets with LoRA layers.
 
-    `vision_lora` maps each target to a pattern for module names of the model family's tower.
+    `vision_lora` maps each target to a regular expression for the names of modules in the vision
+    tower.
     """
     for name, module in list(tower.named_modules()):
         if is_vision_target(name, lora.targets, vision_lora):

@@ -109,7 +109,7 @@ def _add(sums: dict[str, float], more: dict[str, float]) -> None:
 def _update_maxima(maxima: dict[str, float], more: dict[str, float]) -> None:
     """Update the running maxima with the values in `more`.
 
-    A maximum becomes NaN, and stays NaN, once any of its values is NaN.
+    If any value is NaN, the maximum becomes NaN and stays NaN.
     """
     for name, value in more.items():
         known = maxima.get(name, value)

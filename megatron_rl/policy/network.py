@@ -1,7 +1,7 @@
 """Distributed Megatron model with its optimizer: forward passes, updates, saving and loading.
 
 `Network` computes no logprobs, values or losses itself. The callbacks passed as `on_hidden` compute
-these quantities from the final hidden states.
+logprobs, values and losses from the final hidden states.
 
 `forward_only`, `update`, `save` and `load` are collective: call them on all ranks. Ranks that
 differ only in their tensor- or pipeline-parallel rank pass the same micro-batches. Results are
@@ -115,8 +115,9 @@ class Network:
         the number of functions; entries where mask_T is False are 0.
 
         Example: two functions and one micro-batch with mask_T [0 1 1 0 1 0]. Both functions are
-        called with rows_R [1 2 4] and hidden_RH [3, H]. If the first function returns logprobs
-        [-0.3, -1.2, -0.7] and the second returns values [0.5, 0.5, 0.9], the result is
+        called with rows_R = [1 2 4] and with hidden_RH, which has the shape [3, H]. If the first
+        function returns logprobs [-0.3, -1.2, -0.7] and the second returns values [0.5, 0.5, 0.9],
+        the result is
             [[[0, -0.3, -1.2, 0, -0.7, 0],
               [0,  0.5,  0.5, 0,  0.9, 0]]].
         """
@@ -191,9 +192,10 @@ class Network:
     def _run_schedule(self, batches: list[MicroBatch], on_hidden: Callable, *, forward_only: bool) -> list:
         """Run Megatron's forward/backward schedule over the micro-batches and return the results.
 
-        `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. An
-        interleaved pipeline requires that pp divides the number of micro-batches, so empty
-        micro-batches are appended, and their results are removed.
+        `on_hidden` runs on the last pipeline stage only, with the hidden states of rows_R. In an
+        interleaved pipeline, the number of micro-batches must be a multiple of pp. Empty
+        micro-batches are appended to reach a multiple, and the results of the empty micro-batches
+        are removed.
         """
         lacking = -len(batches) % self.layout.pp if self.layout.vpp > 1 else 0
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
@@ -222,7 +224,7 @@ class Network:
         return results[: len(batches)]
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the patches of the images that this rank encodes.
+        """Return the batch with the patches of this rank's images added.
 
         Only ranks of the first pipeline stage encode images; other ranks return the batch
         unchanged.
@@ -251,7 +253,8 @@ class Network:
     def sleep(self) -> None:
         """Move parameters to the host and free gradient buffers, if parallel.offload_params is set.
 
-        Offloading frees device memory for the rollout engine. Only `wake` may be called afterwards.
+        Offloading frees device memory for the rollout engine. After `sleep`, only `wake` may be
+        called.
         """
         if self._offload:
             self._offload.to_host()

@@ -2,9 +2,9 @@
 
 Offloading frees device memory while the rollout engine needs it. Host memory is allocated once and
 kept. On a GPU machine this memory is page-locked, because transfers from pageable memory reach only
-2 to 4 GB/s, a tenth of the bus bandwidth. The buffers are ordinary memory registered with CUDA, not
-blocks of torch's page-locked pool: the pool rounds every block up to a power of two (torch 2.13,
-ATen/core/CachingHostAllocator.h), and the parameters of a model form one block.
+2 to 4 GB/s, a tenth of the bus bandwidth. The buffers are ordinary memory that is registered with
+CUDA. Torch's page-locked pool is not used, because the pool rounds every block up to a power of two
+(torch 2.13, ATen/core/CachingHostAllocator.h), and the parameters of a model form one block.
 """
 
 import weakref
@@ -24,8 +24,8 @@ _PIECE = 64 * 2**20
 class HostCopy:
     """Host buffers for parameters, one buffer per storage.
 
-    Parameters keep their identity and their storage, so views into Megatron's buffers, transposed
-    tensors and shared tensors remain valid.
+    Parameters and their storages are modified in place and never replaced, so views into Megatron's
+    buffers, transposed tensors and shared tensors remain valid.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -41,7 +41,10 @@ class HostCopy:
             host.copy_(_as_bytes(storage))
 
     def free_device_memory(self) -> None:
-        """Free the device memory of the parameters; only `restore` may be called afterwards."""
+        """Free the device memory of the parameters.
+
+        After this call, only `restore` may be called.
+        """
         for storage, _ in self.pairs:
             storage.resize_(0)
 

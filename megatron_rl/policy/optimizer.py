@@ -24,10 +24,12 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
-    """Disable gradients for frozen parts; `all_but_adapters` also freezes the whole base model.
+    """Disable gradients for all parameters that are not trained.
 
-    The value head stays trainable. Call this function before gradient buffers are created, so that
-    frozen parameters get neither gradient buffers nor optimizer state.
+    Parameters of the model parts in `parts` are frozen. If `all_but_adapters` is True, all other
+    parameters except those of adapters and the value head are frozen too. Call this function before
+    gradient buffers are created, so that frozen parameters get neither gradient buffers nor
+    optimizer state.
     """
     prefixes = tuple(pattern.removesuffix("*") for part in parts for pattern in chunk.spec.family.part_patterns[part])
     for name, parameter in chunk.named_parameters():
@@ -40,9 +42,9 @@ def wrap_with_grad_buffers(
 ) -> list[DistributedDataParallel]:
     """Freeze parameters and wrap the chunks with gradient buffers for the trained parameters.
 
-    bfloat16 gradients are accumulated and reduced in fp32. If `overlap` is True, each buffer is
-    split into buckets, as overlap.py requires. The bucket size is 40 million entries, or 1 million
-    entries per data-parallel rank if there are more than 40 ranks.
+    Gradients of bfloat16 parameters are accumulated and reduced in fp32. If `overlap` is True, each
+    buffer is split into buckets, as overlap.py requires. The bucket size is 40 million entries, or
+    1 million entries per data-parallel rank if there are more than 40 ranks.
     """
     for chunk in chunks:
         freeze_parameters(chunk, frozen, all_but_adapters=lora.rank > 0)
@@ -57,11 +59,12 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """Build Megatron's distributed AdamW, with state sharded over data-parallel ranks.
 
-    bfloat16 parameters have fp32 main weights and fp32 moments. Parts of the model can have their
-    own learning rates. Megatron's standard overrides (no weight decay for biases and norms) apply
-    to these parts too, because Megatron merges all overrides that match a parameter. `head_lr` is
-    the peak learning rate of the value head, if the model has one. If `offload` is True, the
-    optimizer stays on the host. Raises ValueError if `offload` is set for float32 weights.
+    For bfloat16 parameters, the main weights and the moments are fp32. Parts of the model can have
+    their own learning rates. Megatron's standard overrides (no weight decay for biases and norms)
+    also apply to parts with their own learning rates, because Megatron merges all overrides that
+    match a parameter. `head_lr` is the peak learning rate of the value head, if the model has one.
+    If `offload` is True, the optimizer stays on the host. Raises ValueError if `offload` is set for
+    float32 weights.
     """
     dtype = chunks[0].config.params_dtype
     require(not offload or dtype == torch.bfloat16, "parallel.offload_optimizer", True, "needs model.dtype=bfloat16")
@@ -103,8 +106,8 @@ def _release_buffers() -> None:
 
     If the optimizer is on the host, Megatron builds it twice (0.16.1, distrib_optimizer.py,
     __init__). The first instance has a pinned copy and an fp32 copy of every parameter. The hooks
-    of that instance refer to the instance, so only the garbage collector frees it. After the
-    release, torch still caches the pinned memory.
+    of the first instance refer back to the instance, so only the garbage collector can free the
+    instance. The freed pinned memory stays in torch's cache, so the cache is emptied too.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -127,8 +130,8 @@ def take_step(optimizer: MegatronOptimizer) -> float:
 def _using_own_cores() -> Iterator[None]:
     """Inside the `with` block, let torch use as many threads as this rank's share of the cores.
 
-    torchrun sets one thread per process (OMP_NUM_THREADS=1). With one thread, torch's fused AdamW
-    takes an estimated 10 to 15 s for 1e9 to 4e9 parameters.
+    By default, torchrun sets one thread per process (OMP_NUM_THREADS=1). With one thread, torch's
+    fused AdamW takes an estimated 10 to 15 s for 1e9 to 4e9 parameters.
     """
     before = torch.get_num_threads()
     # A rank may be bound to a subset of the node's cores.
@@ -144,8 +147,9 @@ def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_st
     """Build the learning-rate schedule; steps of the schedule are numbered from 1.
 
     The learning rate peaks at step warmup_steps, or at step 1 if warmup_steps is 0. After the peak,
-    the learning rate decays towards min_lr, unless the schedule is constant. The decay would reach
-    min_lr one step after the last step.
+    the learning rate decays towards min_lr, unless the schedule is constant. The decay ends one
+    step after the last step of training, so the learning rate of the last step is still above
+    min_lr.
     """
     peak = max(settings.warmup_steps, 1)
     return OptimizerParamScheduler(

@@ -9,9 +9,9 @@ Every rank writes and reads only the entries that it updates. megatron-core 0.16
   tp=2, the first rank needs 3 x 46 GB of memory.
 
 This module writes `fully_reshardable` files, which Megatron can read, but writes them in parallel,
-as in `dp_reshardable`. The range of a flattened parameter that a rank updates consists of a few
-boxes (axis-aligned blocks) of the parameter's tensor, and torch's checkpoints accept boxes of any
-size.
+as in `dp_reshardable`. Each rank updates one range of a flattened parameter. In the unflattened
+tensor, this range consists of a few boxes (axis-aligned blocks), and torch's checkpoints accept
+boxes of any size.
 """
 
 import math
@@ -49,7 +49,7 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
 
 
 def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, Range]]:
-    """Yield each parameter that this rank updates, with the range of entries that it updates."""
+    """Yield (parameter, range of entries) for each parameter that this rank updates."""
     for buckets in (buckets for buffer in part.gbuf_ranges for buckets in buffer.values()):
         for bucket in buckets:
             yield from ((parameter, ranges["param"]) for parameter, ranges in bucket["param_map"].items())
@@ -58,12 +58,12 @@ def _parameter_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Par
 def _boxes_of_tensor(
     whole: ShardedTensor | ShardedTensorFactory, own: Range, state: dict[str, torch.Tensor], *, vocab_size: int
 ) -> Iterator[ShardedTensor]:
-    """Yield boxes of the parameter's tensor that together cover the entries `own`.
+    """Yield boxes that together cover the entries of the parameter in the range `own`.
 
-    `state` holds the optimizer's flat tensors for these entries. A factory builds several tensors
-    from one parameter (gate and up of a SwiGLU), each from one range of the parameter.
-    Data-parallel ranks hold different entries, not replicas, so replica ids contain only the
-    tensor- and pipeline-parallel rank.
+    `state` holds the optimizer's flat tensors for the entries in `own`. A ShardedTensorFactory
+    builds several tensors, each from a separate range of one parameter. For example, gate and up of
+    a SwiGLU are built from one fused weight. Data-parallel ranks hold different entries, not
+    replicas, so replica ids contain only the tensor- and pipeline-parallel rank.
     """
     blank = torch.empty(whole.data.shape, dtype=whole.data.dtype, device="meta")
     blank_whole = replace(whole, data=blank)

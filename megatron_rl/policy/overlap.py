@@ -1,11 +1,12 @@
 """Overlaps gradient reduction with the backward pass of the last micro-batch of an update.
 
 Enabled by parallel.overlap_grad_reduce. Megatron (megatron-core 0.16.1,
-distributed/param_and_grad_buffer.py) reduces a bucket as soon as all of its parameters have a
-gradient, in the same order on every rank. Megatron raises an AssertionError if a parameter has no
-gradient. In this trainer, parameters can lack a gradient: a micro-batch without an image produces
-no gradient for the vision tower, and a micro-batch without a sampled token produces no gradient for
-the output heads. The ranks therefore agree before every update on whether to overlap.
+distributed/param_and_grad_buffer.py) reduces a bucket as soon as all parameters of the bucket have
+a gradient. Buckets are reduced in the same order on every rank. Megatron raises an AssertionError
+if a parameter has no gradient. In this trainer, parameters can lack a gradient: a micro-batch
+without an image produces no gradient for the vision tower, and a micro-batch without a sampled
+token produces no gradient for the output heads. The ranks therefore agree before every update on
+whether to overlap.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Pads the vocabulary to a multiple of the tensor-parallel size (name_mapping.padded_vocab).
 
-Padding rows follow the vocabulary. The padding rows stay zero, because they are initialized to
-zero, are never looked up or sampled, and have no gradient. Checkpoints contain no padding rows, so
-checkpoints can be read with any parallel layout.
+Padding rows are appended after the rows of the vocabulary. The padding rows stay zero, because they
+are initialized to zero, are never looked up or sampled, and have no gradient. Checkpoints contain
+no padding rows, so checkpoints can be read with any parallel layout.
 """
 
 from dataclasses import replace

@@ -26,7 +26,7 @@ class Layout:
     tp_group: dist.ProcessGroup
     pp_group: dist.ProcessGroup
     vpp: int
-    """Number of model chunks per pipeline stage; if above 1, the pipeline is interleaved."""
+    """Number of model chunks per pipeline stage; if greater than 1, the pipeline is interleaved."""
     sequence_parallel: bool
     recompute: str
 
@@ -63,7 +63,7 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
     """
     require_divisible("parallel.tp", parallel.tp, sizes_cut_by_tp(model), model_label=model_label)
     layers, chunks = model.num_layers, parallel.pp * parallel.vpp
-    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide {model_label}'s {layers} layers")
+    require(layers % parallel.pp == 0, "parallel.pp", parallel.pp, f"must divide the number of layers of {model_label} ({layers})")
     remedy = f"cuts {model_label}'s {layers} layers into {chunks} chunks; it must divide {layers // parallel.pp}"
     require(layers % chunks == 0, "parallel.vpp", parallel.vpp, remedy)
     first, stacked = layers // chunks, model.vision.num_deepstack_layers
@@ -74,7 +74,7 @@ def check_layout(parallel: ParallelSettings, model: ModelSpec, world_size: int, 
     block = parallel.tp * parallel.pp
     require(
         world_size % block == 0, "parallel.tp*parallel.pp", block,
-        f"must divide the {world_size} processes; set torchrun's --nproc_per_node to a multiple of {block}",
+        f"must divide the number of processes ({world_size}); set torchrun's --nproc_per_node to a multiple of {block}",
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def is_fake_group() -> bool:
 
 @with_megatron_on_cpu
 def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
-    """Create Megatron's process groups, seed its random generators and return the layout.
+    """Create Megatron's process groups, seed Megatron's random generators and return the layout.
 
     Collective over all ranks. If Megatron's process groups already exist, they are reused.
     """

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def patch_bytes(image: Image) -> torch.Tensor:
-    """Return the patches stored in an image; fail if the patches were dropped."""
+    """Return the patches stored in an image; raise AssertionError if the patches were dropped."""
     assert image.patch_PC is not None, f"image {image.key} has no patches: pass an image from a renderer"
     return image.patch_PC
 
@@ -34,7 +34,7 @@ def images_of_rank(images: Sequence[Image], ranks: int) -> list[list[Image]]:
 
 
 def attach_patches(batch: MicroBatch, patches: ImagePatchFn, layout: Layout, *, like: torch.Tensor) -> MicroBatch:
-    """Return the batch with the patches that this rank encodes.
+    """Return the batch with the patches of this rank's images added.
 
     The patches have the dtype of `like` and are on the host, in pinned memory if `like` is on a
     GPU.

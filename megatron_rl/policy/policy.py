@@ -246,11 +246,11 @@ class Policy(TrainableModel):
 
 
 def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if the attention of policy and critic supports shared prompts.
+    """Return True if the attention used by the policy and the critic supports shared prompts.
 
-    Returns False if models without adapters use Transformer Engine's layers on this machine. Raises
-    RunFailed if torch's variable-length attention kernel is used but its causal mask is not
-    bottom-right aligned (see VarlenKernel).
+    Returns False if Transformer Engine's layers are used on this machine for models without
+    adapters. Raises RunFailed if torch's variable-length attention kernel is used but its causal
+    mask is not bottom-right aligned (see VarlenKernel).
     """
     can = not uses_transformer_engine(LoraSettings())
     if can and has_varlen_kernel(device, dtype):

@@ -24,7 +24,7 @@ class TrainableModel:
         return [value_1T[0] for value_1T in self.network.forward_only(batches, self._value_R)]
 
     def load_image_patches(self, batch: MicroBatch) -> MicroBatch:
-        """Return the batch with the patches of the images that this rank encodes."""
+        """Return the batch with the patches of this rank's images added."""
         return self.network.load_image_patches(batch)
 
     def update_return_stats(self, returns: Sequence[float]) -> None:

@@ -4,16 +4,17 @@ All ranks plan the files together, a thread on each rank writes them, and the fi
 any parallel layout. A folder contains the weights under `ParamMapping.checkpoint_key`, optimizer
 tensors under keys with the prefix `optimizer.`, and the file common.pt with everything else: the
 number of updates, the layout, and the states of the random generators of every rank. AdamW's step
-count and the learning rate are not stored: they follow from the number of updates and the step of
-the run.
+count and the learning rate are not stored, because AdamW's step count equals the number of updates
+and the learning rate depends only on the step of the run.
 
-A thread of this process writes in the background with torch's FileSystemWriter. megatron-core
-0.16.1's AsyncCallsQueue (dist_checkpointing/strategies/async_utils.py) is not used because it fails
-on CPUs with gloo. The persistent worker of AsyncCallsQueue divides by the number of GPUs and raises
-ZeroDivisionError. The temporal worker of AsyncCallsQueue is a forked process that inherits gloo's
-sockets: the peers of a killed rank notice its death only when the forked process ends (measured:
-after 25 s with a fork that ran for 25 s; at once without a fork). If a rank is killed, the manager
-process of the rank's queue keeps running.
+A thread of this process writes in the background with torch's FileSystemWriter. Megatron's
+AsyncCallsQueue (megatron-core 0.16.1, dist_checkpointing/strategies/async_utils.py) is not used
+because it fails on CPUs with gloo. The persistent worker of AsyncCallsQueue divides by the number
+of GPUs and raises ZeroDivisionError. The temporal worker of AsyncCallsQueue is a forked process
+that inherits gloo's sockets. If a rank is killed, the other ranks therefore detect the failure only
+when the forked process exits. In a measurement with a fork that ran for 25 s, the other ranks
+detected the failure after 25 s; without a fork, they detected it immediately. The manager process
+of a killed rank's queue also keeps running.
 """
 
 import io
@@ -54,7 +55,7 @@ _METADATA = {"non_homogeneous_layers": True}
 
 @dataclass(slots=True, frozen=True)
 class TrainingState:
-    """References to the model and optimizer state to be saved, or to be filled by loading."""
+    """References to the model and the optimizer for saving or loading a training state."""
 
     chunks: nn.ModuleList
     """Unwrapped model chunks of this rank, in the order of the virtual pipeline."""
@@ -67,9 +68,9 @@ class TrainingState:
 def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
     """Return one Megatron sharded state dict per model chunk of this rank, keyed by chunk number.
 
-    `dist_checkpointing.load` can fill the state dicts with any parallel layout. The `_extra_state`
-    entries of linear layers are left out, so that files do not depend on the layer spec. These
-    entries are empty unless fp8 is used.
+    With the returned state dicts, `dist_checkpointing.load` can read checkpoints that were written
+    with any parallel layout. The `_extra_state` entries of linear layers, which are empty unless
+    fp8 is used, are left out, so that files do not depend on the layer spec.
     """
     states = {str(number): chunk.sharded_state_dict(metadata=dict(_METADATA)) for number, chunk in enumerate(chunks)}
     return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
@@ -111,7 +112,7 @@ class AsyncSave:
             wait([self._written])
 
     def _write(self, plan: SavePlan, planner: MCoreSavePlanner) -> tuple[list[WriteResult], dict[str, str]]:
-        """Write this rank's files and compute their digests while they are in the page cache."""
+        """Write this rank's files, then compute their digests from the page cache."""
         results = self._writer.write_data(plan, planner).value()
         names = {result.storage_data.relative_path for result in results}
         return results, {name: compute_sha256(self._folder / name) for name in sorted(names)}
@@ -119,7 +120,8 @@ class AsyncSave:
     def is_written(self) -> bool:
         """Return True once writing has succeeded or failed on every rank.
 
-        Collective. Once this method has returned True, `finish` need not wait for any writing.
+        Collective. Once this method has returned True, `finish` does not wait for tensors to be
+        written.
         """
         waiting = torch.tensor(int(not self._written.done()))
         dist.all_reduce(waiting)
@@ -152,9 +154,10 @@ class AsyncSave:
 def load(state: TrainingState, folder: Path, *, seed: int) -> int:
     """Load a checkpoint into the model and optimizer and return its number of updates.
 
-    The checkpoint may have been written with any parallel layout. If the layout is the same, the
-    states of the random generators are restored; otherwise the generators are seeded with `seed`
-    plus the number of updates. Raises ValueError if the checkpoint does not fit this model.
+    The checkpoint may have been written with any parallel layout. If the checkpoint was written
+    with the current layout, the states of the random generators are restored; otherwise the
+    generators are seeded with `seed` plus the number of updates. Raises ValueError if the
+    checkpoint does not fit this model.
     """
     with _naming_errors(folder):
         common = _read_common(folder)
@@ -293,7 +296,7 @@ def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tupl
 def _first_cause(error: BaseException) -> BaseException:
     """Return the error at the start of the `__context__` chain.
 
-    torch.save, for example, turns the OSError of a full disk into a RuntimeError about file
+    For example, torch.save turns the OSError of a full disk into a RuntimeError about file
     positions.
     """
     while error.__context__ is not None:

@@ -1,6 +1,6 @@
 """Vision-language model on Megatron-Core: a Hugging Face vision tower and Megatron's GPTModel.
 
-A rank holds the whole model, or one or more of its pipeline chunks.
+A rank holds the whole model, or one or more pipeline chunks of the model.
 """
 
 from collections.abc import Sequence
@@ -103,8 +103,8 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
 def _recompute(mode: str) -> dict[str, object]:
     """Return Megatron's recomputation options for a value of parallel.recompute.
 
-    "selective" recomputes attention; "full" recomputes every layer. "none" and "vision" do not
-    affect the decoder.
+    The value "selective" recomputes attention, and "full" recomputes every layer. The values "none"
+    and "vision" do not affect the decoder.
     """
     if mode == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -198,7 +198,8 @@ class ModelChunk(MegatronModule):
     def shared_embedding_or_output_weight(self) -> torch.Tensor:
         """Return the weight of the token embeddings.
 
-        Megatron calls this method if tied embeddings are on two pipeline stages.
+        Megatron calls this method if the tied embeddings and the output layer are on different
+        pipeline stages.
         """
         return self.language.shared_embedding_or_output_weight()
 
@@ -267,5 +268,5 @@ class ModelChunk(MegatronModule):
 def build_chunks(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: HeadConfig = HeadConfig()
 ) -> nn.ModuleList:
-    """Build the model chunks of this rank; their number is layout.vpp."""
+    """Build the `layout.vpp` model chunks of this rank."""
     return nn.ModuleList(ModelChunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))

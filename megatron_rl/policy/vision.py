@@ -34,8 +34,9 @@ class LinearPatchEmbed(nn.Conv3d):
     """Patch embedding as one matrix product instead of a convolution.
 
     The matrix product equals the convolution, because the convolution's kernel is as large as a
-    patch. vLLM does the same with torch 2.9 and later (0.32.0, model_executor/layers/conv.py),
-    because cuDNN has no efficient engine for this convolution in bfloat16.
+    patch. With torch 2.9 and later, vLLM also replaces the convolution by a matrix product (vLLM
+    0.32.0, model_executor/layers/conv.py), because cuDNN has no efficient engine for this
+    convolution in bfloat16.
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -46,8 +47,8 @@ class LinearPatchEmbed(nn.Conv3d):
 class FusedRMSNorm(nn.Module):
     """Fused replacement for the forward pass of the vision tower's norm.
 
-    `build_vision_tower` sets this class on the tower's own norm modules
-    (ModelFamily.tower_norm_class), which keep their weights.
+    `build_vision_tower` changes the class of the tower's norm modules from
+    ModelFamily.tower_norm_class to this class. The modules keep their weights.
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -130,10 +131,10 @@ def encode_images(
 def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
     """Return the vision tower's embeddings [V, H] of patches.
 
-    All inputs that depend on the grids are computed here and passed to the tower. If these inputs
-    were not passed, the tower would compute them itself, with about ten device synchronizations
-    plus one per block. Offsets are passed as `Segments`, which the tower forwards unchanged to
-    `attend_patches`.
+    All inputs that depend on the grids are computed here and passed to the tower. If the inputs
+    were not passed, the tower itself would compute the inputs, with about ten device
+    synchronizations plus one for each block. Offsets are passed as `Segments`, which the tower
+    forwards unchanged to `attend_patches`.
     """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}

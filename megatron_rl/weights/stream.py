@@ -142,8 +142,8 @@ class HfWeightIterator:
     """Streams the weights of a live model as full Hugging Face tensors, in a fixed order.
 
     Iteration is collective, and every rank receives all tensors. Parameters are gathered in
-    buckets. Each bucket takes one all-gather over the tensor-parallel ranks and one broadcast from
-    the pipeline stage that holds the bucket's parameters.
+    buckets. Each bucket requires one all-gather over the tensor-parallel ranks and one broadcast
+    from the pipeline stage that holds the bucket's parameters.
     """
 
     def __init__(

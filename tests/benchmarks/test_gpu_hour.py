@@ -106,7 +106,7 @@ def test_varlen(said: Callable[..., list[list[str]]], monkeypatch: pytest.Monkey
     assert [row[-1] for row in said("varlen", "--tiny")[1 : 1 + num_checks]] == ["yes"] * num_checks
     for where in (attention, script("varlen")):
         monkeypatch.setattr(where, "varlen_attention", top_left)
-    with pytest.raises(RunFailed, match="not aligned to the last key"):
+    with pytest.raises(RunFailed, match="is not bottom-right aligned"):
         said("varlen", "--tiny")
     monkeypatch.setattr(script("varlen"), "require_prefix_attention", lambda *_: None)
     checks = said("varlen", "--tiny")[-3 - num_checks - 1 : -4]

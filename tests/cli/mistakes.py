@@ -136,7 +136,7 @@ MISTAKES = {
     "engine.max_model_len=100000": "engine.max_model_len=100000: the model supports at most 4096 (max_position_embeddings)",
     "engine.device=cuda": "engine.device=cuda: this machine has no usable GPU; use engine.device=auto",
     "parallel.tp=3": "parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2",
-    "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the 1 processes; set torchrun's --nproc_per_node...",
+    "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the number of processes (1); set torchrun's --nproc_per_node...",
     "engine.tp=2": "engine.tp=2: must divide the 1 processes",
     "wandb.mode=online": "wandb.mode=online: no API key: run wandb login, or set WANDB_API_KEY, or use offline...",
     # a model, a task, data, a folder that do not exist, or are none
@@ -151,7 +151,7 @@ MISTAKES = {
         "model.path=runs/quickstart/sft/final: no such folder (looked in {tmp}/runs/quickstart/sft/final); ...; "
         "create the folder with bash launch/quickstart.sh, or with python launch/train.py stage=sft experiment=numberline_sft_cpu"
     ),
-    "model.path={tmp}/other_model": "model.path={tmp}/other_model: config.json has model_type internvl; known: ...qwen2_5_vl...",
+    "model.path={tmp}/other_model": "model.path={tmp}/other_model: config.json has model_type internvl; supported: ...qwen2_5_vl...",
     "model.path={tmp}/no_tokenizer": "model.path={tmp}/no_tokenizer: tokenizer.json is missing; copy it from the original model",
     "model.path={tmp}/half": "model.path={tmp}/half: ...model.safetensors...corrupt...copy it again...",
     "model.path={tmp}/bad_header": "model.path={tmp}/bad_header: ...model.safetensors...corrupt...copy it again...",

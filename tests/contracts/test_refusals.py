@@ -19,7 +19,7 @@ from tests.contracts.test_configs import settings_of
 MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key/value heads, 4 layers
     "parallel.tp=3": (3, "does not divide the model's 4 attention heads; use one of 1, 2"),
     "parallel.tp=4": (4, "does not divide the model's 2 key/value heads; use one of 1, 2"),
-    "parallel.pp=3": (3, "must divide the model's 4 layers"),
+    "parallel.pp=3": (3, "must divide the number of layers of the model (4)"),
     "engine.tp=2": (3, "must divide the 3 processes"),
     "engine.tp=4": (4, "does not divide the model's 2 key/value heads; use one of 1, 2"),
     "engine.device=cuda": (1, "this machine has no usable GPU; use engine.device=auto"),
@@ -73,7 +73,7 @@ def test_tokens_without_a_row_are_refused_before_anything_is_built(random_model:
     config["text_config"]["vocab_size"] = 900
     (folder / "config.json").write_text(json.dumps(config))
     last = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
-    said = f"^model.path={folder}: its tokenizer has ids up to {last}, config.json has vocab_size=900, model.embed_tokens.weight has"
+    said = f"^model.path={folder}: the tokenizer has ids up to {last}, config.json has vocab_size=900, model.embed_tokens.weight has"
     with pytest.raises(ValueError, match=f"{said} 1024 rows, lm_head.weight has 1024 rows; set vocab_size to 1024 in config.json$"):
         check_settings(settings_of(f"model.path={folder}", "run.dir=there"), 1)
 
@@ -161,7 +161,9 @@ def test_what_fits_is_not_refused(random_model: Path) -> None:
 
 
 def test_a_layout_needs_its_processes(random_model: Path) -> None:
-    with pytest.raises(ValueError, match=r"parallel.tp\*parallel.pp=4: must divide the 6 processes; set torchrun's --nproc_per_node"):
+    with pytest.raises(
+        ValueError, match=r"parallel.tp\*parallel.pp=4: must divide the number of processes \(6\); set torchrun's --nproc_per_node"
+    ):
         check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2"), 6)
 
 

@@ -36,9 +36,9 @@ def test_a_run_does_not_go_on_with_another_base(random_model: Path, tmp_path: Pa
     save_file({**tensors, name: -tensors[name]}, model / "model.safetensors", metadata={"format": "pt"})
 
     refused = fork_server.run_script(ROOT / "launch" / "train.py", *overrides, "run.steps=2", timeout_s=200)
-    told = f"error: model.path={model}: contains another model than when this run started: the digest of its model.safetensors is "
+    told = f"error: model.path={model}: contains a different model than at the start of the run: the digest of model.safetensors is "
     assert refused.returncode == 1 and told in refused.stdout, refused.stdout[-6000:]
-    assert f", and was {base['model.safetensors']}; restore the first model, or choose another run.dir\n" in refused.stdout
+    assert f", and was {base['model.safetensors']}; restore the original model, or choose another run.dir\n" in refused.stdout
     assert "resume: " not in refused.stdout, "that is said when it does"
     shutil.rmtree(model)
     first.rename(model)

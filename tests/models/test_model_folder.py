@@ -32,7 +32,9 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "/nowhere": "no such folder (looked in /nowhere); use a Hugging Face model folder",
         "empty": f"config.json is missing (looked in {tmp_path}/empty); use a Hugging Face model folder",
         "run": f"config.json is missing (looked in {tmp_path}/run); did you mean run/final?",
-        "run/final/config.json": f"is a file (looked at {tmp_path}/run/final/config.json); use the Hugging Face folder that contains it",
+        "run/final/config.json": (
+            f"is a file, not a folder ({tmp_path}/run/final/config.json); use the Hugging Face folder that contains the file"
+        ),
         "run/nothing": f"no such folder (looked in {tmp_path}/run/nothing); use a Hugging Face model folder; {here}",
         "runs/mine": f"no such folder (looked in {tmp_path}/runs/mine); use a Hugging Face model folder; {here}",
         "Qwen/Qwen2.5-VL-3B-Instruct": (

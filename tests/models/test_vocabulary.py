@@ -77,6 +77,6 @@ def test_every_token_has_a_row_that_is_kept(rows: dict[str, int], vocab_size: in
         check_vocabulary(**numbers)
         return
     told = "".join(f", {name} has {count} rows" for name, count in rows.items())
-    said = f"^model.path=m: its tokenizer has ids up to {num_token_ids - 1}, config.json has vocab_size={vocab_size}{told}; .*{remedy}"
+    said = f"^model.path=m: the tokenizer has ids up to {num_token_ids - 1}, config.json has vocab_size={vocab_size}{told}; .*{remedy}"
     with pytest.raises(ValueError, match=said):
         check_vocabulary(**numbers)

@@ -97,5 +97,5 @@ def test_a_kernel_that_is_aligned_otherwise_is_refused() -> None:
     cpu = torch.device("cpu")
     require_prefix_attention(bottom_right, cpu, torch.bfloat16)
     for kernel in (top_left, lambda *given: bottom_right(*given) * math.nan):
-        with pytest.raises(RunFailed, match="not aligned to the last key"):
+        with pytest.raises(RunFailed, match="is not bottom-right aligned"):
             require_prefix_attention(kernel, cpu, torch.bfloat16)

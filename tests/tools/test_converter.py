@@ -213,7 +213,7 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
     assert_refused(broken, tmp_path / "out", capsys, f"--hf={broken}: {WEIGHTS} is corrupt")
     index = broken / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}))
-    assert_refused(broken, tmp_path / "out", capsys, "lists model-00002-of-00002.safetensors, missing from the folder")
+    assert_refused(broken, tmp_path / "out", capsys, "lists model-00002-of-00002.safetensors, but the folder does not contain")
     index.write_text("{")
     assert_refused(broken, tmp_path / "out", capsys, "model.safetensors.index.json is damaged")
     for value in (None, [], {"weight_map": None}, *({"weight_map": {"x": name}} for name in (None, 3, ["a"], ""))):
@@ -235,7 +235,9 @@ def test_folders_that_are_damaged(models: dict[str, Path], tmp_path: Path, capsy
 def test_a_layout_that_does_not_fit(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     remedy = "error: --tp=4: does not divide the model's 2 key/value heads; use one of 1, 2"
     assert_refused(models["untied"], tmp_path / "out", capsys, remedy, "--tp", "4")
-    assert_refused(models["untied"], tmp_path / "out", capsys, "error: --pp=3: must divide the model's 2 layers", "--pp", "3")
+    assert_refused(
+        models["untied"], tmp_path / "out", capsys, "error: --pp=3: must divide the number of layers of the model (2)", "--pp", "3"
+    )
     assert_refused(models["untied"], tmp_path / "out", capsys, "error: --tp=0", "--tp", "0")
 
 

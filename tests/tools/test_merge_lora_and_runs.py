@@ -153,6 +153,6 @@ def test_a_run_whose_adapter_is_gone(checkpoints: dict[str, tuple[Path, Path]], 
         writer.add("vision.merger.mlp.0.adapter.lora_a.0", torch.ones(2, 256))
         writer.finish()
     shutil.copytree(like / "hf", checkpoint / "hf")
-    assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint}: its run trained an adapter", "adapter/ is missing")
+    assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint}: contains the training state", "adapter/ is missing")
     (checkpoint / "adapter").mkdir()
     assert_refused(checkpoint, tmp_path / "out", capsys, f"--checkpoint={checkpoint / 'adapter'}: adapter_config.json is missing")

@@ -208,7 +208,7 @@ NORM, EMBEDDING = "language.decoder.final_layernorm.weight", "language.embedding
         (lambda state: state.update({"language.decoder.layers.0.stranger": torch.ones(1)}), "unknown: language.decoder.layers.0.stranger"),
         (
             lambda state: state.update({"language.decoder.layers.0.input_layernorm.weight": torch.ones(128)}),
-            "language.decoder.layers.0.input_layernorm.weight are the same tensor",
+            "language.decoder.layers.0.input_layernorm.weight are two names of the same tensor",
         ),
     ],
 )

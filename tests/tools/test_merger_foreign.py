@@ -109,14 +109,14 @@ PLANTED: dict[str, tuple[Callable[[int, State], None], tuple[str, ...]]] = {
     ),
     "a layer under two prefixes": (
         damage(lambda s: s.update({f"language_model.{LINEAR.removeprefix('module.')}": s[LINEAR] + 1}), at=1),
-        ("mp_rank_01/model_optim_rng.pt", f"{LINEAR} and language_model.{LINEAR.removeprefix('module.')} are one tensor"),
+        ("mp_rank_01/model_optim_rng.pt", f"{LINEAR} and language_model.{LINEAR.removeprefix('module.')} are two names of the same tensor"),
     ),
     "a name with and without module.": (
-        lambda _, s: s.update({NORM.removeprefix("module."): s[NORM]}), (f"{NORM} and {NORM.removeprefix('module.')} are one tensor",),
+        lambda _, s: s.update({NORM.removeprefix("module."): s[NORM]}), (f"{NORM} and {NORM.removeprefix('module.')} are two names of",),
     ),
     "a tower under two prefixes": (
         lambda _, s: s.update({"visual.merger.ln_q.weight": torch.ones(2), "vision_model.merger.ln_q.weight": torch.ones(2)}),
-        ("merger.ln_q.weight and ", "are one tensor under two names"),
+        ("merger.ln_q.weight and ", "are two names of the same tensor"),
     ),
     "a stranger": (lambda _, s: s.update({"module.decoder.adapter": torch.ones(2)}), ("unknown: language.decoder.adapter",)),
 }  # fmt: skip
@@ -146,7 +146,7 @@ def test_missing_truncated_and_hostile_rank_files_are_refused(
     path.unlink()
     assert_refused(checkpoint, out, capsys, "mp_rank_01_000", "model.pt")
     path.parent.rmdir()
-    assert_refused(checkpoint, out, capsys, "tensor rank 1, stage 0")
+    assert_refused(checkpoint, out, capsys, "tensor-parallel rank 1, stage 0")
     path.parent.mkdir()
     torch.save([{"language_model.decoder.final_layernorm.weight": _Attack(tmp_path / "owned")}], path)
     assert_refused(checkpoint, out, capsys, str(path))
@@ -193,7 +193,9 @@ def test_damaged_fsdp_shards_are_refused(random_model: Path, tmp_path: Path, cap
     assert_refused(checkpoint, out, capsys, second.name)
     third.rename(second)
     shutil.copyfile(first, third)
-    assert_refused(checkpoint, out, capsys, "ranks have", "copy the shards of one checkpoint")  # the smaller part in the wrong place
+    assert_refused(
+        checkpoint, out, capsys, "the parts on the ranks", "copy the shards of one checkpoint"
+    )  # the smaller part in the wrong place
     second.rename(third)
     second.write_bytes(whole[: len(whole) // 2])
     assert_refused(checkpoint, out, capsys, second.name, "corrupt")
@@ -211,4 +213,4 @@ def test_damaged_fsdp_shards_are_refused(random_model: Path, tmp_path: Path, cap
     write_fsdp(tmp_path / "two", hf, (2,))
     for rank, other in ((0, 1), (1, 0)):
         shutil.copyfile(tmp_path / "two" / f"model_world_size_2_rank_{rank}.pt", even / f"model_world_size_2_rank_{other}.pt")
-    assert_refused(even, tmp_path / "swapped", capsys, "model_world_size_2_rank_0.pt", "was saved by another rank")
+    assert_refused(even, tmp_path / "swapped", capsys, "model_world_size_2_rank_0.pt", "was saved by a different rank")

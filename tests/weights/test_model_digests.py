@@ -39,8 +39,9 @@ def test_what_differs_is_named_with_both_digests(name: str, random_model: Path, 
     CHANGES[name](folder)
     now = model_digests(folder)
     assert {each for each in now if now[each] != before[each]} == {name}
-    with pytest.raises(ValueError, match=f"^model.path={folder}: contains another model than when this run started: the digest of its "
-                       f"{name} is {now[name]}, and was {before[name]}; restore the first model, or choose another run.dir$"):  # fmt: skip
+    with pytest.raises(ValueError, match=f"^model.path={folder}: contains a different model than at the start of the run: the digest of "
+                       f"{name} is {now[name]}, and was {before[name]}; "
+                       "restore the original model, or choose another run.dir$"):  # fmt: skip
         check_same_model(before, now, key="model.path", folder=folder)
     if name in FILES:
         assert now[name] == compute_sha256(folder / name)
@@ -55,14 +56,12 @@ def test_a_file_that_is_gone_or_new_is_a_difference_and_a_model_card_is_none(ran
     (folder / "chat_template.jinja").rename(folder / "chat_template.json")
     now = model_digests(folder)
     for recorded, found in ((before, now), (now, before)):
-        with pytest.raises(
-            ValueError, match=r"the digest of its chat_template.j\w+ is \w+, and was none: the file does not exist; restore"
-        ):
+        with pytest.raises(ValueError, match=r"the digest of chat_template.j\w+ is \w+, and was none: the file does not exist; restore"):
             check_same_model(recorded, found, key="model.path", folder=folder)
     (folder / "chat_template.json").unlink()
-    with pytest.raises(ValueError, match=r"of its chat_template.jinja is none: the file does not exist, and was \w+; restore"):
+    with pytest.raises(ValueError, match=r"of chat_template.jinja is none: the file does not exist, and was \w+; restore"):
         check_same_model(before, model_digests(folder), key="model.path", folder=folder)
-    with pytest.raises(ValueError, match="of its config.json is .*, and was none"):
+    with pytest.raises(ValueError, match="of config.json is .*, and was none"):
         check_same_model({}, now, key="model.path", folder=folder)
 
 

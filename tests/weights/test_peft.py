@@ -227,8 +227,8 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
 @pytest.mark.parametrize(("change", "message"), [
     ({"r": 4}, "^lora.rank=2: the adapter in lora.path=.* has 4; use the same value"),
     ({"lora_alpha": 16}, "^lora.alpha=6.0: the adapter in lora.path=.* has 16; use the same value"),
-    ({"use_dora": True}, "^lora.path=.*: use_dora=True in its adapter_config.json is not plain LoRA"),
-    ({"layers_to_transform": [0]}, r"^lora.path=.*: layers_to_transform=\[0\] in its adapter_config.json is not plain LoRA"),
+    ({"use_dora": True}, "^lora.path=.*: use_dora=True in its adapter_config.json is not supported"),
+    ({"layers_to_transform": [0]}, r"^lora.path=.*: layers_to_transform=\[0\] in its adapter_config.json is not supported"),
     ({"exclude_modules": ["q_proj"]}, r"^lora.path=.*: exclude_modules=\['q_proj'\] in its"),
     ({"rank_pattern": {"q_proj": 4}}, "^lora.path=.*: rank_pattern={'q_proj': 4} in its"),
     ({"alpha_pattern": {"q_proj": 4}}, "^lora.path=.*: alpha_pattern={'q_proj': 4} in its"),
@@ -236,15 +236,15 @@ def test_what_was_written_is_read(chunks: nn.ModuleList, folder: Path) -> None:
     ({"bias": "all"}, "^lora.path=.*: bias=all in its"),
     ({"peft_type": "IA3"}, "^lora.path=.*: peft_type=IA3 in its"),
     ({"modules_to_save": ["lm_head"]}, "^lora.path=.*: modules_to_save="),
-    ({"use_rslora": True}, r"^lora.path=.*: its scale is alpha / sqrt\(rank\)"),
+    ({"use_rslora": True}, r"^lora.path=.*: the adapter.s scale is alpha / sqrt\(rank\)"),
     ({"init_lora_weights": "corda"}, "^lora.path=.*: init_lora_weights=corda in its .*path_initial_model_for_weight_conversion"),
     ({"init_lora_weights": "loftq"}, "^lora.path=.*: init_lora_weights=loftq in its"),
     ({"init_lora_weights": "lora_ga"}, "^lora.path=.*: init_lora_weights=lora_ga in its"),
     ({"init_lora_weights": ["pissa"]}, "^lora.path=.*: init_lora_weights="),
-    ({"r": 0}, "^lora.path=.*: r=0 in its adapter_config.json is not a rank"),
-    ({"r": "8"}, "^lora.path=.*: r=8 in its .* is not a rank"),
-    ({"lora_alpha": "16"}, "^lora.path=.*: lora_alpha=16 in its .* is not a number"),
-    ({"lora_alpha": None}, "^lora.path=.*: lora_alpha=None in its .* is not a number"),
+    ({"r": 0}, "^lora.path=.*: r=0 in its adapter_config.json is not a positive integer"),
+    ({"r": "8"}, "^lora.path=.*: r=8 in its .* is not a positive integer"),
+    ({"lora_alpha": "16"}, "^lora.path=.*: lora_alpha=16 in its .* is not a finite number"),
+    ({"lora_alpha": None}, "^lora.path=.*: lora_alpha=None in its .* is not a finite number"),
 ])  # fmt: skip
 def test_an_adapter_of_another_kind_is_refused(change: dict, message: str, chunks: nn.ModuleList, folder: Path) -> None:
     """An adapter with other settings, or one that is not plain LoRA, is rejected with an error that
@@ -268,7 +268,7 @@ def test_of_the_fields_of_peft_only_those_of_a_plain_adapter_may_be_set(chunks: 
     assert {"layers_to_transform", "layers_pattern", "exclude_modules", "use_dora", "modules_to_save", "megatron_config"} < others
     for name in sorted(others):
         (folder / CONFIG).write_text(json.dumps({**plain, name: ["x"]}))
-        with pytest.raises(ValueError, match=f"^lora.path={folder}: {name}=\\['x'\\] in its adapter_config.json is not plain LoRA"):
+        with pytest.raises(ValueError, match=f"^lora.path={folder}: {name}=\\['x'\\] in its adapter_config.json is not supported"):
             load_peft(chunks, ROWS, PLACEMENT, folder, rank=2, alpha=6.0)
 
 
@@ -312,9 +312,9 @@ def test_an_adapter_that_is_no_addition_to_the_base_is_refused(
 
 
 @pytest.mark.parametrize(("text", "message"), [
-    ("{}", "peft_type=None in its adapter_config.json is not plain LoRA"),
-    ("[]", "its adapter_config.json contains a list, not settings; copy it again"),
-    ('{"peft_type": "LORA", "lora_alpha": 6}', "r=None in its adapter_config.json is not a rank"),
+    ("{}", "peft_type=None in its adapter_config.json is not supported"),
+    ("[]", "its adapter_config.json contains a list instead of a JSON object; copy the file again"),
+    ('{"peft_type": "LORA", "lora_alpha": 6}', "r=None in its adapter_config.json is not a positive integer"),
 ])  # fmt: skip
 def test_settings_that_are_none(text: str, message: str, chunks: nn.ModuleList, folder: Path) -> None:
     """An adapter_config.json without valid settings is rejected."""

@@ -108,7 +108,11 @@ def forget_a_place(metadata: Metadata) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(drop_a_chunk, "do not cover it exactly once"), (double_a_chunk, "do not cover it exactly once"), (forget_a_place, "is in no file")],
+    [
+        (drop_a_chunk, "do not cover the tensor exactly once"),
+        (double_a_chunk, "do not cover the tensor exactly once"),
+        (forget_a_place, "is not in any file"),
+    ],
 )
 def test_chunks_that_are_not_the_tensor(change: Callable[[Metadata], None], said: str, written: Path) -> None:
     """Metadata with missing or duplicate chunks, or without a storage location, is rejected."""
@@ -152,7 +156,10 @@ def test_a_strange_pickle_is_not_run(written: Path) -> None:
 def test_another_pickle_is_no_metadata(content: object, written: Path) -> None:
     """A pickle that holds no Metadata is rejected in one line."""
     (written / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(ValueError, match=f"^--checkpoint={written}: .metadata is damaged .it contains a .*, not Metadata.; copy it again"):
+    with pytest.raises(
+        ValueError,
+        match=f"^--checkpoint={written}: .metadata is damaged .the pickle contains an object .* instead of Metadata.; copy it again",
+    ):
         McoreTensors(written)
 
 

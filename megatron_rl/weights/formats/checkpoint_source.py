@@ -1,10 +1,10 @@
 """Reads checkpoints of any format as Hugging Face tensors and checks that they are complete.
 
 A source provides the attribute `specs` and the method `read`. `specs` maps each tensor name, as
-used in released checkpoints, to the tensor's dtype and shape, in the preferred reading order.
-Constructing a source reads headers only. The constructor raises ValueError unless the checkpoint
-contains every tensor of the model exactly once and no other tensor, and every tensor has the shape
-required by config.json. There are two exceptions:
+used in released checkpoints, to the tensor's dtype and shape. The tensors are listed in the order
+in which they should be read. Constructing a source reads headers only. The constructor raises
+ValueError unless the checkpoint contains every tensor of the model exactly once and no other
+tensor, and every tensor has the shape required by config.json. There are two exceptions:
 - Vocabulary rows beyond config.vocab_size are padding and are cut off.
 - A stored copy of tied embeddings is accepted if it is bitwise equal to the embeddings.
 """
@@ -52,10 +52,12 @@ class TensorSource(Protocol):
 
     specs: Mapping[str, TensorSpec]
     skipped: Sequence[str]
-    """Names of stored tensors that do not belong to the model and are ignored (BUFFERS)."""
+    """Names of stored tensors that are ignored, because they do not belong to the model; see
+    BUFFERS.
+    """
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this Hugging Face name."""
+        """Return the tensor with the given Hugging Face name."""
         ...
 
 
@@ -75,10 +77,10 @@ class StoredTensors(Protocol):
     specs: Mapping[str, TensorSpec]
 
     def locate(self, name: str) -> str:
-        """Return the file, files or folder that contain a tensor, for error messages."""
+        """Return the location of a tensor (paths of files or of a folder) for error messages."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this stored name."""
+        """Return the tensor with the given stored name."""
         ...
 
 
@@ -111,8 +113,8 @@ def _first_names(names: list[str]) -> str:
 def check_shape(spec: TensorSpec, name: str, shape: torch.Size, *, stored: str) -> TensorSpec:
     """Return the tensor's spec without vocabulary padding.
 
-    Raises ValueError if the stored shape differs from the model's `shape`. `stored` is the start of
-    the error message and consists of the file name and the tensor's stored name.
+    Raises ValueError if the stored shape differs from the model's `shape`. The error message starts
+    with `stored`, which consists of the file name and the tensor's stored name.
     """
     found = spec.shape
     if name in (EMBEDDINGS, HEAD) and found[1:] == shape[1:] and found[0] > shape[0]:
@@ -157,13 +159,13 @@ class HfNamedSource:
         }
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this name, without vocabulary padding.
+        """Return the tensor with the given name, without vocabulary padding.
 
         Raises ValueError if a stored copy of tied embeddings differs from the embeddings.
         """
         tensor = self._stored.read(name)
         if name == EMBEDDINGS and self._has_copy and not torch.equal(tensor, self._stored.read(HEAD)):
-            raise ValueError(f"{self._stored.locate(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json ties them")
+            raise ValueError(f"{self._stored.locate(HEAD)}: {HEAD} differs from {EMBEDDINGS}, but config.json specifies tied embeddings")
         return trim_vocabulary(tensor, self.specs[name])
 
 
@@ -197,7 +199,7 @@ class MegatronSource:
         for name in sorted(ranks[0].specs.keys() - set(leave_out)):
             key = spellings[name].checkpoint_key if name in spellings else name
             if key in names:
-                raise ValueError(f"{self._locate(name)}: {name} and {names[key]} are the same tensor; remove one of them")
+                raise ValueError(f"{self._locate(name)}: {name} and {names[key]} are two names of the same tensor; remove one of them")
             names[key] = name
         copies = {row.checkpoint_key for row in rows if not row.is_exported}
         exported = {row.checkpoint_key: row for row in rows if row.is_exported}
@@ -226,7 +228,7 @@ class MegatronSource:
         name = self._names[row.checkpoint_key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._locate(name)}: {name}"
         if len(set(specs)) > 1:
-            raise ValueError(f"{stored}: its tensor-parallel parts differ: {', '.join(map(str, specs))}")
+            raise ValueError(f"{stored}: the tensor-parallel parts differ: {', '.join(map(str, specs))}")
         try:
             tensors = row.to_hf([torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs])
         except RuntimeError as error:
@@ -235,7 +237,7 @@ class MegatronSource:
         return {hf: TensorSpec(tensor.dtype, tensor.shape) for hf, tensor in zip(row.hf_names, tensors, strict=True)}
 
     def read(self, name: str) -> torch.Tensor:
-        """Return the tensor with this name, without vocabulary padding.
+        """Return the tensor with the given name, without vocabulary padding.
 
         Raises ValueError if the ranks' copies of a replicated parameter differ, or if a stored copy
         of tied embeddings differs from the embeddings.
@@ -264,4 +266,4 @@ class MegatronSource:
         copy = self._names[self._tied_copy]
         for rank, shard in zip(self._ranks, shards, strict=True):
             if not torch.equal(shard, rank.read(copy)):
-                raise ValueError(f"{self._locate(copy)}: {copy} differs from the embeddings, but config.json ties them")
+                raise ValueError(f"{self._locate(copy)}: {copy} differs from the embeddings, but config.json specifies tied embeddings")

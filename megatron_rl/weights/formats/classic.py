@@ -4,16 +4,16 @@ A checkpoint consists of folders `mp_rank_TT` or `mp_rank_TT_PPP` with one torch
 reader supports the files of Megatron-LM (`model_optim_rng.pt`: the state dict under "model", or
 under "model0", "model1" ... for an interleaved pipeline) and of verl
 (`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one per model chunk). Optimizer and random
-states in these files are ignored. Layer numbers count from the first layer of a chunk, and the
-chunks of an interleaved pipeline are assigned to the stages cyclically.
+states in the files are ignored. Layer numbers count from the first layer of a chunk, and the chunks
+of an interleaved pipeline are assigned to the stages cyclically.
 
 The language model's parameters are named as in name_mapping.py, with or without the prefix
 `language_model.`; norms may be named as in either the local or the Transformer Engine layer spec.
 The vision tower is on the first stage, and its parameters have the prefix `vision_model.`,
 `visual.` or `vision.`. The tower is either Hugging Face's tower, which is replicated on all ranks,
 or a tower of Megatron layers, which is sharded by tensor parallelism (models/megatron_tower.py).
-The reader was written from descriptions of these formats, without real files, so an unknown name
-raises an error instead of being skipped.
+The reader was written from descriptions of the formats, without access to real files, so an unknown
+name raises an error instead of being skipped.
 """
 
 import re
@@ -56,7 +56,7 @@ def open_classic(folder: Path) -> list[ClassicRank]:
     """
     files = _rank_files(folder)
     tp, pp = max(rank for rank, _ in files) + 1, max(stage for _, stage in files) + 1
-    absent = [f"tensor rank {rank}, stage {stage}" for rank in range(tp) for stage in range(pp) if (rank, stage) not in files]
+    absent = [f"tensor-parallel rank {rank}, stage {stage}" for rank in range(tp) for stage in range(pp) if (rank, stage) not in files]
     if absent:
         raise ValueError(f"{folder}: no mp_rank folder for {'; '.join(absent)}; copy the whole checkpoint")
     chunks = {place: _chunks(path) for place, path in files.items()}
@@ -82,7 +82,8 @@ def _add_chunk(found: dict[str, list[StoredTensor]], ranks: list[dict[str, Store
         present = next(part[name] for part in ranks if name in part)
         if lacking:
             raise ValueError(
-                f"{folder}: {name} is in {_describe_file(present)} but not at tensor rank {lacking[0]}; copy the whole checkpoint"
+                f"{folder}: {name} is in {_describe_file(present)} but not in the file of tensor-parallel rank {lacking[0]}; "
+                "copy the whole checkpoint"
             )
         layer = LAYER.match(name)
         if layer:
@@ -109,13 +110,13 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
     for path in rank_folders(folder):
         name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
         if name is None:
-            raise ValueError(f"{path}: is neither mp_rank_TT nor mp_rank_TT_PPP (a dense model has no expert ranks)")
+            raise ValueError(f"{path}: is neither mp_rank_TT nor mp_rank_TT_PPP; expert parallelism is not supported")
         file = next((path / each for each in FILES if (path / each).is_file()), None)
         if file is None:
             raise ValueError(f"{path}: contains none of {', '.join(FILES)}; copy the whole checkpoint")
         place = (int(name[1]), int(name[2] or 0))
         if place in files:
-            raise ValueError(f"{path}: is the same rank as {files[place].parent}; remove one of the two")
+            raise ValueError(f"{path}: contains the same rank as {files[place].parent}; remove one of the two folders")
         files[place] = file
     return files
 
@@ -151,6 +152,6 @@ def _pieces(state: object, path: Path) -> dict[str, StoredTensor]:
         prefix = next((prefix for prefix in PREFIXES if plain.startswith(prefix)), "")
         whole = PREFIXES[prefix] + plain.removeprefix(prefix) if prefix else plain
         if whole in pieces:
-            raise ValueError(f"{path}: {spelled[whole]} and {name} are one tensor under two names; use a checkpoint that contains it once")
+            raise ValueError(f"{path}: {spelled[whole]} and {name} are two names of the same tensor; remove one of them")
         pieces[whole], spelled[whole] = value, str(name)
     return pieces

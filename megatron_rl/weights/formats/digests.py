@@ -1,7 +1,7 @@
-"""Sizes and SHA-256 digests of a training checkpoint's files, recorded in its run/state.json.
+"""Sizes and SHA-256 digests of the files in a training checkpoint.
 
-When a file is read, it is compared with its record. The record lists every file except
-run/state.json:
+The file run/state.json of a checkpoint contains a record of every other file. When a file is read,
+the size and the digest are compared with the record of the file. The records have this form:
     "files": {"__0_0.distcp": {"bytes": 4454168, "sha256": "9f86d0..."}, ...}
 Folders without run/state.json are not checked. A CPU core with SHA extensions hashes more than
 1 GB/s.
@@ -80,8 +80,8 @@ class RecordedFiles:
 def recorded_files(folder: Path) -> RecordedFiles | None:
     """Return the file records of a training checkpoint or of its critic subfolder.
 
-    Returns None for any other folder. Raises ValueError if the record cannot be read; the caller
-    prepends the folder name to the message.
+    Returns None if the folder is neither a training checkpoint nor a critic subfolder. Raises
+    ValueError if the record cannot be read; the caller prepends the folder name to the message.
     """
     for checkpoint, prefix in ((folder, ""), (folder.absolute().parent, f"{CRITIC}/")):
         if (checkpoint / STATE).is_file() and (not prefix or folder.absolute().name == CRITIC):
@@ -100,10 +100,10 @@ def check_records(files: object) -> Mapping[str, FileRecord]:
     is missing.
     """
     if not isinstance(files, dict):
-        raise TypeError(f"files is a {type(files).__name__}")
+        raise TypeError(f"`files` has the type {type(files).__name__}")
     for name, expected in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise ValueError(f"{name!r:.80} is not a file of the checkpoint")
+            raise ValueError(f"{name!r:.80} is not a path inside the checkpoint")
         if not isinstance(expected, dict) or (type(expected.get("bytes")), type(expected.get("sha256"))) != (int, str):
-            raise TypeError(f"{name} has no size and digest")
+            raise TypeError(f"the record of {name} has no valid size and digest")
     return files

@@ -1,4 +1,4 @@
-"""Reader of FSDP shards in verl's format: `model_world_size_N_rank_R.pt`.
+"""Reader of FSDP shards in verl's format (`model_world_size_N_rank_R.pt`).
 
 Each file contains a state dict of DTensors, keyed by Hugging Face names. A DTensor is either
 replicated on all ranks, or sharded (Shard) along one tensor dimension over the last dimension of
@@ -8,8 +8,8 @@ first replica are therefore followed by the parts of the second replica, and so 
 
 The reader checks that the sizes of the parts add up to the size of the tensor, and that all
 replicas have the same shapes, before any tensor is read. Only the first replica is read. A tensor
-that is not a DTensor is unsharded. Such tensors occur with a world size of 1, and for parameters
-that FSDP does not handle.
+that is not a DTensor is unsharded. Unsharded tensors occur if the world size is 1, and for
+parameters that FSDP does not manage.
 """
 
 import re
@@ -64,7 +64,7 @@ class FsdpTensors:
 def rank_paths(folder: Path) -> list[Path]:
     """Return the FSDP shard files in a folder, sorted by name.
 
-    This is not rank order: for example, rank_10 sorts before rank_2.
+    The order by name differs from the rank order: for example, rank_10 sorts before rank_2.
     """
     return sorted(path for path in folder.iterdir() if FILE.fullmatch(path.name))
 
@@ -80,7 +80,9 @@ def _rank_files(folder: Path) -> list[Path]:
     size = sizes.pop()
     absent = [f"model_world_size_{size}_rank_{rank}.pt" for rank in range(size) if (size, rank) not in numbers]
     if absent:
-        raise ValueError(f"{folder}: {', '.join(absent[:4])} missing ({len(absent)} of {size} ranks); copy the whole checkpoint")
+        raise ValueError(
+            f"{folder}: missing files: {', '.join(absent[:4])} ({len(absent)} of {size} ranks have no file); copy the whole checkpoint"
+        )
     return [numbers[size, rank] for rank in range(size)]
 
 
@@ -93,7 +95,7 @@ def _pieces(path: Path) -> dict[str, StoredTensor]:
         if not isinstance(value, StoredTensor):
             raise ValueError(f"{path}: {name} is not a tensor but a {type(value).__name__}; save a sharded state dict of DTensors")
         if canonical_name(name) in pieces:
-            raise ValueError(f"{path}: {name} occurs under both spellings")
+            raise ValueError(f"{path}: {name} is stored under two different names")
         pieces[canonical_name(name)] = value
     return pieces
 
@@ -106,31 +108,37 @@ def _shard_dimension(piece: StoredTensor) -> int | None:
     if kinds in (["Shard"], ["Replicate", "Shard"]):
         return piece.placements[-1][1]
     raise ValueError(
-        f"{piece.path}: placements {kinds} are not supported: only sharding over the last dimension of a (fsdp) or (ddp, fsdp) mesh is"
+        f"{piece.path}: placements {kinds} are not supported; "
+        "tensors must be sharded over the last dimension of an (fsdp) or (ddp, fsdp) mesh"
     )
 
 
 def _select_parts(name: str, pieces: list[StoredTensor]) -> list[StoredTensor]:
     """Return the parts of the first replica of a tensor, in order.
 
-    Raises ValueError if the parts do not add up to the tensor, or if the other ranks' parts do not
-    form replicas of the tensor with the same shapes.
+    Raises ValueError if the ranks store different tensors under this name, or if the parts do not
+    form one or more complete replicas of the tensor.
     """
     first = pieces[0]
     for piece in pieces:
         if (piece.dtype, piece.full_shape, piece.placements) != (first.dtype, first.full_shape, first.placements):
-            raise ValueError(f"{first.path.parent}: {name} is not the same tensor in {first.path.name} and in {piece.path.name}")
+            raise ValueError(
+                f"{first.path.parent}: {name} has a different dtype, shape or placement in {first.path.name} than in {piece.path.name}"
+            )
     whole, dimension = _full_shape(first), _shard_dimension(first)
     cut = [whole] if dimension is None else _shard_shapes(whole, dimension, [piece.shape[dimension] for piece in pieces])
     shapes = [piece.shape for piece in pieces]
     if not cut or shapes != cut * (len(pieces) // len(cut)):
         held = [list(shape) for shape in shapes]
         raise ValueError(
-            f"{first.path.parent}: {name} has the shape {list(whole)}, but its ranks have {held}; copy the shards of one checkpoint"
+            f"{first.path.parent}: {name} has the shape {list(whole)}, but the parts on the ranks have the shapes {held}; "
+            "copy the shards of one checkpoint"
         )
     for rank, piece in enumerate(pieces):
         if dimension is not None and piece.coordinate is not None and piece.coordinate[-1] != rank % len(cut):
-            raise ValueError(f"{piece.path}: was saved by another rank, at {list(piece.coordinate)} of the mesh; copy the files again")
+            raise ValueError(
+                f"{piece.path}: was saved by a different rank (mesh coordinate {list(piece.coordinate)}); copy the files again"
+            )
     return pieces[: len(cut)]
 
 
@@ -138,8 +146,8 @@ def _shard_shapes(whole: torch.Size, dimension: int, sizes: list[int]) -> list[t
     """Return the shapes of the parts into which torch shards a tensor.
 
     `sizes` are the sizes of the stored parts along `dimension`; they determine the number of parts.
-    The last parts may be smaller or empty. Returns [] if `sizes` do not add up to a multiple of the
-    tensor's size along `dimension`.
+    The last parts may be smaller or empty. Returns [] if the stored parts cannot form one or more
+    complete replicas of the tensor.
     """
     replicas = sum(sizes) // whole[dimension]
     if replicas * whole[dimension] != sum(sizes) or replicas == 0 or len(sizes) % replicas:

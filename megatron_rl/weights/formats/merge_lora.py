@@ -1,9 +1,10 @@
-"""Merges a LoRA adapter in PEFT's format into a base model: W + scale * B @ A, computed in fp32.
+"""Merges a LoRA adapter in PEFT's format into a base model.
 
-Tensors are merged one at a time. PEFT's format consists of adapter_config.json and
-adapter_model.safetensors. The latter contains `base_model.model.<module>.lora_A.weight` [rank, in]
-and `.lora_B.weight` [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora
-(peft 0.21, tuners/lora/layer.py).
+A merged weight is W + scale * B @ A, computed in fp32. Tensors are merged one at a time. PEFT's
+format consists of adapter_config.json and adapter_model.safetensors. For each adapted module,
+adapter_model.safetensors contains `base_model.model.<module>.lora_A.weight` [rank, in] and
+`.lora_B.weight` [out, rank]. The scale is alpha / rank, or alpha / sqrt(rank) with use_rslora (peft
+0.21, tuners/lora/layer.py).
 """
 
 import math
@@ -49,13 +50,15 @@ class MergedTensors:
         a, b = (target.removesuffix(".weight") + end for end in HALVES)
         missing = next((name for name, end in zip((a, b), HALVES, strict=True) if end not in ends), None)
         if missing is not None:
-            raise ValueError(f"{self.adapter.key}={self.adapter.folder}: {missing} is missing, but the other half exists for {target}")
+            raise ValueError(
+                f"{self.adapter.key}={self.adapter.folder}: {missing} is missing, but the adapter contains the other matrix for {target}"
+            )
         outputs, *inputs = self.specs[target].shape
         sizes = [list(self.adapter.specs[name].shape) for name in (a, b)]
         if sizes != [[self.rank, *inputs], [outputs, self.rank]]:
             raise ValueError(
-                f"{self.adapter.key}={self.adapter.folder}: {a} {sizes[0]} and {b} {sizes[1]} at rank {self.rank} "
-                f"do not fit {target} {self.specs[target]}"
+                f"{self.adapter.key}={self.adapter.folder}: {a} of shape {sizes[0]} and {b} of shape {sizes[1]}, with r={self.rank}, "
+                f"do not fit the base tensor {target} ({self.specs[target]})"
             )
         return a, b
 

@@ -41,6 +41,6 @@ def check_same_model(recorded: Mapping[str, str], found: Mapping[str, str], *, k
         before, now = recorded.get(name, MISSING_FILE), found.get(name, MISSING_FILE)
         if before != now:
             raise ValueError(
-                f"{key}={folder}: contains another model than when this run started: the digest of its {name} is {now}, and was {before}; "
-                "restore the first model, or choose another run.dir"
+                f"{key}={folder}: contains a different model than at the start of the run: the digest of {name} is {now}, and was {before}"
+                "; restore the original model, or choose another run.dir"
             )

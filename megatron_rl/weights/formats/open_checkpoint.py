@@ -23,7 +23,7 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 def detect_format(folder: Path, *, key: str) -> str:
     """Return 'torch_dist', 'classic', 'fsdp' or 'hf', depending on the files in the folder.
 
-    Raises ValueError if the folder contains none of these formats.
+    Raises ValueError if the folder contains no checkpoint in any of these formats.
     """
     if not folder.is_dir():
         raise ValueError(f"{key}={folder}: no such folder")
@@ -83,7 +83,9 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
         if not adapters:
             return base
         if not (folder / "adapter").is_dir():
-            raise ValueError(f"{key}={folder}: its run trained an adapter, but adapter/ is missing; copy the whole checkpoint")
+            raise ValueError(
+                f"{key}={folder}: contains the training state of an adapter, but the folder adapter/ is missing; copy the whole checkpoint"
+            )
         return MergedTensors(base, folder / "adapter", key=key)
     ranks = open_classic(folder)
     has_megatron_tower = any(name.startswith("vision.decoder.") for name in ranks[0].specs)
@@ -95,7 +97,7 @@ def open_source(folder: Path, spec: ModelSpec, *, key: str, read_once: bool = Fa
 def check_tokenizer(folder: Path, spec: ModelSpec, *, key: str) -> None:
     """Raise ValueError if a token id is not below config.vocab_size or has no row in the weights.
 
-    `folder` is a Hugging Face folder. Only the headers of its weight files are read.
+    `folder` is a Hugging Face folder. Only the headers of the weight files are read.
     """
     has_weights = any(folder.glob("*.safetensors"))
     specs = HfTensors(folder, key=key).specs if has_weights else {}

@@ -72,7 +72,8 @@ def projection_name(module: str) -> str:
 def is_vision_target(module: str, targets: Sequence[str], vision_lora: Mapping[str, str]) -> bool:
     """Return True if one of the targets selects this module of the vision tower.
 
-    `vision_lora` maps targets to patterns for module names (ModelFamily.vision_lora_patterns).
+    `vision_lora` maps each target to a regular expression for module names
+    (ModelFamily.vision_lora_patterns).
     """
     return any(re.fullmatch(pattern, module) for target, pattern in vision_lora.items() if target in targets)
 
@@ -115,9 +116,11 @@ def _parameters(chunks: nn.ModuleList) -> dict[str, nn.Parameter]:
 
 
 def init_adapters(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardLocation, *, seed: int) -> None:
-    """Initialize adapters as PEFT does: B is zero, A is uniform in +-1 / sqrt(inputs).
+    """Initialize adapters as PEFT does.
 
-    The values depend on the seed and the layer's name, but not on the parallel layout.
+    All elements of B are zero. The elements of A are drawn uniformly between -1 / sqrt(inputs) and
+    1 / sqrt(inputs). The values depend on the seed and the layer's name, but not on the parallel
+    layout.
     """
 
     def value(row: ParamMapping, shape: Sequence[int]) -> Tensors:
@@ -138,7 +141,7 @@ def load_peft(chunks: nn.ModuleList, rows: list[ParamMapping], placement: ShardL
     """
     config = read_peft_config(folder, key="lora.path")
     if config.get("use_rslora"):
-        raise ValueError(f"lora.path={folder}: its scale is alpha / sqrt(rank) (use_rslora); only alpha / rank is supported")
+        raise ValueError(f"lora.path={folder}: the adapter's scale is alpha / sqrt(rank) (use_rslora); only alpha / rank is supported")
     for setting, stated, theirs in (("lora.rank", rank, config["r"]), ("lora.alpha", alpha, config["lora_alpha"])):
         if theirs != stated:
             raise ValueError(f"{setting}={stated}: the adapter in lora.path={folder} has {theirs}; use the same value")
@@ -166,26 +169,28 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     try:
         config = read_json(path)
     except ValueError as error:
-        raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy it again") from error
+        raise ValueError(f"{key}={folder}: its {CONFIG} is damaged ({error}); copy the file again") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{key}={folder}: its {CONFIG} contains a {type(config).__name__}, not settings; copy it again")
+        raise ValueError(f"{key}={folder}: its {CONFIG} contains a {type(config).__name__} instead of a JSON object; copy the file again")
     foreign = [name for name, value in config.items() if value and name not in KNOWN_FIELDS]
     foreign += ["bias"] if config.get("bias", "none") != "none" else []
     foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
     if foreign:
         told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
-        raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is not plain LoRA; merge the adapter with PEFT itself")
+        raise ValueError(
+            f"{key}={folder}: {told} in its {CONFIG} is not supported (only plain LoRA is); merge the adapter with PEFT itself"
+        )
     start = config.get("init_lora_weights")
     if start not in TARGET_PREFIXES:
         raise ValueError(
-            f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base when training started; "
-            "save it again with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
+            f"{key}={folder}: init_lora_weights={start} in its {CONFIG} may have changed the base model at the start of training; "
+            "save the adapter again with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT itself"
         )
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is not a rank (a positive integer); copy it again")
+        raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is not a positive integer; copy the file again")
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is not a number; copy it again")
+        raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is not a finite number; copy the file again")
     return config
 
 

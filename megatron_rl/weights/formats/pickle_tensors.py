@@ -1,9 +1,9 @@
 """Locates tensors in untrusted torch.save files without executing code from them.
 
-A torch.save file is a zip archive with uncompressed members: `data.pkl` is a pickle of the saved
-object, and each storage is a member `data/KEY`. torch.load is not safe for untrusted files, even
-with weights_only: it inflates compressed members, trusts strides, and allocates byte arrays of any
-length.
+A torch.save file is a zip archive with uncompressed members. The member `data.pkl` is a pickle of
+the saved object, and each storage is a member `data/KEY`. Loading untrusted files with torch.load
+is not safe, even with weights_only: torch.load inflates compressed members, trusts strides, and
+allocates byte arrays of any length.
 
 Objects in the pickle other than tensors become inert records (safe_unpickler.py), so DTensors can
 be read without their classes, a mesh or a process group. `load` records only the positions of
@@ -35,7 +35,7 @@ _STORAGES = {
 
 @dataclass(slots=True, frozen=True)
 class StoredTensor:
-    """Position in a file of an unsharded tensor, or of one rank's part of a DTensor."""
+    """Position of an unsharded tensor, or of one rank's part of a DTensor, in a file."""
 
     path: Path
     offset: int
@@ -147,7 +147,7 @@ class _Archive:
     def _content(self, name: str, at_most: int) -> bytes:
         size = self._members[name].file_size
         if size > at_most:
-            raise ValueError(f"{name} has {size} bytes, more than {at_most}")
+            raise ValueError(f"{name} has {size} bytes, more than the maximum of {at_most}")
         self._file.seek(self._place(name))
         return self._file.read(size)
 
@@ -182,16 +182,18 @@ class _Archive:
     def _storage(self, pid: object) -> _Storage:
         kind, dtype, key, _, size = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(size) is not int:
-            raise TypeError(f"a storage is a {type(dtype).__name__}")
+            raise TypeError(f"a storage entry is invalid: its dtype has the type {type(dtype).__name__}")
         name = f"data/{key}"
         if not 0 <= size * dtype.itemsize <= self._members[name].file_size:
-            raise ValueError(f"{name} has {self._members[name].file_size} bytes, too few for {size} of {dtype}")
+            raise ValueError(f"{name} has {self._members[name].file_size} bytes, too few for {size} elements of {dtype}")
         return _Storage(dtype, self._start + self._place(name), size)
 
     def _tensor(self, storage: _Storage, first: int, size: tuple[int, ...], stride: tuple[int, ...], *_: object) -> StoredTensor:
         sizes, steps = make_shape(size), make_shape(stride)
         if len(sizes) != len(steps) or min((first, *sizes, *steps)) < 0 or first + _num_spanned(sizes, steps) > storage.size:
-            raise ValueError(f"a tensor of {tuple(sizes)} with strides {tuple(steps)} reaches beyond its storage of {storage.size}")
+            raise ValueError(
+                f"a tensor of shape {tuple(sizes)} with strides {tuple(steps)} extends beyond its storage of {storage.size} elements"
+            )
         return StoredTensor(self._path, storage.offset + first * storage.dtype.itemsize, storage.dtype, sizes, tuple(steps))
 
 
@@ -201,10 +203,10 @@ def _num_spanned(sizes: torch.Size, steps: tuple[int, ...]) -> int:
 
 
 def _empty() -> dict:
-    """Return an empty dict in place of an OrderedDict; the pickle adds the items one by one.
+    """Return an empty dict in place of an OrderedDict; opcodes of the pickle then add the items.
 
-    Arguments are rejected: if a list of items were accepted as an argument, every three bytes of
-    the pickle could create another copy of these items.
+    The function accepts no arguments. Otherwise, a pickle could pass the same list of items again
+    and again, and every three bytes of the pickle could create another copy of the items.
     """
     return {}
 

@@ -1,6 +1,6 @@
 """Reads and writes the minimum and maximum pixels per image in a model's processor files.
 
-transformers 5 reads the section `image_processor` of processor_config.json, or
+In version 5, transformers reads the section `image_processor` of processor_config.json, or
 preprocessor_config.json if that section is missing. Older versions read only
 preprocessor_config.json. The field `size` contains the limits as shortest_edge and longest_edge,
 both counted in pixels per image; older files use the fields min_pixels and max_pixels.

@@ -7,9 +7,9 @@ version of pickle's unpickler, because the C version (Python 3.11, Modules/_pick
 _Unpickler_ResizeMemoList) allocates 34 GB for a nine-byte pickle that writes to position 2**31 - 1
 of the memo.
 
-Some opcodes are reimplemented. NEWOBJ calls the format's constructor. BUILD sets no attributes of
-classes or functions. Keys of dicts must not be nested tuples, because hashing a deeply nested tuple
-overflows the C stack.
+Some opcodes are reimplemented. NEWOBJ calls the format's constructor. BUILD never sets attributes
+on classes or functions. Keys of dicts must not be nested tuples, because hashing a deeply nested
+tuple overflows the C stack.
 """
 
 import io
@@ -38,7 +38,7 @@ type and value.
 
 @dataclass(slots=True, eq=False)
 class InertRecord:
-    """Placeholder for an object of a class or function for which the format has no constructor."""
+    """Placeholder for an object that the constructors of the file format cannot create."""
 
     name: str
     arguments: tuple
@@ -87,7 +87,7 @@ class SafeUnpickler(pickle._Unpickler):
     def persistent_load(self, pid: object) -> object:
         """Return the object for a persistent id; raise UnpicklingError if `load_stored` is None."""
         if self._stored is None:
-            raise pickle.UnpicklingError("it refers to an external object")
+            raise pickle.UnpicklingError("the pickle refers to an external object")
         return self._stored(pid)
 
     def load_newobj(self) -> None:
@@ -112,7 +112,7 @@ class SafeUnpickler(pickle._Unpickler):
     def _set(self, items: list) -> None:
         into = self.stack[-1]
         if type(into) is not dict:
-            raise pickle.UnpicklingError(f"it sets items of a {type(into).__name__}")
+            raise pickle.UnpicklingError(f"the pickle sets dict items on an object of type {type(into).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
             self._check_key(key)
             into[key] = value
@@ -123,19 +123,20 @@ class SafeUnpickler(pickle._Unpickler):
         for item in items:
             self._check_key(item)
         if type(self.stack[-1]) is not set:
-            raise pickle.UnpicklingError(f"it adds items to a {type(self.stack[-1]).__name__}")
+            raise pickle.UnpicklingError(f"the pickle adds set items to an object of type {type(self.stack[-1]).__name__}")
         self.stack[-1].update(items)
 
     def _check_key(self, key: object) -> None:
         parts = key if type(key) is tuple else (key,)
         if not all(type(part) in self._keys for part in parts):
             raise pickle.UnpicklingError(
-                f"a {type(key).__name__} of {', '.join(sorted({type(part).__name__ for part in parts}))} is used as a dict key"
+                f"the pickle contains an unsupported dict key of type {type(key).__name__}, "
+                f"with parts of type {', '.join(sorted({type(part).__name__ for part in parts}))}"
             )
 
     def load_refused(self) -> None:
         """Raise UnpicklingError for opcodes that torch's files do not contain."""
-        raise pickle.UnpicklingError("it uses an opcode that torch.save does not write")
+        raise pickle.UnpicklingError("the pickle contains an opcode that torch.save does not write")
 
     dispatch[pickle.NEWOBJ[0]] = load_newobj
     dispatch[pickle.BUILD[0]] = load_build

@@ -100,7 +100,8 @@ class HfTensors:
         if differ:
             places = f"(index: {listed.get(differ[0], 'nothing')}, files: {present.get(differ[0], 'nowhere')})"
             raise self._error(
-                f"{INDEX_FILE} and the files differ in {len(differ)} tensors, first {differ[0]} {places}; copy the whole checkpoint"
+                f"{INDEX_FILE} and the weight files disagree on {len(differ)} tensors, for example {differ[0]} {places}; "
+                "copy the whole checkpoint"
             )
         self.specs = {name: self._tensors[name].spec for name in sorted(self._tensors)}
 
@@ -116,16 +117,18 @@ class HfTensors:
             raise self._error(f"{INDEX_FILE} is damaged ({error}); copy it again") from error
         wrong = next((name for name, file in index.items() if not is_file_name(file)), None)
         if wrong is not None:
-            raise self._error(f"{INDEX_FILE} is damaged ({wrong} is in {index[wrong]!r}, which is not a file of the folder); copy it again")
+            raise self._error(f"{INDEX_FILE} is damaged ({wrong} is in {index[wrong]!r}, which is not a file name); copy it again")
         return index
 
     def _weight_files(self, index: dict[str, str]) -> list[Path]:
         files = sorted({self.folder / file for file in index.values()}) or sorted(filter(Path.is_file, self.folder.glob("*.safetensors")))
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise self._error(f"{INDEX_FILE} lists {', '.join(missing)}, missing from the folder; copy the whole checkpoint")
+            raise self._error(
+                f"{INDEX_FILE} lists {', '.join(missing)}, but the folder does not contain these files; copy the whole checkpoint"
+            )
         if not files and any(self.folder.glob("*.bin")):
-            raise self._error("its weights are *.bin pickles, which can run code; save it as safetensors first (save_pretrained)")
+            raise self._error("its weights are *.bin pickles, which can run code; save the model as safetensors first (save_pretrained)")
         if not files:
             raise self._error("contains no *.safetensors file; use a Hugging Face model folder")
         return files
@@ -139,7 +142,9 @@ class HfTensors:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise self._error(f"{path.name} is corrupt (a header of {length} bytes, more than {MAX_HEADER_BYTES}); copy it again")
+            raise self._error(
+                f"{path.name} is corrupt (the header has {length} bytes, more than the maximum of {MAX_HEADER_BYTES}); copy it again"
+            )
         try:
             with safe_open(path, framework="pt"):
                 pass
@@ -304,4 +309,4 @@ def _verify_shard(shard: _Shard) -> None:
     wanted = {name: (shard.header[name]["dtype"], shard.header[name]["shape"]) for name in _tensor_names(shard)}
     if read != wanted:
         differing = sorted(name for name in read.keys() | wanted.keys() if read.get(name) != wanted.get(name))
-        raise OSError(f"{shard.path.name}: differs when read back: {', '.join(differing[:4])}")
+        raise OSError(f"{shard.path.name}: the header does not match the written tensors: {', '.join(differing[:4])}")

@@ -1,9 +1,9 @@
 """Reads and writes large tensor files efficiently, and creates folders atomically.
 
-Files are read through memory maps that are loaded ahead of use, and a thread prepares the next
-tensor while the current one is written. Writing is sequential, and the kernel writes data to disk
-while the file grows. A folder is renamed to its final name only after all its files are on disk, so
-that a killed process leaves no incomplete folder under that name.
+Files are read through memory maps, and the mapped pages are loaded before a tensor is used. A
+thread prepares the next tensor while the current tensor is written. Writing is sequential, and the
+kernel writes data to disk while the file grows. A folder is renamed to its final name only after
+all its files are on disk, so that a killed process leaves no incomplete folder under that name.
 """
 
 import ctypes
@@ -48,13 +48,13 @@ tokenizer files are about 40 MB.
 
 
 def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size, read_once: bool = False) -> torch.Tensor:
-    """Return the contiguous tensor stored at an offset of a file, as a private memory map.
+    """Return the contiguous tensor at `offset` in a file, mapped privately into memory.
 
     The tensor's part of the file is read immediately and stays mapped as long as the tensor exists.
     Writing to the tensor changes memory, never the file. Set `read_once` to True if no process
-    reads that part of the file again. The part is then dropped from the page cache when the tensor
-    is freed, so that the kernel need not free other memory for the next tensor. Raises OSError if
-    the disk cannot be read.
+    reads the tensor's part of the file again. When the tensor is freed, its part of the file is
+    then dropped from the page cache, so that the kernel need not free other memory for the next
+    tensor. Raises OSError if the disk cannot be read.
     """
     before = offset % mmap.ALLOCATIONGRANULARITY
     num_bytes = shape.numel() * dtype.itemsize
@@ -96,7 +96,7 @@ def prefetch(make: Callable[[Item], MadeItem], items: Iterable[Item]) -> Iterato
 class FlushedFile(io.FileIO):
     """New unbuffered file that the kernel writes to disk while the file grows.
 
-    If the disk is full, the call that detects it raises an OSError that contains the file's name.
+    If the disk is full, the call that fails raises an OSError that contains the file's name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,9 +142,9 @@ class FlushedFile(io.FileIO):
 def atomic_folder(out: Path) -> Iterator[Path]:
     """Yield an empty temporary folder that becomes `out` when the block ends.
 
-    The temporary folder is hidden and next to `out`. At the end of the block it is flushed to disk
-    and renamed to `out`. If the block raises an exception, the temporary folder is removed together
-    with parent folders created for it, and an existing `out` is kept.
+    The temporary folder is hidden and next to `out`. At the end of the block, the temporary folder
+    is flushed to disk and renamed to `out`. If the block raises an exception, the temporary folder
+    is removed together with parent folders created for it, and an existing `out` is kept.
 
     Leftovers of a killed process are removed by the next call with the same `out`. If the process
     was killed between the two renames that replace an existing folder, the next call restores that
@@ -215,9 +215,9 @@ def list_companions(source: Path) -> list[Path]:
 def copy_companions(source: Path, into: Path, *, pixels: tuple[int, int] | None = None) -> list[str]:
     """Copy a Hugging Face folder without its weights, and optionally set the copy's pixel limits.
 
-    `pixels` is (min_pixels, max_pixels); see pixel_limits.py. Returns the components that `into`
-    still lacks, such as "tokenizer" or "processor". Raises ValueError if `list_companions` rejects
-    a symbolic link in `source`.
+    `pixels` is (min_pixels, max_pixels); see pixel_limits.py. Returns the components that are still
+    missing from `into`, such as "tokenizer" or "processor". Raises ValueError if `list_companions`
+    rejects a symbolic link in `source`.
     """
     into.mkdir(exist_ok=True)
     for path in list_companions(source):

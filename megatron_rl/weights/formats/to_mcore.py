@@ -70,7 +70,7 @@ class McoreImport:
         if wrong:
             makes = [row.checkpoint_key for row in self.rows if wrong[0] in row.hf_names]
             raise ValueError(
-                f"{wrong[0]} was read {consumed[wrong[0]]} times, for {', '.join(makes) or 'no Megatron tensor'}, instead of once"
+                f"{wrong[0]} was read {consumed[wrong[0]]} times (for {', '.join(makes) or 'no Megatron tensor'}) instead of once"
             )
         self._check_result(into)
 
@@ -83,14 +83,14 @@ class McoreImport:
         check_names(result.specs, self.target_specs, source=str(into), target="the name mapping")
         for key, spec in self.target_specs.items():
             if result.specs[key] != spec:
-                raise ValueError(f"{into}: {key} was written as {result.specs[key]}, but its sources have {spec}")
+                raise ValueError(f"{into}: {key} was written as {result.specs[key]}, expected {spec}")
         num_bytes = sum(spec.nbytes for spec in result.specs.values())
         if num_bytes != self.num_bytes:
             raise ValueError(f"{into}: {num_bytes} bytes of tensors were written, expected {self.num_bytes}")
 
 
 def num_chunks(row: ParamMapping, tp: int) -> int:
-    """Return the number of chunks in which a parameter is stored.
+    """Return the number of chunks into which a stored parameter is divided.
 
     Megatron shards a parameter over ranks in equal parts. For a fused gate/up projection, gate and
     up are sharded separately (megatron-core 0.16.1, transformer/mlp.py,
@@ -104,7 +104,7 @@ def num_chunks(row: ParamMapping, tp: int) -> int:
 def has_extra_state(row: ParamMapping) -> bool:
     """Return True if Megatron expects an `_extra_state` entry for the layer of this parameter.
 
-    Megatron's sharded_state_dict contains such an entry for each linear layer of the decoder
-    (megatron-core 0.16.1, tensor_parallel/layers.py, get_extra_state).
+    Megatron's sharded_state_dict contains an `_extra_state` entry for each linear layer of the
+    decoder (megatron-core 0.16.1, tensor_parallel/layers.py, get_extra_state).
     """
     return ":" in row.stage and row.shard_dim is not None and row.checkpoint_key.endswith("weight")

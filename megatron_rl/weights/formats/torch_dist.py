@@ -1,14 +1,15 @@
 """Reader and writer of Megatron's checkpoint format `torch_dist`.
 
 The reader and the writer handle one tensor at a time and need no process group. A folder contains
-`*.distcp` files (each chunk of a tensor is the output of a separate torch.save call, at its own
-offset), `.metadata` (a pickled torch Metadata object with the chunks of each tensor and their
-positions), `common.pt` and `metadata.json` (megatron-core 0.16.1, dist_checkpointing).
+`*.distcp` files, `.metadata`, `common.pt` and `metadata.json` (megatron-core 0.16.1,
+dist_checkpointing). A `*.distcp` file is a sequence of tensor chunks, each written by a separate
+torch.save call. The file `.metadata` is a pickled torch Metadata object that contains the chunks of
+each tensor and the positions of the chunks in the files.
 
-The writer does not use torch 2.13's FileSystemWriter, which keeps every tensor of a file in memory
-until the file is complete (checkpoint/filesystem.py, _write_files_from_queue), nor
-`dist_checkpointing.save`, which needs all tensors at the start. The writer appends each tensor with
-torch.save, which produces the same files, so only one tensor is in memory at a time.
+The writer appends each tensor to a file with torch.save, so only one tensor is in memory at a time.
+In contrast, torch 2.13's FileSystemWriter keeps every tensor of a file in memory until the file is
+complete (checkpoint/filesystem.py, _write_files_from_queue), and `dist_checkpointing.save` requires
+all tensors at once. The writer's files have the same format as the files of FileSystemWriter.
 """
 
 import json
@@ -59,9 +60,9 @@ class McoreTensors:
     """Tensors of a torch_dist folder, read one at a time by key.
 
     The optimizer's tensors are left out by default. Raises ValueError if the chunks of a tensor do
-    not cover the tensor exactly once or extend beyond their file, or if a file of a training
-    checkpoint differs from its recorded digest. A file with tensors is compared with its digest
-    when the first tensor is read from it.
+    not cover the tensor exactly once, if a chunk extends beyond the end of its file, or if a file
+    of a training checkpoint differs from its recorded digest. A tensor file is compared with its
+    digest before the first tensor is read from the file.
     """
 
     def __init__(
@@ -113,11 +114,11 @@ class McoreTensors:
         lengths: dict[str, int] = {}
         for name, entry in self._tensors.items():
             if not chunks_cover_tensor(entry.size, entry.chunks):
-                raise self._damaged(name, "its chunks do not cover it exactly once")
+                raise self._damaged(name, "the chunks do not cover the tensor exactly once")
             for chunk in entry.chunks:
                 place = self._places.get(metadata.MetadataIndex(name, chunk.offsets))
                 if place is None:
-                    raise self._damaged(name, f"its chunk at {tuple(chunk.offsets)} is in no file")
+                    raise self._damaged(name, f"the chunk at offset {tuple(chunk.offsets)} is not in any file")
                 file = place.relative_path
                 if file not in lengths:
                     path = self.folder / file
@@ -125,7 +126,7 @@ class McoreTensors:
                 if place.offset + place.length > lengths[file]:
                     raise self._damaged(name, f"{file} is missing" if lengths[file] < 0 else f"{file} is truncated")
                 if chunk.sizes.numel() * entry.properties.dtype.itemsize > place.length:
-                    raise self._damaged(name, f"{tuple(chunk.sizes)} numbers do not fit into {place.length} bytes of {file}")
+                    raise self._damaged(name, f"a chunk of shape {tuple(chunk.sizes)} does not fit into {place.length} bytes of {file}")
 
     def _damaged(self, name: str, why: str) -> ValueError:
         return ValueError(f"{self.key}={self.folder}: {name}: {why}; copy the whole checkpoint again")
@@ -150,9 +151,9 @@ class McoreTensors:
         return whole
 
     def read_chunk(self, name: str, offsets: torch.Size) -> torch.Tensor:
-        """Return the chunk at these offsets.
+        """Return the chunk at the given offsets.
 
-        Raises ValueError if the file does not contain this chunk.
+        Raises ValueError if the file does not contain the chunk.
         """
         place, spec = self._places[metadata.MetadataIndex(name, offsets)], self.specs[name]
         sizes, path = self._sizes[name, offsets], self.folder / place.relative_path
@@ -165,8 +166,8 @@ class McoreTensors:
             raise self._damaged(name, f"{place.relative_path} is corrupt ({error})") from error
         is_tensor = isinstance(stored, StoredTensor)
         if not is_tensor or (stored.shape, stored.dtype) != (sizes, spec.dtype) or not stored.is_contiguous:
-            held = f"{stored.dtype} {tuple(stored.shape)}" if is_tensor else f"a {type(stored).__name__}"
-            raise self._damaged(name, f"{place.relative_path} contains {held}, not {spec.dtype} {tuple(sizes)}")
+            held = f"{stored.dtype} of shape {tuple(stored.shape)}" if is_tensor else f"a {type(stored).__name__}"
+            raise self._damaged(name, f"{place.relative_path} contains {held}, expected {spec.dtype} of shape {tuple(sizes)}")
         return map_tensor(path, offset=stored.offset, dtype=stored.dtype, shape=stored.shape, read_once=self._read_once)
 
 
@@ -174,8 +175,7 @@ class TorchDistWriter:
     """Writer of a torch_dist folder: call `add` for every tensor, then call `finish`.
 
     Use the writer as a context manager. If the block ends before `finish`, files are closed, but
-    the folder is not a valid checkpoint. If the disk is full, the call that detects it raises
-    OSError.
+    the folder is not a valid checkpoint. If the disk is full, the call that fails raises OSError.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30) -> None:
@@ -225,8 +225,8 @@ class TorchDistWriter:
     def _append(self, index: metadata.MetadataIndex, content: torch.Tensor | list[None], runs: Tensors = ()) -> None:
         """Append the output of torch.save for `content` to the current file.
 
-        If `runs` is not empty, the data of these slices is written instead of the data of
-        `content`, which is never accessed.
+        If `runs` is not empty, the data of the slices in `runs` is written, and the data of
+        `content` is never accessed.
         """
         file = self._open_file()
         offset = file.tell()
@@ -263,7 +263,7 @@ class TorchDistWriter:
 
 
 class _ChunkBuffer:
-    """File object for a torch.save call; replaces the data of `tensor` with that of `runs`."""
+    """File object for torch.save; writes the data of `runs` instead of the data of `tensor`."""
 
     def __init__(self, file: FlushedFile, tensor: torch.Tensor, runs: Tensors) -> None:
         self.file, self.tensor, self.runs = file, tensor, runs

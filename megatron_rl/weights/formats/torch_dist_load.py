@@ -1,6 +1,7 @@
 """Loads an untrusted torch_dist folder with dist_checkpointing, but without unsafe unpickling.
 
-megatron-core 0.16.1 and torch 2.13 would unpickle four parts of such a folder:
+With dist_checkpointing alone, megatron-core 0.16.1 and torch 2.13 would unpickle four parts of such
+a folder:
 - `.metadata` (pickle.load, checkpoint/filesystem.py; if that fails, `__R.metadata` of every rank),
 - a chunk (torch.load with weights_only and with classes that Megatron allows for the whole process,
   safe_globals.py),

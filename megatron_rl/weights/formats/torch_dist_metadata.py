@@ -1,8 +1,8 @@
 """Reader of the file `.metadata` in a torch_dist folder.
 
-The file is a pickled torch Metadata object with the chunks of each tensor and their positions.
-torch reads the file with pickle.load (torch 2.13, distributed/checkpoint/filesystem.py,
-read_metadata). This module reads it with SafeUnpickler, which accepts only the classes that torch
+The file is a pickled torch Metadata object with the chunks of each tensor and their positions. In
+torch 2.13, the file is read with pickle.load (distributed/checkpoint/filesystem.py, read_metadata).
+This module reads the file with SafeUnpickler instead, which accepts only the classes that torch
 2.13 and megatron-core 0.16.1 write, and checks the types of all used fields.
 """
 
@@ -39,7 +39,9 @@ def make_shape(sizes: object = ()) -> torch.Size:
     memory.
     """
     if not isinstance(sizes, tuple | list) or len(sizes) > 2 * MAX_DIMENSIONS:
-        raise ValueError(f"{len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__} sizes of a tensor")
+        raise ValueError(
+            f"invalid tensor sizes (number or type: {len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__})"
+        )
     return torch.Size(sizes)
 
 
@@ -59,7 +61,7 @@ def _find_known(module: str, name: str) -> object:
     if module == "torch" and isinstance(torch.__dict__.get(name), torch.dtype):
         return torch.__dict__[name]
     if (module, name) not in _KNOWN:
-        raise ValueError(f"it refers to {module}.{name}, which is not allowed")
+        raise ValueError(f"the pickle refers to {module}.{name}, which is not allowed")
     return _KNOWN[module, name]
 
 
@@ -70,12 +72,12 @@ def _fill(made: object, state: object) -> None:
     """
     kind = type(made)
     if kind not in _FIELDS:
-        raise TypeError(f"it sets the state of a {kind.__name__}")
+        raise TypeError(f"the pickle sets the state of an object of type {kind.__name__}")
     if kind is metadata.TensorProperties:
         made.__setstate__(state)
         return
     if kind is metadata.MetadataIndex and not (isinstance(state["fqn"], str) and isinstance(state.get("offset"), torch.Size | None)):
-        raise TypeError("a chunk index is not a name and an offset")
+        raise TypeError("a chunk index does not consist of a name and an offset")
     made.__dict__.update({name: value for name, value in state.items() if name in _FIELDS[kind]})
 
 
@@ -106,35 +108,35 @@ def _check(found: object) -> None:
     Checks the types of all used fields, and that file names do not point outside the folder.
     """
     if not isinstance(found, metadata.Metadata):
-        raise TypeError(f"it contains a {type(found).__name__}, not Metadata")
+        raise TypeError(f"the pickle contains an object of type {type(found).__name__} instead of Metadata")
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(entry, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata):
-            raise TypeError(f"{str(name)[:80]} is a {type(entry).__name__}")
+            raise TypeError(f"{str(name)[:80]} has an entry of type {type(entry).__name__}")
         if isinstance(entry, metadata.TensorStorageMetadata):
             _check_tensor(name, entry)
     for index, place in found.storage_data.items():
         if not isinstance(index, metadata.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
-            raise TypeError(f"a storage entry is a {type(place).__name__}")
+            raise TypeError(f"a storage entry has the type {type(place).__name__}")
         _check_place(place)
 
 
 def _check_tensor(name: str, entry: metadata.TensorStorageMetadata) -> None:
     if not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(entry.size, torch.Size):
-        raise TypeError(f"{name} is {entry.properties.dtype} {entry.size}")
+        raise TypeError(f"{name} has the dtype {entry.properties.dtype} and the size {entry.size}")
     boxes = [*((chunk.offsets, chunk.sizes) for chunk in entry.chunks), ((0,) * len(entry.size), entry.size)]
     for offsets, sizes in boxes:
         if not isinstance(sizes, torch.Size) or len(offsets) != len(entry.size) or len(sizes) != len(entry.size):
-            raise TypeError(f"{name} has a chunk with a different number of dimensions")
+            raise TypeError(f"{name} has a chunk with a different number of dimensions than the tensor")
         if len(sizes) > MAX_DIMENSIONS or min((*offsets, *sizes), default=0) < 0:
-            raise ValueError(f"{name} has {tuple(sizes)} numbers at {tuple(offsets)}")
+            raise ValueError(f"{name} has a chunk with invalid sizes {tuple(sizes)} or offsets {tuple(offsets)}")
 
 
 def _check_place(place: filesystem._StorageInfo) -> None:
     name, offset, length = place.relative_path, place.offset, place.length
     if not is_file_name(name):
-        raise ValueError(f"{str(name)[:80]!r} is not a file of the folder")
+        raise ValueError(f"{str(name)[:80]!r} is not a file name")
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0 or place.transform_descriptors:
-        raise ValueError(f"a chunk of {name} is at {offset}, {length} bytes, {place.transform_descriptors}")
+        raise ValueError(f"a chunk in {name} has an invalid offset {offset}, length {length} or transform {place.transform_descriptors}")
 
 
 def chunks_cover_tensor(whole: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
