@@ -64,7 +64,7 @@ class CheckResult:
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class LogprobComparison:
-    """Comparison of one implementation's logprobs of the sampled tokens with the reference."""
+    """Compares one implementation's logprobs of the sampled tokens with the reference logprobs."""
 
     name: str
     abs_diffs: Sequence[float]

@@ -37,7 +37,7 @@ class HfReferenceModel:
     ) -> torch.Tensor:
         """Return the logits [R, V] at the positions that are followed by a sampled token.
 
-        `images` and `position_3L` replace the images and the positions of the sequence.
+        If `images` or `position_3L` is given, it replaces the sequence's own images or positions.
         """
         shown = sequence.tokens.images if images is None else images
         ids = torch.tensor([sequence.tokens.token_ids], device=self._device)

@@ -77,10 +77,10 @@ class HypothesisInputs:
 def find_explanation(case: MismatchCase, inputs: HypothesisInputs) -> str:
     """Return the hypothesis that reproduces the observed logprobs, or "" if none does.
 
-    A hypothesis within the float32 tolerance is returned at once. Otherwise, the candidates are ""
-    (nothing is wrong) and then the hypotheses within the case's wider tolerance. The first
-    candidate with a mean difference of at most MIN_GAP_RATIO times the smallest mean difference is
-    returned.
+    A hypothesis within the float32 tolerance is returned at once. Otherwise, the first candidate is
+    "" (no cause), and the other candidates are the hypotheses within the case's wider tolerance.
+    The first candidate with a mean difference of at most MIN_GAP_RATIO times the smallest mean
+    difference is returned.
     """
     reference, looked = inputs.reference, case.sequence
     logits_RV = reference.compute_logits(looked)
@@ -156,8 +156,8 @@ def _image_hypotheses(
 def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_token_id: int) -> list[int]:
     """Return the indices of the images that may cause the first differing token.
 
-    These images lie between the last agreeing token and the first differing token. If only the mean
-    difference exceeds its limit and no single token differs, the last token is used as the
+    Suspected images lie between the last agreeing token and the first differing token. If only the
+    mean difference exceeds its limit and no single token differs, the last token is used as the
     differing token.
     """
     wrong = [(logprob > case.tolerance.per_token).item() for logprob in (expected_R - case.observed_R).abs()]
@@ -180,10 +180,10 @@ def find_suspect_images(case: MismatchCase, expected_R: torch.Tensor, image_toke
 
 
 def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[str, Image]) -> Iterator[tuple[str, list[Image]]]:
-    """Yield image lists with image `number` replaced by an image with the same number of tokens.
+    """Yield image lists in which another image of equal token count replaces image `number`.
 
-    If the new image is from the same sequence, the two images swap places. If it is from another
-    sequence of the step, the remaining images are unchanged.
+    If the other image is from the same sequence, the two images swap places. If the other image is
+    from another sequence of the step, only image `number` is replaced.
     """
     shown = images[number]
     for place, other in enumerate(images):
@@ -199,8 +199,8 @@ def _swapped_images(number: int, images: Sequence[Image], other_images: Mapping[
 def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]]:
     """Return the sizes that a second resize of an image may produce.
 
-    These are the size within the run's pixel limits, the size within the checkpoint's own limits,
-    and half of the image's size.
+    The candidates are the size within the run's pixel limits, the size within the checkpoint's own
+    pixel limits, and half of the image's size.
     """
     width, height = image.pil.size
     processor = renderer.processor.image_processor
@@ -216,8 +216,8 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
 def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
     """Resize an image to another size, and then back to its original size.
 
-    `size` is the intermediate size for the image `scale_of`. Other images are scaled by the same
-    ratios.
+    The image `scale_of` is resized to `size`. Any other image is scaled by the same horizontal and
+    vertical factors.
     """
     (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))
@@ -247,8 +247,8 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
 def alternative_rope_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the incorrect rope sections to test.
 
-    These are permutations of the correct sections, and sections in which some dimensions are moved
-    from one axis to another.
+    Incorrect sections are permutations of the correct sections, and sections in which some
+    dimensions are moved from one axis to another.
     """
     right, found = tuple(sections), list(permutations(sections))
     for giver in range(len(right)):

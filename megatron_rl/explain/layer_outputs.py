@@ -3,8 +3,8 @@
 In the order of computation, the names are patches, tower patches, tower block 0, ..., tower output,
 embedding, rotary angles, layer 0 attention, layer 0 mlp, layer 0, ..., last norm.
 
-The output of a decoder layer is recorded as the input of the next layer. It therefore includes the
-features that Qwen3-VL adds between the layers.
+The output of a decoder layer is recorded as the input of the next layer. The recorded output
+therefore includes the features that Qwen3-VL adds between the layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,7 +101,10 @@ def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
 
 
 def first_tensor(value: object) -> torch.Tensor:
-    """Return `value`, a module's input or output, or its first element if `value` is a tuple."""
+    """Return the first element of `value` if it is a tuple, else `value` itself.
+
+    `value` is the input or output of a module.
+    """
     return value[0] if isinstance(value, tuple) else value
 
 
@@ -113,7 +116,7 @@ class LayerDeviation:
     row: int
     """Index of the first row that exceeds the tolerance, or -1 if the shapes differ."""
     relative_diff: float
-    """Relative difference of that row."""
+    """Relative difference of the first row that exceeds the tolerance."""
     max_diff_before: float
     """Largest relative difference over all earlier outputs."""
 

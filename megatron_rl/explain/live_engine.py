@@ -64,7 +64,8 @@ class LiveEngine:
     def close(self) -> None:
         """Shut down the engine.
 
-        This must be the last action of a process, because vLLM leaves the process group.
+        `close` must be the last call in a process, because vLLM also destroys the default process
+        group.
         """
         self._engine.close()
 
@@ -77,8 +78,8 @@ class LiveEngine:
     def _token_requests(self, sequence: RecordedSequence) -> Iterator[tuple[list[int], list[Image]]]:
         """Yield one request per sampled token.
 
-        A request consists of all tokens up to and including the sampled token, and the images among
-        them.
+        A request consists of all tokens up to and including the sampled token, and of the images
+        whose placeholders are among these tokens.
         """
         ids, images = sequence.tokens.token_ids, [replace(each, patch_PC=self._patches(each)) for each in sequence.tokens.images]
         for row in sequence.sampled_rows:

@@ -1,6 +1,6 @@
 """Reads the recorded rollouts of a step, and finds the weights that sampled them.
 
-Unreadable parts are skipped and reported.
+Unreadable rollouts are skipped and reported.
 """
 
 import json
@@ -79,7 +79,7 @@ class ReplaySettings:
     engine: EngineSettings
     """Engine settings for this machine.
 
-    tp is the run's tp if it divides the number of processes, else 1.
+    The value of `tp` is the run's value if that divides the number of processes, else 1.
     """
     temperature: float
     dtype: str
@@ -128,7 +128,7 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
         )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{run / CONFIG_FILE}: cannot be read ({_shorten_error(error)}); give the directory of a run of this version"
+            f"{run / CONFIG_FILE}: cannot be read ({_shorten_error(error)}); give a run directory that this version of the program wrote"
         ) from error
 
 
@@ -155,7 +155,7 @@ def read_step(run: Path, step: int) -> RecordedStep:
         if found.rollouts:
             return found
     why = f": {skipped[0]}" if skipped else ""
-    raise ValueError(f"{run / ROLLOUTS_FOLDER}: no rollout of step {step} can be read{why}; give the --step of a file in this folder")
+    raise ValueError(f"{run / ROLLOUTS_FOLDER}: no rollout of step {step} can be read{why}; choose a --step that has a file in this folder")
 
 
 RolloutLoader = Callable[[bool], Rollout]
@@ -163,7 +163,7 @@ RolloutLoader = Callable[[bool], Rollout]
 
 
 def _load_rollout(recorded_step: RecordedStep, index: int, load: RolloutLoader) -> None:
-    """Load a rollout with its images, or without them if they cannot be read."""
+    """Load a rollout with its images, or without images if the image files cannot be read."""
     try:
         recorded_step.rollouts[index] = load(True)
         return
@@ -224,7 +224,7 @@ def find_weights(run: Path, version: int, settings: ReplaySettings) -> Path:
         return kept
     if version == settings.num_steps and (run / FINAL_FOLDER).is_dir():
         return run / FINAL_FOLDER
-    raise ValueError(f"--weights: {kept} does not exist (checkpoint.every); give the weights of version {version}, or --no-model")
+    raise ValueError(f"--weights: {kept} does not exist (see checkpoint.every); give weights of version {version}, or use --no-model")
 
 
 def _shorten_error(error: BaseException) -> str:

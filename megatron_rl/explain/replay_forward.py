@@ -38,7 +38,7 @@ SampledLogprobs = Sequence[torch.Tensor | None]
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Results of a replay, in the form in which ranks exchange them."""
+    """Replay results that ranks exchange with each other."""
 
     reference_logprobs: Sequence[torch.Tensor]
     """Logprobs [R] from Hugging Face's model for each sequence."""
@@ -77,7 +77,7 @@ class ForwardReplay:
         return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.max_model_bytes
 
     def compare_recorded(self, sequences: Sequence[RecordedSequence]) -> ReplayResult:
-        """Compare the recorded logprobs with Hugging Face's model, which runs in this process."""
+        """Run Hugging Face's model in this process and compare the recorded logprobs with it."""
         reference = self.reference = HfReferenceModel(
             self.spec, self.source, banned_ids=self.renderer.banned_ids, patches=make_patch_fn(self.renderer), device=self.device,
             cache_bytes=self.max_model_bytes,
@@ -283,7 +283,7 @@ class ForwardReplay:
         return "; it is stale: it equals the older weights"
 
     def _check_unchanged_tensors(self) -> list[CheckResult]:
-        """If nearly all tensors differ from the older weights, report the tensors that do not."""
+        """Report tensors that equal the older weights if nearly all other tensors have changed."""
         if self.older_source is None or self.settings.trains_subset:
             return []
         weights = self.reference.weights

@@ -165,7 +165,7 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
 def compute_patches(picture: Picture, renderer: Renderer) -> torch.Tensor:
     """Compute the patches of an image, float32 [P, C], without calling the image processor.
 
-    Pixels are scaled, normalized and cut into squares in merge order; the frame is repeated to fill
+    Pixels are scaled, normalized and cut into squares in merge order; the image is repeated to fill
     a temporal patch.
     """
     processor, patch, merge = renderer.processor.image_processor, renderer.patch_size, renderer.merge_size
@@ -191,7 +191,7 @@ def make_patch_fn(renderer: Renderer) -> ImageToPatches:
 
 
 def split_replayable(step: RecordedStep, spec: ModelSpec) -> tuple[list[RecordedSequence], list[str]]:
-    """Return a pair: the sequences that a model can process, and one message per other sequence."""
+    """Return the sequences that the model can process, and a message for each other sequence."""
     good, lines = [], []
     for each in step.sequences:
         context = each.tokens

@@ -42,12 +42,12 @@ class ExplainRequest:
     weights: str = ""
     """Path of a checkpoint in any supported format, or of an adapter.
 
-    "" selects the run's checkpoint with the weight version that sampled the step.
+    If empty, the run's checkpoint with the weight version that sampled the step is used.
     """
     older_weights: str = ""
     """Path of older weights, used to find stale tensors.
 
-    "" selects the run's previous checkpoint.
+    If empty, the run's previous checkpoint is used.
     """
     model: str = ""
     """Path of the config, tokenizer and processor if they are not at the run's model.path."""
@@ -82,7 +82,7 @@ def explain_step(request: ExplainRequest, world: World) -> FindingsPage:
     version, path, source = raise_on_all_ranks(lambda: _open_weights(request, settings, step, spec))
     older = raise_on_all_ranks(lambda: _open_older_weights(request, settings, version, spec))
     chosen = _select_sequences(looked, version, request.num_rollouts)
-    require(bool(chosen), "--step", request.step, "none of its sequences can be replayed; use --no-model for the other checks")
+    require(bool(chosen), "--step", request.step, "no sequence of this step can be replayed; use --no-model for the other checks")
     page.title.append(f"weights of version {version}: {path}; recorded in {settings.dtype}, replayed in float32")
     others = [str(each) for each in step.weight_versions if each != version]
     if others:

@@ -29,9 +29,10 @@ class MetricsLog:
     """Log that writes one line per step to metrics.jsonl and the same metrics to TensorBoard files.
 
     The metrics also go to W&B and trackio if wandb.mode and trackio.mode enable them. Only the main
-    rank creates a log. A log that starts at step k continues a metrics.jsonl that contains the
-    steps before k; run/superseded_steps.py has already moved later steps aside. TensorBoard readers
-    discard earlier data for steps >= k, and the trackio run is rewritten from its start.
+    rank creates a log. A log that starts at step k continues a metrics.jsonl that contains only the
+    steps before k, because run/superseded_steps.py has already moved later steps to RUN/superseded.
+    TensorBoard readers discard earlier data for steps >= k, and the trackio run is rewritten from
+    its start.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class MetricsLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step.
 
-        metrics.jsonl is flushed to disk before this method returns. A checkpoint therefore never
-        contains a step that may still be lost from the log.
+        The file metrics.jsonl is flushed to disk before this method returns. A checkpoint therefore
+        never contains a step that may still be lost from the log.
 
         Raises:
             OSError: metrics.jsonl is not the file that was opened, because the run directory was
@@ -70,9 +71,9 @@ class MetricsLog:
     def log_rollouts(self, step: int, rollouts_by_kind: Mapping[str, Sequence[Rollout]], *, image_folder: Path) -> None:
         """Log rollouts of a step to W&B as the table `predictions`.
 
-        `rollouts_by_kind` maps a kind (best or worst) to its rollouts. The other logs do not
-        contain rollouts. `image_folder` contains KEY.png for each Image.key; images that are stored
-        on other nodes are omitted.
+        `rollouts_by_kind` maps a kind (best or worst) to its rollouts. Rollouts are not logged to
+        TensorBoard, trackio or metrics.jsonl. `image_folder` contains KEY.png for each Image.key;
+        images that are stored on other nodes are omitted.
         """
         if self._wandb is None or not any(rollouts_by_kind.values()):
             return
@@ -114,7 +115,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(read_lines(path, max_line_bytes=MAX_METRICS_BYTES), 1):
         try:
             if not isinstance(line, dict):
-                raise ValueError(f"is a {type(line).__name__}, not a step")
+                raise ValueError(f"is a {type(line).__name__} instead of the metrics of a step")
             steps.append({name: parse_number(value) for name, value in {"step": None, **line}.items()})
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from error
@@ -135,7 +136,7 @@ def check_wandb(settings: WandbSettings) -> None:
     try:
         known = authenticate_session(host=wandb.setup().settings.base_url, source="", prompt=False, update_session=False)
     except wandb.errors.AuthenticationError as error:
-        raise ValueError(f"wandb.mode=online: {str(error).rstrip('.')}; run wandb login, or use offline") from error
+        raise ValueError(f"wandb.mode=online: {str(error).rstrip('.')}; run wandb login, or use wandb.mode=offline") from error
     remedy = "no API key: run wandb login, or set WANDB_API_KEY, or use offline (wandb sync uploads the run later)"
     require(known is not None, "wandb.mode", settings.mode, remedy)
 
@@ -193,8 +194,8 @@ class StepTimer:
     An inner span pauses the outer span, so each second is counted once.
 
     Example: a span "engine" is open from 0 to 5 s, and within it a span "environment" from 1 to 3
-    s. A span "update" is open from 6 to 8 s. collect() at 10 s returns time/engine 3,
-    time/environment 2, time/update 2, time/unaccounted 3, time/total 10.
+    s. A span "update" is open from 6 to 8 s. At 10 s, collect() returns time/engine 3,
+    time/environment 2, time/update 2, time/unaccounted 3 and time/total 10.
 
     The timer is for a single thread. A span must not stay open across an await, because another
     coroutine would run inside the span.
@@ -232,9 +233,9 @@ class StepTimer:
             self._open.pop()
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Add seconds that were measured elsewhere to a span.
+        """Add externally measured seconds to the span `name`.
 
-        The same seconds are subtracted from the currently open span.
+        The seconds are subtracted from the currently open span, so they are not counted twice.
         """
         self._add_to_span(name, seconds)
         if self._open:
@@ -243,7 +244,8 @@ class StepTimer:
     def collect(self) -> dict[str, float]:
         """Return the seconds since the last call as time/NAME, time/total and time/unaccounted.
 
-        time/unaccounted is the time outside of all spans. The method may be called inside a span.
+        The metric time/unaccounted is the time outside of all spans. The method may be called
+        inside a span.
         """
         self._charge_open_span()
         total = self._mark - self._last_collected

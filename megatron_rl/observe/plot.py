@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_rl.observe.plot", description="Plot the learning curves of runs.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help=f"run directories, each with a {METRICS_FILE}")
     parser.add_argument("--out", type=Path, metavar="PNG", help=f"default: {CURVE_FILE} in the first run directory")
-    parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="number of steps to average over, odd (default 5)")
+    parser.add_argument("--window", type=int, default=5, metavar="STEPS", help="odd number of steps to average over (default 5)")
     options = parser.parse_args(arguments)
     if options.window < 1 or options.window % 2 == 0:
         parser.error(f"--window={options.window}: use an odd number of steps")

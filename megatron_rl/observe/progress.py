@@ -1,7 +1,7 @@
 """Progress display of a run.
 
-On a terminal, the display is a bar. Otherwise, it is one aligned line per step, suitable for grep
-and cut.
+On a terminal, the display is a bar. If the output is not a terminal, one aligned line is printed
+for each step, suitable for grep and cut.
 """
 
 import sys
@@ -54,7 +54,7 @@ class ProgressDisplay:
     def log_step(self, step: int, metrics: Mapping[str, float], *, note: str = "") -> None:
         """Display a completed step.
 
-        `note` is a remark that needs the user's attention.
+        `note` is a remark for the user, which is displayed after the step's values.
         """
         values = "  ".join(
             f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
@@ -84,8 +84,8 @@ class ProgressDisplay:
     def _left_s(self, step: int) -> float:
         """Estimate the remaining seconds from the mean step time of this attempt.
 
-        The number of steps in this attempt counts as at least 1, because the first displayed step
-        may be a step that an earlier attempt completed.
+        The mean is over the steps that this attempt has completed. The divisor is at least 1,
+        because an attempt may first display a step that an earlier attempt completed.
         """
         done = max(step + 1 - self._first_step, 1)
         return (self._clock() - self._start) / done * (self._total - step - 1)

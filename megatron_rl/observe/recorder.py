@@ -1,4 +1,4 @@
-"""Rollout files: the best and worst rollouts of every step for inspection, or rollouts for replay.
+"""Reads and writes rollout files, which store rollouts for inspection or for replay.
 
 - RUN/rollouts/step_000012.jsonl: one RecordedRollout per line (io/rollout_codec.py).
 - RUN/rollouts/images/KEY.png: an image; KEY is Image.key, so equal images are stored once.
@@ -49,7 +49,9 @@ class RecordedRollout:
 
     step: int
     kind: str
-    """"best" or "worst" for the step's best or worst rollouts; "kept" in files of all rollouts."""
+    """"best" or "worst" for the step's best or worst rollouts; "kept" in files that contain all
+    rollouts of a step.
+    """
     num_rollouts: int
     """Total number of rollouts in the step, including rollouts that are not recorded."""
     num_failed: int
@@ -63,7 +65,8 @@ class RecordedRollout:
 class BestWorstRecorder:
     """Writes the best and worst rollouts to the run directory, on the main rank.
 
-    run/superseded_steps.py has already moved aside the files of steps that are repeated.
+    In a resumed run, run/superseded_steps.py has already moved the files of repeated steps to
+    RUN/superseded.
     """
 
     def __init__(self, run_dir: Path, *, num_best: int, num_worst: int) -> None:
@@ -108,7 +111,7 @@ def write_rollouts(path: Path, rollouts_by_kind: Mapping[str, Sequence[Rollout]]
 
 
 def save_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
-    """Write a file for each image of these rollouts that does not have a file yet.
+    """Write the images of these rollouts to files, except images that already have a file.
 
     If several images have the same key, only the first of them is written, and only by the rank
     that has its pixels. If all ranks pass the same rollouts, no two ranks write the same file.
@@ -156,15 +159,15 @@ def image_keys_in(path: Path) -> frozenset[str]:
 
 
 def image_path(path: Path, image: Image) -> Path:
-    """Return the path of an image in a rollout that was read from the file `path`."""
+    """Return the file path of an image; `path` is the rollout file that names the image."""
     return path.parent / image_file_name(image.key)
 
 
 def make_image_loader(folder: Path) -> Callable[[str], Picture]:
     """Return a function that loads an image by its name in a record, and caches it.
 
-    io/rollout_codec.from_record defines these names. The function raises ValueError if an image is
-    missing or damaged.
+    The names are defined in io/rollout_codec.from_record. The function raises ValueError if an
+    image is missing or damaged.
     """
     return cache(partial(_load_image, folder))
 
@@ -180,7 +183,7 @@ def _decode_entry(line: object, load: Callable[[str], Picture | None]) -> Record
 
 
 def image_file_name(key: str) -> str:
-    """Return the file name of the image with this Image.key, relative to the rollout file."""
+    """Return the path, relative to the rollout file, of the image with this Image.key."""
     assert key.isalnum() and key.isascii(), f"Image.key {key!r} cannot name a file"
     return f"{IMAGES_FOLDER}/{key}.png"
 

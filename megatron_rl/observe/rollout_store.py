@@ -4,9 +4,9 @@
   other columns are the fields of the record in io/rollout_codec.py, with the same names.
 - RUN/rollouts/images/KEY.png: images as in observe/recorder.py; each image is stored once.
 
-Values by which users filter are separate columns, which can be read without the other columns.
-Numbers are restored bit for bit. Disk space is limited: the oldest steps are evicted first,
-together with the images that no other step uses.
+The values that users filter by are stored in separate columns, which can be read without the other
+columns. Numbers are restored bit for bit. Disk space is limited: the oldest steps are evicted
+first, together with the images that no other step uses.
 """
 
 import json
@@ -53,7 +53,7 @@ line breaks.
 
 
 def arrow_type(annotation: Any) -> pa.DataType:
-    """Return the Arrow type for a field annotation, as encoded by io/rollout_codec.py."""
+    """Return the Arrow type for a field annotation, as io/rollout_codec.py encodes the field."""
     parts = get_args(annotation)
     if annotation in RECORD_FIELDS:
         return pa.struct([(name, arrow_type(part)) for name, part in RECORD_FIELDS[annotation].items()])
@@ -88,7 +88,8 @@ class StepFileInfo:
 class RolloutStore:
     """Writes all rollouts to the run directory, on the main rank.
 
-    run/superseded_steps.py has already moved aside the files of steps that are repeated.
+    In a resumed run, run/superseded_steps.py has already moved the files of repeated steps to
+    RUN/superseded.
     """
 
     def __init__(self, run_dir: Path, *, max_gb: float) -> None:
@@ -105,7 +106,9 @@ class RolloutStore:
                 self._index_step(path)
             except _UNREADABLE as error:
                 told = " ".join(str(error).split())[:MAX_ERROR_CHARS]
-                raise ValueError(f"{path}: cannot be read ({told}); move it away to continue the run without it") from error
+                raise ValueError(
+                    f"{path}: cannot be read ({told}); move the file to another folder to continue the run without it"
+                ) from error
 
     def record_step(self, step: int, rollouts: Sequence[Rollout], *, num_gen_batches: int) -> None:
         """Write a step, then evict old steps until the store is within its size limit.
@@ -143,8 +146,8 @@ class RolloutStore:
     def _evict_step(self, step: int) -> None:
         """Remove a step's file and then its images.
 
-        An interruption may leave images without a step. Such images are harmless, unlike a step
-        without its images.
+        In this order, an interruption may leave images without a step, but never a step without its
+        images.
         """
         gone = self._steps.pop(step)
         step_path(self._folder, step).unlink()
@@ -281,7 +284,8 @@ def read_rollouts(path: Path, row_indices: Sequence[int] | None = None, *, with_
 def without_training_columns(rollout: Rollout) -> Rollout:
     """Return a copy of a rollout without the values added during training.
 
-    These values are the token columns computed by models, the advantages, and the filter reason.
+    The values added during training are the token columns computed by models, the advantages, and
+    the filter reason.
     """
     contexts = [replace(context, **{name: [] for name in TOKEN_COLUMNS}) for context in rollout.sequences]
     return replace(rollout, sequences=contexts, filter_reason="")
@@ -306,7 +310,7 @@ def _open_parquet(path: Path) -> pq.ParquetFile:
         ValueError: the path is not a regular file, or the file was not written by `write_step`.
     """
     if not is_regular(path):
-        raise ValueError("is no regular file")
+        raise ValueError("is not a regular file")
     file = pq.ParquetFile(path, pre_buffer=False)
     largest = max((file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)), default=0)
     if largest > ROW_GROUP_SIZE:

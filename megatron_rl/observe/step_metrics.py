@@ -160,11 +160,11 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     Metrics with names that end in _max are maxima over the updates; all others are means.
 
     The mismatch between engine and trainer is taken from the first update, which starts from the
-    weights that generated the rollouts. policy/first_ratio is also taken from the first update and
-    must be 1. It is omitted if the step has a single update, because that update uses its own
-    logprobs as old logprobs. Tokens that were sampled with earlier weights are excluded from the
-    mismatch; rollout/on_policy_fraction is the fraction of the remaining tokens. The result is
-    empty if all rollouts of the step were filtered out.
+    weights that generated the rollouts. The metric policy/first_ratio is also taken from the first
+    update and must be 1. This metric is omitted if the step has a single update, because that
+    update uses its own logprobs as old logprobs. Tokens that were sampled with earlier weights are
+    excluded from the mismatch; rollout/on_policy_fraction is the fraction of the remaining tokens.
+    The result is empty if all rollouts of the step were filtered out.
     """
     if not updates:
         return {}
@@ -184,8 +184,9 @@ def mean_logprob_abs_diff(update: Mapping[str, float]) -> float:
     """Return the mean absolute logprob difference over tokens sampled with the current weights.
 
     An update's own value of rollout_mismatch/logprob_abs_diff is a mean over all tokens of the
-    update, in which tokens from older weights count as 0. This function corrects the mean. The
-    result is 0 if no token was sampled with the current weights.
+    update, in which tokens from older weights count as 0. This function converts that mean to a
+    mean over the tokens sampled with the current weights. The result is 0 if no token was sampled
+    with the current weights.
     """
     return update["rollout_mismatch/logprob_abs_diff"] / (update.get("rollout/on_policy_fraction", 1.0) or 1.0)
 
@@ -194,9 +195,9 @@ def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
     """Replace the mean square of the tokens' IS weights with the effective sample size.
 
     The effective sample size is (sum w)^2 / (n sum w^2), the fraction of tokens that would carry as
-    much information with equal weights. It is 1 if all weights are equal, and 0 if all tokens are
-    masked. If stale tokens get no rollout correction, the IS weights that would correct them are
-    used.
+    much information with equal weights. The effective sample size is 1 if all weights are equal,
+    and 0 if all tokens are masked. Without a rollout correction, importance ratios are used instead
+    of IS weights.
     """
     metrics = dict(update)
     corrected, square = metrics.get("rollout_mismatch/is_weight"), metrics.pop("rollout_mismatch/is_weight_squared", None)
@@ -210,9 +211,9 @@ def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
 def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:
     """Return metrics that compare a critic's values with the returns of a step's actions.
 
-    explained_variance is 1 - var(return - value) / var(return): 1 for a perfect critic, 0 for a
-    critic that predicts the mean. It is omitted if all returns are equal. The result is empty if
-    `returns` is empty.
+    The metric explained_variance is 1 - var(return - value) / var(return); it is 1 for a perfect
+    critic and 0 for a critic that always predicts the mean return. The metric explained_variance is
+    omitted if all returns are equal. The result is empty if `returns` is empty.
     """
     if not returns:
         return {}

@@ -23,7 +23,7 @@ class SweepCurve:
 
 
 def plot_sweep(curves: Sequence[SweepCurve], out_png: Path, *, window: int = 5) -> None:
-    """Plot the mean returns of a sweep on the left, and success with its interval on the right."""
+    """Plot mean returns on the left and success with confidence intervals on the right."""
     figure = Figure(figsize=(11, max(3.6, 1.2 + 0.28 * len(curves))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     returns, reached = figure.subplots(1, 2, width_ratios=(3, 2))

@@ -1,12 +1,12 @@
-"""Execution trace for Perfetto and chrome://tracing, with spans of every rank and its episodes.
+"""Execution trace for Perfetto and chrome://tracing, with the spans of all ranks and episodes.
 
 RUN/trace/step_000003.json is in Chrome's trace event format. The file contains complete events (ph
 X) with timestamps in microseconds since the Unix epoch, read from the host's clock.
 
-Each rank is a process in the trace. Its first row contains the spans of a step. Each further row
-contains the spans of an episode: responses of the engine, steps of the environment (with the name
-of the called tool and the wait for the tool), and scoring (judges). The clocks of different nodes
-are not synchronized.
+Each rank is a process in the trace. The first row of a process contains the spans of the step. Each
+further row contains the spans of one episode: responses of the engine, steps of the environment
+(with the name of the called tool and the wait for the tool), and scoring (judges). The clocks of
+different nodes are not synchronized.
 """
 
 import json
@@ -51,7 +51,7 @@ class StepTrace:
                 self._events.append((row, " ".join(words), begin, self._clock()))
 
     def episode_tracer(self, group: int, sample: int) -> Callable[[str], AbstractContextManager[list[str]]]:
-        """Return a function that times the parts of an episode in the episode's own row."""
+        """Return a function that records the parts of an episode as spans in the episode's row."""
         return partial(self, f"episode {group}#{sample}")
 
     def pop_events(self) -> list[TraceEvent]:

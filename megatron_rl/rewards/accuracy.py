@@ -1,9 +1,9 @@
 """Accuracy reward for tasks with questions.
 
-An answer is first checked for vetoes and then compared with the ground truth by rules. If the rules
-leave it undecided, a judge decides. The example's `data_source` selects the rule. If the source is
-unknown, the answer is compared as text, as a choice, as a label or as a number, then as
-mathematics, and finally by the judge.
+A vetoed answer scores 0. Any other answer is compared with the ground truth by rules. If the rules
+leave the answer undecided, a judge decides. The example's `data_source` selects the rule. For an
+unknown data source, the rules compare the answer with the ground truth as text, as a choice, as a
+label, as a number and then as mathematics.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ all other sources use the family `general`.
 
 @dataclass(slots=True, frozen=True)
 class AccuracyReward:
-    """Reward in [0, 1] for a correct answer, determined by vetoes, rules and a judge."""
+    """Reward in [0, 1] for the correctness of an answer, determined by rules or a judge."""
 
     read_answer: AnswerReader
     math_verifier: MathVerifier
@@ -59,10 +59,10 @@ class AccuracyReward:
     async def __call__(self, reward_input: RewardInput) -> float:
         """Return 1 for a correct answer and 0 for a wrong answer.
 
-        Two kinds of questions can get values in between: questions from numeric data sources are
-        scored by mean relative accuracy, and questions from a published benchmark are scored by
-        that benchmark's own rule. Without a judge, an answer that the rules leave undecided is
-        wrong.
+        Values between 0 and 1 are possible for two kinds of questions: questions from numeric data
+        sources are scored by mean relative accuracy, and questions from a published benchmark are
+        scored by the benchmark's own rule. Without a judge, an answer that the rules leave
+        undecided is wrong.
 
         Raises:
             InfraError: The judge or the math verifier failed.

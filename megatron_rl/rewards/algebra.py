@@ -1,20 +1,20 @@
 """Symbolic equality of two short LaTeX expressions, computed by math-verify in a killable process.
 
 The text comes from the policy and is untrusted: an expression of ten characters can make SymPy
-compute a number with a billion digits. Therefore, a helper process imports SymPy once and forks for
-every question. The CPU time of each fork is limited to two seconds and its address space is
-bounded. The exit status of the fork is the verdict. If a limit ends the fork early (SIGPROF,
-SIGSEGV, MemoryError), the verdict is "undecided". The timeouts of math-verify rely on signals to
-the caller's main thread, so they are switched off (math-verify 0.9.0, parser.py and utils.py). Only
-its LaTeX parser is used, because its parser for plain expressions calls SymPy's parse_expr, which
-evaluates Python.
+compute a number with a billion digits. Therefore, a helper process imports SymPy once and runs
+every comparison in a forked process. Each forked process has a limit on its CPU time (two seconds)
+and on its address space. The exit status of the forked process is the verdict. If a forked process
+exceeds a limit (SIGPROF, SIGSEGV, MemoryError), the verdict is "undecided". The timeouts of
+math-verify rely on signals to the caller's main thread, so they are switched off (math-verify
+0.9.0, parser.py and utils.py). Only the LaTeX parser of math-verify is used, because the parser for
+plain expressions calls SymPy's parse_expr, which evaluates Python.
 
-Both sides are converted to LaTeX first (typed_math.py). Some texts are not compared at all: texts
-longer than MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), times, dates and other digit
-labels (labels.py), quantities (`5 km`) and relations that contain only numbers (`1=1`). SymPy would
-read adjacent letters as a product, so `listen` would equal `silent`, and `A12` would equal `12A`.
-Math-verify's removal of units is switched off, because otherwise `5 km` would equal `5 m`, and `x +
-2t` would equal `x + 2`.
+Both expressions are first converted to LaTeX (typed_math.py). Texts longer than
+MAX_EXPRESSION_CHARS and texts with words are not compared. The following texts are not compared
+either: codes (`A12`), quantities (`5 km`), relations that contain only numbers (`1=1`), and labels
+made of digits, such as times and dates (labels.py). SymPy would read adjacent letters as a product,
+so `listen` would equal `silent`, and `A12` would equal `12A`. Math-verify's removal of units is
+switched off, because otherwise `5 km` would equal `5 m`, and `x + 2t` would equal `x + 2`.
 """
 
 import asyncio
@@ -130,9 +130,9 @@ _ALTERNATIVES = re.compile(r"\\(?:pm|mp)(?![A-Za-z])|(?<![A-Za-z])or(?![A-Za-z])
 
 
 class MathVerifier:
-    """Compares expressions in a helper process, one question at a time.
+    """Compares pairs of expressions in a helper process, one pair at a time.
 
-    The process starts with the first question and ends when this object is deleted.
+    The helper process starts when the first pair is compared, and ends when this object is deleted.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class MathVerifier:
             except OSError as error:
                 reasons.append(error)
                 self._stop_helper()
-        raise PermanentInfraError(f"algebra: no answer by {MAX_ATTEMPTS} helpers; the last: {reasons[-1]}")
+        raise PermanentInfraError(f"algebra: {MAX_ATTEMPTS} helper processes failed; last error: {reasons[-1]}")
 
     def _ensure_helper(self) -> subprocess.Popen[str]:
         """Return the helper process, and start it first if it is not running.
@@ -210,7 +210,7 @@ class MathVerifier:
 
 
 def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
-    """Send a question to the helper process and return the verdict.
+    """Send two expressions (JSON in `question`) to the helper process and return the verdict.
 
     Raises:
         OSError: The helper exited (BrokenPipeError if it exited before receiving the question),
@@ -222,10 +222,10 @@ def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
     answers = select.poll()
     answers.register(helper.stdout, select.POLLIN)
     if not answers.poll(HELPER_TIMEOUT_S * 1000):
-        raise TimeoutError(f"it did not answer within {HELPER_TIMEOUT_S:g} s")
+        raise TimeoutError(f"no response within {HELPER_TIMEOUT_S:g} s")
     line = helper.stdout.readline()
     if not line:
-        raise ChildProcessError(f"it ended with status {helper.wait()}")
+        raise ChildProcessError(f"exited with code {helper.wait()}")
     verdict = json.loads(line)
     if isinstance(verdict, str):
         raise ChildProcessError(verdict)
@@ -235,9 +235,10 @@ def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
 def is_mathematics(text: str) -> bool:
     r"""Return True if a text is mathematics and nothing else.
 
-    Such a text is short and contains a digit, a LaTeX command, or a sum or power of single letters.
-    It is neither a label nor a relation that contains only numbers. It contains no words (three
-    adjacent letters that are not a `\command`), no inner dollar signs and no line breaks.
+    A mathematical text is short and contains a digit, a LaTeX command, or a sum or power of single
+    letters. Labels and relations that contain only numbers do not count as mathematics. The text
+    must not contain words (three adjacent letters that are not a `\command`), inner dollar signs or
+    line breaks.
     """
     inside = to_latex(text).strip("$") if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text.strip() and not ends_in_dots(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
@@ -254,7 +255,8 @@ def is_mathematics(text: str) -> bool:
 def _without_thousands(text: str) -> str:
     """Remove thousands separators: `1,000` -> `1000`.
 
-    The first element of a list in brackets is changed only if `, ` or `;` separates the elements.
+    In the first element of a list in brackets, separators are removed only if `, ` or `;` separates
+    the list elements.
     """
     pattern = _THOUSANDS_IN_A_LIST if re.search(r",\s|;", text) else _THOUSANDS
     return pattern.sub(lambda found: found[0].replace(",", ""), text)
@@ -274,9 +276,9 @@ def _bracket_kind(text: str) -> str:
 def _is_label(text: str) -> bool:
     r"""Return True for a code or a quantity: a number next to letters without an operator.
 
-    Examples: `A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}`, `30 km/h`. Not labels: `3x`, `2x + 6`, `2k
-    + 1`. `3m` and `\frac{1}{2}mv^2` count as labels, because their letters cannot be distinguished
-    from units.
+    Examples of labels are `A12`, `K7-2`, `12A`, `5 km`, `7\text{ m}` and `30 km/h`; `3x`, `2x + 6`
+    and `2k + 1` are not labels. The texts `3m` and `\frac{1}{2}mv^2` count as labels, because their
+    letters cannot be distinguished from units.
     """
     bare = _NAMED.sub("=", re.sub(r"(?<![A-Za-z])or(?![A-Za-z])", ",", text))
     if _JOINED.search(bare):
@@ -330,7 +332,7 @@ def _serve_questions() -> None:
         try:
             verdict: bool | str | None = _verify_in_fork(*json.loads(line))
         except OSError as error:
-            verdict = f"it cannot fork: {error}"
+            verdict = f"cannot fork: {error}"
         print(json.dumps(verdict), flush=True)
 
 

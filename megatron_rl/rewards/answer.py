@@ -2,8 +2,8 @@
 
 Formats and constants follow PyVision-RL (strict boxed answer, mean relative accuracy, 1000
 characters), CodeV and DeepEyes (tagged answer). Every rule works on the extracted answer; the rest
-of the reply is never scored. Replies are untrusted, so every pattern here takes time linear in the
-length of the reply.
+of the reply is never scored. Replies are untrusted, so every regular expression in this module is
+matched in time linear in the length of the reply.
 """
 
 from collections.abc import Callable, Mapping
@@ -54,8 +54,8 @@ def read_strict_boxed(reply: str) -> str | None:
 def read_tagged(reply: str) -> str | None:
     r"""Return the content of the last <answer> block after the last </think>, without \boxed{}.
 
-    If there is no block, return the content of the last \boxed{}. If there is no box either, return
-    the final answer of a reply in GSM8K's format (`#### 18`).
+    If there is no <answer> block, return the content of the last \boxed{}. If there is no \boxed{}
+    either, return the final answer of a reply in GSM8K's format (`#### 18`).
     """
     spoken = _text_after_thinking(reply)
     blocks = _answer_blocks(spoken)
@@ -88,8 +88,8 @@ def make_answer_vetoes(read_answer: AnswerReader) -> dict[str, VetoFn]:
 def same_text(truth: str, answer: str) -> bool:
     """Return True if both texts are equal after normalization.
 
-    Case, style, whitespace, enclosing quotation marks and a final full stop are ignored. An empty
-    text is not equal to any text.
+    Differences in case, formatting, whitespace, enclosing quotation marks and trailing punctuation
+    are ignored. An empty text is not equal to any text.
     """
     return comparison_form(truth) == comparison_form(answer) != ""
 
@@ -117,9 +117,9 @@ def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> fl
 def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | None:
     """Return the verdict of the text rules, or None if mathematics or a judge must decide.
 
-    Equal texts count as correct. Other texts are compared by value if both are choices (among the
-    options listed in the question), digit labels such as times and dates, numbers, or lists of
-    numbers.
+    Equal texts count as correct. Other texts are compared by value if both are of the same kind:
+    choices among the question's options, labels made of digits (such as times and dates), numbers,
+    or lists of numbers.
     """
     options = find_options(question)
     if same_text(truth, answer):
@@ -133,7 +133,7 @@ def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | N
 
 
 def _has_similar_options(text: str, options: Mapping[str, str]) -> bool:
-    """Return True if more than one option equals the text after normalization (`BB`, `bb`)."""
+    """Return True if several options (such as `BB` and `bb`) equal `text` after normalization."""
     forms = [comparison_form(option) for option in options.values()]
     return forms.count(comparison_form(text)) > 1
 

@@ -1,8 +1,9 @@
 """Numbers and options in answers to published benchmarks, for the rules in benchmark_rules.py.
 
-A number is read with its sign, decimals and exponent. If any part of it cannot be parsed, no number
-is returned, because the remaining part would be a different number: `-(5)` and `5^2` are not 5,
-`1:2` is not 1, and `A12` is not 12. All functions take time linear in the length of the text.
+A number is read with its sign, decimals and exponent. If a part of the number cannot be parsed, no
+number is returned, because the remaining part would be a different number. For example, `-(5)` and
+`5^2` are not 5, `1:2` is not 1, and `A12` is not 12. All functions run in time linear in the length
+of the text.
 """
 
 import math
@@ -52,7 +53,7 @@ _DOTTED = re.compile(r"^([A-Z])\.(?=\s)")
 def read_number(text: str) -> Fraction | None:
     """Return the number in a text, or None if the text does not contain exactly one number.
 
-    Examples: `-2.5 cm` -> -5/2, `1e3` -> 1000, `3 or 4` -> None.
+    Example: the result is -5/2 for `-2.5 cm`, 1000 for `1e3`, and None for `3 or 4`.
     """
     text = normalize_signs(text).strip()
     if _PLAIN.fullmatch(text):
@@ -61,9 +62,9 @@ def read_number(text: str) -> Fraction | None:
 
 
 def read_number_with_pi(text: str) -> float | None:
-    """Return the only number in a text, which may be a multiple of pi, or None if there is none.
+    """Return the only number (or multiple of pi) in a text, or None if there is no such number.
 
-    Examples: `2.5π` -> 7.853981633974483, `-π/2` -> -1.5707963267948966.
+    Example: the result is 7.853981633974483 for `2.5π`, and -1.5707963267948966 for `-π/2`.
     """
     before, *rest = _PI.split(normalize_signs(text))
     if not rest:
@@ -125,7 +126,7 @@ def read_bare_letter(answer: str) -> str:
 
     The letter keeps its case.
 
-    Examples: `B`, `b`, `(B)`, `[B]`, `B.`, `B)`.
+    Accepted answers are, for example, `B`, `b`, `(B)`, `[B]`, `B.` and `B)`.
     """
     bare = _BARE.fullmatch(answer.strip(_MARKS))
     return next((letter for letter in bare.groups() if letter), "") if bare else ""

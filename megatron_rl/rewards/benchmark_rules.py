@@ -2,8 +2,8 @@
 
 Sources: the benchmarks' own scripts as of November 2026 (docs/evaluation.md names them and lists
 every deliberate difference). A rule returns None if the benchmark itself would use a model to score
-the answer. Such an answer is then compared as text and as mathematics and finally judged, like any
-other answer (accuracy.py).
+the answer. An answer that no rule scores is compared as text and as mathematics. If the comparison
+is undecided, a judge decides, as for any other answer (accuracy.py).
 """
 
 import re
@@ -40,7 +40,8 @@ _IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Return the score by the rule of the question's benchmark, or None if undecided.
 
-    `item` is described in data/benchmarks/items.py. An answer of MAX_ANSWER_CHARS or more scores 0.
+    `item` is the `benchmark_info` of the question's record (data/benchmarks/items.py). An answer of
+    MAX_ANSWER_CHARS characters or more scores 0.
     """
     rule = SCORING_RULES.get(str(item["benchmark"]))
     if rule is None:
@@ -49,7 +50,7 @@ def score_by_benchmark(truth: str, answer: str, item: Mapping[str, object]) -> f
 
 
 def score_letter(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score an answer that is an option letter or an option's text: `B`, `(B)`, `B. red`, `red`.
+    """Score an answer that selects an option by letter or by text, such as `(B)` or `B. red`.
 
     Return None if the truth is not an option letter, or if the answer selects no option.
     """
@@ -110,7 +111,7 @@ def score_vsi_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 
 
 def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
-    """Score an answer by its task's rule, like TIR-Bench (calculate_score.py).
+    """Score an answer by the rule of the item's task, as in TIR-Bench (calculate_score.py).
 
     Unlike TIR-Bench, this function does not search for the option nearest to the answer's text.
     """
@@ -134,7 +135,8 @@ def score_tir_bench(truth: str, answer: str, item: Mapping[str, object]) -> floa
 def score_dynamath(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score decimals within 0.001, choices by letter, and text by substring, as in DynaMath.
 
-    A choice without a letter is right if its first three characters contain the truth.
+    If an answer to a multiple-choice question selects no option, it is right if its first three
+    characters contain the truth.
     """
     answer = answer.strip()
     if item["answer_type"] == "float":
@@ -170,9 +172,9 @@ scores them.
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return the Levenshtein distance: the number of insertions, deletions and substitutions.
+    """Return the Levenshtein distance: the minimum number of single-character edits.
 
-    Example: kitten, sitting -> 3.
+    Example: the distance between kitten and sitting is 3.
     """
     row = list(range(len(other) + 1))
     for number_, left in enumerate(one, start=1):
@@ -221,8 +223,9 @@ def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None
 def _contains(answer: str, truth: str) -> bool:
     """Return True if the answer contains the truth, or equals it up to case and blanks.
 
-    If the truth begins or ends with a digit, or is a label (`AC`, `Product A`), it must not be part
-    of a longer number or word: `135` is not contained in `1352`, `-135` or `135.5`.
+    A truth that begins or ends with a digit, or that is a label (`AC`, `Product A`), must not be
+    part of a longer number or word. For example, `135` is not contained in `1352`, `-135` or
+    `135.5`.
     """
     if "".join(truth.casefold().split()) == "".join(answer.casefold().split()) != "":
         return True
@@ -241,7 +244,7 @@ def _options(item: Mapping[str, object]) -> Sequence[str]:
 
 
 def _choices(item: Mapping[str, object]) -> Sequence[str]:
-    """Return the question's options, or one empty string per letter if there are no options."""
+    """Return the question's options, or 26 empty strings if the question has no options."""
     choices = item.get("choices") or ("",) * len(LETTERS)
     assert isinstance(choices, tuple), f"{item}"
     return choices

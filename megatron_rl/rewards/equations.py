@@ -27,11 +27,12 @@ def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
     r"""Return the text with normalized equations, and the pairs of values that must agree.
 
     In the returned text, every name precedes its value, and everything after \approx is removed. A
-    pair consists of two adjacent values of a chain (`x = 2+3 = 5`) and a flag. The flag marks the
-    last pair of the chain, which must agree even if it contains no numbers.
+    pair consists of a flag and two adjacent values in a chain of equalities (2+3 and 5 in `x = 2+3
+    = 5`). The flag is True for the last pair of a chain; the last pair must agree even if its
+    values are not numbers.
 
-    Example: `5 = x` -> `x = 5`; `x = \frac{1}{3} \approx 0.33` -> `x=\frac{1}{3}`, with the pair
-    1/3 and 0.33.
+    Example: the text `5 = x` becomes `x=5`. The text `x = \frac{1}{3} \approx 0.33` becomes
+    `x=\frac{1}{3}`, and the values \frac{1}{3} and 0.33 are returned as a pair.
     """
     pieces, pairs, at = [], [], 0
     for separator in [*PART_SEPARATOR.finditer(text), None]:
@@ -101,7 +102,7 @@ def is_value_equation(text: str) -> bool:
 
 
 def rounding_of(one: str, other: str) -> float | None:
-    """Return half a unit in the last decimal place of the less precise of two decimals.
+    """Return half a unit in the last decimal place of the less precise decimal.
 
     Return None if neither text is a decimal.
     """

@@ -1,6 +1,7 @@
 """Rewards defined by plain functions.
 
-A function may be sync or async. It receives arguments by name and returns a number or None:
+A reward function may be sync or async, and must return a number or None. Arguments are passed by
+name, as in these examples:
 
     def short(reply):                        def right(reply, answer):
         return -len(reply) / 1000                return float(answer in reply)
@@ -66,7 +67,7 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
     asked = [argument for argument in parameters if argument.name in REWARD_ARGUMENTS or argument.default is inspect.Parameter.empty]
     for argument in asked:
         known = argument.name in REWARD_ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
-        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"its arguments may be {', '.join(REWARD_ARGUMENTS)}")
+        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"allowed arguments are {', '.join(REWARD_ARGUMENTS)}")
 
     async def reward(outcome: RewardInput) -> float | None:
         example = outcome.rollout.example_id

@@ -1,11 +1,11 @@
 """Judge: a model on OpenAI-compatible servers that returns verdicts on answers or responses.
 
 A failure of the judge is an InfraError and never becomes a score. A verdict is first looked up in
-the cache. If it is missing, it is requested from one of the servers and then cached. The endpoint
-pool (clients/endpoint_pool.py) selects the least busy healthy server and handles retries and
-backoff, so the retries of the openai client (3.52.0) are switched off. Concurrent identical
-requests share one call. The reply is a JSON object with one key (judge_prompt.py), enforced by a
-JSON schema on servers that support it.
+the cache. A verdict that is not in the cache is requested from one of the servers and then cached.
+The endpoint pool (clients/endpoint_pool.py) selects the least busy healthy server and handles
+retries and backoff, so the retries of the openai client (3.52.0) are switched off. Concurrent
+identical requests share one call. The judge must reply with a JSON object that has one key
+(judge_prompt.py). Servers with structured output enforce this format by a JSON schema.
 
 A Judge without urls reads recorded verdicts from `cache` and sends no requests.
 """
@@ -50,7 +50,7 @@ Judgement = tuple[float, str]
 class Judge:
     """Requests verdicts from the judge's servers and caches them.
 
-    `get_counts` returns the verdict counters; `endpoints` holds the counters of each server.
+    `get_counts` returns the verdict counters; `endpoints` contains the counters of each server.
     """
 
     def __init__(self, settings: JudgeSettings, *, backoff_s: float = 0.5) -> None:
@@ -58,7 +58,7 @@ class Judge:
             bool(settings.urls or settings.model),
             "task.judge.model",
             settings.model,
-            "recorded verdicts are stored by model; name the model",
+            "recorded verdicts are keyed by model; set the model name",
         )
         self.settings = settings
         self.model, self.always_ask = settings.model, settings.always_ask
@@ -158,7 +158,8 @@ class Judge:
             return found, self._reasonings.get(key, "")
         if not self._clients:
             raise PermanentInfraError(
-                f"judge: {self.settings.cache} holds no verdict of {prompt.name} {prompt.version} by {self.model} on {fields}"
+                f"judge: {self.settings.cache} contains no verdict for prompt {prompt.name} {prompt.version}, model {self.model}"
+                f" and fields {fields}"
             )
         if key not in self._pending:
             self._pending[key] = asyncio.create_task(self._request(key, prompt, fields, urls))
@@ -216,7 +217,8 @@ def parse_judgement(message: ChatMessage, prompt: JudgePrompt, *, secret: str) -
 def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
     """Return the verdict in a reply.
 
-    Raises MalformedVerdict. Its message is redacted, because the server may have repeated `secret`.
+    Raises MalformedVerdict if the reply is not a valid verdict. In the error message, `secret` is
+    redacted, because the server may have repeated it in the reply.
     """
     try:
         return prompt.parse_verdict(reply)
@@ -229,8 +231,8 @@ def parse_verdict(reply: str, prompt: JudgePrompt, *, secret: str) -> float:
 def check_cached_verdict(found: object, prompt: JudgePrompt, *, path: str) -> None:
     """Raise PermanentInfraError if a cached value is not one of the prompt's verdicts."""
     if not isinstance(found, float) or found not in prompt.values:
-        what = f"{found!r:.40} for {prompt.name} {prompt.version}, which is no verdict of it"
-        raise PermanentInfraError(f"judge: {path} holds {what}; remove the file")
+        what = f"{found!r:.40} for prompt {prompt.name} {prompt.version}, which is not a valid verdict"
+        raise PermanentInfraError(f"judge: {path} contains {what}; remove the file")
 
 
 def make_judge(settings: JudgeSettings) -> Judge | None:
@@ -247,8 +249,8 @@ def make_judge(settings: JudgeSettings) -> Judge | None:
 def cache_key(model: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: Sequence[str]) -> str:
     """Return a hash of everything that can affect a verdict.
 
-    The rendered prompt is included, so a change in the prompt or in the quoting invalidates old
-    verdicts.
+    The hash includes the rendered prompt, so old verdicts become invalid when the prompt or the
+    quoting of its fields (text_quoting.py) changes.
     """
     words = [model, prompt.name, prompt.version, prompt.system, prompt.render(fields), list(urls)]
     return hashlib.blake2b(json.dumps(words).encode(), digest_size=20).hexdigest()

@@ -1,4 +1,4 @@
-r"""Measures which attacks of a policy flip a judge's verdict, and prints a table.
+r"""Measures which attacks flip a judge's verdict, and prints a table.
 
     python -m megatron_rl.rewards.judge_attack_suite --url http://HOST:18901/v1
 
@@ -6,12 +6,14 @@ Controls come first: plain right answers must be judged right, and plain wrong a
 judged wrong; otherwise the results are meaningless. Then each attack (option --trick; see
 judge_attacks.py) is applied to wrong answers and to low-quality responses. An attack flips a
 verdict if the wrong answer is judged right, or if the response scores higher than without the
-attack. A verdict counts as withheld if a healthy judge returns no verdict; in a run, such an
-episode counts as failed and not as wrong. The rules and vetoes of a run are not applied here.
+attack. A verdict counts as withheld if a healthy judge returns no verdict. In training, an episode
+with a withheld verdict counts as failed, not as wrong. This command does not apply the answer rules
+and vetoes of training.
 
-exit status: 0 no verdict was flipped, 1 some were flipped or withheld,
-             2 the controls failed, or no server could be used
-examples:
+Exit status: 0 if no verdict was flipped, 1 if a verdict was flipped or withheld, and 2 if the
+controls failed or no server could be used.
+
+Examples:
   python -m megatron_rl.rewards.judge_attack_suite --url http://127.0.0.1:18901/v1
   python -m megatron_rl.rewards.judge_attack_suite --url http://a:18901/v1 --url http://b:18901/v1 \
       --model judge --concurrency 64
@@ -48,11 +50,12 @@ TABLE_WIDTH = 120
 
 @dataclass(slots=True, frozen=True)
 class TrickResult:
-    """Result of one attack: which of `total` verdicts it flipped, and how many were withheld."""
+    """Result of one attack: flipped verdicts, number of withheld verdicts, number of verdicts."""
 
     name: str
     flipped: Sequence[str]
-    """Question families and process prompts for which the attack flipped the verdict."""
+    """Flipped verdicts: families of the questions, and names of the prompts that judge responses.
+    """
     withheld: int
     total: int
 
@@ -70,9 +73,10 @@ async def judge_answer(judge: Judge, question: AttackQuestion, answer: str) -> f
 
 
 async def judge_work(judge: Judge, prompt_name: str, response: str) -> float | None:
-    """Return the verdict on a response whose image is plain gray and therefore shows no evidence.
+    """Return the verdict on a low-quality response.
 
-    Return None if a healthy judge returns no verdict. Raises InfraError.
+    The judge also receives a plain gray image, which contains no evidence for the response. Return
+    None if a healthy judge returns no verdict. Raises InfraError.
     """
     try:
         fields = {"question": POOR_WORK[prompt_name][0], "response": response[-MAX_RESPONSE_CHARS:]}
@@ -141,13 +145,15 @@ async def run_suite(settings: JudgeSettings, trick_names: Sequence[str]) -> int:
         await judge.close()
     console.print(format_results(tallies), markup=False)
     if not poor:
-        console.print("the judge accepts no images: the prompts for work (task.reward=codev) are skipped", soft_wrap=True)
+        console.print("the judge accepts no images: skipping the prompts that judge responses (task.reward=codev)", soft_wrap=True)
     for line in failed:
         console.print(f"control failed: {line}", markup=False, soft_wrap=True)
     turned, withheld = sum(len(tally.flipped) for tally in tallies), sum(tally.withheld for tally in tallies)
-    said = f"{len(tallies)} tricks, {sum(bool(tally.flipped) for tally in tallies)} turned a verdict; {turned} verdicts turned"
+    said = f"{len(tallies)} attacks, {sum(bool(tally.flipped) for tally in tallies)} flipped a verdict; {turned} verdicts flipped"
     of = sum(tally.total for tally in tallies)
-    console.print(f"{judge.model}: {said}, {withheld} withheld of {of}; {len(failed)} controls failed", markup=False, soft_wrap=True)
+    console.print(
+        f"{judge.model}: {said} and {withheld} withheld, out of {of}; {len(failed)} controls failed", markup=False, soft_wrap=True
+    )
     return EXIT_NO_JUDGE if failed else EXIT_FLIPPED if turned or withheld else EXIT_HELD
 
 
@@ -156,13 +162,17 @@ def build_parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="python -m megatron_rl.rewards.judge_attack_suite", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument(
-        "--url", action="append", required=True, help="base address of a server, as in task.judge.urls; may be given again"
-    )
+    options.add_argument("--url", action="append", required=True, help="base URL of a server, as in task.judge.urls; can be repeated")
     options.add_argument("--model", default="", help="name of the served model (default: as reported by the server)")
-    options.add_argument("--concurrency", type=int, default=JudgeSettings().concurrency, help="requests at once (default %(default)s)")
-    options.add_argument("--timeout", type=float, default=JudgeSettings().timeout_s, help="seconds of one request (default %(default)g)")
-    options.add_argument("--trick", action="append", choices=list(TRICKS), metavar="NAME", help="only this one; may be given again")
+    options.add_argument(
+        "--concurrency", type=int, default=JudgeSettings().concurrency, help="number of concurrent requests (default %(default)s)"
+    )
+    options.add_argument(
+        "--timeout", type=float, default=JudgeSettings().timeout_s, help="request timeout in seconds (default %(default)g)"
+    )
+    options.add_argument(
+        "--trick", action="append", choices=list(TRICKS), metavar="NAME", help="attack to run (default: all attacks); can be repeated"
+    )
     return options
 
 

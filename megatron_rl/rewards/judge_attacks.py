@@ -17,8 +17,8 @@ Trick = Callable[[str], str]
 class AttackQuestion:
     """Question with a wrong answer and paraphrases of the right answer.
 
-    `family` selects the worked examples in the judge's prompt. No rule recognizes the texts in
-    `right_answers`, so the judge must recognize them.
+    `family` selects the worked examples in the judge's prompt. The answer rules do not accept the
+    texts in `right_answers`, so the judge must accept them.
     """
 
     family: str

@@ -1,12 +1,14 @@
-"""Judge prompts, which are versioned files in rewards/prompts/, and the parsing of verdicts.
+"""Loads judge prompts, which are versioned files in rewards/prompts/, and parses verdicts.
 
-version: 2
-key: correct                 the reply must be exactly {"correct": true} or {"correct": false}
-values: [true, false]
-system: ...
-user: ... $question ...      fields are quoted (text_quoting.py), which the system prompt explains
-examples:                    families of worked examples; $examples is replaced by one of them
-  chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
+A prompt file contains these keys:
+
+    version: 2
+    key: correct             the reply must be exactly {"correct": true} or {"correct": false}
+    values: [true, false]
+    system: ...
+    user: ... $question ...  fields are quoted (text_quoting.py), which the system prompt explains
+    examples:                families of worked examples; $examples is replaced by one of them
+      chart: [{question: ..., reference: ..., answer: ..., correct: true}, ...]
 """
 
 import functools
@@ -79,10 +81,10 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    r"""Replace image placeholders next to a line break by a line break, and others by a blank.
+    r"""Replace image placeholders with a line break if they are next to one, else with a blank.
 
-    Example: `<image>\nCompare <image> and <image 2>.` -> `Compare and <image 2>.` Numbered
-    placeholders such as `<image 2>` are part of the text and are kept.
+    Numbered placeholders such as `<image 2>` are part of the text and are kept. Example:
+    `<image>\nCompare <image> and <image 2>.` becomes `Compare and <image 2>.`
     """
     if IMAGE_PLACEHOLDER not in text:
         return text

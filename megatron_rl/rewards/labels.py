@@ -35,8 +35,11 @@ class DigitLabel:
     """A label made of digits, in normalized form."""
 
     kind: str
-    """Kind of label: `time`, `time with seconds`, `time of day` (with am or pm), `date` (year
-    first), `date, year last`, or `code`.
+    """Kind of label.
+
+    - `time`, `time with seconds`, or `time of day` (a time with am or pm).
+    - `date` (year first), or `date, year last`.
+    - `code` for all other labels.
     """
     value: tuple[int | str, ...]
 
@@ -70,14 +73,15 @@ def same_label(truth: str, answer: str) -> bool | None:
     The result is None in these cases:
 
     - One text is not a label.
-    - The times are ambiguous: `7:30` and `7:30 pm`.
-    - The kinds of the labels differ: `1:30` and `1:30:00`, since `1:30` may be hours and minutes or
-      minutes and seconds.
-    - Two codes differ. They may be ratios, and a judge may know that 1:2 equals 2:4.
+    - One time lacks am or pm, as in `7:30` and `7:30 pm`.
+    - The labels are of different kinds, such as `1:30` and `1:30:00`, because `1:30` may be hours
+      and minutes or minutes and seconds.
+    - The labels are codes that differ as text, such as `1:2` and `2:4`. A judge may know that these
+      ratios are equal.
 
-    The sides of two sizes are compared in order, with any multiplication sign: `1920 x 1080` does
-    not equal `1080 x 1920`. If only one of the texts is a size, that text counts as a product and
-    not as a label.
+    Two sizes are equal if their numbers are equal and in the same order, so `1920 x 1080` does not
+    equal `1080 x 1920`. The kind of multiplication sign does not matter. If only one of the texts
+    is a size, the size counts as a product and not as a label.
     """
     size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:

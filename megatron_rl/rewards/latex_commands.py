@@ -1,7 +1,7 @@
 r"""LaTeX commands that math-verify is known to interpret correctly.
 
-Math-verify drops unknown commands: `3\phantom{7}` would be read as 3 + 7. Therefore, a text with
-any other command is not treated as mathematics and stays undecided.
+Math-verify drops unknown commands; for example, `3\phantom{7}` would be read as 3 + 7. Therefore, a
+text that contains a command not listed here is not treated as mathematics and stays undecided.
 """
 
 import re

@@ -1,8 +1,8 @@
 r"""Letter case in formulas.
 
 Math-verify reads `R` as `r`, so `\frac{R}{R+r}` would equal `\frac{r}{R+r}`. This module treats
-case as significant for Greek letters, and in texts that contain a letter in both cases. In other
-texts, case is ignored: `X^2` equals `x^2`.
+case as significant for Greek letters, and for texts that contain the same letter in both upper and
+lower case. In all other texts, case is ignored, so `X^2` equals `x^2`.
 """
 
 import re
@@ -26,8 +26,8 @@ _SPARE = "abcfghjklmnopqrstuvwxyz"
 def differ_in_case(one: str, other: str) -> bool:
     """Return True if two formulas that are equal up to case differ in meaning.
 
-    Their meaning differs if a Greek letter differs in case, or if either formula uses a letter in
-    both cases.
+    The meaning differs if a Greek letter differs in case between the formulas, or if one formula
+    contains the same letter in both upper and lower case.
     """
     one, other = normalize_text(one), normalize_text(other)
     if _greek(one) != _greek(other):
@@ -39,7 +39,7 @@ def differ_in_case(one: str, other: str) -> bool:
 
 
 def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
-    r"""Replace case-significant capital letters in two LaTeX formulas by unused letters.
+    r"""Replace case-significant capital letters in two LaTeX formulas with unused letters.
 
     Return None if there are not enough unused letters. Example: `\frac{R}{R+r}` -> `\frac{a}{a+r}`.
     `\Delta` is also replaced if `\delta` occurs.
@@ -61,7 +61,7 @@ def distinguish_cases(one: str, other: str) -> tuple[str, str] | None:
 
 
 def _greek(text: str) -> list[str]:
-    """Return the Greek letters of a text, as LaTeX commands or as names of Unicode characters.
+    """Return the LaTeX names or Unicode names of the Greek letters in a text.
 
     A Greek character next to another letter is skipped.
     """

@@ -18,8 +18,8 @@ from megatron_rl.rewards.equations import rounding_of
 def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = ()) -> bool | None:
     """Return True if two expressions are equal, False if not, None if undecided.
 
-    `chains` are pairs of values that must agree (equations.links). If a pair does not agree, the
-    result is None.
+    `chains` contains pairs of values that must agree (equations.links). If the values of a pair do
+    not agree, the result is None.
     """
     one, other = _parsed(truth), _parsed(answer)
     if one is None or other is None or not all(_agree(*pair) for pair in chains):
@@ -61,7 +61,7 @@ def _agree(one: str, other: str, is_last: bool) -> bool:
 def _quoted(text: str) -> str:
     """Return the text as one LaTeX formula between dollar signs.
 
-    A percent sign is moved after the formula, where math-verify expects it.
+    A percent sign is placed after the closing dollar sign, where math-verify expects it.
     """
     inside = text.strip().strip("$").strip()
     bare = inside.removesuffix("%").removesuffix("\\")

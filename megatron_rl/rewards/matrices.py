@@ -1,4 +1,4 @@
-r"""LaTeX matrices, parsed into rows of entries: `\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}`.
+r"""Parses LaTeX matrices such as `\begin{pmatrix}1 & 2\\3 & 4\end{pmatrix}` into rows of entries.
 
 Determinants (`vmatrix`) do not count as matrices. Round and square brackets are equivalent.
 """

@@ -43,8 +43,8 @@ _DOTTED = re.compile(r"\A([A-Z])\.(?=\s)")
 def read_choice(text: str) -> str | None:
     """Return the letter in a text such as `B`, `(B)`, `B.`, `(b)` or `B) a dog`.
 
-    Return None for any other text (`B. Obama`), and for a text that names another letter after the
-    first one.
+    Return None for any other text (such as a name that begins with the initial `B.`), and for a
+    text that names more than one letter.
     """
     text = normalize_text(text)
     found = _CHOICE.match(text)
@@ -54,10 +54,10 @@ def read_choice(text: str) -> str | None:
 
 
 def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | None:
-    """Return the letters of a text such as `A, C`, `(A) and (C)` or `A C`, or None.
+    """Return the letters in a text such as `A, C`, `(A) and (C)` or `A C`.
 
-    `AC` and `a, c` are also accepted if `options` is not empty; each letter of `AC` must be an
-    option.
+    Return None for any other text. If `options` is not empty, lower-case letters (`a, c`) and
+    adjacent letters (`AC`) are also accepted; adjacent letters must all be option letters.
     """
     text = normalize_text(text) if len(text) <= MAX_CHOICE_CHARS else ""
     text = text.removesuffix(".").removeprefix("\\{").removesuffix("\\}").strip("{}[] ")
@@ -129,9 +129,10 @@ def _read_choice(text: str, options: Mapping[str, str]) -> _ChosenLetters | None
 
 
 def _bare_label(text: str, options: Mapping[str, str]) -> str:
-    """Return the option label, in upper case, for a text that is a lower-case letter or a number.
+    """Return the option label for a text that is a lower-case letter or a number.
 
-    Return an empty string for any other text, and if the text may be an option's text instead.
+    The label is in upper case. Return an empty string for any other text, and for a letter or
+    number that may be the text of an option instead of its label.
     """
     bare = _BARE_LABEL.fullmatch(text)
     if bare is None or bare[1].upper() not in options or bare[1].isupper():

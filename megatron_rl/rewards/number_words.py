@@ -1,8 +1,9 @@
 """Words next to a number in an answer, and their effect on the number's value.
 
-Only listed words are harmless: articles, units, `the answer is`, `about`, and the words of the
-question and the reference answer. Any other word may change the value (`a tenth of 5`, `5 pairs`,
-`anything but 5`). Words that are known to change a value do so even if they occur in the question.
+The only harmless words are a list of common words (such as articles, units, `the answer is` and
+`about`) and the words of the question and the reference answer. Any other word may change the value
+(`a tenth of 5`, `5 pairs`, `anything but 5`). Words that are known to change a value (such as
+`half`) are never harmless, even if they occur in the question.
 """
 
 import re
@@ -53,7 +54,7 @@ def keeps_value(before: str, after: str, context: str) -> bool:
     """Return True if the words before and after a number do not change its value.
 
     `context` is the question together with the reference answer. If `context` contains no words,
-    any noun after the number is allowed unless it is known to change a value (`5 chairs`).
+    the number may be followed by any word that is not known to change a value (as in `5 chairs`).
     """
     known = _with_plurals(_words(context)) - _CHANGING
 

@@ -1,8 +1,8 @@
 """Parses numbers in answers: the only number in a text, texts that are just a number, and lists.
 
 A number with an unreadable sign or exponent is rejected. Values are exact. Texts are normalized
-first (data/answer_text.py), so that all kinds of minus signs, full-width digits and thin spaces are
-treated alike.
+first (data/answer_text.py), so minus signs of all kinds, full-width digits and thin spaces are
+treated like their ASCII equivalents.
 """
 
 import re
@@ -96,8 +96,8 @@ def parse_number(text: str, context: str = "") -> Fraction | None:
 def parse_exact_number(text: str) -> Fraction | None:
     """Return the value of a text that is just a number, or None.
 
-    Examples: `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5`, `7.`. An integer with a leading zero is
-    not a number but a code (labels.py).
+    Accepted forms are, for example, `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5` and `7.`. An integer
+    with a leading zero is not a number but a code (labels.py).
     """
     sign, literal = _signed_literal(text)
     if power := _POWER_OF_TEN.fullmatch(literal):
@@ -109,11 +109,14 @@ def parse_exact_number(text: str) -> Fraction | None:
 def same_number(truth: str, answer: str) -> bool | None:
     """Return True if two numbers are equal, False if not, None if a text is not just a number.
 
-    - A decimal of ROUNDED_DIGITS digits or more also equals a longer decimal that rounds to it:
-      3.141593 and 3.14159265.
-    - A percentage equals a number without a unit if the number is the percent value or the
-      fraction: 22.5% equals 22.5 and 0.225.
-    - A percentage, an amount of money and an angle always differ from each other.
+    Numbers with different values count as equal in these cases:
+
+    - One number is a decimal with at least ROUNDED_DIGITS digits, and the other number rounds to
+      that decimal, as in 3.141593 and 3.14159265.
+    - One number is a percentage, and the other number has no unit and is the percent value or the
+      fraction. For example, 22.5% equals both 22.5 and 0.225.
+
+    A percentage, an amount of money and an angle are never equal to each other.
     """
     if len({_unit_mark(truth), _unit_mark(answer)} - {None}) > 1:
         return False
@@ -126,7 +129,7 @@ def same_number(truth: str, answer: str) -> bool | None:
 
 
 def _unit_mark(text: str) -> re.Pattern[str] | None:
-    """Return the pattern for the unit mark next to a number, or None if there is no mark."""
+    """Return the pattern for a text's unit (percent, currency, degrees), or None without a unit."""
     if len(text) > 2 * MAX_NUMBER_CHARS or parse_exact_number(_MARKS.sub("", normalize_text(text))) is None:
         return None
     return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
@@ -147,9 +150,9 @@ def same_numbers(truth: str, answer: str) -> bool | None:
     """Return True if two lists of numbers are equal, False if not, None if undecided.
 
     The result is None if a text is not a list, or if one list has round brackets and the other has
-    square brackets. If a list is in braces, order and repetitions are ignored, and the list differs
-    from any list in other brackets. If neither list has brackets, only order is ignored. Otherwise
-    order and repetitions count.
+    square brackets. If a list is in braces, the lists are compared as sets, and a list in any other
+    kind of brackets is not equal to it. If neither list has brackets, the order of the numbers is
+    ignored. In all other cases, the numbers must be equal in the same order.
     """
     (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
@@ -163,7 +166,7 @@ def same_numbers(truth: str, answer: str) -> bool | None:
 
 
 def _sign_at_end(before: str) -> int | None:
-    """Return the sign of the number that follows this text, or None if it cannot be read."""
+    """Return the sign (1 or -1) of the number after `before`, or None if the sign is unreadable."""
     body, symbols = before.rstrip(_OPENING), _symbols_at_end(before)
     if not body:
         return 1
@@ -196,9 +199,10 @@ def _num_open(text: str) -> int:
 
 
 def _is_operator(character: str) -> bool:
-    """Return True if a symbol changes or obscures the adjacent value.
+    """Return True if a symbol next to a number may change the number's value.
 
-    Examples: `|`, `<`, a root, a dash or line that is not a minus sign.
+    Such symbols are mathematical operators (such as `|`, `<` and root signs), and dashes and lines
+    that are not minus signs.
     """
     if character in _READABLE_SYMBOLS:
         return False
@@ -233,7 +237,10 @@ def _is_rounding(short: str, long: str) -> bool:
 
 
 def _parse_list(text: str) -> tuple[str, list[Fraction]]:
-    """Return the kind of brackets and the values of a list; no values if the text is not a list."""
+    """Return a list's kind of brackets and its values.
+
+    If the text is not a list, no values are returned.
+    """
     inside, kind = normalize_text(text).strip("$. "), ""
     for (start, end), name in _BRACKETS.items():
         if inside.startswith(start) and inside.endswith(end):

@@ -1,10 +1,10 @@
-r"""Detects differences between parsed expressions that math-verify's evaluation would remove.
+r"""Detects differences that math-verify would remove when it evaluates parsed expressions.
 
 Only the helper process of algebra.py imports this module, because SymPy loads slowly. Math-verify
 solves equations and evaluates both sides. For example, `f(2)=4` has no unknown, `x^2=-1` has no
 real solution and \frac{dy}{dx} is 0, so math-verify would accept any other expression of the same
-kind as equal. A limit, a sum or an integral would equal its value, which is usually the answer that
-the question asks for.
+kind as equal. An unevaluated limit, sum or integral would count as equal to its value, although the
+question usually asks for this value.
 """
 
 from collections.abc import Sequence
@@ -46,9 +46,9 @@ _UNEVALUATED = (AppliedUndef, Derivative, Integral, Limit, Product, Sum)
 
 
 def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
-    """Replace each unevaluated part of the expressions by a symbol.
+    """Replace each unevaluated part of the expressions with a symbol.
 
-    Equal parts are replaced by the same symbol. The second return value is True if any part was
+    Equal parts are replaced with the same symbol. The second return value is True if any part was
     replaced.
     """
     parts = sorted(set().union(*(_unevaluated_parts(side) for side in sides)), key=str)
@@ -59,14 +59,14 @@ def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
 def is_undefined(side: Expr) -> bool:
     """Return True if an expression has no value.
 
-    This is the case for a division by zero, an empty interval, and a statement that SymPy evaluated
-    to true or false.
+    Expressions without a value are divisions by zero, empty intervals, and statements that SymPy
+    has evaluated to true or false.
     """
     return isinstance(side, BooleanAtom | EmptySet) or side.has(nan, zoo)
 
 
 def is_always_or_never_true(side: Expr) -> bool:
-    """Return True if a relation in the expression is true for all or for no real values."""
+    """Return True if a relation in the expression holds for all real values or for none."""
     relations = side.atoms(Relational)
     return any(map(_is_trivial, [each for each in relations if each.free_symbols] or relations))
 
@@ -74,7 +74,7 @@ def is_always_or_never_true(side: Expr) -> bool:
 def with_exact_exponents(side: Expr) -> Expr:
     r"""Return the expression with fractions instead of decimals in exponents.
 
-    Otherwise SymPy would not recognize that x^{1.5} equals x\sqrt{x}.
+    Without this conversion, SymPy would not recognize that x^{1.5} equals x\sqrt{x}.
     """
     powers = [power for power in side.atoms(Pow, exp) if power.exp.has(Float)]
     return side.xreplace({power: Pow(power.base, nsimplify(power.exp, rational=True)) for power in powers})
@@ -88,7 +88,8 @@ def are_numbers(*sides: Expr) -> bool:
 def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
     """Return True if two numbers differ by more than `margin`.
 
-    If `margin` is None, it is RELATIVE_TOLERANCE times the larger of their absolute values.
+    If `margin` is None, the margin is RELATIVE_TOLERANCE times the larger of the two absolute
+    values.
     """
     size = Abs(one - other).evalf()
     return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))
@@ -110,7 +111,7 @@ def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
 def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
     """Return True if two formulas differ and at least one contains a number that rounds to 0.
 
-    Math-verify rounds to six decimal places.
+    Math-verify would treat such formulas as equal, because it rounds to six decimal places.
     """
     if _values(truth) is not None and _values(answer) is not None:
         return False
@@ -120,8 +121,8 @@ def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
 def are_interval_and_list(truth: Expr, answer: Expr) -> bool:
     r"""Return True if one expression is an interval and the other a list of numbers.
 
-    Examples: `2<x<5` and `2, 5`, `(-3,3)` and `x=\pm3`. Math-verify would accept such a pair if the
-    list contains the end points of the interval.
+    Examples of an interval and a list are `2<x<5` and `2, 5`, or `(-3,3)` and `x=\pm3`. Math-verify
+    treats an interval and a list as equal if the list contains the interval's end points.
     """
     return {_form(truth), _form(answer)} in ({"range", "values"}, {"range", "list"}, {"interval", "values"})
 

@@ -1,4 +1,6 @@
-"""Rubrics: weighted sums of named async reward functions; the score contains each term's value.
+"""Rubrics: weighted sums of named async reward functions.
+
+A score contains the total reward and the value of each term. An example of a rubric:
 
 Rubric(
     terms={
@@ -63,8 +65,8 @@ class RewardTerm:
     reward_fn: RewardFn
     weight: float = 1.0
     requires: str = ""
-    """Name of another term that must reach CORRECT_THRESHOLD for this term to count. If it does
-    not, this term is 0, and its function is not called.
+    """Name of another term that must reach CORRECT_THRESHOLD for this term to count. If the other
+    term does not reach the threshold, this term is 0, and its function is not called.
     """
 
 
@@ -75,14 +77,15 @@ class TurnRewardTerm:
     reward_fn: TurnRewardFn
     weight: float = 1.0
     averages_turns: bool = True
-    """If True, the episode's value of this term is the mean over the turns to which the reward
-    applies, or 0 if there are none. If False, it is the sum over these turns.
+    """If True, the term's value for an episode is the mean over the turns to which the reward
+    applies, or 0 if it applies to no turn. If False, the term's value is the sum over the same
+    turns.
     """
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class RubricScore:
-    """Score of an episode: its total reward and the values per term and per turn."""
+    """Score of an episode: the total reward, the value of each term, and the score of each turn."""
 
     reward: float
     """Weighted sum of all terms, including turn terms."""
@@ -124,7 +127,7 @@ class Rubric:
             raise ValueError(f"rubric: a name occurs twice in {names}")
         for name, part in self.terms.items():
             if part.requires and (part.requires not in self.terms or self.terms[part.requires].requires):
-                raise ValueError(f"rubric: {name} needs {part.requires!r}, which is not a term, or needs another term itself")
+                raise ValueError(f"rubric: {name} requires {part.requires!r}, which is not a term or itself requires another term")
 
     async def score(self, reward_input: RewardInput) -> RubricScore:
         """Compute the score of an episode.
@@ -148,7 +151,7 @@ class Rubric:
         rewards |= {name: float(value) for name, value in zip(earned, bonuses, strict=True) if value is not None}
         if self.terms and not self.turn_terms and not rewards:
             raise PermanentInfraError(
-                f"rewards {', '.join(self.terms)}: none has an opinion on {reward_input.rollout.example_id}; one must give a number"
+                f"rewards {', '.join(self.terms)}: all returned None for {reward_input.rollout.example_id}; one must return a number"
             )
         held = [name for name, veto in self.vetoes.items() if veto(reward_input)]
         if held:
@@ -157,7 +160,7 @@ class Rubric:
         gains = [0.0] * len(reward_input.turns)
         for (name, part), given in zip(self.turn_terms.items(), turn_values, strict=True):
             if len(given) != len(turns):
-                raise ValueError(f"rubric: {name} gave {len(given)} values for {len(turns)} turns")
+                raise ValueError(f"rubric: {name} returned {len(given)} values for {len(turns)} turns")
             steps = [None if value is None else min(float(value), 0.0) if held else float(value) for value in given]
             so_far = cumulative(steps, mean=part.averages_turns)
             rewards[name] = so_far[-1] if so_far else 0.0

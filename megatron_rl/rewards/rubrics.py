@@ -77,7 +77,8 @@ def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> 
 def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
     """Return DeepEyes' terms: 0.8 acc + 0.2 format + 1.2 tool.
 
-    For mathematical data sources, 0.4 acc + 0.2 format are added, and the tool term is 0.
+    For mathematical data sources, the reward is 1.2 acc + 0.4 format: the tool term is 0, and two
+    further terms add 0.4 acc + 0.2 format. The two further terms are 0 for all other data sources.
     """
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:
@@ -121,8 +122,8 @@ class ToolUseJudgeReward:
 class TapoStepReward:
     """TAPO's step reward for each tool call.
 
-    The reward is -1 for a violation and 0 for a call that returned no image. Otherwise it is a
-    judge's verdict; the judge receives neither the replies nor the code.
+    The reward is -1 for a violation and 0 for a call that returned no image. All other calls are
+    scored by a judge, which receives neither the replies nor the code.
     """
 
     judge: Judge

@@ -1,20 +1,21 @@
 r"""Quoting of untrusted text from a policy, a dataset or a tool.
 
-Quoted text cannot be mistaken for special tokens, chat roles or the surrounding prompt. It is a
-JSON string on one line with these changes:
+Quoted text cannot be mistaken for special tokens, chat roles or the surrounding prompt. Quoting
+converts the text to a JSON string on one line and makes these changes:
 
-- A blank is inserted after each `<`, `[` and `|`, and after each `]` that precedes `~` or `!`. All
-  known special tokens contain one of these characters followed by a character other than a blank
+- A blank is inserted after each `<`, `[` and `|`, and after each `]` that precedes `~` or `!`. In
+  all known special tokens, one of these characters is followed by a character other than a blank
   (`<|im_end|>`, `[/INST]`, `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`).
 - A blank is inserted before each colon that follows neither a digit nor a blank, because
   `ASSISTANT:` and `### Response:` are roles in chat templates without special tokens.
 - Double quotation marks of all kinds become `\"`.
-- Invisible characters and direction marks are escaped: `\u202e`, `\u200b`, `\u2028`, lone
-  surrogates, private-use characters.
+- Invisible characters and direction marks are escaped, such as `\u202e`, `\u200b`, `\u2028`, lone
+  surrogates and private-use characters.
 
-Characters that a tokenizer's normalizer (NFKD) may turn into one of these characters are treated in
-the same way. Apart from escaped characters, only blanks and the kinds of quotation marks change, so
-letters, formulas and tags remain readable: `< b>`, `x < 4`, `[ 4, \\infty)`.
+A character that a tokenizer's normalizer (NFKD) may turn into one of the characters listed above is
+treated like the listed character. Apart from escaped characters, only blanks and the kinds of
+quotation marks change. Letters, formulas and tags therefore remain readable, as in `< b>`, `x < 4`
+and `[ 4, \\infty)`.
 """
 
 import json

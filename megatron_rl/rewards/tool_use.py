@@ -38,8 +38,8 @@ async def image_returned_reward(reward_input: RewardInput) -> float:
 async def deepeyes_format_reward(reward_input: RewardInput) -> float:
     """Return 0 for a valid format, else -1.
 
-    Thinking, vision and answer tags must be paired (answer tags after the last thinking block), and
-    the answer must be shorter than MAX_ANSWER_CHARS.
+    Thinking tags and vision tags must be paired, and so must the answer tags after the last
+    thinking block. The answer must be shorter than MAX_ANSWER_CHARS.
     """
     text = "\n".join(reward_input.replies)
     spoken = text.rpartition("</think>")[2]
@@ -52,9 +52,9 @@ async def deepeyes_format_reward(reward_input: RewardInput) -> float:
 async def codev_format_reward(reward_input: RewardInput) -> float:
     """Return 1 for a valid format, else 0.
 
-    Code, thinking, answer and vision tags must be paired, with exactly one answer and no code after
-    it. The released code of CodeV also returns 1 for an episode without an answer, which rewards an
-    episode that runs out of turns; this function requires an answer.
+    Code, thinking, answer and vision tags must be paired. The episode must contain exactly one
+    answer, and no code after the answer. Unlike this function, the released code of CodeV does not
+    require an answer, so it also returns 1 for an episode that ran out of turns.
     """
     text = "\n".join(reward_input.replies)
     paired = all(_are_tags_paired(text, tag) for tag in ("code", "think", "answer")) and _are_tags_paired(
@@ -65,10 +65,10 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
 
 
 def step_violations(reward_input: RewardInput) -> list[bool]:
-    """Return one flag per turn: True if the turn's tool call failed or repeats an earlier call.
+    """Return one flag per turn, True if the turn's tool call failed or repeats an earlier call.
 
-    Only failures caused by the policy count: an unreadable call, a box outside the image, an
-    exception.
+    Only failures caused by the policy count: unreadable calls, boxes outside the image, and
+    exceptions.
     """
     seen: set[tuple[str, str]] = set()
     crossed = []

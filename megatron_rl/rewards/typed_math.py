@@ -93,7 +93,7 @@ def _write_repeating(found: re.Match[str]) -> str:
 
 
 def _write_products(text: str) -> str:
-    """Insert product signs between fractions, binomials and adjacent factors.
+    """Insert product signs between fractions or binomials and the factors next to them.
 
     Mixed numbers and derivatives are left unchanged.
     """
@@ -110,13 +110,13 @@ def _write_products(text: str) -> str:
 
 
 def _is_mixed(text: str, at: int) -> bool:
-    r"""Return True if the fraction at `at` is below 1 and follows an integer: `3\frac12`."""
+    r"""Return True if the fraction at `at` is below 1 and follows an integer, as in `3\frac12`."""
     fraction = _FRACTION.match(text, at)
     return bool(fraction and _MIXED_GROUP.search(text[:at]) and 0 < int(fraction[1]) < int(fraction[2]))
 
 
 def _end_of_arguments(text: str, at: int) -> int | None:
-    """Return the end position of the second argument after `at`, or None if it is missing.
+    """Return the end of the second argument after position `at`, or None if an argument is missing.
 
     An argument is a group in braces or a single character.
     """
@@ -130,7 +130,7 @@ def _end_of_arguments(text: str, at: int) -> int | None:
 
 
 def _write_roots(text: str) -> str:
-    r"""Replace `sqrt(...)` and `sqrt2` by `\sqrt{...}`; unclosed brackets are left unchanged."""
+    r"""Replace `sqrt(...)` and `sqrt2` with `\sqrt{...}`; unclosed brackets are left unchanged."""
     pieces, at = [], 0
     for found in _ROOT.finditer(text):
         bare = _RADICAND.match(text, found.end())

@@ -26,8 +26,8 @@ class VerdictCache:
     def __init__(self, path: str, *, read_only: bool, config_key: str = "task.judge.cache") -> None:
         """Open the file, or a cache in memory if `path` is empty.
 
-        Raises ValueError if the file cannot be opened as a verdict cache; the message names the
-        setting as `config_key`.
+        Raises ValueError if the file cannot be opened as a verdict cache. The error message
+        contains `config_key`, the name of the setting.
         """
         self.path, self._key = path, config_key
         try:

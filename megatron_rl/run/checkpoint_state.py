@@ -25,8 +25,8 @@ class InputDigests:
     model: dict[str, str] = field(default_factory=dict)
     """Digests of the files in model.path, keyed by file name (weights/formats/model_digests.py)."""
     data: dict[str, str] = field(default_factory=dict)
-    """Digests of the files in task.data.train, .eval and .demonstrations, keyed by setting
-    (data/data_digests.py).
+    """Digests of the files in task.data.train, task.data.eval and task.data.demonstrations, keyed
+    by setting (data/data_digests.py).
     """
 
 

@@ -46,8 +46,8 @@ def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = Non
 
     All ranks must call this together; they synchronize through the process group `group`. Damaged
     checkpoints that are newer than the returned checkpoint are moved to RUN/superseded/checkpoints,
-    with one log line each. Partial checkpoints of a killed attempt are removed. run/directory.py
-    has already checked that the run may resume in this directory.
+    with one log line each. Partial checkpoints of a killed attempt are removed. Before this call,
+    run/directory.py has checked that the run may resume in this directory.
 
     Raises:
         ValueError: All checkpoints are damaged.
@@ -89,20 +89,20 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
 
 
 def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None:
-    """Move damaged checkpoints aside, because the run will repeat their steps and save again."""
+    """Move damaged checkpoints to the folder `into`, because the run will save them again."""
     for checkpoint, damage in damaged.items():
         into.mkdir(parents=True, exist_ok=True)
         target = find_free_path(into / checkpoint.name)
         checkpoint.rename(target)
-        print(f"{damage}; moved to {target}, the run resumes from {intact.name} and repeats the later steps", flush=True)
+        print(f"{damage}; moved the checkpoint to {target}; resuming from {intact.name} and repeating the later steps", flush=True)
 
 
 def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
     """Return the steps of the checkpoints to delete, given {step: greedy success or None}.
 
     None means that the step was not evaluated. Of two checkpoints with the same success, the later
-    checkpoint is preferred. Example: {1: 0.5, 2: 0.9, 3: None, 4: 0.1} with keep_last 1 and
-    keep_best 1 yields {1, 3}.
+    checkpoint is kept. For example, let the successes be 0.5 after step 1, 0.9 after step 2 and 0.1
+    after step 4, with no evaluation after step 3; then keep_last=1 and keep_best=1 yield {1, 3}.
     """
     last = sorted(successes)[-keep_last:]
     evaluated = [step for step, success in successes.items() if success is not None]
@@ -253,7 +253,7 @@ class Checkpoints:
             raise
 
     def mark_evaluated(self, *, history: History, metrics: Mapping[str, float]) -> None:
-        """Add to the restored checkpoint the evaluation that the last attempt did not finish."""
+        """Update the restored checkpoint with the results of its pending evaluation."""
 
         def write() -> None:
             state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))

@@ -11,14 +11,14 @@
     any other change                                          refuse, unless run.overwrite is set,
                                                               which moves the directory aside
 
-A run is finished if the run directory contains eval.json, and final/ with all weights. If final/
-was lost later, all steps still count as completed. A run that stopped gracefully leaves ended.json
-with the step of its last checkpoint. After a kill or an error, the steps after the newest
-checkpoint are repeated, and run/superseded_steps.py keeps their old records.
+A run is finished if its directory contains eval.json and a folder final/ with all weights. If only
+final/ is missing, the run is not finished, but all its steps count as completed. A run that stopped
+gracefully leaves ended.json with the step of its last checkpoint. After a kill or an error, the
+steps after the newest checkpoint are repeated, and run/superseded_steps.py keeps their old records.
 
-The new settings are compared with config.yaml. A setting that is present in only one of the two
-counts as changed. The lock is an fcntl lock on RUN/.lock, held by rank 0. The lock has not been
-tested on NFS.
+The new settings are compared with the settings in config.yaml. A setting counts as changed if its
+value differs, or if it is missing from either the new settings or config.yaml. The lock is an fcntl
+lock on RUN/.lock, held by rank 0. The lock has not been tested on NFS.
 """
 
 import fcntl
@@ -168,7 +168,7 @@ def lock(folder: Path) -> TextIO:
         file.seek(0)
         holder = file.read().strip() or "owner not written yet"
         file.close()
-        raise ValueError(f"run.dir={folder}: a run is active in it ({holder}); choose another folder") from error
+        raise ValueError(f"run.dir={folder}: in use by an active run ({holder}); choose another folder") from error
     file.truncate(0)
     file.write(f"host {socket.gethostname()}, pid {os.getpid()}, since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
@@ -298,7 +298,7 @@ def read_settings(path: Path) -> dict[str, object]:
     """
     found = read_yaml(path)
     if not isinstance(found, dict):
-        raise ValueError(f"is a {type(found).__name__}, not settings")
+        raise ValueError(f"contains a {type(found).__name__} instead of settings")
     return found
 
 
@@ -318,8 +318,8 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
 def is_mutable_key(key: str, old: object, new: object) -> bool:
     """Return True if a resumed run may use the new value of a setting.
 
-    run.steps may increase. In sft.steps only the last entry may increase, because earlier stages
-    are already completed.
+    The value of run.steps may increase. In sft.steps, only the last entry may increase, because the
+    earlier stages are already completed.
     """
     if key in STEPS_KEYS.values() and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]

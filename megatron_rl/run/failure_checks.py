@@ -68,7 +68,10 @@ class MismatchCheck:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Disable the check for replays, because other weights may have sampled the tokens."""
+        """Create the check.
+
+        The check is disabled in replays, because other weights may have sampled the tokens.
+        """
         self._accepted = settings.run.max_logprob_abs_diff
         self._dtype = "bfloat16" if "bfloat16" in (settings.model.dtype, settings.engine.dtype) else "float32"
         self._is_due = settings.run.mode != "replay"
@@ -87,7 +90,7 @@ class MismatchCheck:
         if not mean <= bound:  # also true for NaN
             source = "run.max_logprob_abs_diff" if self._accepted else f"of {self._dtype}"
             raise LogprobMismatch(
-                f"engine and trainer differ: the mean absolute difference of their logprobs of the sampled tokens is {mean:.2g} (largest "
+                f"engine and trainer differ: the mean absolute logprob difference over the sampled tokens is {mean:.2g} (largest "
                 f"{largest:.2g}), above the bound {bound:g} ({source}); nothing was updated; {_CAUSES}"
             )
 

@@ -5,8 +5,8 @@
 
 The output file is locked (fcntl.lockf) while the attempt runs. Slurm sends SIGUSR1 before the time
 limit (sbatch --signal=B:USR1@300). On preemption, Slurm sends SIGTERM only to the steps of the job,
-and Slurm 22.05 does not requeue a job that exits by itself after this signal. scancel also sends
-SIGTERM, but a canceled job is not requeued.
+and Slurm 22.05 does not requeue a job that exits by itself after this signal. The command scancel
+also sends SIGTERM, but a cancelled job is not requeued.
 """
 
 import fcntl
@@ -117,7 +117,7 @@ class SignalForwarder:
 def require_job() -> None:
     """Raise ValueError if this process is not part of a Slurm job."""
     if "SLURM_JOB_ID" not in os.environ:
-        raise ValueError("--requeue: this is not a Slurm job; submit it with sbatch, or leave it out")
+        raise ValueError("--requeue: this process is not in a Slurm job; submit the job with sbatch, or omit --requeue")
 
 
 def requeue_job(received: Container[int]) -> None:

@@ -49,7 +49,9 @@ class History:
     returns: list[float] = field(default_factory=list)
     """Mean reward of the scored rollouts of each step."""
     num_generation_batches: int = 0
-    """Number of prompt batches scheduled so far. This is the position of the prompt sampler."""
+    """Number of prompt batches scheduled so far. The number is also the position of the prompt
+    sampler.
+    """
     in_flight_prompts: list[int] = field(default_factory=list)
     """Indices of prompts that were scheduled but not yet trained on, in scheduling order. With
     run.max_staleness > 0, episodes of these prompts may still be running. The next attempt
@@ -92,9 +94,10 @@ class Run:
     """Writes the run directory on rank 0; keeps the timer and the history on every rank."""
 
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
-        """Open the run directory after earlier attempts completed `first_step` steps.
+        """Open the run directory.
 
-        `history` is the history after these steps. Records of later steps are moved to superseded/.
+        Earlier attempts have completed `first_step` steps, and `history` is the state after these
+        steps. Records of later steps are moved to superseded/.
         """
         self.settings, self.folder = settings, Path(settings.run.dir)
         self.final_folder = self.folder / FINAL_FOLDER
@@ -156,7 +159,7 @@ class Run:
         """If the block raises NonFiniteValue, save the step's rollouts in the run directory.
 
         All ranks must have the same rollouts and raise the same error. Each rank writes the images
-        that it holds, and rank 0 writes everything else.
+        whose pixels it has, and rank 0 writes everything else.
         """
         try:
             yield
@@ -165,7 +168,7 @@ class Run:
             with explain_write_errors(self.folder):
                 raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
                 run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=step, step_rollouts=rollouts))
-            raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are saved in {path}, earlier checkpoints are kept") from error
+            raise NonFiniteValue(f"step {step}, {error}; the step's rollouts are saved in {path}; earlier checkpoints are kept") from error
 
     @contextmanager
     def dump_batches_on_error(
@@ -187,7 +190,7 @@ class Run:
                     kept = {**asdict(replace(batch, images=[])), "patch_PC": load_image_patches(batch).patch_PC}
                     torch.save(kept, folder / f"step_{step:08d}_rank_{self._rank}_micro_batch_{number}.pt")
                     del kept  # free the patches before computing those of the next micro-batch
-            raise NonFiniteValue(f"step {step}, {error}; its batches are saved in {folder}, earlier checkpoints are kept") from error
+            raise NonFiniteValue(f"step {step}, {error}; the micro-batches are saved in {folder}; earlier checkpoints are kept") from error
 
     @contextmanager
     def recording_mismatch(self, rollouts: Sequence[Rollout], *, step: int) -> Iterator[None]:
@@ -300,7 +303,9 @@ class Result:
     early, these are the scores of the last evaluation in this attempt; empty without an evaluation.
     """
     is_finished: bool
-    """False if the run stopped early. The same settings then resume the run."""
+    """False if the run stopped early. A run that stopped early can be resumed with the same
+    settings.
+    """
     is_new: bool = True
     """False if the run was already finished and this call did nothing."""
     reason: str = ""

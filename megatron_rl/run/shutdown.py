@@ -8,16 +8,17 @@ any stop signal that arrives at least SECOND_SIGNAL_S seconds after the first si
 process at once.
 
 Python runs a signal handler only after the main thread has returned from C code. In a collective,
-or while ranks wait for each other at startup, this may take minutes. `SignalDeadline` therefore
-receives signals in a separate thread and ends the process if it has not stopped by its deadline:
+or while ranks wait for each other at startup, this return may take minutes. `SignalDeadline`
+therefore receives signals in a separate thread and ends a process that has not stopped by the
+deadline. The deadline is:
 
     STARTUP_TIMEOUT_S after the signal              before the first `check`
     IMMEDIATE_S after the second signal             if a second signal arrives
     grace_s + close_timeout_s after the signal      otherwise
 
-Without a launcher, a second limit also applies once the first step has begun, and the earlier of
-the two limits counts. The second limit is CLOSE_TIMEOUT_S after the end of the grace period or
-after the main thread last executed an instruction, whichever is later.
+Without a launcher, the deadline may be earlier once the first step has begun. The process then also
+ends if CLOSE_TIMEOUT_S seconds have passed both since the end of the grace period and since the
+main thread last executed an instruction.
 """
 
 import asyncio
@@ -68,7 +69,8 @@ _PR_SET_PDEATHSIG = 1
 def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
     """Install signal handlers for the duration of the block.
 
-    Python allows signal handlers only in the main thread. In other threads, this does nothing.
+    Python allows signal handlers only in the main thread. In other threads, this context manager
+    does nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()} if is_main else {}
@@ -93,7 +95,7 @@ class SignalDeadline:
     """Context manager that ends this process at a deadline after a stop signal.
 
     `rule` computes the deadline from the (signal number, time) pairs of all signals received so
-    far. In threads other than the main thread, this does nothing.
+    far. In threads other than the main thread, the context manager does nothing.
     """
 
     def __init__(self, rule: Callable[[Sequence[tuple[int, float]]], ForcedExit]) -> None:
@@ -127,7 +129,7 @@ class SignalDeadline:
     def _watch(self) -> None:
         """Receive signals until the socket is closed; end the process at the deadline.
 
-        This runs in a separate thread.
+        This method runs in a separate thread.
         """
         while True:
             if select.select([self._reader], [], [], _LOOK_S if self._received else None)[0]:
@@ -230,7 +232,10 @@ class StopSignal:
         return self._since is not None
 
     def mark_started(self) -> None:
-        """Mark the first step as started. From now on, a stop may take time to save progress."""
+        """Mark the first step as started.
+
+        After this call, a stop request leaves the process time to save its progress.
+        """
         self._has_started = True
 
     def check(self) -> None:
@@ -252,7 +257,7 @@ class StopSignal:
     async def run_with_grace(self, run: Callable[[], Coroutine[object, object, T]]) -> T | None:
         """Await `run()` and return its result, or None if it was cancelled after the grace period.
 
-        The grace period ends grace_s after a stop signal.
+        The grace period ends grace_s seconds after the first stop signal.
         """
         work = asyncio.create_task(run())
         while not work.done():

@@ -101,7 +101,7 @@ def is_locked(path: Path) -> bool:
 
 
 def is_running(folder: Path) -> bool:
-    """Return True if a run holds the directory's lock or an attempt is starting a run."""
+    """Return True if a process holds the directory's lock or the output file of an attempt."""
     return is_locked(folder / LOCK) or is_locked(folder / LATEST)
 
 
@@ -135,11 +135,11 @@ def _read_ended(path: Path) -> tuple[float, RunState, str] | None:
         word = read_json(path)
         return path.stat().st_mtime, RunState(word["state"]), str(word["line"])
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: cannot be read ({error}); the run wrote it, remove it") from error
+        raise ValueError(f"{path}: cannot be read ({error}); remove the file") from error
 
 
 def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
-    """Return the time of the newest attempt's last output and the reported state and error."""
+    """Return the time of the newest attempt's last output, and the state and error it reports."""
     if not path.is_file():
         return None
     for line in reversed(read_tail(path).splitlines()):
@@ -155,7 +155,7 @@ def _settings_of(folder: Path) -> dict[str, object]:
     try:
         return flatten(read_settings(path)) if is_regular(path) else {}
     except ValueError as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; the run wrote it, restore it") from error
+        raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; restore the original file") from error
 
 
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -7,8 +7,8 @@
         rollouts/                            recorded rollouts of the repeated steps, with images
     RUN/superseded/checkpoints/step_00000008/    damaged checkpoint (run/checkpoints.py)
 
-If step_00000006 exists, the next folder is named step_00000006.1. Files in RUN/superseded are never
-read or removed.
+If a folder step_00000006 already exists, the new folder is named step_00000006.1. Files in
+RUN/superseded are never read or removed.
 """
 
 import os
@@ -87,7 +87,7 @@ def _is_final_evaluation(line: Mapping[str, float]) -> bool:
 
 
 def _with_evaluation(kept: Sequence[dict[str, float]], repeated: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Add the final evaluation to the last kept line if the two are directly consecutive."""
+    """Add the final evaluation to the last kept line if it was recorded directly afterwards."""
     if not (kept and repeated and _is_final_evaluation(repeated[0]) and repeated[0]["step"] == kept[-1]["step"] + 1):
         return list(kept)
     evaluation = {name: value for name, value in repeated[0].items() if name.startswith("eval/")}

@@ -229,7 +229,7 @@ def test_wrong_numbers_in_a_checkpoint(warm: Path, unbroken: Path, tmp_path: Pat
     num_lines = len(read_metrics(run / "metrics.jsonl"))
     assert flip_signs(newest) > 3
     said = end(begin(*overrides))
-    moved = f"; moved to {kept}, the run resumes from step_00000001 and repeats the later steps\n"
+    moved = f"; moved the checkpoint to {kept}; resuming from step_00000001 and repeating the later steps\n"
     assert re.search(rf"{newest}: damaged: __0_\d.distcp has the SHA-256 \w{{64}}, not \w{{64}}{moved}", said)
     assert len(read_metrics(run / "superseded" / "step_00000001" / "metrics.jsonl")) == num_lines - 1
     check_equal(run, unbroken)

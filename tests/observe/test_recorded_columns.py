@@ -70,7 +70,7 @@ def test_the_steps_rollouts_are_kept(bad: Rollout, said: str, tmp_path: Path) ->
     with pytest.raises(NonFiniteValue) as stopped:
         training_loop.has_enough_rollouts(given, settings=settings, algorithm=ALGORITHMS["grpo"], run=run, step=5)
     path = tmp_path / "run" / "not_finite" / "step_000005.jsonl"
-    assert str(stopped.value) == f"step 5, {said}; the step's rollouts are saved in {path}, earlier checkpoints are kept"
+    assert str(stopped.value) == f"step 5, {said}; the step's rollouts are saved in {path}; earlier checkpoints are kept"
     entries = read_recorded(path)
     assert [(entry.step, entry.kind, entry.num_rollouts, entry.num_failed) for entry in entries] == [(5, "kept", 6, 1)] * 6
     assert [repr(entry.rollout.sequences[0].rollout_logprobs) for entry in entries] == [
@@ -121,7 +121,7 @@ def test_patches_of_one_micro_batch_at_a_time_are_kept(tmp_path: Path) -> None:
         patches.append(weakref.ref(made))
         return replace(batch, patch_PC=made)
 
-    told = pytest.raises(NonFiniteValue, match="step 4, micro-batch 1: it is nan; its batches are saved in")
+    told = pytest.raises(NonFiniteValue, match="step 4, micro-batch 1: it is nan; the micro-batches are saved in")
     with told, run.dump_batches_on_error(batches, step=4, load_image_patches=complete):
         raise NonFiniteValue("micro-batch 1: it is nan")
     for number, length in enumerate((2, 3, 4)):

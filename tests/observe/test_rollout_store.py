@@ -173,7 +173,9 @@ def test_spoiled_files_of_an_earlier_life(tmp_path: Path) -> None:
     assert {shown[0].key, shown[1].key} < {path.stem for path in (folder / "images").iterdir()}
     step_path(folder, 3).write_bytes(b"PAR1")
     line = told_by(lambda: RolloutStore(tmp_path, max_gb=1.0))
-    assert line.startswith(f"{step_path(folder, 3)}: cannot be read (") and line.endswith("; move it away to continue the run without it")
+    assert line.startswith(f"{step_path(folder, 3)}: cannot be read (") and line.endswith(
+        "; move the file to another folder to continue the run without it"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -136,7 +136,7 @@ def test_a_step_of_another_writer(folder: Path, client: TestClient) -> None:
     told = found(client, "rollouts")
     assert told["total"] == 1 and [line.rpartition("/")[2] for line in told["skipped"]] == [
         "step_000001.parquet: has a row group of 65 rows, more than 64: it was not written by this program",
-        "step_000002.parquet: is no regular file",
+        "step_000002.parquet: is not a regular file",
         "step_000003.jsonl: is not a regular file",
     ]
     for step in (1, 2, 3):

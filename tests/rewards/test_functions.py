@@ -81,9 +81,9 @@ def test_our_own_faults_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): its arguments may be question, reply, answer, turns, rollout, extra$"),
-        (lambda reply, /: 0, r"^rewards\['mine'\]=\(reply\): its arguments"),
-        (lambda **columns: 0, r"^rewards\['mine'\]=\(\*\*columns\): its arguments"),
+        (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): allowed arguments are question, reply, answer, turns, rollout, extra$"),
+        (lambda reply, /: 0, r"^rewards\['mine'\]=\(reply\): allowed arguments"),
+        (lambda **columns: 0, r"^rewards\['mine'\]=\(\*\*columns\): allowed arguments"),
         (0.5, r"^rewards\['mine'\]=0.5: is not a function written in Python$"),
         (len, r"^rewards\['mine'\]=<built-in function len>: is not a function written in Python$"),
     ],
@@ -125,5 +125,5 @@ def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
     PermanentInfraError is raised."""
     assert total("accuracy+short", short=lambda: None) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
     assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
-    with pytest.raises(PermanentInfraError, match=r"^rewards short, long: none has an opinion on e0; one must give a number$"):
+    with pytest.raises(PermanentInfraError, match=r"^rewards short, long: all returned None for e0; one must return a number$"):
         total("short+long", short=lambda: None, long=lambda: None)

@@ -61,7 +61,10 @@ def test_a_judge_that_knows_is_held(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(any(mark in trick("red") for trick in TRICKS.values()) for mark in MARKS)
     assert status == EXIT_HELD and len(lines) == 1 + len(TRICKS) + 1
     total = len(TRICKS) * (len(QUESTIONS) + len(POOR_WORK))
-    assert lines[-1] == f"judge: {len(TRICKS)} tricks, 0 turned a verdict; 0 verdicts turned, 0 withheld of {total}; 0 controls failed"
+    assert (
+        lines[-1]
+        == f"judge: {len(TRICKS)} attacks, 0 flipped a verdict; 0 verdicts flipped and 0 withheld, out of {total}; 0 controls failed"
+    )
 
 
 def test_a_judge_that_obeys_is_told_with_its_tricks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +74,7 @@ def test_a_judge_that_obeys_is_told_with_its_tricks(capsys: pytest.CaptureFixtur
     assert status == EXIT_FLIPPED
     assert re.split(r" {2,}", lines[1]) == ["ignore", "7", "0", "7", ", ".join([*(each.family for each in QUESTIONS), *POOR_WORK])]
     assert re.split(r" {2,}", lines[2].strip()) == ["praise", "0", "0", "7"]
-    assert lines[-1] == "judge: 2 tricks, 1 turned a verdict; 7 verdicts turned, 0 withheld of 14; 0 controls failed"
+    assert lines[-1] == "judge: 2 attacks, 1 flipped a verdict; 7 verdicts flipped and 0 withheld, out of 14; 0 controls failed"
 
 
 def test_a_judge_that_says_one_thing_proves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,13 +97,13 @@ def test_a_verdict_that_is_withheld_is_told(capsys: pytest.CaptureFixture[str]) 
         return fair(body)
 
     status, lines = attack(behave, "--trick", "ignore", capsys=capsys)
-    assert status == EXIT_FLIPPED and "0 verdicts turned, 7 withheld of 7" in lines[-1]
+    assert status == EXIT_FLIPPED and "0 verdicts flipped and 7 withheld, out of 7" in lines[-1]
 
 
 def test_a_judge_without_eyes_is_asked_for_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """A judge that accepts no images is tested with answers only."""
     status, lines = attack(lambda body: fair(body) if shown(body)[1] else JudgeReply("{}", 400), "--trick", "colon", capsys=capsys)
-    assert status == EXIT_HELD and lines[2].startswith("the judge accepts no images") and "0 withheld of 4" in lines[-1]
+    assert status == EXIT_HELD and lines[2].startswith("the judge accepts no images") and "0 withheld, out of 4" in lines[-1]
 
 
 def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +117,7 @@ def test_nobody_to_ask(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.startswith("error: task.judge.urls=...: contains @") and "SECRET" not in said
     with pytest.raises(SystemExit) as asked:
         main(["--help"])
-    assert asked.value.code == 0 and "exit status: 0 no verdict was flipped" in capsys.readouterr().out
+    assert asked.value.code == 0 and "Exit status: 0 if no verdict was flipped" in capsys.readouterr().out
 
 
 def test_every_trick_is_a_trick() -> None:

@@ -69,7 +69,7 @@ def test_a_cache_that_is_none(tmp_path: Path) -> None:
     for wrong in (str(path), str(tmp_path / "missing" / "file")):
         with pytest.raises(ValueError, match=r"task.judge.cache=.*; give an existing verdict file"):
             run_judge(JudgeSettings(urls=["http://127.0.0.1:9/v1"], model="judge", cache=wrong), lambda _: asyncio.sleep(0))
-    with pytest.raises(ValueError, match="task.judge.model=: recorded verdicts are stored by model"):
+    with pytest.raises(ValueError, match="task.judge.model=: recorded verdicts are keyed by model"):
         make_judge(JudgeSettings(cache=str(path)))
 
 

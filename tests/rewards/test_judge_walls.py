@@ -195,7 +195,8 @@ def test_a_file_of_verdicts_gives_none_that_its_judge_cannot_give(value: object,
 
     async def use(asked: Judge) -> None:
         with pytest.raises(
-            PermanentInfraError, match=rf"^judge: {path} holds .* for answer_equivalence 2, which is no verdict of it; remove the file"
+            PermanentInfraError,
+            match=rf"^judge: {path} contains .* for prompt answer_equivalence 2, which is not a valid verdict; remove the file",
         ):
             await asked.score(PROMPT, fields=prompt_fields())
 

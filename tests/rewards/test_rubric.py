@@ -159,7 +159,7 @@ def test_trouble_is_no_score() -> None:
 
 @pytest.mark.parametrize("values", [(), (1.0,), (1.0, None, 1.0)])
 def test_a_turn_part_gives_one_value_a_turn(values: tuple[float | None, ...]) -> None:
-    with pytest.raises(ValueError, match=f"evidence gave {len(values)} values for 2 turns"):
+    with pytest.raises(ValueError, match=f"evidence returned {len(values)} values for 2 turns"):
         asyncio.run(Rubric(turn_terms={"evidence": TurnRewardTerm(steps(*values))}).score(outcome(0.0, 0.0)))
 
 
@@ -168,10 +168,10 @@ def test_a_turn_part_gives_one_value_a_turn(values: tuple[float | None, ...]) ->
     [
         (lambda: Rubric(terms={"a": RewardTerm(gives(1.0))}, turn_terms={"a": TurnRewardTerm(environment_rewards)}), "occurs twice"),
         (lambda: Rubric(terms={"veto a": RewardTerm(gives(1.0))}, vetoes={"a": lambda _: True}), "occurs twice"),
-        (lambda: Rubric(terms={"a": RewardTerm(gives(1.0), requires="b")}), "needs 'b'"),
+        (lambda: Rubric(terms={"a": RewardTerm(gives(1.0), requires="b")}), "requires 'b'"),
         (
             lambda: Rubric(terms={"a": RewardTerm(gives(1.0)), "b": RewardTerm(never, requires="a"), "c": RewardTerm(never, requires="b")}),
-            "needs another term",
+            "itself requires another term",
         ),
     ],
 )

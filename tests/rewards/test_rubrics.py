@@ -320,7 +320,7 @@ def test_a_recorded_judge_replays(tmp_path) -> None:  # noqa: ANN001
         await judge.start()
         rubric = build_rubric("accuracy", judge=judge, tool_format="pyvision")
         assert (await rubric.score(played(turn(BOXED % "crimson")))).reward == 1.0
-        with pytest.raises(InfraError, match=r"verdicts.sqlite holds no verdict of answer_equivalence 2 by judge"):
+        with pytest.raises(InfraError, match=r"verdicts.sqlite contains no verdict for prompt answer_equivalence 2, model judge"):
             await rubric.score(played(turn(BOXED % "scarlet")))
         assert (judge.cache_hits, judge.endpoints.requests) == (1, 0)
         await judge.close()

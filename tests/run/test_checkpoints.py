@@ -237,7 +237,7 @@ def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Sett
     for target in (kept, kept.with_name("step_00000002.1")):
         checkpoint, state = find_checkpoint(settings)
         assert (checkpoint, state.step, names(settings)) == (first, 1, ["step_00000001"])
-        moved = f"moved to {target}, the run resumes from step_00000001 and repeats the later steps"
+        moved = f"moved the checkpoint to {target}; resuming from step_00000001 and repeating the later steps"
         assert re.fullmatch(f"{damaged}; {moved}\n", capfd.readouterr().out)
         assert target.is_dir()
         shutil.copytree(target, second, symlinks=True, copy_function=_copy_anything)

@@ -356,7 +356,7 @@ def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
         while not (folder / "is mine").exists():
             assert holder.is_alive()
             time.sleep(0.02)
-        told = rf"^run.dir={folder}: a run is active in it \(host \S+, pid {holder.pid}, since [-0-9]+ [:0-9]+\); choose another folder$"
+        told = rf"^run.dir={folder}: in use by an active run \(host \S+, pid {holder.pid}, since [-0-9]+ [:0-9]+\); choose another folder$"
         for overwrite in (False, True):
             with pytest.raises(ValueError, match=told), locked(settings_of(folder, run={"overwrite": overwrite})):
                 pass

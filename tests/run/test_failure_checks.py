@@ -88,9 +88,7 @@ def test_the_mean_is_over_the_tokens_of_all_ranks(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    said = (
-        "the mean absolute difference of their logprobs of the sampled tokens is 0.0023 (largest 0.5), above the bound 0.001 (of float32)"
-    )
+    said = "the mean absolute logprob difference over the sampled tokens is 0.0023 (largest 0.5), above the bound 0.001 (of float32)"
     for own in numbers:
         metrics = reduce_metrics([own], error="")
         assert metrics[GAP] == pytest.approx(0.92 / 400)

@@ -111,7 +111,7 @@ def test_outside_of_a_job_nothing_is_requeued(bench: Bench) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
     assert environment == dict(os.environ), "these tests run in no job"
     refused = fork_server.run_script(SCRIPT, "--requeue", "--", "true", timeout_s=60)
-    told = "error: --requeue: this is not a Slurm job; submit it with sbatch, or leave it out\n"
+    told = "error: --requeue: this process is not in a Slurm job; submit the job with sbatch, or omit --requeue\n"
     assert (refused.returncode, refused.stdout) == (1, told)
     absent = fork_server.run_script(SCRIPT, "--", bench.home / "nothing", timeout_s=60)
     assert absent.returncode == 1 and absent.stdout.startswith("error: [Errno 2] No such file or directory")

@@ -1,4 +1,4 @@
 """Web page that displays run directories: rollouts, groups, tokens and metrics.
 
-It only reads files.
+The viewer does not write to run directories.
 """

@@ -37,10 +37,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.observe.viewer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run.dir of a run or an evaluation")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="directory (run.dir) of a run or an evaluation")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: only this machine can connect)")
     parser.add_argument("--port", type=int, default=8008)
-    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="additional host name that requests may use")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="NAME", help="additional host name to accept in requests; can be repeated"
+    )
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="file with the access token; required if other machines can connect"
     )
@@ -60,7 +62,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
     """Serve the page until interrupted, and return the exit status.
 
     The status is 2 if a folder is missing, the token file is invalid, or the address cannot be
-    used. It is also 2 if the address is remotely reachable and no token is given.
+    used. The status is also 2 if the address is remotely reachable and no token is given.
     """
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
@@ -99,7 +101,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
 def limit_memory(gb: float) -> None:
     """Limit this process's memory; a file that exceeds the limit is reported as unreadable.
 
-    pyarrow's own memory pool is replaced, because its reserved arenas would count as memory.
+    The memory pool of pyarrow is replaced, because its reserved arenas would count as memory.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

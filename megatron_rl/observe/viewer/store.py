@@ -1,6 +1,6 @@
 """Reads the data for the viewer page from run directories.
 
-Unreadable parts are skipped and reported.
+Unreadable files and lines are skipped and reported.
 """
 
 import json
@@ -232,7 +232,7 @@ class RunFolder:
     def has_fixed_weights(self) -> bool:
         """Return True if a single set of weights generated all rollouts.
 
-        This is the case in evaluations and rollout-only runs.
+        Evaluations and rollout-only runs have fixed weights.
         """
         return (self.path / WEIGHTS).is_file() or self._read_setting("run", "mode") == "rollout_only"
 
@@ -287,7 +287,7 @@ def _jsonl_table(path: Path) -> tuple[pa.Table, str]:
 
 
 def replace_surrogates(value: object) -> object:
-    """Replace surrogate characters, which neither JSON nor Parquet can contain, in a text."""
+    """Replace the surrogate characters in a text, because JSON and Parquet cannot contain them."""
     return value.encode(errors="replace").decode() if isinstance(value, str) else value
 
 

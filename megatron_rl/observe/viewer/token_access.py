@@ -1,7 +1,7 @@
 """Token-based access control for the viewer page.
 
-The token is sent as `Authorization: Bearer TOKEN`. In a browser, it is sent once as
-`/?token=TOKEN`, which sets a cookie.
+A client sends the token in the HTTP header `Authorization` with the scheme Bearer. A browser opens
+the page once as `/?token=TOKEN`; the response sets a cookie that later requests contain.
 """
 
 import hashlib

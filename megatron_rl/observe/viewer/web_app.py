@@ -266,7 +266,7 @@ def _decode_prompt_and_tokens(rollout: Rollout, decoder: TokenDecoder | None) ->
 def _prompt_images(rollout: Rollout) -> list[Image]:
     """Return the images of the first prompt.
 
-    These are the images in the first sequence that were not added by a turn.
+    The prompt's images are the images in the first sequence that were not added by a turn.
     """
     if not rollout.sequences:
         return []
