@@ -59,7 +59,7 @@ def write_job(settings: Settings, script: str) -> Path:
     folder = Path(settings.run.dir)
     stand = read_resume_state(folder, settings)
     if is_running(folder):
-        raise ValueError(f"run.dir={folder}: a run is active in it; choose another folder")
+        raise ValueError(f"run.dir={folder}: is in use by an active run; choose another folder")
     if not settings.run.overwrite and (stand.refusal or stand.is_finished):
         why = stand.refusal or "contains a finished run"
         raise ValueError(f"run.dir={folder}: {why}; set run.overwrite=true to move this folder aside, or choose another folder")

@@ -78,7 +78,7 @@ def find_pending_tasks(tasks: Sequence[SweepTask], settings: Sequence[Settings])
     """
     stands = [read_resume_state(task.folder, chosen) for task, chosen in zip(tasks, settings, strict=True)]
     refused = [(task.folder, stand.refusal) for task, stand in zip(tasks, stands, strict=True) if stand.refusal]
-    refused += [(task.folder, "a run is active in it") for task in tasks if is_running(task.folder)]
+    refused += [(task.folder, "is in use by an active run") for task in tasks if is_running(task.folder)]
     if refused:
         raise ValueError("\n".join(f"run.dir={folder}: {why}; choose another folder, or rename this one" for folder, why in refused))
     return [task for task, stand in zip(tasks, stands, strict=True) if not stand.is_finished]

@@ -72,7 +72,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
     engine: EngineSettings = settings.engine
     is_local = engine.mode == "colocated"
-    require(not is_local or world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the {world_size} processes")
+    require(not is_local or world_size % engine.tp == 0, "engine.tp", engine.tp, f"must divide the number of processes ({world_size})")
     tower = {"attention heads of the vision tower": model.vision.num_heads, "rows of each MLP of the vision tower": model.vision.ffn_size}
     require_divisible("engine.tp", engine.tp, {**sizes_cut_by_tp(model), **tower}, model_label="the model")
     if settings.stage == "rl":

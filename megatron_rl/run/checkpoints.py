@@ -38,7 +38,7 @@ from megatron_rl.weights.formats.digests import CRITIC, STATE, find_difference, 
 from megatron_rl.weights.formats.tensor_files import copy_companions, fsync_path
 
 _SUCCESS = "eval/greedy_success"
-_REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it away to start from the beginning"
+_REMEDY = "no older checkpoint is intact; restore this one from a copy, or move it to another folder to start from the beginning"
 
 
 def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = None) -> tuple[Path | None, CheckpointState]:

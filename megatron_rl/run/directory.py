@@ -272,7 +272,7 @@ def _read_stopped_step(folder: Path) -> int:
 def _repeated_error(folder: Path, newest: Path | None, *, num_done: int) -> str:
     """Return the error message for a run that would repeat completed steps."""
     saved = step_of(newest) if newest else 0
-    has = f"the newest checkpoint is of step {saved}" if newest else "there is no checkpoint"
+    has = f"the newest checkpoint is from step {saved}" if newest else "there is no checkpoint"
     return (
         f"{has}, but the run has completed {num_done} steps: resuming would repeat {num_done - saved} steps "
         f"(checkpoint.allow_repeat=true allows it, and keeps their records in {folder / SUPERSEDED})"

@@ -137,7 +137,7 @@ MISTAKES = {
     "engine.device=cuda": "engine.device=cuda: this machine has no usable GPU; use engine.device=auto",
     "parallel.tp=3": "parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2",
     "parallel.tp=2": "parallel.tp*parallel.pp=2: must divide the number of processes (1); set torchrun's --nproc_per_node...",
-    "engine.tp=2": "engine.tp=2: must divide the 1 processes",
+    "engine.tp=2": "engine.tp=2: must divide the number of processes (1)",
     "wandb.mode=online": "wandb.mode=online: no API key: run wandb login, or set WANDB_API_KEY, or use offline...",
     # a model, a task, data, a folder that do not exist, or are none
     "model.path=???": "model.path=???: has no default; give it on the command line",

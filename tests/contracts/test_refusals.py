@@ -20,7 +20,7 @@ MISFITS = {  # override: (processes, remedy); the random nano has 4 heads, 2 key
     "parallel.tp=3": (3, "does not divide the model's 4 attention heads; use one of 1, 2"),
     "parallel.tp=4": (4, "does not divide the model's 2 key/value heads; use one of 1, 2"),
     "parallel.pp=3": (3, "must divide the number of layers of the model (4)"),
-    "engine.tp=2": (3, "must divide the 3 processes"),
+    "engine.tp=2": (3, "must divide the number of processes (3)"),
     "engine.tp=4": (4, "does not divide the model's 2 key/value heads; use one of 1, 2"),
     "engine.device=cuda": (1, "this machine has no usable GPU; use engine.device=auto"),
 }

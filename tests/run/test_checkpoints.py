@@ -242,7 +242,7 @@ def test_a_run_goes_back_behind_a_damaged_checkpoint(damage: str, settings: Sett
         assert target.is_dir()
         shutil.copytree(target, second, symlinks=True, copy_function=_copy_anything)
     spoil(first)
-    remedy = "no older checkpoint is intact; restore this one from a copy, or move it away to start from the beginning"
+    remedy = "no older checkpoint is intact; restore this one from a copy, or move it to another folder to start from the beginning"
     with pytest.raises(ValueError, match=rf"^{damaged}; {remedy}$"):
         find_checkpoint(settings)
     assert names(settings) == ["step_00000001", "step_00000002"]

@@ -206,7 +206,7 @@ def test_without_all_of_its_weights_a_run_is_not_finished(gone: str, tmp_path: P
     assert found.describe_start(tmp_path, newest) == f"resume: {newest}; {final / missing} is missing, the run is not finished"
     newest.rename(newest.with_name("step_00000020"))
     refusal = read_resume_state(tmp_path, settings_of(tmp_path)).refusal
-    assert refusal.startswith(f"{final / missing} is missing, the newest checkpoint is of step 20, but the run has completed 40 steps: ")
+    assert refusal.startswith(f"{final / missing} is missing, the newest checkpoint is from step 20, but the run has completed 40 steps: ")
     seen = read_status(tmp_path)
     assert (seen.state, seen.error) == (RunState.FAILED, f"{final / missing} is missing; the same command writes it again")
 
@@ -268,8 +268,8 @@ def test_what_a_refusal_and_a_resumption_say(tmp_path: Path, capsys: pytest.Capt
 
 def test_an_older_checkpoint_is_refused_with_both_steps_and_every_remedy(tmp_path: Path) -> None:
     for number, (state, changes, has) in enumerate((
-        ("steps checkpoint finished", LONGER, "run.steps=60 (was 40): the newest checkpoint is of step 20"),
-        ("steps checkpoint stopped", {}, "the newest checkpoint is of step 20"),
+        ("steps checkpoint finished", LONGER, "run.steps=60 (was 40): the newest checkpoint is from step 20"),
+        ("steps checkpoint stopped", {}, "the newest checkpoint is from step 20"),
         ("steps stopped", {}, "there is no checkpoint"),
     )):  # fmt: skip
         folder = tmp_path / str(number)
