@@ -1,7 +1,7 @@
 """Advantage functions, which write TokenSequence.advantages for all scored rollouts.
 
 Advantages are computed on plain floats, not tensors. Sums are exact (`statistics`, `math.fsum`), so
-results do not depend on the order of rollouts or on the rank. A filtered rollout
+every rank computes the same results, regardless of the order of the rollouts. A filtered rollout
 (Rollout.filter_reason) still contributes to its group's baseline. Group-relative advantages are 0
 in groups with fewer than two scored rollouts.
 """
@@ -25,8 +25,8 @@ def grpo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """Compute GRPO advantages: A_i = (R_i - mean(R)) / (std(R) + std_eps) over the group.
 
     Source: arXiv 2402.03300, section 4.1.2. If algo.norm_adv_by_std is not set, the advantage is
-    R_i - mean(R), as in Dr. GRPO (arXiv 2503.20783, section 3.2). std is the sample standard
-    deviation (Bessel's correction), as computed by torch.std; the paper does not specify the
+    R_i - mean(R) (arXiv 2503.20783, section 3.2; preset dr_grpo). The function std computes the
+    sample standard deviation (Bessel's correction), like torch.std; the paper does not specify the
     divisor. Unless algo.turn_credit is broadcast, each turn has its own advantage (TURN_SCHEMES).
     """
     for members in split_into_groups(rollouts).values():
@@ -49,8 +49,8 @@ def rloo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
     """Compute OPO advantages: A_i = R_i - sum(n_j R_j) / sum(n_j).
 
-    Source: arXiv 2505.23585. n_j is the number of sampled tokens of rollout j. This baseline
-    minimizes the gradient variance.
+    Source: arXiv 2505.23585. n_j is the number of sampled tokens of rollout j. The length-weighted
+    baseline minimizes the variance of the policy gradient under the assumptions of the paper.
     """
     for members in split_into_groups(rollouts).values():
         rewards, lengths = [penalized_reward(rollout, algo) for rollout in members], [rollout.num_sampled for rollout in members]
@@ -88,15 +88,16 @@ def broadcast(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float
 
 
 def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
-    """Return each turn's advantage: outcome advantage, plus score advantage if the turn is scored.
+    """Return each turn's outcome advantage, plus a score advantage if the turn has a score.
 
-    A turn's score is compared with the scores of the group's turns with the same index. A turn
-    without a score (Turn.step_score None), or with no other scored turn at its index, gets only the
-    outcome advantage.
+    A turn's score is compared with the scores of the group's turns with the same index. A turn gets
+    only the outcome advantage if it has no score (Turn.step_score is None) or if no other rollout
+    of the group has a scored turn with the same index.
 
-    MT-GRPO (arXiv 2505.11821, the authors' code) also adds the two advantages. Unlike this
-    function, MT-GRPO normalizes each advantage separately, which loses their relative weights. It
-    also includes the advantages of later turns in each turn's advantage.
+    The authors' code of MT-GRPO (arXiv 2505.11821) also adds an outcome advantage and a score
+    advantage. Unlike this function, MT-GRPO normalizes the two advantages separately, so their
+    relative weights are lost. MT-GRPO also adds the score advantages of later turns to each turn's
+    advantage.
     """
     outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
@@ -142,7 +143,7 @@ def gigpo(members: Sequence[Rollout], algo: AlgoSettings) -> list[list[float]]:
     gamma^(s - t) r_s. A_state compares G_t with the returns-to-go of all turns in the group that
     started in the same state (Turn.state), at any turn index and in any episode. If
     algo.norm_adv_by_std is set, A_episode and A_state are each divided by their own standard
-    deviation; otherwise, they are not divided. These are the paper's two choices of F_norm.
+    deviation (F_norm = std in the paper); otherwise, neither advantage is divided (F_norm = 1).
 
     A_state is 0 if the turn's state is unknown or if no other turn started in that state, as in the
     authors' code. The outcome is part of the last turn's reward.
@@ -189,7 +190,7 @@ def group_std(rollouts: Sequence[Rollout], algo: AlgoSettings) -> dict[int, floa
 
 
 def split_into_groups(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
-    """Return the scored rollouts of each group in their given order, keyed by group."""
+    """Return the scored rollouts of each group in the given order, keyed by group."""
     groups: dict[int, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         if not rollout.is_scored:
@@ -232,8 +233,8 @@ def turn_rewards(rollout: Rollout, outcome: float) -> list[float]:
 def whiten(credits: Sequence[Sequence[float]]) -> list[list[float]]:
     """Shift and scale all values jointly to mean 0 and standard deviation 1.
 
-    Computes (x - mean) / sqrt(var + 1e-8), where var has the divisor N - 1. If all values are
-    nearly equal, they become 0.
+    Each value x becomes (x - mean) / sqrt(var + 1e-8), where var has the divisor N - 1. If all
+    values are nearly equal, all results are 0.
     """
     every = [value for values in credits for value in values]
     if are_nearly_equal(every):

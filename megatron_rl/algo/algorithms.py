@@ -27,14 +27,15 @@ class Algorithm:
     policy_loss: PolicyLossFn = policy_losses.ppo_clip
     """Computes the policy loss for each sampled token."""
     clip_bounds: Callable[[LossInputs, AlgoSettings], ClipBounds] = policy_losses.ratio_bounds
-    """Returns masks of the tokens outside the policy loss's trust region, for metrics only."""
+    """Returns masks of the tokens outside the trust region of the policy loss. Only metrics use
+    these masks."""
     needs_group: bool = True
-    """True if advantages are relative to the other rollouts of the group. Rollouts without another
-    scored rollout in their group are then filtered out.
+    """True if advantages are relative to the other rollouts of the group. If true, a rollout is
+    filtered out unless its group contains another scored rollout.
     """
     needs_critic: bool = False
-    """True if advantages use a critic's values. The critic is then trained on the resulting
-    returns.
+    """True if advantages use a critic's values. If true, the critic is trained on the returns that
+    `advantage_fn` computes.
     """
     supports_turn_credit: bool = False
     """True if values of algo.turn_credit other than broadcast are supported."""

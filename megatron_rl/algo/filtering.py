@@ -1,4 +1,4 @@
-"""Filters that exclude rollouts from training and record why in Rollout.filter_reason."""
+"""Filters that exclude rollouts from training and record the reason in Rollout.filter_reason."""
 
 from collections.abc import Mapping, Sequence
 

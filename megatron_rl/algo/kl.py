@@ -33,7 +33,7 @@ def k2(logprob_R: torch.Tensor, reference_R: torch.Tensor) -> torch.Tensor:
 def k3(logprob_R: torch.Tensor, reference_R: torch.Tensor) -> torch.Tensor:
     """Return exp(d) - 1 - d with d = reference - logprob, capped at MAX_K3.
 
-    Source: GRPO, arXiv 2402.03300, eq. 4. Apart from the cap, k3 is unbiased and never negative.
+    Source: arXiv 2402.03300, eq. 4 (GRPO). Apart from the cap, k3 is unbiased and never negative.
     The expected gradient of k3 is the gradient of KL(reference || pi).
     """
     difference_R = (reference_R - logprob_R).clamp(max=MAX_LOG_RATIO)
@@ -47,8 +47,8 @@ MAX_ERROR = 0.2
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, num_episodes: int, horizon: int) -> float:
     """Return the KL coefficient for the next step, given the KL divergence measured in this step.
 
-    Computes coef * (1 + e * num_episodes / horizon), with e = kl / target - 1 clipped to
-    [-MAX_ERROR, MAX_ERROR] (D. Ziegler et al., arXiv 1909.08593, section 2.2).
+    The result is coef * (1 + e * num_episodes / horizon), where e is kl / target - 1, clipped to
+    [-MAX_ERROR, MAX_ERROR]. Source: arXiv 1909.08593, section 2.2.
     """
     error = min(max(kl / target - 1.0, -MAX_ERROR), MAX_ERROR)
     return coef * (1.0 + error * num_episodes / horizon)

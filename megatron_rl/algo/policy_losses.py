@@ -2,9 +2,9 @@
 
 Notation: r = exp(logprob - old logprob) is the importance ratio of a token, A is the advantage of
 the token, and sg() stops gradients. Weighting and division are done elsewhere: the objective
-multiplies by LossInputs.weight_R, and the trainer divides by the global denominator. On-policy (r =
-1), the gradient of every policy loss is -A * grad(logprob); for gspo and gmpo this holds for the
-sum over a sequence.
+multiplies by LossInputs.weight_R, and the trainer divides by the global denominator. If r = 1
+(on-policy), the gradient of every policy loss is -A * grad(logprob); for gspo and gmpo, only the
+sum over a sequence equals the sum of -A * grad(logprob).
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def _scaled(x_R: torch.Tensor, rows: LossInputs) -> torch.Tensor:
 
 
 def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A): PPO's clipped loss.
+    """Return PPO's clipped loss: -min(r A, clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high) A).
 
     Sources: arXiv 1707.06347, eq. 7; DAPO's separate upper bound, arXiv 2503.14476, eq. 8. If
     clip_ratio_c is not 0, the loss of a token with a negative advantage is at most clip_ratio_c *
@@ -49,11 +49,11 @@ def ppo_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 
 
 def gspo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return GSPO's loss: `ppo_clip` with the ratio s = exp(mean of log r over the sequence).
+    """Return GSPO's loss (`ppo_clip` with the ratio s = exp(mean of log r over the sequence)).
 
     Source: arXiv 2507.18071, eq. 5 and 14. The ratio of token t is s_t = sg(s) * exp(logprob -
-    sg(logprob)). With loss_agg_mode=sequence_mean, this has the same value and gradient as one
-    ratio s per sequence.
+    sg(logprob)). With loss_agg_mode=sequence_mean, the loss has the same value and gradient as with
+    one ratio s per sequence.
     """
     mean_R = mean_by_id(log_ratio(rows).detach(), rows.sequence_R)
     return _clip((mean_R + _scaled(rows.logprob_R - rows.logprob_R.detach(), rows)).exp(), rows.advantage_R, algo)
@@ -63,7 +63,7 @@ def ppo_turn_clip(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return PPO's clipped loss with one importance ratio per turn.
 
     The ratio is s = exp(sum of logprob_scale * (logprob - old logprob) over the turn). Source:
-    RL4VLM, arXiv 2405.10292, section 4.3. All tokens of a turn have the same loss value, and
+    arXiv 2405.10292, section 4.3 (RL4VLM). All tokens of a turn have the same loss value, and
     loss_agg_mode=turn_mean counts this value once per turn.
     """
     return _clip(turn_log_ratio(rows).exp(), rows.advantage_R, algo)
@@ -77,7 +77,8 @@ def turn_log_ratio(rows: LossInputs) -> torch.Tensor:
 def cispo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return CISPO's loss: -sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) A logprob.
 
-    Source: arXiv 2506.13585, eq. 4 and 5. Clipped tokens still have a gradient.
+    Source: arXiv 2506.13585, eq. 4 and 5. Tokens with a clipped ratio still contribute to the
+    gradient.
     """
     weight_R = log_ratio(rows).exp().clamp(1.0 - algo.clip_ratio_low, 1.0 + algo.clip_ratio_high).detach()
     return -weight_R * rows.advantage_R * _scaled(rows.logprob_R, rows)
@@ -107,9 +108,9 @@ def sapo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def dppo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return DPPO's loss: -sg(min(r, MAX_DPPO_RATIO)) A logprob, or 0 outside the trust region.
 
-    Source: arXiv 2602.04879, with total variation. Let p be the token's current probability and q
-    its probability at the start of the step. The token is inside the trust region if A > 0 and p -
-    q <= clip_ratio_high, or if A <= 0 and p - q >= -clip_ratio_low.
+    Source: arXiv 2602.04879 (the variant with total-variation divergence). Let p be the token's
+    current probability and q its probability at the start of the step. The token is inside the
+    trust region if A > 0 and p - q <= clip_ratio_high, or if A <= 0 and p - q >= -clip_ratio_low.
     """
     below_R, above_R = dppo_bounds(rows, algo)
     kept_R = torch.where(rows.advantage_R > 0, ~above_R, ~below_R)

@@ -4,7 +4,7 @@ Engine and trainer assign different probabilities to a token because of differen
 rounding or older weights. algo.rollout_correction is a list of rollout corrections (keys of
 CORRECTIONS), joined by +. Each correction computes one weight per sampled token, without gradient.
 The product of the weights multiplies the policy loss, but not the KL or entropy term. Masked tokens
-still count in the denominator of the loss.
+still count towards the denominator of the loss.
 
 Notation: r = exp(old logprob - engine logprob) for a token. The old logprob is the trainer's
 logprob at the start of the step (decoupled PPO, arXiv 2110.00641) or, with bypass, the trainer's
@@ -27,7 +27,7 @@ from megatron_rl.types import LossInputs
 
 
 def mismatch_warnings(settings: Settings) -> list[str]:
-    """Return one warning per source of mismatch that no configured correction handles.
+    """Return a warning for each source of mismatch that is not handled by a configured correction.
 
     Sources of mismatch are older weights (run.max_staleness) and bfloat16, because engine and
     trainer round differently.
@@ -52,9 +52,9 @@ def mismatch_warnings(settings: Settings) -> list[str]:
 def no_weight(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return weight 1 for every token.
 
-    With "none" the mismatch is not corrected. With "bypass" (verl's bypass_mode) the policy loss
-    uses the engine's logprobs in place of old logprobs, so the forward pass for old logprobs is
-    skipped.
+    With the correction "none", the mismatch is not corrected. With the correction "bypass"
+    (bypass_mode in verl), the policy loss uses the engine's logprobs in place of old logprobs, so
+    the forward pass for old logprobs is skipped.
     """
     return torch.ones_like(rows.old_logprob_R)
 
@@ -62,8 +62,8 @@ def no_weight(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def token_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return min(r, is_weight_cap): truncated importance sampling per token.
 
-    Source: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training",
-    2025. Same as verl's rollout_is=token and TRL's token_truncate.
+    Source: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al.,
+    2025). Equivalent to rollout_is=token in verl and to token_truncate in TRL.
     """
     return _train_rollout_log_ratio(rows).exp().clamp(max=algo.is_weight_cap)
 
@@ -71,13 +71,13 @@ def token_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def sequence_tis(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return min(S, is_weight_cap), where S is the product of r over the sequence.
 
-    Same as verl's rollout_is=sequence and TRL's sequence_truncate.
+    Equivalent to rollout_is=sequence in verl and to sequence_truncate in TRL.
     """
     return _sequence_ratio(rows, algo).clamp(max=algo.is_weight_cap)
 
 
 def token_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
-    """Return r if token_mask_low <= r <= token_mask_high, else 0: IcePop (arXiv 2510.18855)."""
+    """Return r if token_mask_low <= r <= token_mask_high, else 0 (IcePop, arXiv 2510.18855)."""
     ratio_R = _train_rollout_log_ratio(rows).exp()
     return ratio_R * _within(ratio_R, algo.token_mask_low, algo.token_mask_high)
 
@@ -85,8 +85,8 @@ def token_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def sequence_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return S, the product of r over the sequence, or 0 if S is out of bounds.
 
-    S is in bounds if sequence_mask_low <= S <= sequence_mask_high. This is masked importance
-    sampling, the default in TRL.
+    S is in bounds if sequence_mask_low <= S <= sequence_mask_high. TRL uses sequence-level masked
+    importance sampling by default.
     """
     product_R = _sequence_ratio(rows, algo)
     return product_R * _within(product_R, algo.sequence_mask_low, algo.sequence_mask_high)
@@ -95,7 +95,7 @@ def sequence_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def geo_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return 1 if geo_mask_low <= exp(mean of log r over the sequence) <= geo_mask_high, else 0.
 
-    Same as verl's rollout_rs=seq_mean_k1.
+    Equivalent to rollout_rs=seq_mean_k1 in verl.
     """
     return _within(_sequence_mean(_train_rollout_log_ratio(rows), rows, algo).exp(), algo.geo_mask_low, algo.geo_mask_high)
 
@@ -103,7 +103,7 @@ def geo_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def k3_mask(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return 1 if the mean of r - 1 - log r over the sequence is at most k3_mask_high, else 0.
 
-    The mean estimates KL(engine || old policy). Same as verl's rollout_rs=seq_mean_k3.
+    The mean estimates KL(engine || old policy). Equivalent to rollout_rs=seq_mean_k3 in verl.
     """
     log_r_R = _train_rollout_log_ratio(rows)
     return _within(_sequence_mean(log_r_R.expm1() - log_r_R, rows, algo), 0.0, algo.k3_mask_high)
@@ -151,8 +151,8 @@ class Correction:
 
     weight_fn: Callable[[LossInputs, AlgoSettings], torch.Tensor]
     has_ratio: bool = False
-    """True if the correction applies the importance ratio. At most one correction with this flag
-    can be configured.
+    """True if the correction applies the importance ratio r. At most one of the configured
+    corrections may have this flag.
     """
     truncates: bool = False
     """True if the weights are capped at is_weight_cap."""
@@ -189,13 +189,16 @@ def check_correction(algo: AlgoSettings) -> None:
     for name in names:
         require_choice("algo.rollout_correction", name, tuple(CORRECTIONS))
     require(
-        len(set(names)) == len(names), "algo.rollout_correction", algo.rollout_correction, "contains a name twice; remove one of the two"
+        len(set(names)) == len(names),
+        "algo.rollout_correction",
+        algo.rollout_correction,
+        "contains a duplicate name; list each correction once",
     )
     require(
         len(names) == 1 or "none" not in names,
         "algo.rollout_correction",
         algo.rollout_correction,
-        "none cannot be combined with another correction; remove it",
+        "'none' cannot be combined with other corrections; remove 'none'",
     )
     ratios = [name for name in names if CORRECTIONS[name].has_ratio]
     remedy = f"{' and '.join(ratios)} would each apply the importance ratio; keep one of them"
@@ -224,8 +227,8 @@ def compute_is_weights(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
 def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
     """Return the sums of r and r^2 over all tokens, as metrics for steps without a correction.
 
-    These sums yield the effective sample size, which measures how much tokens sampled with older
-    weights contribute.
+    The sums of r and r^2 determine the effective sample size, which decreases when r varies more
+    between tokens.
     """
     ratio_R = _train_rollout_log_ratio(rows).exp()
     return {"rollout_mismatch/importance": ratio_R.sum(), "rollout_mismatch/importance_squared": ratio_R.square().sum()}
@@ -234,8 +237,8 @@ def importance_metrics(rows: LossInputs) -> dict[str, torch.Tensor]:
 def correction_metrics(rows: LossInputs, correction_R: torch.Tensor, algo: AlgoSettings) -> dict[str, torch.Tensor]:
     """Return the sums of weights and squared weights, and counts of truncated and masked tokens.
 
-    `correction_R` is the result of `compute_is_weights`. With bypass, the weights are multiplied by
-    r, because the policy loss contains r.
+    `correction_R` is the result of `compute_is_weights`. With bypass, the policy loss itself
+    contains r, so the reported weights are `correction_R` times r.
     """
     truncates = any(CORRECTIONS[name].truncates for name in correction_names(algo))
     weight_R = correction_R * _train_rollout_log_ratio(rows).exp() if bypasses(algo) else correction_R

@@ -27,7 +27,7 @@ def clipped_squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
     """Return max((V - R)^2, (V' - R)^2) / 2, where V is the value and R the return.
 
     V' is V clipped to [old value - clip, old value + clip]. A `clip` of 0 disables clipping.
-    Source: PPO's reference code (github.com/openai/baselines, ppo2/model.py); verl's value_loss.
+    Sources: ppo2/model.py in github.com/openai/baselines, and value_loss in verl.
     """
     error_R = (rows.value_R - rows.return_R).square()
     if clip > 0:
@@ -57,7 +57,7 @@ def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
 def warmup_value_loss(policy: Loss, value: ValueLoss) -> Loss:
     """Return the loss function that warms up a value head on a shared backbone.
 
-    The loss is the value loss. The policy loss is computed only for its metrics.
+    The loss is the value loss alone; the policy loss is computed only for its metrics.
     """
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:

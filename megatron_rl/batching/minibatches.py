@@ -53,7 +53,7 @@ class PackItem:
 
 
 def find_turns(context: TokenSequence) -> list[tuple[int, int]]:
-    """Return the [start, stop) range of each turn, which is a run of consecutive sampled tokens."""
+    """Return the [start, stop) range of each turn; a turn consists of adjacent sampled tokens."""
     mask = [0, *context.loss_mask, 0]
     borders = [place for place in range(len(mask) - 1) if mask[place] != mask[place + 1]]
     return list(zip(borders[::2], borders[1::2], strict=True))
@@ -70,7 +70,7 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
     - sequence_mean: mean over the tokens of each episode, then over all episodes (GRPO, arXiv
       2402.03300, eq. 3).
     - fixed_length: sum over all tokens, divided by (number of episodes * batch.loss_scale_factor)
-      (Dr. GRPO, arXiv 2503.20783).
+      (arXiv 2503.20783, preset dr_grpo).
 
     Args:
         num_sampled: Number of sampled tokens in all sequences of the episode; for turn_mean, the
@@ -89,7 +89,7 @@ def episode_weight(num_sampled: int, settings: BatchSettings) -> tuple[float, in
 
 
 def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) -> list[PackItem]:
-    """Return a pack item with loss weights for each of a rollout's sequences with sampled tokens.
+    """Return a weighted pack item for each sequence of the rollout that contains sampled tokens.
 
     The weights implement batch.loss_agg_mode (see `episode_weight`). `index` is the index of the
     rollout in the step's list.
@@ -110,9 +110,9 @@ def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, kee
 
     A group is never split. Groups are assigned in order, as evenly as possible, and empty
     mini-batches are left out. If `keep_zero_advantage` is False, sequences with all-zero advantages
-    are dropped, but they still count in the denominator. If a mini-batch contains only such
-    sequences, these sequences are kept, so that every step can compare engine logprobs with trainer
-    logprobs.
+    are dropped but still count towards the denominator. If all sequences of a mini-batch have
+    all-zero advantages, none of them is dropped, so every step can compare engine logprobs with
+    trainer logprobs.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
     places = {group: place for place, group in enumerate(dict.fromkeys(rollout.group for _, rollout in trained))}
@@ -151,14 +151,14 @@ most (G + 1) * P keys for the prompt.
 class PackCost:
     """A sequence and the number of tokens that the sequence adds to a micro-batch.
 
-    The number includes image placeholders.
+    Image placeholders count as tokens.
     """
 
     item: PackItem
     num_tokens_alone: int
     """Number of tokens that the sequence adds to an empty micro-batch: the full length of the
-    sequence. This is also the number of attention keys for the sequence's last segment, which
-    attends to all tokens of the sequence.
+    sequence. The sequence's last segment attends to all tokens of the sequence and therefore has
+    the same number of attention keys.
     """
     num_added_tokens: int
     """Number of tokens that the sequence adds to a micro-batch when packed directly after its
@@ -176,10 +176,10 @@ RankShares = list[list[list[PackItem]]]
 
 
 def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prompts: bool) -> list[PackCost]:
-    """Return the cost of each sequence, with sequences that share a prefix next to each other.
+    """Return the cost of each sequence, sorted so that sequences with a common prefix are adjacent.
 
-    Without `share_prompts`, the order is the same, but the cost of each sequence is its full
-    length.
+    If `share_prompts` is False, the cost of a sequence is its full length; the order does not
+    change.
     """
     texts = token_key(minibatch, image_token_id)
     order = prefix_order(texts)
@@ -192,7 +192,7 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
 
 
 def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
-    """Return each sequence's token ids, with a negative number for each image's placeholders.
+    """Return each sequence's token ids, with image placeholders replaced by negative image numbers.
 
     If the keys of two sequences have a common prefix, the model's inputs for this prefix are equal,
     including images and rotary positions.
@@ -263,9 +263,9 @@ def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]
     sequence that exceeds a limit by itself is packed alone. If there are no sequences, the result
     is one empty micro-batch. Keys are counted for each segment that `pack` creates: a segment that
     ends at position p of a sequence has p keys. If a sequence diverges from its predecessor inside
-    a segment, `pack` splits this segment in two. Example: [1 2 3 4] has 4 keys. [1 2 5] then adds 2
-    keys for splitting [1 2 3 4] after position 2, and 3 keys for its own segment. [1 2 6] then adds
-    only 3 keys.
+    a segment, `pack` splits this segment in two. Example: [1 2 3 4] has 4 keys. Packing [1 2 5]
+    after [1 2 3 4] splits [1 2 3 4] after position 2, which adds 2 keys, and adds a segment with 3
+    keys. Packing [1 2 6] after [1 2 5] only adds a segment with 3 keys.
     """
     micro: list[list[PackItem]] = []
     tokens = keys = 0

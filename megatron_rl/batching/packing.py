@@ -1,7 +1,7 @@
 """Packs sequences into micro-batches and maps per-token results back to sequences.
 
-Targets are shifted only in this module. Advantages are per token (TokenSequence.advantages), so a
-micro-batch does not depend on prompts, tasks or algorithms. MicroBatch.origin_S is used to map
+No other module shifts targets by one token. Advantages are per token (TokenSequence.advantages), so
+a micro-batch does not depend on prompts, tasks or algorithms. MicroBatch.origin_S is used to map
 per-token model outputs back to sequences.
 """
 
@@ -29,7 +29,7 @@ def pack(
     computed once. The prefix ends before the token that predicts the first sampled token. The rest
     of the sequence is a separate segment that continues the prefix's segment (prefix_S) and attends
     to that segment and all segments before it in the tree. Example: the sequences [5 6 7], [5 6 8]
-    and [5 6 8 3 4], each with only the last token sampled, are packed as
+    and [5 6 8 3 4], each with only the last token sampled, are packed as follows:
 
         token_T        [5 6 7 6 8 3 4]
         target_T       [6 7 0 8 0 4 0]
@@ -65,8 +65,8 @@ def split_points(shared: Sequence[int], length: int) -> list[int]:
     from this sequence. The last position is the end of the sequence.
 
     Example: `shared` [2, 7, 9, 4, 2, 8] and `length` 10 yield [2, 4, 7, 10]. The entries 9 and 8
-    add no split position: each is the length shared with a predecessor that had already diverged
-    from this sequence (at position 7 and 2, respectively).
+    add no split position, because in both cases the predecessor had already diverged from this
+    sequence (at positions 7 and 2).
 
     Args:
         shared: Result of `shared_lengths`, starting at this sequence.
@@ -215,9 +215,9 @@ def make_loss_inputs(
 def turn_ids(rows_R: torch.Tensor) -> torch.Tensor:
     """Return the zero-based turn index of each row.
 
-    Rows of one turn have consecutive indices. Between the rows of two turns at least one index is
-    missing, because of the observation between the turns or because the last entry of a sequence
-    has no target.
+    Rows of one turn have consecutive indices. The rows of two turns are separated by at least one
+    index that is not in `rows_R`: an observed token, or the last entry of a sequence, which has no
+    target.
     """
     return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1
 

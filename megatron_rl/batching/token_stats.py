@@ -1,7 +1,7 @@
 """Collects per-token logprobs and entropies for recorded rollouts (rollouts.save=all).
 
-If a step makes only one update, no separate forward pass computes old logprobs. The logprobs of the
-update's own forward pass are then recorded as old logprobs.
+If a step makes only one update, no separate forward pass computes old logprobs, and the logprobs
+from the update's own forward pass are recorded as old logprobs.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron_rl.types import LossInputs, MicroBatch, Rollout, SegmentSource
 class TokenStats:
     """Collects the per-token statistics of one step on one rank.
 
-    Pass the method `record` as the argument of the same name to Policy.update.
+    To collect statistics, pass the method `record` to Policy.update as the argument `record`.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class TokenStats:
     def write_to(self, rollouts: Sequence[Rollout]) -> None:
         """Write the collected columns to the rollouts.
 
-        All ranks must call this together.
+        All ranks must call this method together.
         """
         batches, old, entropies = zip(*self._stats_by_batch.values(), strict=True) if self._stats_by_batch else ((), (), ())
         write_column(rollouts, batches, old, column="old_logprobs")
@@ -50,8 +50,8 @@ class TokenStats:
 def build_token_stats(settings: Settings) -> TokenStats | None:
     """Return a collector, or None if per-token statistics are not recorded.
 
-    The result is also None if a step makes several updates without old logprobs (bypass), because
-    in later updates the logprobs under the weights at the start of the step are not available.
+    The result is also None if a step makes several updates with bypass: old logprobs are not
+    computed, and only the first update uses the weights at the start of the step.
     """
     num_updates = settings.batch.minibatches * settings.batch.epochs
     is_of_step = num_updates == 1 or needs_old_logprob_forward(settings.algo, num_updates=num_updates)
@@ -61,7 +61,7 @@ def build_token_stats(settings: Settings) -> TokenStats | None:
 def write_column(rollouts: Sequence[Rollout], batches: Sequence[MicroBatch], numbers: Sequence[torch.Tensor], *, column: str) -> None:
     """Gather per-entry model outputs from all ranks and write them to the sequences' `column`.
 
-    All ranks must call this together.
+    All ranks must call this function together.
     """
     for columns in all_gather_large_object(scatter_to_rollouts(rollouts, batches, numbers)):
         for (rollout, context), values in columns.items():

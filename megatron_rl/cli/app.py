@@ -227,14 +227,14 @@ def block_wandb_import(is_disabled: bool) -> None:
 def exit_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
     """Print an error as one line and exit.
 
-    If all ranks have raised the error, only the main rank prints it. All ranks raise the same error
-    if `is_dry` is set, or if world.raise_on_all_ranks raised the error.
+    If all ranks raised the error, only the main rank prints the error. All ranks are assumed to
+    have raised the error if `is_dry` is set or if the error comes from world.raise_on_all_ranks.
     """
     exit_with_line(add_disk_full_hint(str(error)), world, on_all_ranks=is_dry or isinstance(error, SharedValueError | SharedOSError))
 
 
 def add_disk_full_hint(line: str) -> str:
-    """Add the name of the full disk to a "no space left" message that contains no file name.
+    """Add the path of the full disk to a "no space left" message that contains no file name.
 
     Errors from locks and shared-memory segments contain no file name. Other messages are returned
     unchanged.
@@ -291,6 +291,6 @@ def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProx
         reject_unknown_keys(chosen)
         return OmegaConf.to_object(chosen)
     except MissingMandatoryValue as error:
-        raise ValueError(f"{error.full_key}=???: has no default; give it on the command line") from error
+        raise ValueError(f"{error.full_key}=???: has no default; set it on the command line") from error
     except OmegaConfBaseException as error:
         raise ValueError(format_error(error, sys.argv[1:])) from error

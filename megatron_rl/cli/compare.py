@@ -29,9 +29,9 @@ def comparison_row(baseline: EvaluationResult, evaluation: EvaluationResult) -> 
 
 
 def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) -> None:
-    """Print the table, and the conditions in which the evaluations differ from the baseline."""
+    """Print the table, then the conditions that differ between the baseline and each evaluation."""
     first, *others = evaluations
-    table = Table("evaluation", "examples", "success (95%)", "in common", "minus the first (95%)", "p")
+    table = Table("evaluation", "examples", "success (95%)", "in common", "difference from the first (95%)", "p")
     for each in evaluations:
         table.add_row(*map(to_printable, comparison_row(first, each)))
     console.print(table, markup=False)
@@ -45,10 +45,10 @@ def print_comparison(evaluations: Sequence[EvaluationResult], console: Console) 
 def main(arguments: Sequence[str]) -> int:
     """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(prog="compare.py", description="Compare evaluations with the first of them, example by example.")
-    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="run.dir of launch/evaluate.py; two or more")
+    parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="two or more run directories of launch/evaluate.py")
     options = parser.parse_args(arguments)
     if len(options.folders) < 2:
-        parser.error("give two or more folders")
+        parser.error("two or more folders are required")
     try:
         print_comparison(
             [read_evaluation(folder) for folder in options.folders], Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)

@@ -1,4 +1,4 @@
-"""Turns Hydra and OmegaConf errors into one-line messages: `key=value: remedy`.
+"""Turns Hydra and OmegaConf errors into one-line messages of the form `key=value: remedy`.
 
 The code depends on internals of hydra 1.3.2 (core/default_element.py,
 _internal/config_loader_impl.py) and omegaconf 2.3.
@@ -49,8 +49,9 @@ MIN_SIMILARITY = 0.6
 def format_error(error: HydraException | OmegaConfBaseException | YAMLError, overrides: Sequence[str]) -> str:
     """Return the one-line message for an error raised while composing the settings.
 
-    `overrides` are the command-line arguments. Addresses in the message are masked, because they
-    may contain credentials; config.checks.require_address rejects such addresses, but runs later.
+    `overrides` are the command-line arguments. URLs that may contain credentials are masked in the
+    message. config.checks.require_address rejects such URLs, but only after the settings have been
+    composed.
     """
     return re.sub(r"(?<=://)\S*[@?#]\S*?(?=:?(?:\s|$))", "***", error_line(error, overrides))
 

@@ -26,33 +26,41 @@ def build_parser() -> argparse.ArgumentParser:
         description="Check a recorded step, replay it with Hugging Face's model and the trainer's, and report where they first differ.",
     )  # fmt: skip
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run.dir; contains whole steps with rollouts.save=all, else the best and worst rollouts"
+        "run",
+        type=Path,
+        metavar="RUN",
+        help="run.dir of the run; without rollouts.save=all, only the best and worst rollouts of a step can be checked",
     )
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step to analyze, one of RUN/rollouts/step_*")
     parser.add_argument(
-        "--weights", default="", metavar="DIR", help="weights that sampled the step, in any format (default: the run's own checkpoint)"
+        "--weights",
+        default="",
+        metavar="DIR",
+        help="checkpoint, in any format, with the weights that sampled the step (default: the run's own checkpoint)",
     )
     parser.add_argument(
         "--older",
         default="",
         metavar="DIR",
-        help="older weights that the engine may have kept (default: the run's checkpoint before those)",
+        help="checkpoint with older weights that the engine may still have used (default: the run's previous checkpoint)",
     )
     parser.add_argument(
-        "--model", default="", metavar="DIR", help="folder of config, tokenizer and processor (default: model.path of the run)"
+        "--model", default="", metavar="DIR", help="directory with config, tokenizer and processor (default: the run's model.path)"
     )
     parser.add_argument(
-        "--rollouts", type=int, default=4, metavar="N", help="number of rollouts to replay, the most suspicious first (default 4)"
+        "--rollouts", type=int, default=4, metavar="N", help="number of rollouts to replay, most suspicious first (default: 4)"
     )
     parser.add_argument("--no-model", action="store_true", help="run only the checks that need no weights")
+    parser.add_argument("--engine", action="store_true", help="also start the engine to recompute the logprobs of the same tokens")
     parser.add_argument(
-        "--engine", action="store_true", help="also start the engine, and let it compute the logprobs of the same tokens again"
-    )
-    parser.add_argument(
-        "--whole-gb", type=float, default=16.0, metavar="GB", help="maximum size of unsharded float32 weights in one process (default 16)"
+        "--whole-gb",
+        type=float,
+        default=16.0,
+        metavar="GB",
+        help="maximum size in GB of the unsharded float32 weights in one process (default: 16)",
     )
     for name in ("tp", "pp", "vpp"):
-        parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"replaces the run's parallel.{name}")
+        parser.add_argument(f"--{name}", type=int, default=0, metavar="N", help=f"overrides the run's parallel.{name}")
     return parser
 
 

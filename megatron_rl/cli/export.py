@@ -33,7 +33,7 @@ def load_renderer_and_limit(run: Path, model: str) -> tuple[Renderer, int]:
         given, limit = found["model"], int(found["task"]["max_new_tokens"])
         path, least, most = model or str(given["path"]), int(given["min_pixels"]), int(given["max_pixels"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{run / CONFIG_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); give a run directory") from error
+        raise ValueError(f"{run / CONFIG_FILE}: cannot be read ({' '.join(str(error).split())[:200]}); specify a run directory") from error
     return Renderer(ModelSettings(path=path, min_pixels=least, max_pixels=most)), limit
 
 
@@ -44,15 +44,23 @@ def main(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("run", type=Path, metavar="RUN", help="run.dir of a run with rollouts.save=all")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"output folder of {TRANSCRIPTS_FILE} and images/")
-    parser.add_argument("--best", type=int, default=1, metavar="N", help="maximum number of rollouts of each example (default 1)")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=f"output directory for {TRANSCRIPTS_FILE} and images/")
+    parser.add_argument("--best", type=int, default=1, metavar="N", help="maximum number of exported rollouts per example (default: 1)")
     parser.add_argument(
-        "--min-reward", type=float, default=-math.inf, metavar="R", help="skip rollouts with a lower reward (default: skip none)"
+        "--min-reward", type=float, default=-math.inf, metavar="R", help="minimum reward of an exported rollout (default: no minimum)"
     )
-    parser.add_argument("--from-step", type=int, default=0, metavar="STEP", help="skip rollouts of earlier steps (default 0)")
-    parser.add_argument("--board", action="store_true", help="write the input files of RL Logging Board instead, with every scored rollout")
-    parser.add_argument("--board-mib", type=float, default=256.0, metavar="MIB", help="maximum size of one of these files (default 256)")
-    parser.add_argument("--model", default="", metavar="DIR", help="folder of tokenizer and processor (default: model.path of the run)")
+    parser.add_argument("--from-step", type=int, default=0, metavar="STEP", help="first step to export (default: 0)")
+    parser.add_argument(
+        "--board", action="store_true", help="write all scored rollouts as input files for RL Logging Board, instead of transcripts"
+    )
+    parser.add_argument(
+        "--board-mib",
+        type=float,
+        default=256.0,
+        metavar="MIB",
+        help="maximum size in MiB of an input file for RL Logging Board (default: 256)",
+    )
+    parser.add_argument("--model", default="", metavar="DIR", help="directory with tokenizer and processor (default: the run's model.path)")
     options = parser.parse_args(arguments)
     if options.best < 1:
         parser.error(f"--best={options.best}: must be at least 1")
@@ -70,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     print(exported)
     if not exported.num_transcripts:
-        print(f"error: {options.run}: no rollout is left; lower --min-reward", file=sys.stderr, flush=True)
+        print(f"error: {options.run}: no rollout meets the criteria; lower --min-reward", file=sys.stderr, flush=True)
         return 1
     print(options.out / TRANSCRIPTS_FILE)
     return 0

@@ -71,7 +71,7 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
         return "\n".join([TRAIN_USAGE, *groups, "", "Common settings, with the other arguments applied:", *most])
     found = [(key, value, doc) for key, value, doc in keys if any(word == "all" or f"{key}.".startswith(f"{word}.") for word in asked)]
     if not found:
-        raise ValueError(f"--help={' '.join(asked)}: no such group of settings; use all, or one of {', '.join(map(str, chosen))}")
+        raise ValueError(f"--help={' '.join(asked)}: unknown settings group; use all, or one of {', '.join(map(str, chosen))}")
     width = min(shutil.get_terminal_size().columns, 140)
     indent = {"width": width, "initial_indent": "    ", "subsequent_indent": "    "}
     return "\n".join(f"{key}={value}\n{textwrap.fill(' '.join(doc.split()), **indent)}" for key, value, doc in found)
@@ -114,7 +114,7 @@ def format_value(value: object) -> str:
 
 
 def _group_lines() -> Iterator[str]:
-    """Yield one line per config group with the names of its configs: `GROUP=NAME, NAME, ...`."""
+    """Yield one line for each config group, in the form `GROUP=NAME, NAME, ...`."""
     loader = GlobalHydra.instance().config_loader()
     for group in ("experiment", *(group for group in sorted(loader.list_groups("")) if group not in ("experiment", "hydra"))):
         yield textwrap.fill(f"{group}={', '.join(loader.get_group_options(group))}", width=140, subsequent_indent="  ")

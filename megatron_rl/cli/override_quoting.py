@@ -25,7 +25,7 @@ CLOSING_BRACKETS = {"[": "]", "{": "}", "(": ")"}
 
 
 def setting_type(key: str) -> object:
-    """Return the type of a setting, e.g. `list[str]`, or None for an unknown key."""
+    """Return the type of a setting, such as `list[str]`, or None for an unknown key."""
     kind: object = Settings
     for name in key.split("."):
         if get_origin(kind) is dict:

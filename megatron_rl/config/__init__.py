@@ -114,5 +114,5 @@ class Settings:
             is_rl or not self.weight_publish.urls,
             "weight_publish.urls",
             self.weight_publish.urls,
-            "receive weights only in stage=rl; leave them out",
+            "weights are published only in stage=rl; remove the URLs",
         )

@@ -1,7 +1,7 @@
 """Settings of the RL algorithm.
 
-The algorithm names are the keys of `ALGORITHMS` in algo/algorithms.py, where they are validated.
-Presets are in configs/algo.
+The valid algorithm names are the keys of `ALGORITHMS` in algo/algorithms.py. Presets are in
+configs/algo.
 """
 
 import math
@@ -19,17 +19,19 @@ class AlgoSettings:
     in algo/algorithms.py."""
     norm_adv_by_std: bool = True
     """Divide advantages by the standard deviation within their group (GRPO); false omits this
-    division (Dr. GRPO)."""
+    division, as in the preset dr_grpo."""
     std_eps: float = 1e-6
     """Constant added to the group's standard deviation before advantages are divided by it."""
     turn_credit: str = "broadcast"
-    """Credit assignment to turns (algo/advantages.py). broadcast: every turn gets the episode's
-    advantage. outcome_and_turn: the advantage of the outcome reward plus the advantage of the
-    turn's step score. return_to_go: the advantage of the turn's return-to-go. gigpo: the episode's
-    advantage plus the turn's return-to-go relative to turns that started in the same state."""
+    """Advantage of a turn (algo/advantages.py). broadcast: the episode's advantage.
+    outcome_and_turn: the advantage of the outcome reward plus the advantage of the turn's step
+    score. return_to_go: the turn's return-to-go relative to the returns-to-go of other rollouts.
+    gigpo: the episode's advantage plus a weighted same-state advantage, which compares the turn
+    with turns that started in the same state."""
     gamma: float = 1.0
-    """Discount factor gamma. It is applied per turn with turn_credit=return_to_go or gigpo, and per
-    turn or token (algo.gae_level) with a critic."""
+    """Discount factor gamma. With turn_credit=return_to_go or gigpo, rewards are discounted once
+    per turn; with a critic, rewards are discounted once per turn or once per token
+    (algo.gae_level)."""
     gigpo_step_weight: float = 1.0
     """Weight of GiGPO's same-state advantage, which turn_credit=gigpo adds to the episode's
     advantage."""
@@ -70,8 +72,8 @@ class AlgoSettings:
     """Target KL divergence per token (the metric policy/kl_ref), e.g. 0.02: after every step,
     kl_coef is adapted towards it. 0 keeps kl_coef fixed."""
     kl_horizon: int = 10_000
-    """Number of episodes over which kl_coef changes by 20% if the KL divergence differs from
-    kl_target by 20% or more; for a smaller difference, the change is proportionally smaller."""
+    """Number of episodes over which kl_coef changes by 20% if the KL divergence deviates from
+    kl_target by 20% or more; a smaller deviation changes kl_coef proportionally less."""
     thought_logprob_scale: float = 1.0
     """Factor by which the policy loss multiplies the logprobs of a turn's thought (its tokens
     before the action); RL4VLM uses 0.5 and 0.2. With a value other than 1, the ratio no longer
@@ -117,9 +119,14 @@ class AlgoSettings:
 
     def __post_init__(self) -> None:
         for key, value in (("std_eps", self.std_eps), ("kl_coef", self.kl_coef), ("entropy_coef", self.entropy_coef)):
-            require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite number that is not negative")
-        require(0 <= self.kl_target < math.inf, "algo.kl_target", self.kl_target, "must be a finite number that is not negative")
-        require(self.kl_target == 0 or self.kl_coef > 0, "algo.kl_target", self.kl_target, "needs algo.kl_coef, the initial coefficient")
+            require(0 <= value < math.inf, f"algo.{key}", value, "must be a finite, non-negative number")
+        require(0 <= self.kl_target < math.inf, "algo.kl_target", self.kl_target, "must be a finite, non-negative number")
+        require(
+            self.kl_target == 0 or self.kl_coef > 0,
+            "algo.kl_target",
+            self.kl_target,
+            "requires a positive algo.kl_coef as the initial coefficient",
+        )
         require(self.kl_horizon >= 1, "algo.kl_horizon", self.kl_horizon, "must be at least 1")
         remedy = "must be in [0.01, 2]: vLLM changes or rejects other values"
         require(0.01 <= self.temperature <= 2, "algo.temperature", self.temperature, remedy)
@@ -128,7 +135,7 @@ class AlgoSettings:
             0 <= self.gigpo_step_weight < math.inf,
             "algo.gigpo_step_weight",
             self.gigpo_step_weight,
-            "must be a finite number that is not negative",
+            "must be a finite, non-negative number",
         )
         for key, value in (("gamma", self.gamma), ("lam", self.lam), ("thought_logprob_scale", self.thought_logprob_scale)):
             require(0 <= value <= 1, f"algo.{key}", value, "must be in [0, 1]")
@@ -136,22 +143,22 @@ class AlgoSettings:
             self.clip_ratio_c == 0 or self.clip_ratio_c > 1,
             "algo.clip_ratio_c",
             self.clip_ratio_c,
-            "must be above 1, or 0 to disable it",
+            "must be above 1, or 0 to disable dual clipping",
         )
         require(0 <= self.clip_ratio_low <= 1, "algo.clip_ratio_low", self.clip_ratio_low, "must be in [0, 1]")
         require(self.clip_ratio_high >= 0, "algo.clip_ratio_high", self.clip_ratio_high, "must not be negative")
         for key, value in (("sapo_tau_positive", self.sapo_tau_positive), ("sapo_tau_negative", self.sapo_tau_negative)):
             require(value > 0, f"algo.{key}", value, "must be positive")
         self._check_corrections()
-        require(self.kl_coef > 0 or not self.use_kl_in_reward, "algo.use_kl_in_reward", True, "needs algo.kl_coef, the KL coefficient")
+        require(self.kl_coef > 0 or not self.use_kl_in_reward, "algo.use_kl_in_reward", True, "requires a positive algo.kl_coef")
 
     def _check_corrections(self) -> None:
         require_choice("algo.rollout_correction_level", self.rollout_correction_level, ("sequences", "turns"))
         require(self.is_weight_cap > 0, "algo.is_weight_cap", self.is_weight_cap, "must be positive")
-        remedy = "must be in [0, 1]: at r = 1 nothing is masked"
+        remedy = "must be in [0, 1], so that r = 1 is never masked"
         for key, low in (("token", self.token_mask_low), ("sequence", self.sequence_mask_low), ("geo", self.geo_mask_low)):
             require(0 <= low <= 1, f"algo.{key}_mask_low", low, remedy)
         for key, high in (("token", self.token_mask_high), ("sequence", self.sequence_mask_high), ("geo", self.geo_mask_high)):
-            require(high >= 1, f"algo.{key}_mask_high", high, "must be at least 1: at r = 1 nothing is masked")
+            require(high >= 1, f"algo.{key}_mask_high", high, "must be at least 1, so that r = 1 is never masked")
         for key, value in (("k3_mask_high", self.k3_mask_high), ("opsm_delta", self.opsm_delta)):
-            require(value >= 0, f"algo.{key}", value, "must not be negative: at r = 1 nothing is masked")
+            require(value >= 0, f"algo.{key}", value, "must not be negative, so that r = 1 is never masked")

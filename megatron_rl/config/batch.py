@@ -14,8 +14,8 @@ class BatchSettings:
     prompts_per_step: int = 32
     """Total number of prompts per step over all ranks."""
     group_size: int = 8
-    """Number of rollouts sampled per prompt. They form a group, within which group-relative
-    algorithms compare rewards."""
+    """Number of rollouts sampled per prompt. The rollouts of a prompt form a group; group-relative
+    algorithms compare rewards within a group."""
     minibatches: int = 1
     """Number of mini-batches into which the groups of a step are split; each mini-batch is one
     optimizer update."""
@@ -27,7 +27,8 @@ class BatchSettings:
     loss_agg_mode: str = "token_mean"
     """Loss aggregation: token_mean (mean over all tokens, DAPO), turn_mean (mean per turn, then
     over turns), sequence_mean (mean per episode, then over episodes, GRPO), or fixed_length (sum
-    over tokens divided by number of episodes * loss_scale_factor, Dr. GRPO)."""
+    over tokens, divided by the number of episodes * loss_scale_factor, as in the preset
+    dr_grpo)."""
     loss_scale_factor: int = 0
     """Constant episode length in tokens by which batch.loss_agg_mode=fixed_length divides the loss;
     must be 0 in all other modes."""

@@ -5,7 +5,7 @@ Each error message contains the dotted key, the value and the fix, because users
 
 
 def require(condition: bool, key: str, value: object, remedy: str) -> None:
-    """Raise ValueError unless `condition` is true; the message contains key, value and remedy.
+    """Raise ValueError unless `condition` is true; the error message is `key=value: remedy`.
 
     Example: `parallel.tp=3: must divide the 4 attention heads; use 1, 2 or 4`.
     """

@@ -9,7 +9,7 @@ from megatron_rl.config.model import LoraSettings
 
 @dataclass(kw_only=True, slots=True)
 class CriticSettings:
-    """Settings of the value head, its backbone (the policy's or its own) and its loss."""
+    """Settings of the critic: the value head, its backbone, and the value loss."""
 
     backbone: str = "shared"
     """Backbone of the value head: shared uses the policy's backbone (one forward pass, one loss and
@@ -29,21 +29,21 @@ class CriticSettings:
     """Coefficient of the value loss when it is added to the policy loss (backbone=shared)."""
     cliprange_value: float = 0.0
     """Clip range of the value loss, in units of the value head's output, e.g. 0.2: predictions are
-    clipped to this distance from their values at the start of the step. 0 disables it."""
+    clipped to this distance from the predictions at the start of the step. 0 disables clipping."""
     normalize_returns: bool = False
     """Train the value head on returns that are normalized by the running mean and standard
     deviation over all steps so far."""
     warmup_steps: int = 0
     """Number of initial steps that train only the critic (only the value head if backbone=shared).
-    Afterwards the AdamW state of a shared backbone is reset."""
+    After the warmup steps, the AdamW state of a shared backbone is reset."""
 
     def __post_init__(self) -> None:
         require_choice("critic.backbone", self.backbone, ("shared", "own"))
-        is_own, remedy = self.backbone == "own", "is for a critic with its own backbone; set critic.backbone=own"
+        is_own, remedy = self.backbone == "own", "requires a critic with its own backbone; set critic.backbone=own"
         require(is_own or not self.path, "critic.path", self.path, remedy)
-        require(is_own or not self.lora.rank, "critic.lora.rank", self.lora.rank, f"{remedy}, or lora.rank for both")
+        require(is_own or not self.lora.rank, "critic.lora.rank", self.lora.rank, f"{remedy}, or use lora.rank for a shared backbone")
         require(not self.lora.dropout, "critic.lora.dropout", self.lora.dropout, "must be 0: values are computed without dropout")
         require(all(size >= 1 for size in self.head_sizes), "critic.head_sizes", self.head_sizes, "must be positive numbers")
         for key, value in (("lr", self.lr), ("vf_coef", self.vf_coef), ("cliprange_value", self.cliprange_value)):
-            require(0 <= value < math.inf, f"critic.{key}", value, "must be a finite number that is not negative")
+            require(0 <= value < math.inf, f"critic.{key}", value, "must be a finite, non-negative number")
         require(self.warmup_steps >= 0, "critic.warmup_steps", self.warmup_steps, "must not be negative")

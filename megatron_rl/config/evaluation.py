@@ -13,19 +13,20 @@ class EvaluationSettings(ClientSettings):
     split: str = "eval"
     """Data split of the task to evaluate: eval or train."""
     samples: int = 1
-    """Number of episodes per example; above 1, pass@k is reported for k = 1, 2, 4 and so on."""
+    """Number of episodes per example; with several episodes, pass@k is reported for powers of
+    two."""
     temperature: float = 0.0
     """Sampling temperature of the policy; 0 decodes greedily."""
     weights: str = ""
-    """Checkpoint to evaluate, in any format that the converters read, or a PEFT adapter for the
-    model in model.path; empty evaluates the weights in model.path."""
+    """Weights to evaluate: a checkpoint in any format that launch/convert.py can read, or a PEFT
+    adapter for the model in model.path. If empty, the weights in model.path are evaluated."""
     chunk: int = 64
     """Number of examples per chunk; results are saved when all episodes of a chunk are done."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of OpenAI-compatible endpoints to evaluate instead of starting an engine, e.g.
-    http://host:8000/v1. model.path is the model name in requests, and the environment variable
-    OPENAI_API_KEY holds the API key."""
+    http://host:8000/v1. Requests contain model.path as the model name, and the API key is read from
+    the environment variable OPENAI_API_KEY."""
     timeout_s: float = 600.0
     """Timeout of one request to an endpoint, in seconds."""
     outage_timeout_s: float = 120.0
@@ -35,7 +36,7 @@ class EvaluationSettings(ClientSettings):
     def __post_init__(self) -> None:
         require_choice("evaluation.split", self.split, ("eval", "train"))
         require(self.samples >= 1, "evaluation.samples", self.samples, "must be at least 1")
-        require(self.temperature >= 0, "evaluation.temperature", self.temperature, "must not be negative; 0 means greedy")
+        require(self.temperature >= 0, "evaluation.temperature", self.temperature, "must not be negative; 0 decodes greedily")
         remedy = "greedy episodes of an example are all the same: raise evaluation.temperature, or use 1"
         require(self.samples == 1 or self.temperature > 0, "evaluation.samples", self.samples, remedy)
         self.check_client("evaluation")

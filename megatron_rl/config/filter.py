@@ -18,7 +18,7 @@ class FilterSettings:
     drop: list[str] = field(default_factory=list)
     """Filters that exclude rollouts from training: zero_std (all advantages of the group are
     equal), no_image (no image in the rollout), stop_reason (stop reason not in keep_stop_reasons).
-    Excluded rollouts still count in their group's baseline."""
+    Excluded rollouts still contribute to their group's baseline."""
     keep_stop_reasons: list[str] = field(default_factory=lambda: ["done"])
     """Stop reasons that the filter stop_reason accepts; it excludes rollouts with any other stop
     reason."""

@@ -15,7 +15,8 @@ class ListenerSettings(ClientSettings):
     """URLs of replicas of one listener, e.g. http://listener:9000; each request goes to the least
     busy healthy replica. Empty means no listener."""
     token_file: str = ""
-    """File with the access token of the listeners; not needed for a service that the run starts."""
+    """File with the access token for the listeners; not needed for listeners that the run
+    starts."""
     send: str = "files"
     """Method for sending images to the listener: files uploads each image once and then refers to
     it by its hash; paths sends paths on a shared file system."""
@@ -44,7 +45,12 @@ class ListenerSettings(ClientSettings):
         self.check_client("task.listener")
         require_choice("task.listener.send", self.send, ("files", "paths"))
         require(0 < self.backoff_s < math.inf, "task.listener.backoff_s", self.backoff_s, "must be positive")
-        require(0 <= self.chunk_delay_s < math.inf, "task.listener.chunk_delay_s", self.chunk_delay_s, "must be a number of seconds")
+        require(
+            0 <= self.chunk_delay_s < math.inf,
+            "task.listener.chunk_delay_s",
+            self.chunk_delay_s,
+            "must be a finite, non-negative number of seconds",
+        )
         for key in ("chunk_size", "cache_entries"):
             require(getattr(self, key) >= 1, f"task.listener.{key}", getattr(self, key), "must be at least 1")
         remedy = "would return outdated scores of a listener in training (task.listener.partner_is_training); leave it out"
@@ -63,7 +69,7 @@ class SpeakerSettings(ClientSettings):
     """URLs of replicas of one speaker, e.g. http://speaker:9001; each request goes to the least
     busy healthy replica. Empty means no speaker."""
     token_file: str = ""
-    """File with the access token of the speakers; not needed for a service that the run starts."""
+    """File with the access token for the speakers; not needed for speakers that the run starts."""
 
     def __post_init__(self) -> None:
         self.check_client("task.speaker")
@@ -79,16 +85,16 @@ class WeightPublishSettings:
     every: int = 1
     """Number of steps between weight updates; the run's initial weights are also sent."""
     token_file: str = ""
-    """File with the access token of the services."""
+    """File with the access token for the services in weight_publish.urls."""
     chunk_mib: float = 16.0
-    """Size of a chunk of weights in MiB before base64 encoding, which adds a third; the encoded
-    chunk must fit the service's --body-mib."""
+    """Size of a weight chunk in MiB, before base64 encoding. Encoding increases the size by a
+    third, and the encoded chunk must not exceed the service's --body-mib."""
     timeout_s: float = 120.0
     """Timeout in seconds for sending one chunk. Before a service accepts the last chunk, it
     finishes its requests in flight; the timeout includes this time."""
     max_attempts: int = 3
-    """Maximum number of attempts to send one update; if all fail, the service keeps its previous
-    weights."""
+    """Maximum number of attempts to send one weight update; if all attempts fail, the service keeps
+    its previous weights."""
 
     def __post_init__(self) -> None:
         for url in self.urls:
@@ -101,5 +107,5 @@ class WeightPublishSettings:
             bool(self.urls) or not self.token_file,
             "weight_publish.token_file",
             self.token_file,
-            "is for services: give their addresses in weight_publish.urls",
+            "has no effect without weight_publish.urls; set the URLs of the services",
         )

@@ -17,8 +17,8 @@ class ModelSettings:
     """Model to train, its frozen modules and the image resolution."""
 
     path: str = MISSING
-    """Hugging Face directory (Qwen2-VL, Qwen2.5-VL or Qwen3-VL) with the initial policy, tokenizer
-    and processor; also the reference model of the KL term."""
+    """Hugging Face directory with the initial policy (Qwen2-VL, Qwen2.5-VL or Qwen3-VL), tokenizer
+    and processor. The initial policy is also the reference model of the KL term."""
     dtype: str = "float32"
     """Data type of the trainer's weights and activations: float32, or bfloat16 with float32 main
     weights in the optimizer."""
@@ -30,14 +30,14 @@ class ModelSettings:
     multiples of 28 (Qwen3-VL: 32)."""
     max_pixels: int = 1003520
     """Maximum number of pixels of an image: a larger image is shrunk once, to sides that are
-    multiples of 28 (Qwen3-VL: 32). Sides are rounded down, so leave some slack: with 12544 (112 *
-    112), a 300 x 300 image becomes 84 x 84."""
+    multiples of 28 (Qwen3-VL: 32). Sides are rounded down, so set a slightly larger value than the
+    intended size: with 12544 (112 * 112), a 300 x 300 image is resized to 84 x 84."""
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
         for part in self.frozen:
             require_choice("model.frozen", part, PARTS)
-        require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves nothing to train; remove one part")
+        require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves no module to train; remove at least one entry")
         remedy = f"must be at least model.min_pixels={self.min_pixels}"
         require(0 < self.min_pixels <= self.max_pixels, "model.max_pixels", self.max_pixels, remedy)
 
@@ -63,10 +63,10 @@ class LoraSettings:
         require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model without adapters")
         require(self.alpha > 0, "lora.alpha", self.alpha, "must be positive")
         require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must be in [0, 1)")
-        require(len(self.targets) > 0, "lora.targets", self.targets, "contains no layer; use lora.rank=0 to train without adapters")
+        require(len(self.targets) > 0, "lora.targets", self.targets, "must not be empty; use lora.rank=0 to train without adapters")
         for target in self.targets:
             require_choice("lora.targets", target, ("attention", "mlp", "vision", "projector"))
-        require(not self.path or self.rank > 0, "lora.path", self.path, "needs lora.rank, the rank of the adapter")
+        require(not self.path or self.rank > 0, "lora.path", self.path, "requires lora.rank; set it to the rank of the adapter")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,14 +89,15 @@ class ParallelSettings:
     """Number of sampled tokens per chunk when logits are computed; the logits of only one chunk are
     in memory at a time."""
     offload_optimizer: bool = False
-    """Keep optimizer state and fp32 weights in host memory and run the optimizer step on the CPU,
-    with this rank's share of the node's cores (GPU only)."""
+    """Keep the optimizer state and fp32 weights in host memory, and run the optimizer step on the
+    CPU. Each rank uses an equal share of the node's CPU cores. Offloading the optimizer requires
+    GPUs."""
     offload_params: bool = False
     """Move parameters and gradient buffers to host memory while the engine generates rollouts."""
     overlap_grad_reduce: bool = False
-    """Overlap the data-parallel gradient reduction with the backward pass. Off by default until a
-    multi-GPU profile shows that reductions take more than 3% of an update; for a 7B model on 16
-    GPUs with one 400 Gb/s link each, the estimated time for reducing 18 GB is 0.4 s per update."""
+    """Overlap the data-parallel gradient reduction with the backward pass. Enable this setting if a
+    multi-GPU profile shows that reductions take more than 3% of an update. For a 7B model on 16
+    GPUs with one 400 Gb/s link per GPU, reducing 18 GB is estimated to take 0.4 s per update."""
     timeout_s: float = 600.0
     """Timeout of a collective operation in seconds; when it expires, the run ends instead of
     hanging."""
@@ -108,11 +109,14 @@ class ParallelSettings:
         require(self.tp >= 1, "parallel.tp", self.tp, "must be at least 1")
         require(self.pp >= 1, "parallel.pp", self.pp, "must be at least 1")
         require(self.vpp >= 1, "parallel.vpp", self.vpp, "must be at least 1")
-        require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "needs parallel.pp of at least 2")
+        require(self.vpp == 1 or self.pp > 1, "parallel.vpp", self.vpp, "requires parallel.pp of at least 2")
         require_choice("parallel.recompute", self.recompute, ("none", "selective", "vision", "full"))
         require(self.log_probs_chunk_size >= 1, "parallel.log_probs_chunk_size", self.log_probs_chunk_size, "must be at least 1")
         require(
-            0 < self.straggler_timeout_s < math.inf, "parallel.straggler_timeout_s", self.straggler_timeout_s, "must be a number of seconds"
+            0 < self.straggler_timeout_s < math.inf,
+            "parallel.straggler_timeout_s",
+            self.straggler_timeout_s,
+            "must be a positive, finite number of seconds",
         )
-        require(not self.overlap_grad_reduce or self.pp == 1, "parallel.overlap_grad_reduce", True, "needs parallel.pp=1")
-        require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "needs parallel.tp of at least 2")
+        require(not self.overlap_grad_reduce or self.pp == 1, "parallel.overlap_grad_reduce", True, "requires parallel.pp=1")
+        require(not self.sequence_parallel or self.tp > 1, "parallel.sequence_parallel", True, "requires parallel.tp of at least 2")

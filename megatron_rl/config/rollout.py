@@ -27,8 +27,8 @@ class EngineSettings:
     launch/server_command.py makes the servers read the same file. Not needed for servers that the
     run starts."""
     num_local_servers: int = 0
-    """Number of inference servers that the run itself starts when mode=server; 0 starts none. On
-    rank 0's node, the servers use the GPUs that come after the GPUs of the node's ranks."""
+    """Number of inference servers that the run itself starts when mode=server; 0 starts none. The
+    servers run on rank 0's node, on the GPUs that follow the GPUs of the node's ranks."""
     startup_timeout_s: float = 900.0
     """Maximum startup time in seconds of a server that the run starts."""
     tp: int = 1
@@ -68,10 +68,12 @@ class EngineSettings:
         require_choice("engine.mode", self.mode, ("colocated", "server"))
         for url in self.urls:
             require_address("engine.urls", url)
-            require(url.startswith(("http://", "https://")), "engine.urls", url, "is not a URL; give http://HOST:PORT")
-        remedy = "contains a server twice; give each once"
+            require(url.startswith(("http://", "https://")), "engine.urls", url, "is not a valid URL; use http://HOST:PORT")
+        remedy = "contains a server twice; list each server once"
         require(len({url.rstrip("/") for url in self.urls}) == len(self.urls), "engine.urls", self.urls, remedy)
-        remedy = "is required by engine.mode=server; give its servers, or let the run start some: engine.num_local_servers=2"
+        remedy = (
+            "is required by engine.mode=server; set the URLs of running servers, or let the run start servers: engine.num_local_servers=2"
+        )
         require(self.mode == "colocated" or self.num_endpoints > 0, "engine.urls", self.urls, remedy)
         remedy = "is only for engine.mode=server; choose it, or leave this out"
         require(not self.urls or self.mode == "server", "engine.urls", self.urls, remedy)
@@ -89,13 +91,13 @@ class EngineSettings:
         require(0 < self.bucket_mib < math.inf, "engine.bucket_mib", self.bucket_mib, "must be a positive number")
         for key in ("startup_timeout_s", "health_timeout_s", "request_timeout_s", "outage_timeout_s"):
             value = getattr(self, key)
-            require(0 < value < math.inf, f"engine.{key}", value, "must be a number of seconds")
+            require(0 < value < math.inf, f"engine.{key}", value, "must be a positive, finite number of seconds")
         for key in ("kv_cache_mib", "max_model_len", "max_num_seqs", "max_images"):
             require(getattr(self, key) >= 1, f"engine.{key}", getattr(self, key), "must be at least 1")
 
     @property
     def num_endpoints(self) -> int:
-        """Number of inference servers with mode=server, external or started by the run."""
+        """Number of inference servers (external or started by the run) if mode=server."""
         return len(self.urls) or self.num_local_servers
 
     def places(self, *, num_ranks: int) -> list[list[int]]:
@@ -114,8 +116,8 @@ class SandboxSettings:
     """Settings of the sandbox in which a task's episodes run code (sandbox/README.md)."""
 
     url: str = ""
-    """URL of a sandbox server (python -m sandbox serve), which applies its own limits; if empty,
-    each engine starts a local pool of boxes."""
+    """URL of a sandbox server (python -m sandbox serve). The server uses its own limits, not the
+    limits in task.sandbox. If empty, each engine starts a local pool of boxes."""
     token_file: str = ""
     """File with the access token of the server at task.sandbox.url, required if the server is on
     another machine; not needed for a service that the run starts."""
@@ -125,7 +127,7 @@ class SandboxSettings:
     call_timeout_s: float = 10.0
     """Wall-clock timeout of one call in seconds; if it expires, the state of the box is lost."""
     memory_mib: int = 1024
-    """Memory limit of one box in MiB, not counting the memory that all boxes share."""
+    """Memory limit of one box in MiB, excluding memory that is shared by all boxes."""
     isolation: str = "auto"
     """Isolation of a box: auto uses every isolation feature that the host supports; none runs the
     policy's code without isolation (only for tests with trusted code)."""
@@ -134,7 +136,7 @@ class SandboxSettings:
     doctor; a missing feature that is not listed prevents the pool from starting."""
 
     def __post_init__(self) -> None:
-        remedy = "is for a server: also give its address in task.sandbox.url"
+        remedy = "has no effect without task.sandbox.url; set the URL of the server"
         require(bool(self.url) or not self.token_file, "task.sandbox.token_file", self.token_file, remedy)
         require_address("task.sandbox.url", self.url)
         require(self.size >= 1, "task.sandbox.size", self.size, "must be at least 1")
@@ -166,13 +168,13 @@ class JudgeSettings(ClientSettings):
     cache: str = ""
     """File that caches verdicts across runs; if empty, verdicts are cached for this run only."""
     always_ask: bool = False
-    """Send every valid answer to the judge, even if a rule or a benchmark's scoring could decide
-    it; false sends only answers that rules and benchmark scoring leave undecided."""
+    """Send every valid answer to the judge. If false, the judge receives only the answers that
+    neither a rule nor the benchmark's scoring can decide."""
 
     def __post_init__(self) -> None:
         self.check_client("task.judge")
         has_judge = bool(self.urls or self.cache or self.model)
-        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "no judge is configured; give task.judge.urls")
+        require(has_judge or not self.always_ask, "task.judge.always_ask", self.always_ask, "no judge is configured; set task.judge.urls")
         require(self.max_tokens >= 1, "task.judge.max_tokens", self.max_tokens, "must be at least 1")
 
 
@@ -193,8 +195,8 @@ class ColumnSettings:
     """Column with the data source, which selects the rule for comparing answers; empty uses the
     column data_source."""
     ignored: list[str] = field(default_factory=list)
-    """Columns of question and transcript files that are unused on purpose and cause no warning;
-    write a key of the column extra_info as extra_info.KEY."""
+    """Columns of question and transcript files that are ignored without a warning; a key of the
+    column extra_info is written as extra_info.KEY."""
 
 
 BENCHMARKS = (
@@ -215,11 +217,11 @@ class DataSettings:
     """Files with transcripts for supervised fine-tuning."""
     columns: ColumnSettings = field(default_factory=ColumnSettings)
     images: str = ""
-    """Base directory of relative image paths; empty uses the directory of the file that contains
-    the path."""
+    """Base directory for relative image paths; empty uses the directory of the data file."""
     image_roots: list[str] = field(default_factory=list)
-    """Additional directories from which rows may load images, by absolute paths, by .. or through
-    links; images outside these directories are not read."""
+    """Additional directories from which images may be loaded. An image outside the allowed
+    directories is never read, even if a row refers to it by an absolute path, by .. or through a
+    link."""
     max_eval: int = 0
     """Maximum number of examples in an evaluation, taken from the start of the data; 0 uses all."""
     benchmark: str = ""
@@ -233,8 +235,8 @@ class DataSettings:
     the matching end tokens) in questions and observations. If false, a blank is inserted into these
     tokens, as into all special tokens in data, so that they are tokenized as ordinary text."""
     frames: int = 32
-    """Maximum number of images per benchmark question; if a question has more, e.g. the frames of a
-    video, this number of images is sampled at even intervals."""
+    """Maximum number of images per benchmark question. If a question has more images, e.g. the
+    frames of a video, evenly spaced images are selected."""
 
     def __post_init__(self) -> None:
         for key in ("max_eval", "shuffle_options"):
@@ -255,9 +257,10 @@ class TaskSettings:
     tool_format: str = "pyvision"
     """Prompt and tool-call format of a task with tools: pyvision, codev, deepeyes or functions."""
     reward: str = ""
-    """Reward: accuracy, pyvision, deepeyes, codev or tapo for tasks with questions, the name of
-    your own reward function, or a sum of such names, e.g. accuracy+mine. Empty uses the task's
-    default, which is accuracy for tasks with questions."""
+    """Name of the reward function: accuracy, pyvision, deepeyes, codev or tapo for tasks with
+    questions, or the name of a user-defined function. Several names joined by + add up their
+    rewards, e.g. accuracy+mine. Empty uses the task's default, which is accuracy for tasks with
+    questions."""
     options: Any = None
     """Task-specific options, defined by the options dataclass of the game (docs/games.md) or of
     your own task (docs/extend.md)."""
@@ -295,13 +298,13 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         require_choice("task.tool_format", self.tool_format, ("pyvision", "codev", "deepeyes", "functions"))
-        require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must contain {question} once")
+        require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must contain {question} exactly once")
         for key in ("max_turns", "max_new_tokens", "eval_samples"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
         for key in ("eval_max_turns", "max_pixels", "max_seconds", "env_timeout_s"):
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:
-        """Raise ValueError if prompt or system_prompt is set; the task's prompts are fixed."""
+        """Raise ValueError if a prompt is configured for a task with fixed prompts."""
         for key, words in (("prompt", self.prompt), ("system_prompt", self.system_prompt)):
-            require(not words, f"task.{key}", words, f"task {self.name} has its own prompts; leave it out, or use task=vqa")
+            require(not words, f"task.{key}", words, f"task {self.name} has fixed prompts; remove this setting, or use task=vqa")

@@ -28,29 +28,30 @@ class RunSettings:
     episodes continue with the next weights."""
     max_failed_fraction: float = 0.1
     """Maximum fraction of the rollouts in a step or an evaluation that may fail due to
-    infrastructure errors; above it, the run stops."""
+    infrastructure errors; if more rollouts fail, the run stops with an error."""
     max_logprob_abs_diff: float = 0.0
     """Maximum mean absolute difference between rollout and trainer logprobs, over tokens sampled
     from the current weights. Each attempt checks this difference once, before its first update,
-    except in replay mode; 0 uses 0.001 in float32 and 0.05 in bfloat16."""
+    except in replay mode. 0 selects a limit of 0.001 in float32 and 0.05 in bfloat16."""
     outage_timeout_s: float = 600.0
-    """Time in seconds during which rollouts that failed in an outage of a service (e.g. sandbox or
-    judge) are retried before they count as failed."""
+    """Maximum time in seconds for retrying rollouts that failed because a service (e.g. the sandbox
+    or the judge) was unavailable. Rollouts that are still failing after this time count as
+    failed."""
     mode: str = "train"
     """Mode of stage=rl: train; rollout_only, which generates and saves rollouts with the weights in
     model.path but does not train; or replay, which trains on saved rollouts without an engine."""
     overwrite: bool = False
-    """If run.dir contains a finished run or a run with other settings, move it to a backup
+    """If run.dir contains a finished run or a run with other settings, move the old run to a backup
     directory and start a new run; false raises an error instead."""
     grace_s: float = 60.0
-    """Grace period in seconds after a stop signal, in which the running rollouts of a step or an
-    evaluation can finish; unfinished rollouts are then cancelled."""
+    """Grace period in seconds after a stop signal, during which the running rollouts of a step or
+    an evaluation may finish. After the grace period, unfinished rollouts are cancelled."""
     require_improvement: bool = False
     """Exit with an error unless the mean return of the last 10 steps is above the mean return of
     the first 10."""
     trace: int = 0
     """Number of initial steps of each attempt to trace for Perfetto: spans, episodes and tool calls
-    are written to RUN/trace. 0 disables it."""
+    are written to RUN/trace. 0 disables tracing."""
 
     def __post_init__(self) -> None:
         require_choice("run.mode", self.mode, ("train", "rollout_only", "replay"))
@@ -65,7 +66,7 @@ class RunSettings:
             0 <= self.max_failed_fraction < 1,
             "run.max_failed_fraction",
             self.max_failed_fraction,
-            "must be in [0, 1): a step needs scored rollouts",
+            "must be in [0, 1), because each step requires scored rollouts",
         )
         remedy = "must not be negative; 0 uses the default of the dtype"
         require(self.max_logprob_abs_diff >= 0, "run.max_logprob_abs_diff", self.max_logprob_abs_diff, remedy)
@@ -73,7 +74,7 @@ class RunSettings:
             0 <= self.outage_timeout_s < math.inf,
             "run.outage_timeout_s",
             self.outage_timeout_s,
-            "must be a number of seconds; 0 disables waiting",
+            "must be a finite, non-negative number of seconds; 0 disables retries",
         )
         for key in ("eval_every", "trace"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
@@ -94,14 +95,24 @@ class PlanSettings:
     """Number of processes to plan for, one per GPU; 0 uses the number of processes that torchrun
     started."""
     host_gb: float = 0.0
-    """Host memory of a node in GB: if the plan needs more, a run on GPUs or with plan.only stops
-    with an error. With 0, only the doctor checks host memory, against the memory of this
-    machine."""
+    """Host memory of a node in GB. If the memory plan exceeds this value, a run on GPUs or with
+    plan.only=true stops with an error. With 0, only the doctor command checks the plan, using the
+    host memory of the current machine."""
 
     def __post_init__(self) -> None:
         require_choice("plan.gpu", self.gpu, ("l4", "l40s", "a100", "h100", "h200"))
-        require(self.world_size >= 0, "plan.world_size", self.world_size, "must not be negative; 0 uses the number of started processes")
-        require(0 <= self.host_gb < math.inf, "plan.host_gb", self.host_gb, "must be a number of GB; 0 uses this machine's memory")
+        require(
+            self.world_size >= 0,
+            "plan.world_size",
+            self.world_size,
+            "must not be negative; 0 uses the number of processes started by torchrun",
+        )
+        require(
+            0 <= self.host_gb < math.inf,
+            "plan.host_gb",
+            self.host_gb,
+            "must be a finite, non-negative number of GB; 0 uses this machine's memory",
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -124,7 +135,7 @@ class RolloutStoreSettings:
 
     def __post_init__(self) -> None:
         require_choice("rollouts.save", self.save, ("best", "all"))
-        require(0 < self.max_gb < math.inf, "rollouts.max_gb", self.max_gb, "must be a number of GB above 0")
+        require(0 < self.max_gb < math.inf, "rollouts.max_gb", self.max_gb, "must be a positive, finite number of GB")
         for key in ("keep_best", "keep_worst"):
             require(getattr(self, key) >= 0, f"rollouts.{key}", getattr(self, key), "must not be negative")
 
@@ -138,27 +149,29 @@ class CheckpointSettings:
     interval."""
     every_s: float = 1800.0
     """Maximum time in seconds between checkpoints: when this time has passed since the start of the
-    last save, a checkpoint is written at the end of the current step. 0 disables it."""
+    last save, a checkpoint is written at the end of the current step. 0 disables time-based
+    checkpoints."""
     keep_last: int = 2
     """Number of newest checkpoints to keep; older checkpoints are deleted."""
     keep_best: int = 1
-    """Number of best checkpoints to keep in addition to the newest checkpoints. They are ranked by
-    greedy success rate on held-out data; checkpoints without an evaluation are not ranked."""
+    """Number of best checkpoints to keep in addition to the newest checkpoints. Checkpoints are
+    ranked by greedy success rate on held-out data; checkpoints without an evaluation are not
+    ranked."""
     save_last: bool = True
     """Write a checkpoint at the last step, so that a finished run can be extended; it takes disk
     space in addition to RUN/final."""
     allow_repeat: bool = False
-    """If a run that ended cleanly did more steps than its newest checkpoint contains, resume from
-    that checkpoint: the later steps are repeated, and their records move to RUN/superseded. False
-    raises an error instead. After a crash, steps since the newest checkpoint are always
-    repeated."""
+    """Allow a run that ended cleanly to resume from a checkpoint that is older than the last step
+    of the run; false raises an error instead. The steps after the checkpoint are repeated, and
+    their old records are moved to RUN/superseded. After a crash, the steps after the newest
+    checkpoint are always repeated."""
     background: bool = True
     """Write checkpoints in the background while training continues; the checkpoint directory
     appears once it is complete."""
 
     def __post_init__(self) -> None:
-        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 leaves it to checkpoint.every_s")
-        require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 disables it")
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative; 0 uses only checkpoint.every_s")
+        require(self.every_s >= 0, "checkpoint.every_s", self.every_s, "must not be negative; 0 disables time-based checkpoints")
         require(self.keep_last >= 1, "checkpoint.keep_last", self.keep_last, "must be at least 1")
         require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "must not be negative")
 
@@ -179,13 +192,13 @@ class WandbSettings:
 
 @dataclass(kw_only=True, slots=True)
 class TrackioSettings:
-    """Settings for logging to a local trackio, in addition to metrics.jsonl and TensorBoard."""
+    """Settings for local logging with Trackio, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
-    """Trackio mode: disabled, or local (a directory on this machine: TRACKIO_DIR, or else a
-    directory in HF_HOME; view it with trackio show)."""
+    """Trackio mode: disabled, or local (writes to the directory TRACKIO_DIR or, if this variable is
+    not set, to a directory in HF_HOME; view the metrics with trackio show)."""
     project: str = "megatron-rl"
-    """Name of the run's trackio project."""
+    """Name of the run's Trackio project."""
 
     def __post_init__(self) -> None:
         require_choice("trackio.mode", self.mode, ("disabled", "local"))

@@ -58,14 +58,19 @@ class ServiceSettings:
         require_address(f"{key}.host", self.host)
         require_no_key(f"{key}.args", self.args)
         require_no_key(f"{key}.command", self.command)
-        remedy = "contains --token-file: the run creates the token of a service and gives it to the clients; leave it out"
+        remedy = "contains --token-file: the run creates the token of a service and passes the token to the clients; remove this option"
         has_own = self.kind != "vllm" and any(map(_names_token_file, self.args))
         require(not has_own, f"{key}.args", self.args, remedy)
         remedy = f"is the model to serve: required by kinds {', '.join(WITH_MODEL)}, and by no others"
         require(bool(self.model) == (self.kind in WITH_MODEL), f"{key}.model", self.model, remedy)
-        require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is not a port; 0 selects a free one")
-        require(0 < self.startup_timeout_s < math.inf, f"{key}.startup_timeout_s", self.startup_timeout_s, "must be a number of seconds")
-        require(all(gpu >= 0 for gpu in self.gpus), f"{key}.gpus", self.gpus, "must be GPU indices, starting at 0")
+        require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is not a valid port; 0 selects a free port")
+        require(
+            0 < self.startup_timeout_s < math.inf,
+            f"{key}.startup_timeout_s",
+            self.startup_timeout_s,
+            "must be a positive, finite number of seconds",
+        )
+        require(all(gpu >= 0 for gpu in self.gpus), f"{key}.gpus", self.gpus, "must contain non-negative GPU indices")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -84,8 +89,8 @@ class ServicesSettings:
     def require_asked(self, task: TaskSettings) -> None:
         """Raise ValueError if `task` refers to a missing service or to a service of the wrong kind.
 
-        Token files are rejected for services, because the run creates their tokens. A client must
-        not mix URLs that refer to services with other URLs.
+        A client of a service must not set a token file, because the run creates the token of each
+        service. A client must not mix URLs that refer to services with other URLs.
         """
         asked = [("task.judge.urls", url, "vllm") for url in task.judge.urls] + [("task.sandbox.url", task.sandbox.url, "sandbox")]
         asked += [("task.listener.urls", url, "listener") for url in task.listener.urls]
@@ -104,7 +109,7 @@ class ServicesSettings:
                 len(own) in (0, len(partner.urls)),
                 f"task.{name}.urls",
                 partner.urls,
-                "one token is used for all; do not mix services and other servers",
+                "must not mix services with other servers, because all URLs share one token",
             )
 
 
@@ -114,6 +119,6 @@ def service_of(address: str) -> str:
 
 
 def _names_token_file(word: str) -> bool:
-    """Return True if argparse reads `word` as --token-file, including its abbreviations."""
+    """Return True if argparse interprets `word` as --token-file or as an abbreviation of it."""
     name = word.partition("=")[0]
     return len(name) > 2 and "--token-file".startswith(name)

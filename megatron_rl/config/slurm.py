@@ -31,7 +31,12 @@ class SlurmSettings:
     def __post_init__(self) -> None:
         require(self.nodes >= 1, "slurm.nodes", self.nodes, "must be at least 1")
         require(self.gpus >= 0, "slurm.gpus", self.gpus, "must not be negative; 0 requests none")
-        require(self.processes >= 0, "slurm.processes", self.processes, "must not be negative; 0 starts one per GPU, or one without GPUs")
+        require(
+            self.processes >= 0,
+            "slurm.processes",
+            self.processes,
+            "must not be negative; 0 starts one process per GPU, or a single process without GPUs",
+        )
         require(self.signal_s >= 0, "slurm.signal_s", self.signal_s, "must not be negative")
         for word in self.sbatch:
             remedy = f"{word} is not an option of sbatch; write --KEY=VALUE"

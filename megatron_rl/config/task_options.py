@@ -22,8 +22,9 @@ class GameOptions:
     """
     invalid: str = "penalize"
     """Effect of a reply without a valid action: penalize gives reward -1 and repeats the
-    observation, repeat does the same with reward 0, noop makes a move that changes nothing (points
-    games only: a blank), random takes a random action, as RL4VLM does.
+    observation; repeat gives reward 0 and repeats the observation; noop gives reward 0 and appends
+    a blank to the formula (only EZPoints and Points24); random takes a random action, as RL4VLM
+    does.
     """
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class NumberLineOptions(GameOptions):
 
     eval_max_number: int = 5
     """Largest number on the number line in evaluations (5..20). With a value above 5, evaluations
-    use only starts with a current or target number above 5. These starts never occur in training.
+    use only starts with a current or target number above 5, which never occur in training.
     """
 
     def __post_init__(self) -> None:
@@ -113,14 +114,14 @@ class BlackjackOptions(CardOptions):
     """
     sab: bool = False
     """Use the rules of Sutton and Barto: a natural (an ace and a ten-valued card as the initial
-    hand) wins unless the dealer also has a natural. This option overrides the option natural.
+    hand) wins unless the dealer also has a natural. The option sab overrides the option natural.
     """
     train_hands: int = 4096
     """Number of training starts. A start is the player's two cards and the dealer's visible card.
     """
     eval_drawings: int = 3
-    """Number of evaluation hands for each of the 280 positions. Training starts never use the suit
-    combinations of evaluation hands.
+    """Number of evaluation hands for each of the 280 positions in which the player has a choice.
+    Training starts never use the suit combinations of evaluation hands.
     """
 
     def __post_init__(self) -> None:
@@ -187,8 +188,8 @@ class LewisOptions:
     code of the original game define different constants.
     """
     log: str = ""
-    """JSON-lines file to which predictions are written (time, reward, content, solution). Empty
-    disables the file.
+    """JSON-lines file to which predictions are written (time, reward, content, solution). If empty,
+    predictions are not written.
     """
 
     def __post_init__(self) -> None:
@@ -224,7 +225,12 @@ class LewisSpeakerOptions(LewisOptions):
         super().__post_init__()
         require_choice("task.options.accuracy", self.accuracy_mode, ("binary", "soft_gated", "soft_always"))
         has_soft = self.variant == "readme" and self.accuracy_mode != "binary"
-        require(not has_soft, "task.options.accuracy", self.accuracy, "variant=readme is only binary; use task.options.variant=code")
+        require(
+            not has_soft,
+            "task.options.accuracy",
+            self.accuracy,
+            "variant=readme supports only binary accuracy; use task.options.variant=code",
+        )
         for part in self.parts:
             require_choice("task.options.parts", part, ("accuracy", "format", "length", "overlap"))
         for name, url in self.held_out_listeners.items():
@@ -233,20 +239,20 @@ class LewisSpeakerOptions(LewisOptions):
                 url.startswith(("http://", "https://")),
                 f"task.options.held_out_listeners.{name}",
                 url,
-                "is not a URL; give http://HOST:PORT",
+                "is not a valid URL; use http://HOST:PORT",
             )
             taken = ("picked", "words", "accuracy", "format", "length", "overlap", "success", "return", "drift", "tool_use", "episodes")
             require(name not in taken, "task.options.held_out_listeners", name, "is the name of another metric; choose another name")
         strangers = sorted({*self.held_out_token_files} - {*self.held_out_listeners})
         remedy = "is not a held-out listener; add it to task.options.held_out_listeners"
         require(not strangers, "task.options.held_out_token_files", strangers[0] if strangers else "", remedy)
-        require(len({*self.parts}) == len(self.parts) > 0, "task.options.parts", self.parts, "must contain parts, each only once")
+        require(len({*self.parts}) == len(self.parts) > 0, "task.options.parts", self.parts, "must not be empty or contain duplicates")
         has_overlap = "overlap" in self.parts and self.variant == "readme"
         require(not has_overlap, "task.options.parts", self.parts, "variant=readme has no overlap reward; use task.options.variant=code")
 
     @property
     def accuracy_mode(self) -> str:
-        """Accuracy mode in effect: `accuracy` or, if that is empty, the default of `variant`."""
+        """Value of `accuracy` or, if `accuracy` is empty, the default for `variant`."""
         return self.accuracy or {"readme": "binary", "code": "soft_gated"}[self.variant]
 
 
@@ -255,11 +261,12 @@ class LewisListenerOptions(LewisOptions):
     """Options of the Lewis listener."""
 
     reward: str = "consistency"
-    """Question that the listener is trained on. consistency: do two images show the same object.
-    weighted: the same question, with a penalty for wrong answers. selection: which candidate shows
-    the same object as the query. heard: does a description fit one image (same prompt as the
-    listener service). selection and heard read speaker rows. The descriptions for heard come from
-    task.speaker; without a speaker URL, they name the colors of the object.
+    """Question on which the listener is trained. consistency: whether two images show the same
+    object. weighted: like consistency, but with a penalty for wrong answers. selection: which
+    candidate shows the same object as the query. heard: whether a description fits an image (with
+    the same prompt as the listener service). The data for selection and heard consists of speaker
+    rows. For heard, task.speaker generates the descriptions; without a speaker URL, each
+    description lists the colors of the object.
     """
 
     def __post_init__(self) -> None:

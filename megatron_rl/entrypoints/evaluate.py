@@ -74,9 +74,10 @@ class EvaluationGenerator:
     """Generates the rollouts of an evaluation with rollout engines or through an endpoint."""
 
     generate: Callable[[Sequence[Example], int], list[Rollout]]
-    """(examples, group index of the first example) -> rollouts of these examples."""
+    """Function that returns the rollouts of the given examples. The second argument of `generate`
+    is the group index of the first example."""
     render_prompt: Callable[[Rollout], str]
-    """(rollout) -> the text of the prompt before the policy's first response."""
+    """Function that returns the prompt text before the policy's first response in a rollout."""
 
 
 def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, float] | None:
@@ -129,7 +130,7 @@ def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
         return check_run(settings, plugins, world=world, needed=0, splits=splits), open_evaluated_weights(settings)
-    require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"one process is enough; torchrun started {world.size}")
+    require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"requires a single process, but torchrun started {world.size}")
     task = build_task(settings.task, plugins)
     check_examples(task, splits)
     return task, None
@@ -199,10 +200,10 @@ def _start_rollout_manager(
 def _generate_or_load(
     settings: Settings, examples: Sequence[Example], make_generator: Callable[[], EvaluationGenerator], *, world: World, stop: StopSignal
 ) -> Iterator[Rollout]:  # fmt: skip
-    """Yield the rollouts of all examples, without images; load chunks that are already saved.
+    """Yield the rollouts of all examples, without images; chunks that are already saved are loaded.
 
-    All ranks must call this together. A chunk with failed rollouts is saved too, and the next
-    attempt generates this chunk again.
+    All ranks must call this function together. A chunk with failed rollouts is saved too, and the
+    next attempt generates this chunk again.
 
     Raises:
         GracefulStop: A stop of the evaluation was requested.

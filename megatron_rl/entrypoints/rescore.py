@@ -70,12 +70,12 @@ def rescore_run(settings: Settings, plugins: Plugins = Plugins()) -> dict[str, f
         bool(paths),
         "rollouts.replay_from",
         settings.rollouts.replay_from,
-        "contains no step that was saved with rollouts.save=all; give RUN/rollouts",
+        "contains no steps saved with rollouts.save=all; use RUN/rollouts of a run with this setting",
     )
     remedy = "the recorded run must not change; choose another folder for the new scores"
     require(folder.resolve().parent != out.resolve(), "run.dir", settings.run.dir, remedy)
     world = read_world()
-    require(world.size == 1, "processes", world.size, "use one process: scoring waits for judges, not for cores")
+    require(world.size == 1, "processes", world.size, "must be 1, because rescoring runs in a single process")
     with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop, lock(out):
         _open_directory(out, settings)
         connect(world, timeout_s=settings.parallel.timeout_s)
@@ -102,7 +102,12 @@ def _open_directory(out: Path, settings: Settings) -> None:
         except ValueError as error:
             raise ValueError(f"{out / CONFIG_FILE}: {error}; choose another folder") from error
         others = {key: values for key, values in changes.items() if key.startswith(SCORE_SETTINGS) and not is_mutable_key(key, *values)}
-        require(not others, "run.dir", str(out), f"contains scores of other settings: {describe_changes(others)}; choose another folder")
+        require(
+            not others,
+            "run.dir",
+            str(out),
+            f"contains scores computed with other settings: {describe_changes(others)}; choose another folder",
+        )
     with explain_write_errors(out):
         write_bytes_atomically(out / CONFIG_FILE, yaml.safe_dump(new, sort_keys=False).encode())
 
@@ -135,7 +140,7 @@ def find_example(examples: Mapping[str, Example], rollout: Rollout) -> Example:
         ValueError: The task has no example with the rollout's example id.
     """
     if rollout.example_id not in examples:
-        raise ValueError(f"task.name: has no example {rollout.example_id!r:.80}; give the task and the data of the recorded run")
+        raise ValueError(f"task.name: has no example {rollout.example_id!r:.80}; use the task and the data of the recorded run")
     return examples[rollout.example_id]
 
 

@@ -1,7 +1,8 @@
 """Generates and records rollouts without a trainer (run.mode=rollout_only).
 
-Each step generates the episodes that training would generate in this step if the policy still had
-its initial weights. If the run was killed, steps that are already recorded are not generated again.
+Each step generates the same episodes as the corresponding training step would with the initial
+weights of the policy. If the run was killed, steps that are already recorded are not generated
+again.
 """
 
 from contextlib import ExitStack
@@ -39,7 +40,7 @@ def run_rollout_only(
 ) -> Result:  # fmt: skip
     """Generate and record the rollouts of all steps with the weights in model.path.
 
-    All ranks must call this together.
+    All ranks must call this function together.
     """
     source = raise_on_all_ranks(lambda: open_source(Path(settings.model.path), read_spec(settings.model.path), key="model.path"))
     first, history = run_on_rank_zero(lambda: load_recorded_steps(Path(settings.run.dir)))
@@ -92,7 +93,7 @@ def run_rollout_only(
 def compute_step_metrics(rollouts: list[Rollout], settings: Settings, algorithm: Algorithm, *, num_gen_batches: int) -> dict[str, float]:
     """Compute advantages as in training and return the rollout metrics of a step.
 
-    Advantages that depend on model outputs cannot be computed without a trainer. In this case, the
+    If advantages depend on model outputs, they cannot be computed without a trainer, and the
     metrics for groups with all-zero advantages are omitted.
     """
     if not algorithm.required_columns(settings.algo):

@@ -57,11 +57,11 @@ class TrainingStage:
     splits: tuple[str, ...]
     """Data splits of the task that must contain examples."""
     is_rl: bool
-    """True for RL. An RL stage computes logprobs at the sampling temperature, algo.temperature, and
-    keeps the reference model's weights if the settings require a reference model.
+    """True for RL. An RL stage computes logprobs at the sampling temperature (algo.temperature) and
+    keeps the weights of the reference model if the settings require a reference model.
     """
     run: Callable[[Settings, TrainerContext], RolloutManager | None]
-    """Function that trains the policy. It returns the rollout manager with the trained weights, or
+    """Function that trains the policy and returns the rollout manager with the trained weights, or
     None if the stage has no rollout engine.
     """
 
@@ -118,7 +118,7 @@ REPLAY = TrainingStage(num_steps=lambda s: s.run.steps, splits=(), is_rl=True, r
 
 
 def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
-    """Run the configured training stage and return the result. All ranks must call this.
+    """Run the configured training stage and return the result. All ranks must call this function.
 
     The result is None with plan.only, which only prints the memory plan. The function can be called
     in a notebook, and more than once in the same process.

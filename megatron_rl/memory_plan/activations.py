@@ -1,11 +1,11 @@
 """Formula for the activation memory of one micro-batch on a rank.
 
-The formula counts the activations saved by autograd and the temporary tensors, in the manner of
-Korthikanti et al. (arXiv 2205.05198). The formula lists the tensors of this project's layers
-(policy/transformer.py without Transformer Engine, policy/vision.py) with the GPU kernels of
-policy/fused.py; with Transformer Engine, fewer bytes are saved.
-tests/memory_plan/test_activations.py compares the formula with the tensors that autograd really
-saves, using operations that save the same tensors as those kernels.
+Following Korthikanti et al. (arXiv 2205.05198), the formula counts the activations saved by
+autograd and the temporary tensors. The formula assumes the layers of policy/transformer.py (without
+Transformer Engine) and policy/vision.py with the GPU kernels of policy/fused.py. With Transformer
+Engine, fewer bytes are saved than the formula predicts. The test
+tests/memory_plan/test_activations.py compares the formula with the tensors that autograd actually
+saves; the test replaces the GPU kernels by operations that save the same tensors.
 
 The sizes per token or patch are denoted by H (hidden), A (queries), K (keys) and F (MLP). Attention
 is flash attention, so attention memory is linear in the sequence length.
@@ -32,7 +32,7 @@ class ActivationMemory:
     """Activation bytes of one micro-batch on one rank."""
 
     saved_bytes: int
-    """Bytes saved between the forward and the backward pass, per micro-batch in flight."""
+    """Bytes that each micro-batch in flight saves between its forward and its backward pass."""
     num_in_flight: float
     """Number of micro-batches in flight on a pipeline stage."""
     transient_bytes: int
@@ -104,11 +104,12 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     """Return the bytes per token that autograd saves in one decoder layer.
 
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
-    projection, the rotated queries, the rotated keys and the result (A + 2 K, A, K and A values),
-    its softmax statistics, and four rows of sines and cosines. The MLP saves the fused projection
-    and the output of the activation function (2 F and F values). Selective recomputation would
-    avoid only the softmax statistics, because flash attention stores no scores. Query and key norms
-    save the same tensors as other norms, with A and K values and one statistic per head.
+    projection (A + 2 K values), the rotated queries (A values), the rotated keys (K values), the
+    result (A values), the softmax statistics, and four rows of sines and cosines. The MLP saves the
+    fused projection (2 F values) and the output of the activation function (F values). Flash
+    attention does not store attention scores, so selective recomputation would only avoid saving
+    the softmax statistics. Query and key norms save the same tensors as other norms, with A and K
+    values and one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
@@ -157,8 +158,9 @@ def vision_merger_bytes(model: ModelSpec, *, itemsize: int) -> float:
     """Return the bytes per patch that autograd saves in the merger.
 
     The merger saves its input, the norm's output, the norm's statistic, and the MLP's values before
-    and after the activation. All of them except the statistic are as wide as the merged patches. A
-    DeepStack merger saves the same tensors except its input, which the next block already saves.
+    and after the activation. All tensors of the merger except the statistic have the width of the
+    merged patches. A DeepStack merger saves the same tensors except its input, which the next block
+    already saves.
     """
     vision = model.vision
     return vision.hidden_size * (4 + 3 * vision.num_deepstack_layers) * itemsize + 4 * (1 + vision.num_deepstack_layers)

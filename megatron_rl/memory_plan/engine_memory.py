@@ -1,8 +1,8 @@
 """Memory plan of a rollout engine (vLLM) on one GPU, computed before the engine starts.
 
-tests/memory_plan/test_engine_memory.py compares the plan with vLLM's own numbers on a CPU: the
-configuration for every recipe, the images in vLLM's profiling run, and the peak memory of the
-vision tower, the layers and the sampler.
+The test tests/memory_plan/test_engine_memory.py compares the plan with the values that vLLM
+computes on a CPU: the configuration for every recipe, the images in vLLM's profiling run, and the
+peak memory of the vision tower, the layers and the sampler.
 """
 
 import math
@@ -40,7 +40,7 @@ class EnginePlan:
     weight_bytes: int
     """Bytes of the weights and permanent buffers.
 
-    With DeepStack, the buffers contain the features that are added to a step's tokens.
+    With DeepStack, the buffers contain the image features that are added to the tokens of a step.
     """
     step_bytes: int
     """Bytes of the largest step, which vLLM measures at startup, plus bytes of the CUDA graphs."""
@@ -84,9 +84,9 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
     whose = "this GPU" if memory else f"a {settings.plan.gpu}"
     require(
         engine.cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
-        f"{format_gb(engine.budget_bytes)} of {whose} are too small for the engine's weights ({format_gb(engine.weight_bytes)}), "
+        f"{format_gb(engine.budget_bytes)} on {whose} is not enough for the engine's weights ({format_gb(engine.weight_bytes)}), "
         f"its largest step ({format_gb(engine.step_bytes)}) and one sequence ({format_gb(token * given.max_model_len)}); "
-        "raise it or engine.tp, or lower engine.max_model_len",
+        "raise this setting or engine.tp, or lower engine.max_model_len",
     )  # fmt: skip
     return engine
 
@@ -123,15 +123,14 @@ def max_image_tokens(model: ModelSpec, settings: Settings) -> int:
         side = max(side for side in range(1, math.isqrt(count) + 1) if count % side == 0)
         if count <= 200 * side**2:
             return count
-    raise AssertionError(f"no image has at most {most} tokens")
+    raise AssertionError(f"no valid image size has at most {most} tokens")
 
 
 def _largest_step_bytes(model: ModelSpec, settings: Settings, *, itemsize: int) -> int:
     """Return the peak bytes of the engine's largest step.
 
-    The result is the larger of two peaks, plus the bytes of the logits. One is the peak of the
-    vision tower with all profiled images, and the other is the peak of the language model with all
-    batched tokens.
+    The result is the sum of the image embeddings, the logits, and the larger of two peaks: the
+    vision tower with all profiled images, and the language model with all batched tokens.
     """
     pictures = num_profiled_image_tokens(model, settings)
     passing = max(
@@ -156,10 +155,11 @@ def peak_values_per_token(model: ModelSpec, *, tp: int) -> float:
 def peak_values_per_patch(model: ModelSpec, *, tp: int) -> float:
     """Return the peak number of values per patch in a block of the vision tower.
 
-    The values are the patch's hidden state, the normalized hidden state, and the tensors of
-    attention: the fused projection, the copied (2) and rotated (2) queries and keys, the values,
-    and the result in three shapes. The MLP of a block needs less memory than the attention. Learned
-    position embeddings, if there are any, and DeepStack features of earlier blocks are added.
+    The values are those of the hidden state, the normalized hidden state and the attention tensors:
+    the fused projection, the copied queries and keys, the rotated queries and keys, the values, and
+    three copies of the result. The MLP of a block needs less memory than the attention. The number
+    includes learned position embeddings, if the model has any, and the DeepStack features of
+    earlier blocks.
     """
     vision = model.vision
     left = vision.num_deepstack_layers * vision.out_hidden_size / vision.patches_per_token

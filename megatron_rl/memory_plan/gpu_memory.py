@@ -9,8 +9,9 @@ The plan is determined by the largest of three phases:
 
 Weights, gradients and optimizer state are measured on an instance of the model without data
 (rank_shares.py). Activations are computed by a formula (activations.py). The engine's memory is
-computed by engine_memory.py. The constants below cover the rest. On one H100, the peaks of the
-three phases were measured with a 7B model and adapters (benchmarks/results/h100_2026-11-26.md).
+computed by engine_memory.py. The constants in this module account for all other memory. On one
+H100, the peaks of the three phases were measured with a 7B model and adapters
+(benchmarks/results/h100_2026-11-26.md).
 """
 
 from dataclasses import dataclass
@@ -127,19 +128,21 @@ def plan_gpu_memory(
 
 
 def require_fit(planned: MemoryPlan) -> str:
-    """Describe how the plan fits the GPU.
+    """Return one line that compares the planned memory with the usable memory of a GPU.
 
     Raises:
         ValueError: the plan does not fit the GPU.
     """
-    remedy = f"its {format_gb(planned.usable_bytes)} ({USABLE_FRACTION:.0%}) are less than the {format_gb(planned.peak_bytes)} needed"
-    require(planned.fits, "plan.gpu", planned.gpu, f"{remedy}; raise parallel.tp, offload, or lower the tokens")
+    remedy = (
+        f"the usable {format_gb(planned.usable_bytes)} ({USABLE_FRACTION:.0%}) are less than the required {format_gb(planned.peak_bytes)}"
+    )
+    require(planned.fits, "plan.gpu", planned.gpu, f"{remedy}; raise parallel.tp, enable offloading, or lower batch.micro_batch_tokens")
     peak, usable = format_gb(planned.peak_bytes), format_gb(planned.usable_bytes)
     return f"{peak} of the usable {usable}, which is {USABLE_FRACTION:.0%} of a {planned.gpu}; {planned.world_size} GPUs"
 
 
 def unplanned_bytes(settings: Settings) -> int:
-    """Return the bytes on a GPU that no other part of the plan counts.
+    """Return the bytes of GPU memory that the other parts of the plan do not include.
 
     These bytes are used by CUDA, by the libraries, and by NCCL for each process group that takes
     part in a collective operation on GPU tensors. Megatron uses three groups in every update, even

@@ -45,9 +45,9 @@ The specifications were not measured.
 def closest_gpu_name(memory_bytes: int, *, preferred: str) -> str:
     """Return the name of the known GPU that best matches a GPU with this much memory.
 
-    Of the known GPUs with at most `memory_bytes` of memory, this is the one with the most memory.
-    If several known GPUs share this amount of memory and `preferred` is one of them, the result is
-    `preferred`. If all known GPUs have more memory, the result is "l4".
+    The result is the GPU with the most memory among the known GPUs that have at most `memory_bytes`
+    of memory. If several GPUs are tied and `preferred` is one of them, the result is `preferred`.
+    If all known GPUs have more memory, the result is "l4".
     """
     fitting = [name for name, gpu in GPU_SPECS.items() if gpu.memory_bytes <= memory_bytes]
     return max(fitting, key=lambda name: (GPU_SPECS[name].memory_bytes, name == preferred), default="l4")

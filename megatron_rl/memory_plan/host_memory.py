@@ -28,8 +28,8 @@ class HostMemoryPlan:
     checkpoint_bytes: int
     """Bytes copied to the host before this rank writes its part of a checkpoint.
 
-    With checkpoint.background, these are the rank's weights, main weights and moments. Otherwise,
-    only the parts that are on the GPU are copied.
+    With checkpoint.background, the rank's weights, main weights and moments are copied. Without
+    checkpoint.background, only the parts of this state that are on the GPU are copied.
     """
     image_bytes: int
     """Bytes of a step's images (memory_plan/image_memory.py)."""

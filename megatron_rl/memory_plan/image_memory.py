@@ -8,9 +8,9 @@ During the rollout, each image exists as a Pillow image and as the patches passe
 episode ends. During training, host memory contains the images exchanged with other ranks
 (distributed/image_exchange.py) and the patches of the current and the next micro-batch
 (policy/patches.py). In both phases, the renderer's cache may also contain images from earlier
-steps. Source images are counted once per episode, at the size of the rendered images: while the
-engine computes a step, threads render all images of a generation batch, and no episode can release
-its source images.
+steps. Source images are counted once per episode, at the size of the rendered images. Source images
+stay in memory because threads render all images of a generation batch while the engine computes a
+step, before any episode can release its source images.
 
 The plan does not count the additional size of large source images, the episodes of an evaluation,
 or the memory of user-defined tasks.

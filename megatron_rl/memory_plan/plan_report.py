@@ -1,4 +1,4 @@
-"""Report of a dry run (plan.only): GPU memory, host memory and expected time per step.
+"""Reports the GPU memory, the host memory and the expected time per step of a run (plan.only).
 
 Nothing is loaded, and neither GPUs nor weights are needed.
 """

@@ -1,11 +1,11 @@
 """Step-time model: expected seconds per step by phase, and bytes sent over each link.
 
 The time of each part is computed from its bottleneck (arithmetic, memory or a link), and the times
-of the parts are summed. The model deliberately leaves out kernels too small to fill a GPU, overlap
-of communication and computation, stragglers among equal GPUs, other users of the network, further
-generation batches if filters drop groups, and a critic's own backbone. The constants are in
-step_time_constants.py. The predictions of the model have not been compared with measurements on a
-GPU.
+of the parts are summed. The model deliberately ignores kernels that are too small to fill a GPU,
+overlap of communication and computation, stragglers, other traffic on the network, additional
+generation batches when filters drop groups, and a critic with its own backbone. The constants are
+in step_time_constants.py. The predictions of the model have not been compared with measurements on
+a GPU.
 """
 
 import math
@@ -190,9 +190,9 @@ def rollout_seconds(inputs: StepTimeInputs) -> dict[str, float]:
 def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
     """Return the seconds of a decode step, which generates one token per running sequence.
 
-    The time is limited either by reading the weights and all keys and values once, or by
-    arithmetic. With tensor parallelism, two all-reduces per layer over the engine's ranks are
-    added.
+    The result is a fixed overhead plus the longer of two times: the time for reading the weights
+    and all keys and values once, and the time for arithmetic. Tensor parallelism adds two
+    all-reduces per layer over the engine's ranks.
     """
     model, speeds, tp = inputs.model, inputs.speeds, inputs.settings.engine.tp
     language = inputs.param_counts.language
@@ -252,10 +252,10 @@ def update_flops(inputs: StepTimeInputs, tokens: float) -> float:
     """Return the FLOPs of all epochs on the slowest pipeline stage.
 
     A forward pass takes 2 FLOPs per parameter and token, plus 2 * layers * heads * head size *
-    length FLOPs per token for attention. An update consists of a forward pass, the gradient of the
-    inputs, the gradient of the weights (not with LoRA), and recomputation (if layers are
-    recomputed). Each of these costs as much as the forward pass. The vision tower is on the first
-    stage.
+    length FLOPs per token for attention. An update consists of up to four parts, each of which
+    costs as much as a forward pass: the forward pass, the gradient of the inputs, the gradient of
+    the weights (not with LoRA), and the recomputation of layers (if enabled). The vision tower is
+    on the first stage.
     """
     settings, model, episode = inputs.settings, inputs.model, inputs.episode
     language, vision = inputs.param_counts.language, inputs.param_counts.vision

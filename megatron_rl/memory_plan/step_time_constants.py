@@ -2,8 +2,8 @@
 
 Every constant is a measurement, an estimate or an assumption, as its docstring states. The
 measurements were made on one H100 (benchmarks/results/h100_2026-11-26.md). The nominal
-specifications of GPUs are in gpu_specs.py. When a constant is measured, the measured value replaces
-the value here, and the constant's name is added to MEASURED_CONSTANTS.
+specifications of GPUs are in gpu_specs.py. After measuring a constant, replace its value in this
+module and add its name to MEASURED_CONSTANTS.
 """
 
 import math
@@ -31,12 +31,12 @@ class StepTimeConstants:
     prefill_share: float = 0.50
     """Fraction of the peak FLOP/s that the engine reaches for prompts and images.
 
-    Assumption: large matrix products without a backward pass.
+    Assumption for large matrix products without a backward pass.
     """
     memory_share: float = 0.70
     """Fraction of a GPU's memory bandwidth reached during decoding.
 
-    Assumption: CUDA graphs, and batches of several hundred sequences.
+    Assumption for decoding with CUDA graphs and batches of several hundred sequences.
     """
     link_share: float = 0.60
     """Fraction of the nominal bandwidth reached between GPUs of a node.
@@ -62,7 +62,7 @@ class StepTimeConstants:
     decode_floor_s: float = 0.004
     """Fixed seconds per decode step, excluding memory reads: scheduler, sampler, kernel launches.
 
-    Assumption, with asynchronous scheduling.
+    Assumption for an engine with asynchronous scheduling.
     """
     launch_s: float = 30e-6
     """Fixed seconds per all-reduce over an engine's ranks, in addition to the transfer time.
@@ -94,10 +94,12 @@ class StepTimeConstants:
     reply_share: float = 0.1
     """Fraction of task.max_new_tokens used in an average response.
 
-    Estimate: 2,000 tokens in five turns of at most 4,096 tokens.
+    Estimate: the responses of an average episode have 2,000 tokens in five turns, and the limit is
+    4,096 tokens per turn.
     """
     picture_share: float = 0.35
-    """Average image size as a fraction of model.max_pixels. Estimate: 0.7 of 2 megapixels."""
+    """Average image size as a fraction of model.max_pixels. Estimate: an average image has 0.7
+    megapixels, and the limit is 2 megapixels."""
     prompt_tokens: float = 500.0
     """Number of text tokens in a prompt. Assumption, not measured."""
     spread: float = 0.6
@@ -167,6 +169,6 @@ def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT
 
 
 def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
-    """Return half and twice each constant's value, as a pair by name; fractions are capped at 1."""
+    """Return (half, double) of each constant's value, keyed by name; fractions are capped at 1."""
     values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

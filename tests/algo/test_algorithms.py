@@ -69,11 +69,11 @@ RATIOS = ("bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask")
         ({"rollout_correction": "token_tis, geo_mask"}, "algo.rollout_correction=token_tis, geo_mask: choose one of none"),
         (
             {"rollout_correction": "opsm+geo_mask+opsm"},
-            r"algo.rollout_correction=opsm\+geo_mask\+opsm: contains a name twice; remove one of the two",
+            r"algo.rollout_correction=opsm\+geo_mask\+opsm: contains a duplicate name; list each correction once",
         ),
         (
             {"rollout_correction": "none+opsm"},
-            r"algo.rollout_correction=none\+opsm: none cannot be combined with another correction; remove it",
+            r"algo.rollout_correction=none\+opsm: 'none' cannot be combined with other corrections; remove 'none'",
         ),
         (
             {"rollout_correction": "token_tis+bypass"},
@@ -89,7 +89,7 @@ RATIOS = ("bypass", "token_tis", "sequence_tis", "token_mask", "sequence_mask")
         ),
         ({"rollout_correction_level": "episodes"}, "algo.rollout_correction_level=episodes: choose one of sequences, turns"),
         ({"is_weight_cap": 0.0}, "algo.is_weight_cap=0.0: must be positive"),
-        ({"token_mask_low": 1.5}, r"algo.token_mask_low=1.5: must be in \[0, 1\]: at r = 1 nothing is masked"),
+        ({"token_mask_low": 1.5}, r"algo.token_mask_low=1.5: must be in \[0, 1\], so that r = 1 is never masked"),
         ({"sequence_mask_low": -0.5}, r"algo.sequence_mask_low=-0.5: must be in \[0, 1\]"),
         ({"geo_mask_low": math.nan}, "algo.geo_mask_low=nan: must be in"),
         ({"token_mask_high": 0.9}, "algo.token_mask_high=0.9: must be at least 1"),

@@ -24,7 +24,7 @@ from tests.support.single_process_policy import single_process_world
     ("words", "said"),
     [
         (("parallel.tp=3",), "error: parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2"),
-        (("optim.lr=-1",), "error: optim.lr=-1.0: must be a finite number that is not negative"),
+        (("optim.lr=-1",), "error: optim.lr=-1.0: must be a finite, non-negative number"),
     ],
 )
 def test_one_line_for_three_ranks(words: tuple[str, ...], said: str, random_model: Path, tmp_path: Path) -> None:

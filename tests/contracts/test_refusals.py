@@ -122,7 +122,8 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
         (("engine.mode=ray",), "engine.mode=ray: choose one of colocated, server"),
         (
             ("engine.mode=server",),
-            "engine.urls=[]: is required by engine.mode=server; give its servers, or let the run start some: engine.num_local_servers=2",
+            "engine.urls=[]: is required by engine.mode=server; set the URLs of running servers, "
+            "or let the run start servers: engine.num_local_servers=2",
         ),
         (
             ("engine.num_local_servers=1",),
@@ -130,7 +131,7 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
         ),
         (
             ("engine.mode=server", "engine.num_local_servers=-1"),
-            "engine.urls=[]: is required by engine.mode=server; give its servers, or let",
+            "engine.urls=[]: is required by engine.mode=server; set the URLs of running servers, or let",
         ),
         ((*REMOTE, "engine.num_local_servers=-1"), "engine.num_local_servers=-1: must not be negative; 0 starts none"),
         (
@@ -139,16 +140,16 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
         ),
         (
             (*REMOTE[:1], "engine.num_local_servers=2", "engine.startup_timeout_s=nan"),
-            "engine.startup_timeout_s=nan: must be a number of seconds",
+            "engine.startup_timeout_s=nan: must be a positive, finite number of seconds",
         ),
         (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: is only for engine.mode=server; choose it, or leave this out"),
-        (("engine.mode=server", "engine.urls=[a:1]"), "engine.urls=a:1: is not a URL; give http://HOST:PORT"),
+        (("engine.mode=server", "engine.urls=[a:1]"), "engine.urls=a:1: is not a valid URL; use http://HOST:PORT"),
         (
             ("engine.mode=server", "engine.urls=[http://a:1,http://a:1/]"),
-            "engine.urls=['http://a:1', 'http://a:1/']: contains a server twice; give each once",
+            "engine.urls=['http://a:1', 'http://a:1/']: contains a server twice; list each server once",
         ),
-        ((*REMOTE, "engine.health_timeout_s=0"), "engine.health_timeout_s=0.0: must be a number of seconds"),
-        ((*REMOTE, "engine.request_timeout_s=-1"), "engine.request_timeout_s=-1.0: must be a number of seconds"),
+        ((*REMOTE, "engine.health_timeout_s=0"), "engine.health_timeout_s=0.0: must be a positive, finite number of seconds"),
+        ((*REMOTE, "engine.request_timeout_s=-1"), "engine.request_timeout_s=-1.0: must be a positive, finite number of seconds"),
     ],
 )
 def test_engines_that_cannot_be_asked(overrides: tuple[str, ...], told: str) -> None:

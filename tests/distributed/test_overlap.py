@@ -44,5 +44,5 @@ def test_it_overlaps_where_every_rank_has_all_gradients(found: dict) -> None:
 
 
 def test_pipelines_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"^parallel.overlap_grad_reduce=True: needs parallel.pp=1$"):
+    with pytest.raises(ValueError, match=r"^parallel.overlap_grad_reduce=True: requires parallel.pp=1$"):
         ParallelSettings(overlap_grad_reduce=True, pp=2)

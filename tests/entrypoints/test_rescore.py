@@ -129,7 +129,9 @@ def test_what_is_refused(recorded: Path, random_model: Path, tmp_path: Path) -> 
     is missing from the data, and a folder without steps.
     """
     rescored(recorded, random_model, tmp_path / "out")
-    line = f"error: run.dir={tmp_path}/out: contains scores of other settings: task.reward=pyvision (was ); choose another folder"
+    line = (
+        f"error: run.dir={tmp_path}/out: contains scores computed with other settings: task.reward=pyvision (was ); choose another folder"
+    )
     assert line in rescored(recorded, random_model, tmp_path / "out", "task.reward=pyvision", code=1)
     assert "the recorded run must not change" in rescored(recorded, random_model, recorded.parent, code=1)
     write_lines_atomically(tmp_path / "questions.jsonl", [{"question": "Which?", "answer": "red", "id": "another"}])

@@ -239,7 +239,7 @@ def test_the_command(recorded: Path, renderer: Renderer, tmp_path: Path) -> None
     expected = renderer.transcript([{"role": "user", "content": "Name it."}, {"role": "assistant", "content": "one"}])
     assert (again.token_ids, again.loss_mask) == (expected.token_ids, expected.loss_mask)
     empty = fork_server.run_script(ROOT / "launch" / "export.py", recorded, "--out", tmp_path / "none", "--min-reward", "7", timeout_s=60)
-    assert empty.returncode == 1 and f"error: {recorded}: no rollout is left; lower --min-reward" in empty.stdout
+    assert empty.returncode == 1 and f"error: {recorded}: no rollout meets the criteria; lower --min-reward" in empty.stdout
     lost = fork_server.run_script(ROOT / "launch" / "export.py", tmp_path / "nowhere", "--out", tmp_path / "none", timeout_s=60)
     assert lost.returncode == 1 and f"error: {tmp_path}/nowhere/config.yaml: cannot be read (" in lost.stdout
 

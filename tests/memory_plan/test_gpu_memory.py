@@ -164,7 +164,7 @@ def test_an_engine_without_room_is_refused(share: float, length: int) -> None:
     """
     engine = EngineSettings(dtype="bfloat16", gpu_memory_utilization=share, max_model_len=length)
     settings = Settings(engine=engine, run=RunSettings(dir="there"), plan=PlanSettings(gpu="l40s"))
-    with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* of a l40s are too small .* \(16.6 GB\)"):
+    with pytest.raises(ValueError, match=rf"^engine.gpu_memory_utilization={share}: .* on a l40s is not enough .* \(16.6 GB\)"):
         plan_engine(load_known_spec("Qwen/Qwen2.5-VL-7B-Instruct"), settings)
 
 
@@ -281,7 +281,9 @@ def test_a_checkpoint_is_each_ranks_share() -> None:
 
 def test_a_run_that_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """A run that does not fit the GPU is rejected after the plan has been printed."""
-    with pytest.raises(ValueError, match=r"^plan.gpu=l40s: its 43.2 GB \(90%\) are less than the \d+\.\d GB needed; raise parallel.tp"):
+    with pytest.raises(
+        ValueError, match=r"^plan.gpu=l40s: the usable 43.2 GB \(90%\) are less than the required \d+\.\d GB; raise parallel.tp"
+    ):
         run(plan_only(gpu="l40s", host_gb=9999.0))
     out = capsys.readouterr().out
     assert "3,754,622,976" in out and "not fit" not in out

@@ -84,7 +84,7 @@ def test_always_ask_asks_about_every_answer(always_ask: bool) -> None:
 
 
 def test_always_ask_without_a_judge_is_refused() -> None:
-    with pytest.raises(ValueError, match="^task.judge.always_ask=True: no judge is configured; give task.judge.urls"):
+    with pytest.raises(ValueError, match="^task.judge.always_ask=True: no judge is configured; set task.judge.urls"):
         JudgeSettings(always_ask=True)
 
 

@@ -89,7 +89,9 @@ async def _says(client: SandboxClient) -> str:
 def test_a_token_that_is_none_is_told_under_its_setting(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^task.sandbox.token_file={tmp_path}/word: .*No such file"):
         make_sandbox_client(SandboxSettings(url="http://127.0.0.1:9", token_file=str(tmp_path / "word")))
-    with pytest.raises(ValueError, match=r"^task.sandbox.token_file=word: is for a server: also give its address in task.sandbox.url$"):
+    with pytest.raises(
+        ValueError, match=r"^task.sandbox.token_file=word: has no effect without task.sandbox.url; set the URL of the server$"
+    ):
         SandboxSettings(token_file="word")
 
 
@@ -162,7 +164,7 @@ def test_a_judge_that_a_run_starts_has_a_key_of_its_own_and_is_asked_with_it(tmp
     services = ServicesSettings(judge=ServiceSettings(kind="vllm", model="m"))
     with pytest.raises(
         ValueError,
-        match=r"^task.judge.urls=\['service:judge', 'http://far/v1'\]: one token is used for all; do not mix services and other servers$",
+        match=r"^task.judge.urls=\['service:judge', 'http://far/v1'\]: must not mix services with other servers, because .* one token$",
     ):
         services.require_asked(mixed)
 

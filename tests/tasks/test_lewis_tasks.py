@@ -270,7 +270,7 @@ def test_settings_that_do_not_fit_are_refused(built: tuple[Path, Path]) -> None:
         task_of("lewis_speaker", built)
     with pytest.raises(ValueError, match=r"^task.options.parts=.*variant=readme has no overlap reward"):
         LewisSpeakerOptions(parts=["accuracy", "overlap"], variant="readme")
-    with pytest.raises(ValueError, match=r"^task.options.accuracy=soft_gated: variant=readme is only binary"):
+    with pytest.raises(ValueError, match=r"^task.options.accuracy=soft_gated: variant=readme supports only binary accuracy"):
         LewisSpeakerOptions(accuracy="soft_gated", variant="readme")
     for wrong in ({"parts": []}, {"parts": ["accuracy", "accuracy"]}, {"parts": ["beauty"]}, {"accuracy": "soft"}, {"variant": "paper"}):
         with pytest.raises(ValueError, match=r"^task.options"):

@@ -71,11 +71,11 @@ def test_the_words_around_a_question_are_settings(tmp_path: Path) -> None:
 
     assert asked() == [("system", "Row."), ("user", "Why?" + ANSWER)]
     assert asked(prompt="Q: {question} A:", system_prompt="Mine.") == [("system", "Mine."), ("user", "Q: Why? A:")]
-    with pytest.raises(ValueError, match="^task.prompt=Answer!: must contain {question} once"):
+    with pytest.raises(ValueError, match="^task.prompt=Answer!: must contain {question} exactly once"):
         TaskSettings(name="vqa", prompt="Answer!")
     for task, words in ((NumberLineTask, {"prompt": "{question}"}), (VisualPythonTask, {"system_prompt": "Be brief."})):
         (key,) = words
-        with pytest.raises(ValueError, match=rf"^task.{key}=.*: task mine has its own prompts; leave it out, or use task=vqa"):
+        with pytest.raises(ValueError, match=rf"^task.{key}=.*: task mine has fixed prompts; remove this setting, or use task=vqa"):
             task(TaskSettings(name="mine", max_turns=5, **words))
 
 
