@@ -1,7 +1,7 @@
 """Sandbox commands: python -m sandbox doctor | run FILE [--image IMG]... | serve | attack.
 
-doctor reports the isolation layers and protections of this host, run executes one file, serve makes
-a pool of boxes available over HTTP, and attack tests whether the protections of this host hold.
+doctor reports the isolation layers and protections of this host. run executes one file. serve makes
+a pool of boxes available over HTTP. attack runs attacks that test the protections of this host.
 """
 
 import argparse
@@ -80,7 +80,9 @@ def _save_images(result: CallResult, out: Path | None) -> None:
             out.mkdir(parents=True, exist_ok=True)
             (out / f"{number}.png").write_bytes(picture.png)
     if out is not None and not result.images:
-        print(f"sandbox run: no image came back for --out {out}; only these are returned: {IMAGE_SOURCES_HELP}", file=sys.stderr)
+        print(
+            f"sandbox run: --out {out}: the code returned no image; only these images are returned: {IMAGE_SOURCES_HELP}", file=sys.stderr
+        )
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
@@ -137,16 +139,16 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         action="append",
         default=[],
-        help="image file, available to the code as variable and file image_0, image_1, ...; repeatable",
+        help="image file; the code can use the variable or the file image_0, image_1, ...; repeatable",
     )
-    running.add_argument("--out", type=Path, help=f"folder for the images that the code returns: {IMAGE_SOURCES_HELP}")
+    running.add_argument("--out", type=Path, help=f"folder in which the returned images are saved; code can return {IMAGE_SOURCES_HELP}")
     running.add_argument("--timeout", type=float, default=BoxLimits().call_timeout_s, help="time limit in seconds (default %(default)g)")
     running.add_argument("--isolation", choices=[choice.value for choice in Isolation], default=Isolation.AUTO.value)
     running.add_argument("--allow-missing", choices=PROTECTIONS, action="append", default=[], help=ALLOW_MISSING_HELP)
     running.set_defaults(command=run_file)
     serving = commands.add_parser("serve", help="serve a pool over HTTP; prints the address once it is ready")
     serving.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; other than loopback requires --token-file (default %(default)s)"
+        "--host", default="127.0.0.1", help="address to listen on; any address except loopback requires --token-file (default %(default)s)"
     )
     serving.add_argument("--token-file", type=Path, help="file with the token that clients must send; without it, no token is needed")
     serving.add_argument("--port", type=int, default=8080, help="0 picks a free port (default %(default)s)")

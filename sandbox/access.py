@@ -12,9 +12,9 @@ ports. The checks also protect the servers from such pages, for these reasons:
   header still names the page's host.
 
 Before a client sends its token, the server can prove that it knows the token: it responds to a
-challenge with a keyed digest (`compute_proof`). The digest covers the port. Therefore, a process
-that took over the server's port cannot obtain a valid proof from a server with the same token on
-another port.
+challenge with a keyed digest of the challenge and the server's port (`compute_proof`). If the
+digest did not include the port, a process that took over the server's port could relay the
+challenge to a server with the same token on another port.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """HTTP client that limits the total time and the size of each response.
 
-This client is used for this project's servers and for vLLM servers. The client for judges, which
-may run anywhere, is in megatron_rl/clients/openai.py.
+This client is used for this project's servers and for vLLM servers. Judges may run on any host; the
+client for judges is in megatron_rl/clients/openai.py.
 
 The timeouts of httpx apply to single reads, so a server that sends one byte per second could block
 a request forever. In this client, one timeout covers the connection, the request and the whole
@@ -35,13 +35,13 @@ class NoResponse(Exception):
 
 @dataclass(slots=True, frozen=True)
 class BoundedResponse:
-    """Complete response of a server, which may have any status."""
+    """Complete response of a server, with any status code."""
 
     status: int
     headers: Mapping[str, str]
     content: bytes
     token: str = field(default="", repr=False)
-    """Bearer token of the request, which `text` redacts."""
+    """Bearer token sent with the request; `text` redacts this token."""
 
     @property
     def is_success(self) -> bool:
@@ -62,12 +62,10 @@ class BoundedClient:
     ) -> None:  # fmt: skip
         """Create a client.
 
-        Args:
-            base_url: Base URL, to which relative URLs of requests are appended.
-            token: Bearer token sent with every request; empty for none.
-            keepalive_s: Seconds for which an idle connection is kept open.
-            retries: Number of retries if a connection is refused.
-            transport: Transport that replaces the HTTP transport in tests.
+        Args: base_url: Base URL for requests with relative URLs. token: Bearer token sent with
+            every request; empty for none. keepalive_s: Seconds for which an idle connection is kept
+            open. retries: Number of retries if a connection is refused. transport: Transport that
+            replaces the HTTP transport in tests.
         """
         self._token = token
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=keepalive_s)
@@ -81,7 +79,7 @@ class BoundedClient:
 
     @property
     def base_url(self) -> str:
-        """Base URL, to which relative URLs of requests are appended."""
+        """Base URL for requests with relative URLs."""
         return str(self._http.base_url)
 
     async def request(
@@ -137,7 +135,7 @@ def _redact_token(token: str, text: str) -> str:
 async def _read_body(answer: httpx.Response, *, max_bytes: int) -> bytes:
     encoding, content = answer.headers.get("Content-Encoding", "").strip().casefold(), bytearray()
     if encoding not in ("", "identity"):
-        raise NoResponse(f"the response is compressed ({encoding[:20]!r}), which was not requested")
+        raise NoResponse(f"the response is compressed ({encoding[:20]!r}), although no compression was requested")
     async for part in answer.aiter_bytes():
         content += part
         if len(content) > max_bytes:

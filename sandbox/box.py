@@ -180,18 +180,18 @@ class Box:
             raise BoxClosed(f"box {self.id} is closed")
 
     async def _handle_early_exit(self) -> None:
-        """Diagnose an interpreter that ended between two calls.
+        """Diagnose an interpreter that exited between two calls.
 
-        The interpreter was ended either by a thread that the code left running or by the host.
+        Either a background thread of the code or the host terminated the interpreter.
         """
         if self.interpreter is not None and self.interpreter.exit_future.done():
             await self._end_and_diagnose(self.interpreter)
 
     async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
-        """End the interpreter, and record a host fault if the host is responsible.
+        """Terminate the interpreter, and record a host fault if the host caused the failure.
 
-        The next call returns the recorded host fault instead of running its code. Otherwise, the
-        code would run without the state of earlier calls, and its result would be scored.
+        The next call returns the recorded host fault instead of running its code. If the code ran,
+        it would run without the state of earlier calls, and its result would be scored.
         """
         exit_ = await self._end_interpreter(interpreter)
         fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")

@@ -46,7 +46,9 @@ class BoxRegistry:
     def find_box(self, name: str) -> OpenBox:
         """Return the open box with this id. Raises BoxClosed if there is no such box."""
         if name not in self.open_boxes:
-            raise BoxClosed(f"no open box has the id {name[:64]!r}: never opened, closed, or idle for {self.idle_timeout_s:g} s")
+            raise BoxClosed(
+                f"no open box has the id {name[:64]!r}: the box was never opened, was closed, or was idle for {self.idle_timeout_s:g} s"
+            )
         return self.open_boxes[name]
 
     @contextlib.contextmanager

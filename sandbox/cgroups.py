@@ -28,22 +28,22 @@ When a charge fails, the memory charged to a group may be below its limit by up 
 class ControlGroup:
     """Control group of one slot.
 
-    It has one directory per controller in v1, and a single directory in v2.
+    The group has one directory for each controller in v1, and a single directory in v2.
     """
 
     paths: tuple[Path, ...]
     _events_fd: int | None = None
-    """Descriptor of the file that contains the kernel's OOM counters; it is read in each call."""
+    """Descriptor for reading the kernel's OOM counters, which are read during each call."""
     _peak_fd: int | None = None
     """Descriptor of the v1 file that contains the peak memory usage; None in v2.
 
-    The peak shows whether the group reached its limit. The v1 counters of failed charges (failcnt)
-    do not show this, because they stay 0 in Linux 6.18.
+    The peak shows whether the group reached its limit. The v1 counter of failed charges (failcnt)
+    is not used, because it stays 0 in Linux 6.18.
     """
     _counts_before: dict[str, int] = field(default_factory=dict)
 
     def add_process(self, pid: int) -> None:
-        """Move a process into the group. Raises OSError if that fails."""
+        """Move a process into the group. Raises OSError if the kernel refuses the move."""
         for path in self.paths:
             (path / "cgroup.procs").write_text(str(pid))
         if self._events_fd is None:
@@ -73,7 +73,10 @@ class ControlGroup:
         return int(os.pread(self._peak_fd, 64, 0)) >= int((self.paths[0] / "memory.limit_in_bytes").read_text()) - CHARGE_BATCH_BYTES
 
     def list_processes(self) -> list[int]:
-        """Return the pids of all processes in the group. Raises OSError if they cannot be read."""
+        """Return the pids of all processes in the group.
+
+        Raises OSError if the list cannot be read.
+        """
         return [int(pid) for pid in (self.paths[0] / "cgroup.procs").read_text().split()]
 
     def close(self) -> None:
@@ -143,7 +146,8 @@ class ControlGroups:
     def close(self) -> None:
         """Remove the groups.
 
-        Removal is retried, because the kernel may refuse it for a moment after the boxes have died.
+        Each removal is retried, because the kernel may refuse to remove a group until shortly after
+        its processes have died.
         """
         for group in self.slots:
             group.close()
@@ -158,9 +162,10 @@ class ControlGroups:
                     time.sleep(0.01)
 
     def _delegate_controllers(self, place: Path) -> None:
-        """Enable the controllers for child groups of `place`. Only v2 requires this step.
+        """Enable the controllers for child groups of `place`.
 
-        v2 permits the step only in the root group or in a group without processes.
+        Does nothing in v1, where child groups always have the controllers. In v2, the kernel
+        permits enabling controllers only if `place` is the root group or has no processes.
         """
         if self.is_unified:
             given = (place / "cgroup.subtree_control").read_text().split()

@@ -1,8 +1,9 @@
 """Timer for a call that counts only the time during which the box was able to run.
 
-A stall of the host must not be reported as a timeout of the code. The timer therefore checks the
-box about CHECKS_PER_LIMIT times per time limit, by reading its process states and scheduling
-statistics from /proc (proc(5): state, schedstat):
+A stall of the host must not be reported as a timeout of the code. Therefore, the timer checks the
+box about CHECKS_PER_LIMIT times within the time limit of a call. A check reads the states and
+scheduling statistics of the box's processes from /proc (proc(5): state, schedstat). The following
+rules apply:
 
 - Time during which the box was stopped from outside, or was runnable but had no core to run on, is
   not counted.
@@ -10,9 +11,10 @@ statistics from /proc (proc(5): state, schedstat):
   whole machine was blocked.
 - A reply that arrived before the last check counts as in time, even if the pool reads it later.
 
-Under load, the wall time of a call can reach MAX_WALL_FACTOR times its limit. The call times out at
-that point. The code is then at fault, unless the time during which the box was unable to run is at
-least as long as the limit; in that case, the host is at fault.
+Under load, the wall time of a call can exceed the time limit. The call times out at the latest when
+its wall time reaches about MAX_WALL_FACTOR times the limit. After such a timeout, the host is at
+fault if the box was unable to run for at least as long as the limit; otherwise, the code is at
+fault.
 """
 
 import asyncio
@@ -81,9 +83,10 @@ def take_snapshot(pid: int, group: "ControlGroup | None") -> ProcessSnapshot:
 def runnable_fraction(before: ProcessSnapshot, now: ProcessSnapshot, *, span_s: float, cpus: float) -> float:
     """Return the fraction of the time between two snapshots during which the box was able to run.
 
-    Time during which a thread waited for a core is subtracted. However, threads also wait if they
-    compete with other threads of the same box. Therefore, the CPU time used by the box, divided by
-    `min(1, cpus)`, is never subtracted. If the box is stopped, the fraction is 0.
+    Time during which a thread waited for a core counts as time in which the box was unable to run.
+    However, threads also wait if they compete with other threads of the same box. Therefore, the
+    time in which the box was able to run is at least its CPU time divided by `min(1, cpus)`. If the
+    box is stopped, the fraction is 0.
     """
     if now.is_stopped:
         return 0.0

@@ -1,7 +1,7 @@
 """Enters the isolation layers of the zygote and of each box.
 
-Each layer may remove privileges that are needed to enter the layers listed before it. Therefore,
-the layers are entered in this order:
+Entering a layer can remove privileges that are needed to enter other layers. Therefore, the layers
+are entered in this order:
 
     zygote   user_ns -> mount_ns + read_only_root
     box      pid_ns (by the zygote's fork) -> user_ns (nested), mount_ns, net_ns, ipc_ns
@@ -121,7 +121,8 @@ def enter_box_namespaces(layers: Layers, *, proc: int) -> None:
 def prepare_directory(confinement: Confinement, inputs: Mapping[str, bytes]) -> str:
     """Create the box's directories, write its inputs and return its working directory.
 
-    This must run before `drop_privileges`, because mounting and changing owners require privileges.
+    Call this function before `drop_privileges`, because mounting and changing owners require
+    privileges.
     """
     owner = confinement.uid if confinement.layers.drop_uid else None
     if confinement.layers.private_tmp:

@@ -3,8 +3,8 @@
 The limits are implemented in a subclass of H11Protocol of uvicorn 0.54
 (protocols/http/h11_impl.py). A client must send the request header, then the announced body, and
 then read the response, each within a time limit. If there are too many connections or too many
-unread bytes, the connections that have waited longest are aborted first. Therefore, idle clients
-never displace active clients.
+unread bytes, the connections whose clients have been idle longest are aborted first. Therefore,
+idle clients never displace active clients.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ LOG_LINES_PER_MINUTE = 20
 
 @dataclass(slots=True, kw_only=True)
 class ConnectionRegistry:
-    """Limits on a server's connections, and the connections that are waiting for their client."""
+    """Limits on a server's connections, and the connections that await client action."""
 
     max_connections: int = 1024
     header_timeout_s: float = 10.0
     """Maximum time in seconds until the header of the next request is complete.
 
-    The time is measured from the start of the connection or from its last response.
+    The timeout starts when the connection is opened and restarts after each response.
     """
     body_timeout_s: float = 60.0
     """Maximum time in seconds from the end of a request's header to the end of its body."""

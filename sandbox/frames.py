@@ -32,10 +32,12 @@ def pack_frame(message: dict[str, object], blobs: Sequence[bytes] = ()) -> bytes
 
 
 async def read_frame(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs: int) -> tuple[bytes, list[bytes]]:
-    """Read one frame with at most `max_blobs` byte strings of at most `max_bytes` in total.
+    """Read one frame.
 
-    The JSON is returned unparsed. The caller parses it with `parse_json` after the call's timer has
-    stopped, because parsing time must not count as the box's time.
+    A frame may contain at most `max_blobs` byte strings with a total size of at most `max_bytes`.
+
+    The JSON object is returned unparsed. The caller parses the object with `parse_json` after the
+    call's timer has stopped, because parsing time must not count as the box's time.
 
     Raises:
         MalformedFrame: A length exceeds its limit.
@@ -52,7 +54,10 @@ async def read_frame(reader: asyncio.StreamReader, *, max_bytes: int, max_blobs:
 
 
 async def parse_json(text: bytes) -> dict[str, object]:
-    """Parse a JSON object, in a thread if it is long. Raises MalformedFrame if it is invalid."""
+    """Parse a JSON object, in a thread if the text is long.
+
+    Raises MalformedFrame if the text is invalid.
+    """
     return _parse_json(text) if len(text) <= MAX_INLINE_JSON else await asyncio.to_thread(_parse_json, text)
 
 

@@ -1,6 +1,6 @@
 """Client for a SandboxFusion server, with the same interface as `SandboxPool`.
 
-The client is for clusters that already run SandboxFusion. It has fewer features than
+The client is for clusters that already run SandboxFusion. The client has fewer features than
 `SandboxClient`:
 
 - SandboxFusion runs every request in a new process, so `CallResult.state_lost` is True from the
@@ -175,7 +175,7 @@ class FusionBox:
             if not answer.is_success:
                 raise SandboxError(f"SandboxFusion: status {answer.status}: {answer.text[:2000]}")
             if count_json_delimiters(answer.content) > MAX_STREAM_BYTES:
-                raise SandboxError(f"SandboxFusion: the response has more than {MAX_STREAM_BYTES} commas and brackets")
+                raise SandboxError(f"SandboxFusion: the response has more than {MAX_STREAM_BYTES} commas and opening brackets")
             response = RunCodeResponse.model_validate_json(answer.content)
         except (NoResponse, ValidationError) as error:
             raise SandboxError(f"SandboxFusion: {type(error).__name__}: {error}"[:2000]) from error

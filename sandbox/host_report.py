@@ -29,7 +29,7 @@ LAYER_DESCRIPTIONS = {
 def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
     """Return a pair: the report, and True if a pool with isolation="auto" can start on this host.
 
-    `allow_missing` names protections that this host may lack, as for `SandboxPool`.
+    `allow_missing` names protections that this host may lack (see `SandboxPool`).
     """
     offers = detect_layers()
     layers, verdict, able = Layers(), "isolation: available", True
@@ -46,7 +46,11 @@ def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
 
 
 def describe_protections(layers: Layers) -> list[str]:
-    """Return one line per protection, with either `held` and the enforcing layers, or `OPEN`."""
+    """Return one line for each protection.
+
+    The line contains `held` and the layers that enforce the protection, or `OPEN` if there are
+    none.
+    """
     lines = []
     for name, wall in PROTECTIONS.items():
         held = wall.find_enforcing_layers(layers)
@@ -58,8 +62,8 @@ def describe_protections(layers: Layers) -> list[str]:
 def warn_exposed_paths(paths: dict[str, str]) -> list[str]:
     """Return a warning for each path that code in a box can read.
 
-    `paths` maps descriptions to paths. Boxes can read everything below the system paths that they
-    need (`mounts.system_paths`).
+    `paths` contains the paths to check, keyed by a description of each path, such as "the source".
+    Boxes can read everything below the system paths that they need (`mounts.system_paths`).
     """
     return [
         f"warning: {what} ({path}) is below {shown}, which code in every box can read: move it"

@@ -1,4 +1,4 @@
-"""Functions shared by this project's HTTP servers, for requests, errors, limits and shutdown.
+"""Functions for requests, errors, limits and shutdown, shared by this project's HTTP servers.
 
 The sandbox server and the servers in megatron_rl/services use these functions. Each request first
 passes the checks in connections.py and request_gate.py.
@@ -107,8 +107,8 @@ async def read_body(request: Request, model: type[B]) -> B:
 def openapi_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return the OpenAPI description of a request body that the route parses itself.
 
-    References in the schema are inlined. Otherwise, the references would be resolved relative to
-    the whole OpenAPI document.
+    References in the schema are inlined, because OpenAPI would resolve them relative to the whole
+    document.
     """
     schema = model.model_json_schema()
     return {
@@ -157,7 +157,7 @@ def open_listener(host: str, port: int, *, token: str, permits: str) -> Iterator
     with socket.create_server((host, port), backlog=LISTEN_BACKLOG) as listener:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # inherited by accepted sockets; without it, a response takes 40 ms
         if not token and is_reachable_remotely(listener.getsockname()[0]):
-            raise ValueError(f"--host {host} lets every client that can connect {permits}: set --token-file FILE or --host 127.0.0.1")
+            raise ValueError(f"--host {host}: without a token, any client may {permits}: set --token-file FILE or --host 127.0.0.1")
         yield listener
 
 
@@ -193,9 +193,9 @@ def make_uvicorn_config(app: FastAPI, registry: ConnectionRegistry) -> uvicorn.C
 
 
 def reserve_connections(other_files: int, *, max_connections: int) -> int:
-    """Raise the soft limit on open files and return the number of connections that it allows.
+    """Raise the soft limit on open files, and return the number of connections that fit within it.
 
-    The number is at most `max_connections`. `other_files` file descriptors are reserved for other
+    The result is at most `max_connections`. `other_files` file descriptors are reserved for other
     uses. A server that runs out of descriptors serves no client and logs errors endlessly.
 
     Raises:
@@ -205,8 +205,6 @@ def reserve_connections(other_files: int, *, max_connections: int) -> int:
     other_files += psutil.Process().num_fds() + ACCEPT_TICKS * ACCEPT_BATCH
     able = min(max_connections, hard - other_files)
     if able < MIN_CONNECTIONS:
-        raise ValueError(
-            f"{hard} open files are allowed (ulimit -Hn), {other_files + MIN_CONNECTIONS} are needed to serve: raise the limit"
-        )
+        raise ValueError(f"ulimit -Hn is {hard}, but the server needs at least {other_files + MIN_CONNECTIONS} open files: raise the limit")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, other_files + able), hard))
     return able

@@ -1,12 +1,13 @@
 """Captures the images that code creates inside a box.
 
-A call returns images that it shows, saves, or leaves open as figures. It also returns existing
-image files if it prints their names. The hooks are installed before the first call.
+A call returns the images that its code shows, the image files that the code saves, and the figures
+that the code leaves open. A call also returns existing image files whose names the code prints. The
+hooks that capture images are installed before the first call.
 
 `plt.show()` adds every open figure to the call's images and closes the figure. A figure that is
-still open at the end of a call is returned by that call and stays open for the next call. It is
-returned again only if it has changed. If a call saves a figure to a file, the file is returned
-instead of the figure.
+still open at the end of a call is returned by that call and stays open for the next call. A later
+call returns the figure again only if the figure has changed. If a call saves a figure to a file,
+the file is returned instead of the figure.
 """
 
 import os
@@ -158,7 +159,7 @@ class ImageCapture:
 def format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
     """Format a warning without local paths.
 
-    File name and line number are included only for warnings raised in the executed code.
+    The file name and the line number are included only for warnings raised in the executed code.
     """
     where = "" if os.path.isabs(filename) else f"{filename}:{lineno}: "
     return f"{where}{category.__name__}: {message}\n"
@@ -189,6 +190,6 @@ def _is_image(name: str) -> bool:
 
 
 def _find_image_names(printed: str, *, work: str) -> list[str]:
-    """Return the image file names that occur in printed text, relative to the working directory."""
+    """Return the image file names in printed text, as paths relative to the working directory."""
     words = (word.strip("'\"`()[]{}<>,;:").removeprefix(work + "/").removeprefix("./") for word in printed.split())
     return [word for word in words if _is_image(word)]

@@ -23,7 +23,7 @@ have half a million empty chunks, which would take long to parse.
 
 
 def check_image_size(*, width: int, height: int, limits: BoxLimits) -> str | None:
-    """Return None if the image size is allowed, else a text for the model with the reason."""
+    """Return None if the image size is allowed, else the reason as a message for the model."""
     shape = f"{width}x{height} pixels"
     shorter, longer = sorted((width, height))
     if shorter < limits.image_side:
@@ -51,7 +51,7 @@ class ImageBudget:
         self._call = (0, 0, 0)
 
     def check_image(self, *, pixels: int, num_bytes: int = 0) -> str | None:
-        """Return None if the budget allows the image, else a text for the model with the reason.
+        """Return None if the budget allows the image, else the reason as a message for the model.
 
         To check an image before encoding it, omit `num_bytes`.
         """
@@ -74,8 +74,8 @@ class ImageBudget:
 def encode_png(picture: Image.Image) -> bytes:
     """Encode an image as a PNG that consists only of the header, pixel data and end chunks.
 
-    At compression level 1, the strategy Z_RLE is faster than zlib's default strategy, and it makes
-    PNGs of photographs one sixth smaller.
+    At compression level 1, the strategy Z_RLE is faster than zlib's default strategy and makes PNGs
+    of photographs one sixth smaller.
     """
     plain = picture if picture.mode in PLAIN_MODES else picture.convert("RGBA" if picture.has_transparency_data else "RGB")
     bare = Image.frombytes(plain.mode, plain.size, plain.tobytes()) if plain.info else plain
@@ -88,8 +88,9 @@ def check_png(png: bytes) -> tuple[int, int]:
     """Validate a plain PNG and return its width and height.
 
     A valid PNG consists of header, data and end chunks with correct checksums, and contains exactly
-    as many pixels as its header announces. Therefore, any decoder can read it. This function
-    decompresses the pixels, so pass the size from `read_png_size` to `check_image_size` first.
+    as many pixels as its header announces. Therefore, any decoder can read a valid PNG. This
+    function decompresses the pixels, so pass the size from `read_png_size` to `check_image_size`
+    first.
 
     Raises:
         ValueError: The PNG is invalid.

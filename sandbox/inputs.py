@@ -28,7 +28,7 @@ MAX_INPUTS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxInput:
-    """Input file of a box. If it is an image, it can also be bound to a variable."""
+    """Input file of a box. An image file can also be bound to a variable."""
 
     name: str
     """Path relative to the working directory."""
@@ -55,11 +55,12 @@ def collect_inputs(*, images: Mapping[str, Image.Image | bytes], files: Mapping[
     for name in names:
         above = {str(folder) for folder in PurePosixPath(name).parents}
         if above & names:
-            raise ValueError(f"{name!r} is below a path that is itself an input: rename one")
+            raise ValueError(f"{name!r} is below another input, which is a file and not a folder: rename one of them")
     size = sum(len(item.content) for item in found)
     if size > limits.input_bytes or len(found) > MAX_INPUTS:
         raise ValueError(
-            f"{len(found)} inputs with {size} bytes: at most {MAX_INPUTS} with {limits.input_bytes} bytes (BoxLimits.input_bytes)"
+            f"{len(found)} inputs with {size} bytes in total: "
+            f"limits are {MAX_INPUTS} inputs and {limits.input_bytes} bytes (BoxLimits.input_bytes)"
         )
     return found
 

@@ -70,7 +70,7 @@ def mount(source: str, target: str, *, kind: str = "", flags: int = 0, data: str
 
 
 def umount(target: str, flags: int = MNT_DETACH) -> None:
-    """Unmount a file system. By default, detach it at once even if it is in use."""
+    """Unmount a file system. By default, even a file system in use is detached at once."""
     _check_result(_libc.umount2(target.encode(), flags), name="umount", path=target)
 
 
@@ -86,8 +86,8 @@ class _MountAttributes(ctypes.Structure):
 def harden_mount(target: str, attributes: int, *, recursive: bool = True) -> None:
     """Add attributes (read-only, nosuid, ...) to a mount, by default recursively.
 
-    Unlike a remount, this keeps attributes that were locked when the mount was inherited from an
-    outer mount namespace.
+    Unlike a remount, this function keeps attributes that were locked when the mount was inherited
+    from an outer mount namespace.
     """
     wanted = _MountAttributes(attr_set=attributes)
     arguments = (AT_FDCWD, target.encode(), AT_RECURSIVE if recursive else 0, ctypes.byref(wanted), ctypes.sizeof(wanted))

@@ -1,8 +1,8 @@
 """File access rules for a process and its children, set with Landlock (Linux 5.13 and later).
 
-The rules apply to every user, including root. Newer kernels can also restrict TCP and signals.
-Access rights that the running kernel does not support are not restricted. The constants are from
-include/uapi/linux/landlock.h.
+The rules apply to every user, including root. Linux 6.7 and later can also restrict TCP, and Linux
+6.12 and later also signals. Access rights that the running kernel does not support are not
+restricted. The constants are from include/uapi/linux/landlock.h.
 """
 
 import ctypes
@@ -45,11 +45,11 @@ def read_abi_version() -> int:
 def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
     """Restrict the files that this process and its children can access.
 
-    Below the `readable` paths, they can read and execute files. Below the `writable` paths, they
-    can do everything except create devices and control devices by ioctl(2). TCP, signals to outside
-    processes and connections to their abstract Unix sockets are refused too, if the kernel supports
-    these restrictions. The process must have no_new_privs or CAP_SYS_ADMIN. Paths that do not exist
-    are skipped.
+    Below the `readable` paths, the processes can read and execute files. Below the `writable`
+    paths, the processes have all access rights except creating device files and using ioctl(2) on
+    devices. If the kernel supports these restrictions, TCP, signals to outside processes, and
+    connections to the abstract Unix sockets of outside processes are also refused. The process must
+    have no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are skipped.
     """
     version = read_abi_version()
     handled = 0

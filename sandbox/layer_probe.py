@@ -81,7 +81,10 @@ def probe_layers() -> dict[str, str | None]:
 
 
 def try_drop_uid() -> None:
-    """Switch this process to the user ID of a box. Raises OSError if that is not permitted."""
+    """Switch this process to the user ID of a box.
+
+    Raises OSError if the switch is not permitted.
+    """
     uid = confine.box_uid(os.getpid(), 0)
     os.setgroups([])
     os.setresgid(uid, uid, uid)

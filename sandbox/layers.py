@@ -29,7 +29,7 @@ isolation="auto" also requires `drop_uid` or `user_ns`, and `cgroup` or `watchdo
 class Layers:
     """Set of isolation layers, with one switch per layer.
 
-    All layers are off by default, so that tests and the attack suite name the layers they use.
+    All layers are off by default, so tests and the attack suite must name each layer that they use.
     """
 
     user_ns: bool = False
@@ -38,7 +38,7 @@ class Layers:
     In a user namespace, an unprivileged process can create the other namespaces.
     """
     mount_ns: bool = False
-    """Separate mount namespace, one per zygote and one per box."""
+    """Separate mount namespaces for the zygote and for each box."""
     read_only_root: bool = False
     """Read-only root that contains only the interpreter, its packages, /usr and a few system files.
 
@@ -72,7 +72,9 @@ class Layers:
 
     def __post_init__(self) -> None:
         if (self.read_only_root or self.private_tmp) and not self.mount_ns:
-            raise ValueError("layers: read_only_root and private_tmp need mount_ns, or they would change the host's own mount table")
+            raise ValueError(
+                "layers: read_only_root and private_tmp require mount_ns: without it, they would change the host's mount table"
+            )
 
     def enabled_names(self) -> list[str]:
         """Return the names of the enabled layers, in order of definition."""
@@ -83,7 +85,8 @@ class Layers:
 class Protection:
     """Protection against one kind of violation, and the sets of layers that enforce it.
 
-    Each set is sufficient by itself. `violation` completes a sentence that starts with "code".
+    Each set is sufficient by itself. `violation` is a verb phrase whose subject is the code in the
+    box, such as "fills the disk".
     """
 
     violation: str
@@ -164,5 +167,7 @@ def choose_layers(missing_reasons: Mapping[str, str | None], *, allow_missing: C
     layers = Layers(**dict.fromkeys(taken, True))
     if refused := [name for name in find_missing_protections(layers) if name not in allow_missing]:
         told = "; ".join(f"{name}: code {PROTECTIONS[name].violation}" for name in refused)
-        raise SandboxError(f"this host lacks protections ({told}). allow_missing=[{','.join(refused)}] runs without them")
+        raise SandboxError(
+            f"this host lacks protections ({told}). Set allow_missing=[{','.join(refused)}] to run without these protections"
+        )
     return layers

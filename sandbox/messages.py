@@ -149,7 +149,7 @@ def max_response_chars(limits: BoxLimits) -> int:
 def count_json_delimiters(text: bytes) -> int:
     """Return the number of commas and opening brackets in JSON text.
 
-    The count bounds the cost of parsing, because JSON text contains at most two values (a key and
-    its value) per delimiter, apart from the outermost value. Base64 contains no delimiters.
+    The count limits the cost of parsing: apart from the outermost value, JSON text contains at most
+    one key and one value for each delimiter. Base64 contains no delimiters.
     """
     return sum(map(text.count, (b",", b"[", b"{")))

@@ -1,4 +1,4 @@
-"""File system of a box: a read-only root built once per zygote, and a tmpfs per box.
+"""File system of a box: a read-only root shared by all boxes of a zygote, and the box's own tmpfs.
 
     /          read-only tmpfs that contains only the interpreter's prefixes, /usr and links to
                /usr, a few files of /etc, and five devices
@@ -48,7 +48,7 @@ def find_exposing_path(path: str) -> str | None:
 def build_root() -> None:
     """Replace the root of this mount namespace permanently.
 
-    This must not be called in the host's own mount namespace.
+    Never call this function in the host's own mount namespace.
     """
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     sources = system_paths()
@@ -95,8 +95,8 @@ def mount_box_tmpfs(directory: str, *, num_bytes: int, num_inodes: int) -> None:
 def make_directories(directory: str, *, owner: int | None) -> str:
     """Create work/ and tmp/ in the box's directory and return the path of work/.
 
-    `owner` is the user id that will own the directories. If it is None, this process's user owns
-    them.
+    `owner` is the user id that will own the directories. If `owner` is None, the user of this
+    process owns the directories.
     """
     for name in ("work", "tmp"):
         path = f"{directory}/{name}"
@@ -132,5 +132,8 @@ def _set_owner(path: str, owner: int | None) -> None:
 
 
 def tmpfs_size(disk: int, inputs: Sequence[bytes]) -> int:
-    """Return the size of a tmpfs in bytes: `disk` plus the input sizes rounded up to full pages."""
+    """Return the size of a box's tmpfs in bytes.
+
+    The size is `disk` plus the sizes of all inputs, each rounded up to full pages.
+    """
     return disk + sum(-(-len(content) // 4096) * 4096 for content in inputs)

@@ -1,6 +1,7 @@
 """Pool of boxes with a fixed number of slots.
 
-Each slot holds at most one box and has its own control group, user id and directory.
+A slot is used by at most one box at a time. Each slot has its own control group, user id and
+directory.
 """
 
 import asyncio
@@ -37,9 +38,9 @@ CLOSED_SLOT = -1
 class SandboxPool:
     """Pool of at most `size` simultaneous boxes that share one zygote.
 
-    With `layers=None` the pool uses every layer the host offers; `isolation="none"` uses none.
-    `allow_missing` names the protections that this host may lack (keys of `layers.PROTECTIONS`;
-    `python -m sandbox doctor` lists them).
+    With `layers=None`, the pool uses every layer that the host offers. With `isolation="none"`, the
+    pool uses no layers. `allow_missing` names the protections that this host may lack (keys of
+    `layers.PROTECTIONS`; `python -m sandbox doctor` lists them).
     """
 
     layers: Layers
@@ -55,7 +56,7 @@ class SandboxPool:
         self.limits = limits or BoxLimits()
         self.isolation = Isolation(isolation)
         if layers is not None and self.isolation is Isolation.NONE:
-            raise ValueError('layers and isolation="none" are exclusive: remove one')
+            raise ValueError('layers and isolation="none" are mutually exclusive: remove one')
         if unknown := set(allow_missing) - set(PROTECTIONS):
             raise ValueError(f"allow_missing names unknown protections {', '.join(sorted(unknown))}: choose from {', '.join(PROTECTIONS)}")
         self._allow_missing = allow_missing
@@ -217,12 +218,12 @@ class SandboxPool:
             exit_ = await asyncio.shield(self._end_interpreter(life))
             if life.exceeded_limit is not None and isinstance(error, Exception):
                 shown = fault_diagnosis.LIMIT_MESSAGES[life.exceeded_limit].format(limits=self.limits)
-                raise ValueError(f"opening a box: {shown}: check preload and images") from error
+                raise ValueError(f"opening a box failed, because {shown}: check preload and images") from error
             if isinstance(error, TimeoutError) and clock.was_starved:
-                raise SandboxError(f"{fault_diagnosis.STARVED_MESSAGE}: opening did not finish") from error
+                raise SandboxError(f"{fault_diagnosis.STARVED_MESSAGE}: the box was not opened in time") from error
             if isinstance(error, TimeoutError):
                 raise ValueError(
-                    f"opening took longer than {self.limits.open_timeout_s:g} s (BoxLimits.open_timeout_s): check preload and images"
+                    f"opening the box took over {self.limits.open_timeout_s:g} s (BoxLimits.open_timeout_s): check preload and images"
                 ) from error
             if isinstance(error, asyncio.IncompleteReadError | ConnectionError):
                 raise _make_opening_error(*box.diagnose_death(life, exit_, channel_error="gone"), exit_.status) from error
@@ -298,7 +299,7 @@ class SandboxPool:
         ]
 
     def _on_watchdog_failure(self, error: BaseException) -> None:
-        """End all boxes with a host fault and refuse to open new boxes.
+        """Kill all boxes, report host faults for their calls, and refuse to open new boxes.
 
         Without the watchdog, nothing enforces the limits of the boxes.
         """
@@ -315,7 +316,7 @@ def _raise_file_limit(size: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = psutil.Process().num_fds() + DESCRIPTORS_PER_BOX * size + EXTRA_DESCRIPTORS
     if needed > hard:
-        raise SandboxError(f"size={size}: needs {needed} open files, {hard} are allowed (ulimit -Hn): raise the limit or use fewer boxes")
+        raise SandboxError(f"size={size}: the pool needs {needed} open files, but ulimit -Hn is {hard}: raise the limit or use fewer boxes")
     if needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 

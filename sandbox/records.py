@@ -8,7 +8,7 @@ from PIL import Image
 
 
 class Fault(Enum):
-    """Party at fault for a call that did not succeed.
+    """Party at fault for the failure of a call, if the call failed.
 
     `CODE`: the executed code is at fault; the result is scored and used for training. `HOST`: the
     host had an infrastructure error; the result is never scored. `NONE`: the call succeeded.
@@ -23,7 +23,7 @@ class Isolation(Enum):
     """Isolation mode of a pool.
 
     With `AUTO`, the pool uses every layer that the host offers, and refuses to start if a required
-    layer is missing. With `NONE`, it uses no layer at all.
+    layer is missing. With `NONE`, the pool uses no layers.
     """
 
     AUTO = "auto"
@@ -106,7 +106,8 @@ class BoxLimits:
 class ReturnedImage:
     """Image returned by a call, as a plain PNG (defined in image_codec.py).
 
-    The pool has validated the PNG's header, chunks and amount of pixel data outside the box.
+    Outside the box, the pool has validated the header, the chunks and the amount of pixel data of
+    the PNG.
     """
 
     png: bytes = field(repr=False)
@@ -163,7 +164,7 @@ class CallUsage:
 
     wall_s: float = 0.0
     cpu_s: float = 0.0
-    """CPU seconds used by the call, including child processes that it waited for."""
+    """CPU seconds used by the call, including child processes that the code waited for."""
     memory: int = 0
     """Peak resident set size of the interpreter so far, in bytes, including shared libraries."""
 

@@ -82,7 +82,7 @@ def parse_reply(frame: Frame, *, number: int, limits: BoxLimits, budget: image_c
 
 
 def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: BoxLimits) -> dict[str, bytes]:
-    """Parse the reply to request `number` for the files `asked`.
+    """Parse the reply to request `number`, which asked for the files in `asked`.
 
     Raises MalformedFrame if the reply is invalid.
     """
@@ -96,10 +96,9 @@ def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: B
 
 
 def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
-    """Return a pair: at most `limits.text` characters of an output stream, and what was omitted.
+    """Return a pair: the text of an output stream, and a record of the omitted part or None.
 
-    If the stream is longer than `limits.text`, its middle is omitted. If nothing is omitted, the
-    second value is None.
+    If the stream is longer than `limits.text` characters, the middle of the stream is omitted.
     """
     size = os.fstat(descriptor).st_size
     most = 4 * limits.text  # at most 4 bytes per character in UTF-8

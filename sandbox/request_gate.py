@@ -95,7 +95,7 @@ class RequestGuardMiddleware:
             body = b"".join(parts)
             parts.clear()
             if count_json_delimiters(body) > self.max_delimiters:
-                text = f"more than {self.max_delimiters} commas and brackets, which base64 does not contain"
+                text = f"more than {self.max_delimiters} commas and opening brackets, which base64 does not contain"
                 return await send_rejection(RequestRejection(422, text), scope, receive, send)
             await self.app(scope, replay_body(body, receive), send)
         finally:

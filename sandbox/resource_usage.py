@@ -7,8 +7,8 @@ charged to a box:
 - page tables
 - kernel memory: sockets and pipes, each with its full capacity, and mappings
 
-Pages of files and of a tmpfs are not charged. Other limits bound these pages, and a fork does not
-copy their page table entries.
+Pages of files and of a tmpfs are not charged. Other limits restrict these pages, and a fork does
+not copy their page table entries.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ def _list_children(thread: str) -> list[str]:
 def _memory_bytes(thread: str, *, shared_bytes: int, count_mappings: bool) -> int:
     """Return the charged memory of a process, read through one of its threads.
 
-    The result is 0 if the thread has ended.
+    The result is 0 if the thread has exited.
     """
     status = _parse_numbers(Path(thread, "status"))
     own = max(0, status.get("RssAnon", 0) + status.get("VmSwap", 0) - shared_bytes) + status.get("VmPTE", 0)
@@ -152,7 +152,7 @@ def _parse_numbers(file: Path) -> dict[str, int]:
 def _kernel_buffers(thread: str) -> dict[str, int]:
     """Map the kernel's name of each open socket and pipe to the bytes charged for it.
 
-    With these keys, a socket or pipe that several processes share is counted only once.
+    Because of these keys, a socket or pipe shared by several processes is counted only once.
     """
     found = {}
     try:
@@ -177,6 +177,6 @@ def _mapping_bytes(thread: str) -> int:
 def _hidden_bytes(thread: str) -> int:
     """Return HIDDEN_BYTES, or 0 for a zombie process.
 
-    The /proc files of a zombie belong to root, so they are hidden too, but a zombie has no memory.
+    The /proc files of a zombie are owned by root and cannot be read, but a zombie uses no memory.
     """
     return HIDDEN_BYTES if "VmPTE" in _parse_numbers(Path(thread, "status")) else 0

@@ -95,7 +95,7 @@ class SandboxClient:
             health = await self.send_request("GET", "/health")
         except (BoxClosed, PoolFull, ValueError) as error:
             told = f"{type(error).__name__}: {error}"
-            raise SandboxError(f"{self.http.base_url}: not a sandbox server, or too busy: {told}") from error
+            raise SandboxError(f"{self.http.base_url}: the server is not a sandbox server or is too busy: {told}") from error
         try:
             promised = {
                 "call_timeout_s": health["limits"]["call_timeout_s"],
@@ -104,9 +104,11 @@ class SandboxClient:
             }
             self.limits = _LIMITS.validate_python(promised)
         except (KeyError, TypeError, ValueError) as error:
-            raise SandboxError(f"{self.http.base_url}: not a sandbox server, or another version: {health!r:.200}") from error
+            raise SandboxError(
+                f"{self.http.base_url}: the server is not a sandbox server or has another version: {health!r:.200}"
+            ) from error
         if (excess := _find_excessive_limit(self.limits)) is not None:
-            raise SandboxError(f"{self.http.base_url}: {excess}, more than a client accepts: reduce the limits of the server")
+            raise SandboxError(f"{self.http.base_url}: {excess}, which is more than clients accept: reduce the limits of the server")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -150,7 +152,7 @@ class SandboxClient:
                 denied = f"status {answer.status} ({text}): the server rejected this token; use the token of its --token-file"
                 raise SandboxAccessDenied(f"{self.http.base_url}: {denied}")
             if count_json_delimiters(answer.content) > max_delimiters:
-                raise SandboxError(f"{self.http.base_url}: the response has more than {max_delimiters} commas and brackets")
+                raise SandboxError(f"{self.http.base_url}: the response has more than {max_delimiters} commas and opening brackets")
             told = from_json(answer.content) if answer.content else None
         except NoResponse as error:
             raise SandboxError(f"{self.http.base_url}: {error}"[:MAX_ERROR_CHARS]) from error
@@ -298,16 +300,19 @@ class RemoteBox:
                 or not set(asked).issuperset(answer)
                 or not all(isinstance(file, str) for file in answer.values())
             ):
-                raise ValueError("not the requested files")
+                raise ValueError("the response contains files that were not requested, or is invalid")
             found = {name: decode_base64(content) for name, content in answer.items()}
             if sum(map(len, found.values())) > limits.max_fetch_bytes or any(len(content) > limits.file for content in found.values()):
-                raise ValueError("files exceed their limits")
+                raise ValueError("the files in the response are too large")
         except (PoolFull, ValueError) as error:
             raise SandboxError(f"{self.pool.http.base_url}: {error}") from error
         return found
 
     async def close(self) -> None:
-        """Close the box. Has no effect if the box is already closed, here or on the server."""
+        """Close the box.
+
+        Has no effect if the client or the server has already closed the box.
+        """
         if self.is_closed:
             return
         self.is_closed = True
@@ -324,8 +329,8 @@ class RemoteBox:
 def compute_timeout_s(limits: BoxLimits, *, work_s: float = 0.0, slot_wait_s: float = 0.0) -> float:
     """Return the worst-case duration in seconds of a request under load, plus CLIENT_GRACE_S.
 
-    The worst case includes waiting for a slot, starting a zygote, opening an interpreter (if the
-    interpreter of a box was killed, the next call opens a new interpreter) and the work itself.
+    The worst case includes waiting for a slot, starting a zygote, opening an interpreter and the
+    work itself. A call also opens an interpreter if the previous interpreter of the box was killed.
     """
     return slot_wait_s + ZYGOTE_START_TIMEOUT_S + MAX_WALL_FACTOR * (limits.open_timeout_s + work_s) + CLIENT_GRACE_S
 
@@ -354,7 +359,7 @@ def _parse_retry_after(header: str) -> float:
 
 
 def encode_image_file(image: Image.Image | bytes) -> bytes:
-    """Encode a PIL image as PNG. Return bytes, which already contain an image file, unchanged."""
+    """Encode a PIL image as PNG; return the bytes of an already encoded image unchanged."""
     if isinstance(image, bytes):
         return image
     buffer = BytesIO()

@@ -1,10 +1,10 @@
 """Allow-list of system calls, as a classic BPF program for seccomp(2) on x86-64.
 
 - A call that is not listed here fails with EPERM, which libraries can handle.
-- A call in KILLED_CALLS, which no benign program makes, kills the process, so that the result can
-  report the call.
-- clone3 fails with ENOSYS, because its flags are behind a pointer, which a filter cannot read.
-  glibc then falls back to clone, and the filter checks the flags of clone.
+- A call in KILLED_CALLS kills the process, so the result can report the call. Benign programs make
+  none of these calls.
+- clone3 fails with ENOSYS, because its flags are in memory, which a filter cannot read. glibc then
+  falls back to clone, whose flags the filter checks.
 """
 
 import ctypes
@@ -162,8 +162,8 @@ def _mmap_rule() -> list[Instruction]:
 def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
     """Refuse call `number` if the low half of its argument `index` is in `values`.
 
-    If `unless_null` is set, it is the index of a pointer argument, and the call is allowed if that
-    pointer is null.
+    If `unless_null` is not None, the call is also allowed if the pointer argument with the index
+    `unless_null` is null.
     """
     tests = [(JUMP_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW)]
@@ -181,7 +181,7 @@ def _forged_signal_rules() -> list[Instruction]:
     A process may send itself a signal with a siginfo that claims to be from the kernel (SI_KERNEL).
     The kernel accepts this claim and delivers even SIGKILL and SIGSTOP to PID 1 (kernel/signal.c,
     do_rt_sigqueueinfo and send_signal_locked). kill(2) and its variants stay allowed, because PID 1
-    is immune to them. Setting any of the PROTECTED_RLIMITS is refused here too.
+    is immune to them. These rules also forbid setting any of the PROTECTED_RLIMITS.
     """
     code = _deny_if_among(SETRLIMIT, index=0, values=PROTECTED_RLIMITS) + _deny_if_among(
         PRLIMIT64, index=1, values=PROTECTED_RLIMITS, unless_null=2
@@ -197,8 +197,8 @@ def _file_lock_rules() -> list[Instruction]:
     """Refuse file locks, file watches, and queries that identify the peer of a socket.
 
     Boxes and the host read the same files. With locks and watches on these files, boxes could block
-    or observe each other and the host. flock fails with ENOSYS, as on a file system without locks,
-    which HDF5 and other libraries can handle.
+    or observe each other and the host. flock fails with ENOSYS, which is also the error on file
+    systems without locks. HDF5 and other libraries can handle this error.
     """
     return [
         (JUMP_EQUAL, 0, 1, FLOCK),
@@ -245,7 +245,7 @@ def install_filter(*, shared_memory: bool) -> None:
         OSError: The kernel refuses the filter, or this machine is not x86-64.
     """
     if os.uname().machine != "x86_64":
-        raise OSError(ENOSYS, f"the system call table is for x86-64, this machine is {os.uname().machine}")
+        raise OSError(ENOSYS, f"the system call table is for x86-64, but this machine is {os.uname().machine}")
     code = build_filter(shared_memory=shared_memory)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
     wanted = _Program(length=len(code), instructions=packed)

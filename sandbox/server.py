@@ -12,8 +12,9 @@ Boxes run in the pool of this process. A client addresses its box by an unguessa
     GET    /metrics                metrics in Prometheus' text format
     POST   /run_code               run a SandboxFusion request (fusion.py)
 
-A failure of the executed code is never an HTTP error but part of the result. A box is closed when
-its client disconnects during a call, and after `idle_timeout_s` without a request.
+If the executed code fails, the HTTP response is still successful, and the result describes the
+failure. The server closes a box if the client disconnects during a call, or if the box receives no
+request for `idle_timeout_s`.
 """
 
 import asyncio
@@ -105,9 +106,9 @@ class SandboxService:
         body, most_s = await read_body(request, CallRequest), self.pool.limits.call_timeout_s
         with self.hold_open(name) as room:
             if body.call in room.call_names:
-                raise HTTPException(409, f"call id {body.call!r} was already used in this box: it is not run again")
+                raise HTTPException(409, f"call id {body.call!r} was already used in this box: the call is not run again")
             if len(room.call_names) >= MAX_CALLS_PER_BOX:
-                raise HTTPException(409, f"a box accepts {MAX_CALLS_PER_BOX} calls: open another")
+                raise HTTPException(409, f"a box accepts only {MAX_CALLS_PER_BOX} calls: open a new box")
             room.call_names.add(body.call)
             try:
                 result = await run_while_connected(request, room.box.run(body.code, timeout_s=min(body.timeout_s or most_s, most_s)))
@@ -122,7 +123,7 @@ class SandboxService:
 
     @contextlib.contextmanager
     def hold_open(self, name: str) -> Iterator[OpenBox]:
-        """Keep a box open during a request, and limit the requests per box.
+        """Keep a box open during a request, and limit the number of active requests for each box.
 
         A box runs one request at a time, and each waiting request occupies a connection. Therefore,
         a request is refused if MAX_REQUESTS_PER_BOX requests for the box are already active.

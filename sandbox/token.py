@@ -31,7 +31,9 @@ def read_token(path: str | Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not re.fullmatch(r"[!-~]{16,256}", text):
-        raise ValueError(f"{path}: a token must be one word of 16 to 256 characters: head -c 32 /dev/urandom | base64 > {path}")
+        raise ValueError(
+            f"{path}: a token must consist of 16 to 256 characters without spaces; create one: head -c 32 /dev/urandom | base64 > {path}"
+        )
     return text
 
 

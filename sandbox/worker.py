@@ -1,4 +1,4 @@
-"""Process of a box, which reads the box's inputs, confines itself and executes calls.
+"""Process of a box: it reads the box's inputs, confines itself and executes calls.
 
 The process exits when its channel to the pool closes. The code runs in the same interpreter as this
 module, so the code can forge replies. Therefore, the pool validates every reply (replies.py), and a
@@ -100,7 +100,7 @@ class BoxSession:
     def load_inputs(self, inputs: list[dict[str, object]], *, preload: str) -> None:
         """Bind input images to their variables and run the preload.
 
-        Raises BadInput if that fails.
+        Raises BadInput if an image cannot be decoded or the preload raises an exception.
         """
         for item in inputs:
             if item["image"]:
@@ -158,7 +158,7 @@ class BoxSession:
             return {}
 
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
-        """Execute `code` and return its error and the limit that it exceeded, if any."""
+        """Execute `code` and return a pair: its error or None, and the exceeded limit or None."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         own, worker = self.data_limits
         resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
@@ -173,7 +173,7 @@ class BoxSession:
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:
-        """Restore descriptors 1 and 2 and Python's streams, in case the last call changed them."""
+        """Restore descriptors 1 and 2 and Python's streams, in case the previous call changed them."""
         for number, stream in enumerate(self.output_fds, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (
@@ -194,7 +194,9 @@ class BoxSession:
         try:
             with Image.open(Path(self.work_dir, name), formats=image_codec.PIL_FORMATS) as picture:
                 if picture.width * picture.height > self.limits.input_pixels:
-                    raise BadInput(f"images.{name}: {picture.width}x{picture.height} pixels, {self.limits.input_pixels} allowed")
+                    raise BadInput(
+                        f"images.{name}: {picture.width}x{picture.height} pixels, more than the allowed {self.limits.input_pixels}"
+                    )
                 picture.load()
                 return picture
         except (OSError, SyntaxError, MemoryError, ValueError, Image.DecompressionBombError) as error:
@@ -256,9 +258,10 @@ def preload_libraries() -> None:
     """Load the libraries for boxes, and their lazily imported modules, before any fork.
 
     The process must stay single-threaded: a fork does not copy other threads, and the kernel
-    refuses unshare(CLONE_NEWUSER) in a process with several threads. Therefore, OpenBLAS (by an
-    environment variable) and OpenCV are limited to one thread. pyarrow is blocked, because its
-    allocator starts a thread; pandas imports pyarrow if pyarrow is installed.
+    refuses unshare(CLONE_NEWUSER) in a process with several threads. Therefore, this function
+    limits OpenCV to one thread, and an environment variable limits OpenBLAS to one thread. The
+    import of pyarrow is blocked, because pandas imports pyarrow if available, and pyarrow's
+    allocator starts a thread.
     """
     sys.modules["pyarrow"] = None
     import cv2

@@ -37,7 +37,7 @@ THREAD_WAIT_S, THREAD_CHECKS = 2.0, 200
 
 @dataclass(slots=True)
 class BoxProcess:
-    """First process of a box, which is a child of the zygote."""
+    """First process of a box; this process is a child of the zygote."""
 
     id: int
     pid: int
@@ -71,7 +71,7 @@ class Zygote:
                     return
 
     def handle_request(self) -> bool:
-        """Handle one request from the pool. Return False if the pool is gone."""
+        """Handle one request from the pool. Return False if the pool has closed the socket."""
         text, descriptors, _, _ = socket.recv_fds(self.control, MAX_CONTROL_BYTES, 3)
         if not text:
             return False
@@ -98,12 +98,13 @@ class Zygote:
     def fork_box(self, request: dict[str, object], descriptors: list[int]) -> int:
         """Fork the first process of a box and return its pid.
 
-        With `pid_ns`, the process is PID 1 of a new PID namespace. When this process dies, the
-        kernel kills all other processes in the namespace. unshare(CLONE_NEWPID) affects only later
-        children, and a process cannot call it twice. Therefore, the zygote returns to its original
-        PID namespace with setns(2) after the fork. setns(2) requires privileges over the original
-        namespace, which the zygote lacks inside a user namespace; in this case, a helper process
-        forks the box.
+        With `pid_ns`, the process is PID 1 of a new PID namespace. When PID 1 dies, the kernel
+        kills all other processes in the namespace.
+
+        The zygote calls unshare(CLONE_NEWPID) before the fork, and returns to its original PID
+        namespace with setns(2) after the fork; otherwise, its next unshare(CLONE_NEWPID) would
+        fail. In a user namespace, the zygote lacks the privileges for this setns(2), so a helper
+        process forks the box.
         """
         if self.layers.pid_ns and self.layers.user_ns:
             return self.fork_box_via_helper(request, descriptors)

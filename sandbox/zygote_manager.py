@@ -39,7 +39,7 @@ ZYGOTE_ENVIRONMENT = {"LANG": "C.UTF-8", "MPLBACKEND": "agg", "OMP_NUM_THREADS":
 
 @dataclass(frozen=True, slots=True)
 class ExitStatus:
-    """Exit status and resource usage of an interpreter that has ended."""
+    """Exit status and resource usage of an interpreter that has exited."""
 
     status: int | None
     """Exit status as returned by wait(2), or None if the zygote died too."""
@@ -65,12 +65,13 @@ class Interpreter:
     directory: str | None
     """Host directory that `close` removes; None if the directory is in the box's own tmpfs."""
     killed_by_pool: bool = False
-    """True once the pool has begun to end this process."""
+    """True once the pool has started to kill this process."""
     exceeded_limit: str | None = None
-    """Exceeded limit for which the watchdog killed this process; None if there was no such kill."""
+    """Limit for which the watchdog killed this process; None if the watchdog has not killed it.
+    """
 
     def close(self) -> None:
-        """Release the resources that the pool holds for an interpreter that has exited."""
+        """Release the pool's resources for an interpreter that has exited."""
         self.writer.transport.abort()
         for descriptor in self.output_fds:
             os.close(descriptor)
@@ -191,9 +192,9 @@ class ZygoteManager:
     async def stop(self) -> None:
         """Stop the zygote.
 
-        When the pool closes the control socket, the zygote kills its children, waits for them and
-        exits. If the zygote does not exit within ZYGOTE_STOP_TIMEOUT_S, it is killed, and the
-        kernel kills its children.
+        When the pool closes the control socket, the zygote kills all boxes, waits for their
+        processes and exits. If the zygote does not exit within ZYGOTE_STOP_TIMEOUT_S, the zygote is
+        killed, and the kernel then kills all boxes.
         """
         self.is_alive = False
         if self._control is not None:
@@ -226,7 +227,7 @@ class ZygoteManager:
         raise SandboxError(f"the zygote did not respond within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it hangs or was stopped")
 
     def kill_zygote(self) -> None:
-        """Kill an unresponsive zygote. The kernel then kills its children.
+        """Kill an unresponsive zygote. The kernel then kills all boxes.
 
         `_on_message` or `stop` resolves the pending futures afterwards.
         """
@@ -277,7 +278,7 @@ class ZygoteManager:
             self._exit_futures.pop(message["exited"]).set_result(ExitStatus(message["status"], message["cpu_s"], message["limited"]))
 
     def _fail_pending(self) -> None:
-        """Resolve all pending futures once the zygote and its children are dead."""
+        """Resolve all pending futures once the zygote and all boxes are dead."""
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(SandboxError("the zygote died during startup: see its standard error"))
         for future in self._pending_forks.values():
@@ -303,7 +304,7 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
 
 
 def _make_directory(undo: contextlib.ExitStack) -> str:
-    """Create the host directory of a box. Raises OSError if that fails."""
+    """Create the host directory of a box. Raises OSError on failure."""
     directory = tempfile.mkdtemp(prefix="sandbox-")
     undo.callback(_remove_directory, directory)
     os.chmod(directory, 0o755)
@@ -322,7 +323,7 @@ def _remove_directory(directory: str) -> None:
 
 
 def _make_output_memfd(name: str, undo: contextlib.ExitStack) -> int:
-    """Create a memfd for the output of a box. Raises OSError if that fails."""
+    """Create a memfd for the output of a box. Raises OSError on failure."""
     stream = os.memfd_create(name, os.MFD_CLOEXEC)
     undo.callback(os.close, stream)
     with contextlib.suppress(PermissionError):  # this memfd cannot be sealed at all (vm.memfd_noexec)

@@ -54,8 +54,8 @@ class RequestRejected(Exception):
 class Endpoint:
     """State of one endpoint: requests in flight, failures and backoff.
 
-    The backoff doubles with each consecutive failure. It is multiplied by a random factor between
-    0.5 and 1, so that clients do not retry at the same time.
+    The backoff doubles with each consecutive failure. Each backoff is multiplied by a random factor
+    between 0.5 and 1, so that clients do not all retry at the same time.
     """
 
     url: str
@@ -130,7 +130,7 @@ class EndpointPool:
         self._slots = asyncio.Semaphore(self.concurrency)
 
     async def request(self, send: Callable[[Endpoint], Awaitable[T]]) -> T:
-        """Call `send` with an available endpoint, retry on failure, and return its result.
+        """Call `send` with an available endpoint, retry on failure, and return the reply.
 
         Raises:
             InfraError: All attempts failed, at least one of them because of an endpoint failure, or
@@ -177,8 +177,8 @@ class EndpointPool:
     async def _acquire_endpoint(self) -> Endpoint:
         """Acquire a concurrency slot; return the least busy endpoint that is not backing off.
 
-        Waits for the end of backoffs for up to outage_timeout_s seconds in total. The time spent
-        waiting for a slot does not count toward this limit.
+        Waits for backoffs to end for up to `outage_timeout_s` seconds in total. The time spent
+        waiting for a concurrency slot does not count toward `outage_timeout_s`.
         """
         waited = 0.0
         while True:
@@ -192,8 +192,8 @@ class EndpointPool:
             rest = earliest.backoff_until - now
             if waited + rest > self.outage_timeout_s:
                 raise InfraError(
-                    f"{self.name}: {earliest.url} backs off for {rest:.0f} s more after {waited:.1f} s of waiting, as do all others; "
-                    f"the last failure: {earliest.url}: {earliest.last_failure}"
+                    f"{self.name}: all endpoints are backing off; {earliest.url} is available first, in {rest:.0f} s; "
+                    f"already waited {waited:.1f} s; the last failure: {earliest.url}: {earliest.last_failure}"
                 )
             await asyncio.sleep(rest)
             waited += rest

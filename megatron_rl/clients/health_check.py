@@ -1,4 +1,4 @@
-"""Health check for a judge's endpoints, which lists the models served by each endpoint.
+"""Checks the health of a judge's endpoints by listing the models that each endpoint serves.
 
 A run checks the endpoints at startup; the doctor command checks them before a run. Written against
 openai 3.52.0.
@@ -33,8 +33,9 @@ class HealthCheck:
     """Result of an endpoint's health check."""
 
     models: Sequence[str] = ()
-    """Names of the served models. Empty if the endpoint is busy or does not list its models, which
-    is not an error.
+    """Names of the served models.
+
+    If the endpoint is busy or does not list its models, both `models` and `error` are empty.
     """
     error: str = ""
     """Reason why the endpoint cannot be used as a judge; empty if the endpoint works."""

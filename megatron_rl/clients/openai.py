@@ -1,9 +1,9 @@
 """Clients of OpenAI-compatible servers, with bounded replies and masked keys.
 
 The size limit applies to every body that a server may send: replies, model lists, error pages and
-redirect pages. Compressed bodies are not requested, and are rejected, because a few kilobytes may
-expand to gigabytes. Error messages never contain a server's key. Written against openai 3.52.0,
-httpx2 2.16.
+redirect pages. Requests do not accept compression, and a compressed body is rejected, because a few
+kilobytes may expand to gigabytes. Error messages never contain a server's key. Written against
+openai 3.52.0, httpx2 2.16.
 """
 
 import os
@@ -58,7 +58,7 @@ async def _bound_response(response: httpx2.Response) -> None:
     """
     length, encoding = response.headers.get("content-length", ""), response.headers.get("content-encoding", "")
     if encoding.strip().casefold() not in ("", "identity"):
-        raise UnreadBody(f"the response is compressed ({encoding[:20]!r}), which was not requested")
+        raise UnreadBody(f"the response is compressed ({encoding[:20]!r}), although no compression was requested")
     if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > MAX_BODY_BYTES):
         raise UnreadBody(f"the response has {length[:20]} bytes, more than {MAX_BODY_BYTES}")
     response.stream = _BoundedStream(response.stream)
@@ -120,7 +120,7 @@ def api_key(token_file: str = "") -> str:
 
 
 def describe_key_error(error: openai.APIStatusError, *, secret: str, token_file: str) -> str:
-    """Return an error line about a rejected key, with the server's answer and the fix."""
+    """Return an error line about a rejected key, with the server's response and the fix."""
     remedy = f"put the server's key into task.judge.token_file={token_file}" if token_file else "set OPENAI_API_KEY"
     return f"{describe_error(error, secret=secret)}: {remedy}{proxy_hint(str(error.request.url))}"
 
@@ -150,7 +150,7 @@ class Choice(BaseModel):
 class ChatCompletion(BaseModel):
     """Required fields of a chat completion.
 
-    An HTML page, an empty body or a JSON error fails validation.
+    A body that is empty, an HTML page or a JSON error object fails validation.
     """
 
     choices: list[Choice] = Field(min_length=1)

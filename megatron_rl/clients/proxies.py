@@ -55,7 +55,7 @@ def find_proxy(url: str) -> Proxy | None:
 
 
 def proxy_hint(url: str) -> str:
-    """Return the error text about the proxy for this address; empty if there is no proxy."""
+    """Return `Proxy.error_hint` for the proxy of this address, or '' if no proxy is used."""
     proxy = find_proxy(url)
     return proxy.error_hint if proxy else ""
 

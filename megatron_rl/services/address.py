@@ -1,9 +1,9 @@
-"""Publishes service addresses as files in the run directory, and verifies them with nonces.
+"""Publishes service addresses as files in the run directory, and verifies addresses with nonces.
 
     RUN/services/judge.json      {"url": "http://10.0.0.1:40123/v1", "nonce": "5c1f..."}
 
-If a server dies, its file remains, and another server may take its port. An address is therefore
-used only if the server at this address reports the nonce in the file.
+If a server dies, its address file remains, and another server may take over its port. An address is
+therefore used only if the server at this address reports the nonce in the file.
 """
 
 import hmac
@@ -64,12 +64,13 @@ class ServiceKind:
     health_path: str
     """Path of the health check, which is appended to the address."""
     read_names: Callable[[bytes], list[str]]
-    """Function that takes the body of a health check's reply and returns the names in the body,
-    which include the nonce. Raises ValidationError if the body comes from a different kind of
-    server.
+    """Function that returns the names in the response body of a health check.
+
+    If the server is the expected service, the nonce is one of these names. Raises ValidationError
+    if the body comes from a different kind of server.
     """
-    key_remedy: str = "another server uses its port, or it was started with another token; restart it"
-    """Fix suggested by the error message if a server rejects the token."""
+    key_remedy: str = "another server uses the port of the service, or the service was started with another token; restart the service"
+    """Fix that the error message suggests when a server rejects the token."""
 
 
 def _vllm_options(settings: ServiceSettings, name: str, nonce: str, token: Path) -> list[str]:
@@ -121,8 +122,8 @@ def publish_address(run: Path, name: str, *, url: str, nonce: str) -> None:
 def can_prove_token(settings: ServiceSettings) -> bool:
     """Return True if the service can prove that it knows its token.
 
-    The service proves this before it receives the token; sandbox/access.py describes the proof. A
-    vLLM server with a custom command (services.X.command) cannot prove this, because its
+    The service gives the proof (described in sandbox/access.py) before it receives the token. A
+    vLLM server with a custom command (services.X.command) cannot give the proof, because its
     environment may lack the middleware rollout/vllm/http_gate.py.
     """
     return settings.kind != "vllm" or not settings.command
@@ -131,7 +132,8 @@ def can_prove_token(settings: ServiceSettings) -> bool:
 def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> str:
     """Return the published address of a service if the service is running, else ''.
 
-    See `is_service_running` for the meaning of `is_gated` and of the exception KeyRefused.
+    If `is_gated` is True, the server must first prove that it knows the token. Raises KeyRefused if
+    the server rejects the token.
     """
     try:
         published = _PublishedAddress.model_validate_json(read_bytes(address_file(run, name), at_most=MAX_ADDRESS_BYTES))
@@ -142,12 +144,12 @@ def find_address(run: Path, name: str, kind: str, *, is_gated: bool = True) -> s
 
 
 def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated: bool = True) -> bool:
-    """Return True if the service with this nonce answers at the address.
+    """Return True if the service with this nonce responds at the address.
 
     The request contains the service's own token, but none of the user's keys. The port and the
     nonce are visible to every user who can list processes. If `is_gated` is True, the server must
     therefore first prove that it knows the token (see `has_proven_token`). Without this proof, a
-    foreign server that has taken the port would be mistaken for the service.
+    server of another user that has taken over the port could be mistaken for the service.
 
     Raises:
         KeyRefused: The server at the address rejects the token.
@@ -167,7 +169,7 @@ def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated
 
 
 def has_proven_token(url: str, *, token: str) -> bool:
-    """Return True if the server proves that it knows the token, without receiving it.
+    """Return True if the server, without receiving the token, proves that it knows the token.
 
     The proof is described in sandbox/access.py.
     """

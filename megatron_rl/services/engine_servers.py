@@ -1,11 +1,11 @@
 """Starts and restarts a run's own engine servers (engine.num_local_servers) on rank 0's node.
 
 The servers are vLLM servers on GPUs or CPU cores that no rank uses; if there are too few cores,
-servers and ranks share the cores. Rank 0 starts the servers before anything else is built, and
-waits until they respond. A server that exits or hangs later is restarted with increasing backoffs,
-until it has failed too many times in a row. rollout/health.py decides which servers receive weights
-and requests. The output of server N is in RUN/services/engine_N.log. A supervisor process
-(supervisor.py) ends each server, however the run ends.
+servers and ranks share the cores. Rank 0 starts the servers before the run builds anything else,
+and waits until the servers respond. A server that exits or hangs later is restarted with increasing
+backoffs, until it has failed too many times in a row. rollout/health.py decides which servers
+receive weights and requests. The output of server N is in RUN/services/engine_N.log. A supervisor
+process (supervisor.py) terminates each server when the run ends, even after a crash.
 """
 
 import os
@@ -60,14 +60,16 @@ class EngineServer:
     token: str
     log: Path
     process: SupervisedProcess | None = None
-    """Process of the server; None before the start, and once the process is known to have ended."""
+    """Process of the server; None before the first start and after the process is known to be dead.
+    """
     started_at: float = 0.0
     """Time of the last start, as a value of time.monotonic()."""
     is_ready: bool = False
     """True if the server has responded since its last start."""
     healthy_since: float | None = None
-    """Time of the first healthy report since the last start, as a value of time.monotonic(). None
-    before this report.
+    """Time of the first healthy report since the last start, as a value of time.monotonic().
+
+    None if no healthy report has been received since the last start.
     """
     consecutive_exits: int = 0
     """Number of consecutive failures (exits and hangs)."""
@@ -148,7 +150,7 @@ class EngineServers:
                 raise ValueError(f"engine.num_local_servers={len(self._engines)}: {told}")
             engine.is_ready = engine.probe_ready()
             if engine.is_ready:
-                print(f"{engine.name}: {engine.url}, after {passed:.0f} s", flush=True)
+                print(f"{engine.name}: ready at {engine.url} after {passed:.0f} s", flush=True)
             elif passed > self._startup_timeout_s:
                 raise ValueError(
                     f"engine.startup_timeout_s={self._startup_timeout_s}: {engine.name} does not respond; {engine.process.log_tail()}"
@@ -306,7 +308,7 @@ def run_engine_servers(
             try:
                 own.append(EngineServers(settings, host=rank_zero_host(world), num_ranks=world.local_size, cores=for_servers))
             except OSError as error:
-                raise ValueError(f"MASTER_ADDR={rank_zero_host(world)}: {error}; give an address of {socket.gethostname()}") from error
+                raise ValueError(f"MASTER_ADDR={rank_zero_host(world)}: {error}; set it to an address of {socket.gethostname()}") from error
             running.callback(own[0].stop)
             own[0].start()
             return for_ranks

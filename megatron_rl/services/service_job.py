@@ -28,7 +28,7 @@ def serve_external_services(settings: Settings, *, is_run_finished: Callable[[],
         not settings.run.overwrite,
         "run.overwrite",
         True,
-        "would move the run directory and its service addresses aside; start both jobs in a new run.dir",
+        "this job would rename the run directory that contains the service addresses; start both jobs with a new run.dir instead",
     )
     marked = {name: replace(service, external=False) for name, service in enabled_services(settings.services).items() if service.external}
     remedy = "no service is marked as external; mark it in the settings of the run and of this job: services.judge.external=true"

@@ -1,8 +1,9 @@
 """Starts the services of a run, and stops these services when the run ends.
 
 Rank 0 starts the services and waits until they respond. Each service has a supervisor
-(supervisor.py), which ends the service however the run dies. The log of a service is
-RUN/services/NAME.log. The same folder contains a file with the address of the service (address.py).
+(supervisor.py), which terminates the service when the run ends, even after a crash. The log of a
+service is RUN/services/NAME.log. The same folder contains a file with the address of the service
+(address.py).
 """
 
 import os
@@ -54,11 +55,11 @@ responded yet.
 class LaunchedService:
     """One service of a run.
 
-    Call `poll` until the service has an address, and call `stop` in any case.
+    Call `poll` until the service has an address. Always call `stop` at the end.
     """
 
     def __init__(self, name: str, settings: ServiceSettings, *, run: Path, host: str) -> None:
-        """Start the service unless it is external. `check_service` must have passed.
+        """Start the service unless it is external. Call `check_service` first.
 
         Args:
             name: Name of the service.
@@ -82,7 +83,7 @@ class LaunchedService:
         try:
             port = self._settings.port or find_free_port(host)
         except OSError as error:
-            raise ValueError(f"services.{self.name}.host={host}: {error}; give an address of {socket.gethostname()}") from error
+            raise ValueError(f"services.{self.name}.host={host}: {error}; set it to an address of {socket.gethostname()}") from error
         self._address = f"http://{host}:{port}{self._kind.url_path}"
         options = self._kind.make_options(self._settings, self.name, self._nonce, token_file(self._run, self.name))
         command = [*(self._settings.command or self._kind.command), *options, "--host", host, "--port", str(port), *self._settings.args]
@@ -111,12 +112,12 @@ class LaunchedService:
         if refusal and not self._settings.external:  # another server may have taken the port of a dead external server
             self._fail("kind", self._settings.kind, refusal)
         if self.url:
-            print(f"service {self.name}: {self.url}, after {passed:.0f} s", flush=True)
+            print(f"service {self.name}: ready at {self.url} after {passed:.0f} s", flush=True)
         elif passed > self._settings.startup_timeout_s:
             self._fail("startup_timeout_s", self._settings.startup_timeout_s, refusal or "it does not respond")
         elif time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
             self._reported_at = time.monotonic()
-            print(f"service {self.name}: {refusal or 'no response yet'}, after {passed:.0f} s; {self._log_tail()}", flush=True)
+            print(f"service {self.name}: {refusal or 'no response yet'} after {passed:.0f} s; {self._log_tail()}", flush=True)
 
     def _published_url(self) -> str:
         return find_address(self._run, self.name, self._settings.kind, is_gated=can_prove_token(self._settings))
@@ -190,7 +191,7 @@ def are_ready(services: Sequence[LaunchedService]) -> bool:
 def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
     """Return the task's settings with the names of services replaced by their addresses.
 
-    The token files of these services are set, too.
+    In the settings that use these services, token_file is also set.
     """
     sandbox, name = task.sandbox, service_of(task.sandbox.url)
     if name:
@@ -227,7 +228,7 @@ def check_service(name: str, settings: ServiceSettings, *, num_used_gpus: int, n
     require(shutil.which(program) is not None, f"{key}.command", settings.command, remedy)
     remedy = f"is in use on {host}; choose another, or 0 for a free one"
     require(settings.port == 0 or is_port_free(settings.port), f"{key}.port", settings.port, remedy)
-    require(max(settings.gpus, default=-1) < num_gpus, f"{key}.gpus", settings.gpus, f"{host} has {num_gpus} GPUs, counted from 0")
+    require(max(settings.gpus, default=-1) < num_gpus, f"{key}.gpus", settings.gpus, f"{host} has {num_gpus} GPUs, with indices from 0")
     shared = [gpu for gpu in settings.gpus or range(num_gpus) if gpu < num_used_gpus]
     has_share = settings.kind == "sandbox" or any(word.startswith("--gpu-memory-utilization") for word in settings.args)
     remedy = (

@@ -1,6 +1,6 @@
 """Runs a command under a supervisor, and logs the command's output.
 
-The supervisor (supervisor.py) ends the command regardless of how the run ends.
+The supervisor (supervisor.py) terminates the command when the run ends, even after a crash.
 """
 
 import socket
@@ -33,7 +33,7 @@ these variables, because it is not a rank.
 
 
 class SupervisedProcess:
-    """Process that is ended together with all its descendants."""
+    """Process that is terminated together with all its descendants."""
 
     def __init__(self, command: Sequence[str], *, log: Path, environment: Mapping[str, str]) -> None:
         """Start `command` with this environment; its output is appended to `log`."""
@@ -53,14 +53,16 @@ class SupervisedProcess:
         return self._supervisor.poll()
 
     def log_tail(self) -> str:
-        """Return the last line of the process's output, for an error line."""
+        """Return the last line of the process's output, for an error message."""
         lines = read_tail(self._log, start=self._log_start).strip().splitlines()
         return (
-            f"last line of {self._log}: {lines[-1].strip()[:MAX_LOG_TAIL_CHARS]}" if lines else f"{self._log} contains no output of it yet"
+            f"last line of {self._log}: {lines[-1].strip()[:MAX_LOG_TAIL_CHARS]}"
+            if lines
+            else f"{self._log} contains no output of the process yet"
         )
 
     def stop(self) -> None:
-        """End the process gracefully; kill it if that takes too long."""
+        """Terminate the process gracefully; kill the process if it does not exit in time."""
         self._supervisor.stdin.close()
         try:
             self._supervisor.wait(STOP_TIMEOUT_S)
@@ -106,7 +108,7 @@ def is_port_free(port: int) -> bool:
 
 
 def find_free_port(host: str) -> int:
-    """Return a port that is currently free at this host."""
+    """Return a port that is currently free on this host."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return probe.getsockname()[1]

@@ -1,11 +1,11 @@
-"""Runs a command, and ends its whole process tree when this process's standard input closes.
+"""Runs a command, and terminates its whole process tree when this script's stdin closes.
 
 usage: supervisor.py COMMAND ...
 
-Standard input is a pipe from the parent process. However the parent dies, the kernel closes the
-pipe. The supervisor also adopts and kills descendants that the command leaves behind (prctl(2),
-PR_SET_CHILD_SUBREAPER). The exit code of the supervisor is the command's exit code. This script
-imports nothing from this project.
+Standard input is a pipe from the parent process. The kernel closes the pipe when the parent dies,
+even if the parent is killed. The supervisor also adopts and kills descendants that the command
+leaves behind (prctl(2), PR_SET_CHILD_SUBREAPER). The exit code of the supervisor is the command's
+exit code. This script imports nothing from this project.
 """
 
 import ctypes

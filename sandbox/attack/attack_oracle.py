@@ -1,9 +1,10 @@
-"""Oracle of the attack suite, which sets up targets on the host and detects successful attacks.
+"""Oracle that creates the attack suite's targets on the host and detects successful attacks.
 
 The targets are secrets, files, listeners and a canary process. The oracle creates the files in a
-new folder and opens the listeners on ports chosen by the kernel. It also creates IPC objects and a
-keyring key that contain secrets (ipc_secrets.py). At the end, the oracle removes all targets.
-Because attacks use only these targets, a successful attack harms nothing else on the host.
+new folder and opens the listeners on ports chosen by the kernel. The oracle also creates IPC
+objects and a keyring key that contain secrets (ipc_secrets.py). At the end, the oracle removes all
+targets. The attacks act only on the oracle's targets, so a successful attack harms nothing else on
+the host.
 """
 
 import contextlib
@@ -162,8 +163,9 @@ class AttackOracle:
         def serve() -> None:
             """Record all data that the listeners receive.
 
-            At least every 50 ms, also send the secret over the loopback interface and read a file.
-            Attacks may eavesdrop on the interface and set a watch on the file.
+            At least every 50 ms, also send the secret over the loopback interface and read
+            `self.shared`, because some attacks eavesdrop on the loopback interface or set a watch
+            on this file.
             """
             while not stopped.is_set():
                 self.shared.read_bytes()
@@ -202,8 +204,8 @@ class AttackOracle:
     def build_source(self, call: str, *, patience_s: float) -> str:
         """Return the source code `call`, preceded by an assignment of `facts` to the variable `W`.
 
-        `patience_s`, which is added to `facts`, is the time in seconds that the code can wait for
-        an event without exceeding the call timeout.
+        `W` also contains `patience_s`, which is the time in seconds that the code waits for an
+        event. This time must be less than the call timeout.
         """
         return f"W = {self.facts | {'patience_s': patience_s}!r}\n{call}"
 

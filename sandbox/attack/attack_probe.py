@@ -1,4 +1,4 @@
-"""Definition of an attack: its code, its target layers and limits, and the evidence of success."""
+"""Definition of an attack: its code, the layers and limits it targets, and its success criterion."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -41,8 +41,8 @@ class AttackProbe:
     uses_plain_child: bool = False
     """True if the control is a plain child process of the server, as in simple code runners.
 
-    Such a child inherits the environment and the file descriptors of the server. A box inherits
-    neither the environment nor the descriptors, even without layers.
+    A plain child process inherits the environment and the file descriptors of the server. A box
+    inherits neither the environment nor the file descriptors, even without layers.
     """
     min_cores: int = 1
     """Minimum number of host cores that the attack needs to succeed."""
@@ -52,7 +52,7 @@ class AttackProbe:
     has_long_timeout: bool = False
     """True if the run with all layers uses the same call timeout as the control.
 
-    Slow attacks need this, because the layers, not the timeout, must stop the attack.
+    Slow attacks need a long timeout, because the layers, not the timeout, must stop the attack.
     """
 
 

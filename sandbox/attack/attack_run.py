@@ -1,4 +1,4 @@
-"""Runs an attack on a pool; run as a command, this module runs the control of an attack.
+"""Runs an attack on a pool. As a command, this module runs the control of an attack.
 
 The control is the same attack with some layers disabled. The control runs in its own process,
 inside the outer bounds (outer_bounds.py). The suite starts the process with this command, which
@@ -39,7 +39,10 @@ class AttackOutcome:
 
     succeeded: bool
     stopped_by: str
-    """Limit or error that stopped the code; if nothing stopped it, the code's last output."""
+    """Limit or error that stopped the code.
+
+    If nothing stopped the code, this is the code's last output.
+    """
     host_fault: bool = False
 
 

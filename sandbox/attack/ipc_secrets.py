@@ -38,7 +38,7 @@ def _check_result(result: int, name: str) -> int:
 
 
 def plant_secrets(stack: contextlib.ExitStack, secret: bytes) -> dict[str, Any]:
-    """Create IPC objects that hold `secret`, and register their removal on `stack`.
+    """Create IPC objects that contain `secret`, and register their removal on `stack`.
 
     All users may read the objects. The returned dict contains the keys and names of the objects,
     which the code of attacks uses.

@@ -43,9 +43,9 @@ if got == {num} and not dead:
 def make_crowd_calls(work: str, *, num: int = CROWD_SIZE, waits: bool = True) -> tuple[str, ...]:
     """Return the calls of an attack that runs `work` in `num` concurrent processes.
 
-    Each call is a string of source code. The processes are children of the interpreter. They keep
-    running between the calls, so they have more time than a single call. The attack succeeds if all
-    children finish their work and are alive afterwards.
+    Each call is a string of source code. The processes are children of the interpreter. The
+    children keep running between the calls, so an attack can last longer than a single call. The
+    attack succeeds if all children finish their work and are alive afterwards.
 
     Args:
         work: Source code that defines the function `work`.

@@ -3,13 +3,13 @@
 The bounds are:
 
 - new namespaces of every kind, including a user namespace if the suite does not run as root
-- all file systems read-only, with small new file systems on /tmp, /var/tmp and /dev/shm; if the
-  interpreter is below one of these paths, it stays visible
+- all file systems read-only, with small new file systems on /tmp, /var/tmp and /dev/shm; an
+  interpreter below one of these paths stays visible
 - no network except a loopback interface
 - limits on processes, memory, time and file size, by rlimits and, if available, v1 control groups
 
-The control is PID 1 of its PID namespace. When it exits or is killed at the timeout, the kernel
-kills all its descendants.
+The control is PID 1 of its PID namespace. When the control exits or is killed at the timeout, the
+kernel kills all descendants of the control.
 """
 
 import fcntl
@@ -72,8 +72,8 @@ def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
 def _make_outer_group() -> cgroups.ControlGroups | None:
     """Create a control group in which the pool of a control can create its own groups.
 
-    Returns None if this process may not create control groups, or if the host uses v2, which does
-    not allow this nesting.
+    Returns None if this process may not create control groups, or if the host uses control groups
+    v2, which do not allow this nesting.
     """
     try:
         groups = cgroups.ControlGroups(size=1, limits=OUTER_LIMITS)
@@ -100,7 +100,8 @@ def _wait_for_child(child: int, *, timeout_s: float) -> int:
 def _mount_fresh(target: str, *, mode: str) -> None:
     """Mount a small new tmpfs over `target`.
 
-    If the interpreter or this package is below `target`, it is bind-mounted into the new tmpfs.
+    The paths of the interpreter and of this package, if below `target`, are bind-mounted into the
+    new tmpfs.
     """
     own = str(Path(__file__).resolve().parents[1])
     inside = {path: os.open(path, os.O_PATH) for path in (*mounts.system_paths(), own) if Path(path).is_relative_to(target)}
@@ -113,7 +114,8 @@ def _mount_fresh(target: str, *, mode: str) -> None:
 def _confine(*, root: bool) -> None:
     """Set up the mounts, the loopback interface and the rlimits inside the new namespaces.
 
-    The mounts come first, because the other steps need the /proc file system of this PID namespace.
+    The mounts are set up first, because the other steps need the /proc file system of this PID
+    namespace.
     """
     kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
     hierarchies = [line.split()[:4] for line in Path("/proc/self/mounts").read_text().splitlines() if " cgroup" in line]

@@ -135,5 +135,5 @@ def main(names: Sequence[str]) -> int:
     skipped = sum(row.control is None for row in rows)
     failed = sum(row.control is not None and not row.control.succeeded for row in rows)
     print(f"\n{format_summary(rows)}\n")
-    print(f"{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls not testable here")
+    print(f"{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls skipped on this host")
     return 0 if all(row.has_passed for row in rows) else 1

@@ -118,7 +118,7 @@ MISTAKES = {
     "services.judge.kind=vllm": "services.judge.model=: is the model to serve: required by kinds vllm, listener, speaker, and by no others",
     "services.sandbox.kind=sandbox services.sandbox.port=70000": "services.sandbox.port=70000: is not a valid port; 0 selects a free port",
     "services.sandbox.kind=sandbox services.sandbox.command=[nope]": "services.sandbox.command=['nope']: program nope not found on ...",
-    "services.sandbox.kind=sandbox services.sandbox.gpus=[99]": "services.sandbox.gpus=[99]: ...GPUs, counted from 0",
+    "services.sandbox.kind=sandbox services.sandbox.gpus=[99]": "services.sandbox.gpus=[99]: ...GPUs, with indices from 0",
     "services.sandbox={kind:sandbox,args:[--token-file,x]}": "services.sandbox.args=['--token-file', 'x']: contains --token-file: ...",
     "services.sandbox.kind=sandbox task.sandbox.url=service:sandbox task.sandbox.token_file=x": (
         "task.sandbox.token_file=x: is for external servers; ..."

@@ -86,7 +86,7 @@ def test_the_addresses_are_told_and_not_kept(killed: Killed) -> None:
     kept = yaml.safe_load((killed.home / "run" / "config.yaml").read_text())
     assert (kept["task"]["judge"]["urls"], kept["task"]["sandbox"]["url"]) == (["service:judge"], "service:sandbox")
     for name, url in killed.urls.items():
-        assert url.startswith("http://127.0.0.1:") and f"service {name}: {url}, after " in killed.said
+        assert url.startswith("http://127.0.0.1:") and f"service {name}: ready at {url} after " in killed.said
     assert killed.health["status"] == "ok" and killed.health["size"] == 1
 
 

@@ -234,7 +234,10 @@ def test_a_token_is_asked_for(folder: Path) -> None:
     [
         ([], "error: --host=0.0.0.0: other machines can reach this address; give --token-file=FILE, or use ssh -L\n"),
         (["--token-file", "{tmp}/none"], "error: --token-file={tmp}/none: [Errno 2] No such file or directory: '{tmp}/none'\n"),
-        (["--token-file", "/dev/null"], "error: --token-file=/dev/null: a token must be one word of 16 to 256 characters: "),
+        (
+            ["--token-file", "/dev/null"],
+            "error: --token-file=/dev/null: a token must consist of 16 to 256 characters without spaces; create one: ",
+        ),
     ],
 )
 def test_nobody_else_without_a_token(

@@ -326,7 +326,7 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
     (warning,) = told(agent, "task.sandbox.isolation=none").warnings
     assert warning == "task.sandbox.isolation=none: the policy's code runs without isolation; use auto"
     (error,) = told(agent, f"task.sandbox.url={url}").errors
-    assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: not a sandbox server, or too busy: BoxClosed: ")
+    assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: the server is not a sandbox server or is too busy: BoxClosed: ")
     monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
     assert told(agent).findings == [("sandbox", "2 isolation layers in use")]
 

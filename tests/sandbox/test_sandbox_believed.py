@@ -278,7 +278,7 @@ def test_what_the_server_would_refuse_is_not_sent() -> None:
 
     async def work() -> CallResult:
         async with lying(nobody, code=100, input_bytes=1000) as pool:
-            with pytest.raises(ValueError, match="at most 1000 with 1000"):
+            with pytest.raises(ValueError, match="limits are 1000 inputs and 1000 bytes"):
                 await pool.open(files={"a": bytes(1001)})
             with pytest.raises(ValueError, match="a name: "):
                 await pool.open(files={"\ud800": b""})

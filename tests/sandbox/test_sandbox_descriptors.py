@@ -63,9 +63,9 @@ async def main():
 print(json.dumps(asyncio.run(main())))
 """
     seen = told(tmp_path, code, soft=100, hard=100)
-    assert seen["fault"].startswith("size=40: needs ")
-    assert " 100 are allowed" in seen["fault"]
-    assert 120 < int(seen["fault"].split()[2]) < 300
+    assert seen["fault"].startswith("size=40: the pool needs ")
+    assert "ulimit -Hn is 100:" in seen["fault"]
+    assert 120 < int(seen["fault"].split()[4]) < 300
     assert (seen["children"], seen["folders"]) == (0, [])
 
 

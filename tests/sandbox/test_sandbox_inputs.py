@@ -48,7 +48,7 @@ def test_an_image_becomes_a_variable_and_a_file():
         ({}, {"": b""}, "not a valid file name"),
         ({}, {"a\0": b""}, "not a valid file name"),
         ({}, {"x" * 201: b""}, "not a valid file name"),
-        ({}, {"a": b"", "a/b": b""}, "itself an input"),
+        ({}, {"a": b"", "a/b": b""}, "below another input"),
         ({"image_0": PNG}, {"image_0.png": b""}, "two inputs"),
         ({"image 0": PNG}, {}, "neither"),
         ({"class": PNG}, {}, "neither"),
@@ -56,7 +56,7 @@ def test_an_image_becomes_a_variable_and_a_file():
         ({"image_0": b"<svg/>"}, {}, "do not start like"),
         ({"image_0": b""}, {}, "do not start like"),
         ({}, {"a": bytes(101)}, "input_bytes"),
-        ({}, {str(number): b"" for number in range(1001)}, "at most 1000"),
+        ({}, {str(number): b"" for number in range(1001)}, "limits are 1000 inputs"),
     ],
 )
 def test_an_input_that_is_no_good_is_named(images: dict[str, bytes], files: dict[str, bytes], word: str):

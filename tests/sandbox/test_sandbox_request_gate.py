@@ -248,7 +248,7 @@ def test_one_box_takes_few_requests_at_once_and_its_calls_have_an_end(monkeypatc
         return await http.post(box, json={"call": "30", "code": ""})
 
     (last,) = talk(FakePool(), calls)
-    assert (last.status_code, last.json()["detail"]) == (409, "a box accepts 12 calls: open another")
+    assert (last.status_code, last.json()["detail"]) == (409, "a box accepts only 12 calls: open a new box")
 
 
 def test_who_does_not_say_the_token_hears_nothing() -> None:

@@ -61,10 +61,12 @@ def test_an_address_for_all_takes_a_token(tmp_path: Path) -> None:
 
     code, said = told("--host", "0.0.0.0")
     assert code == 1
-    assert said == "sandbox serve: --host 0.0.0.0 lets every client that can connect run code: set --token-file FILE or --host 127.0.0.1\n"
+    assert said == "sandbox serve: --host 0.0.0.0: without a token, any client may run code: set --token-file FILE or --host 127.0.0.1\n"
     (tmp_path / "word").write_text("short")
     code, said = told("--host", "0.0.0.0", "--token-file", str(tmp_path / "word"))
-    assert code == 1 and said.startswith(f"sandbox serve: {tmp_path}/word: a token must be one word of 16 to 256 characters: ")
+    assert code == 1 and said.startswith(
+        f"sandbox serve: {tmp_path}/word: a token must consist of 16 to 256 characters without spaces; create one: "
+    )
 
 
 def test_who_knows_the_token_runs_code_and_nobody_else(tmp_path: Path) -> None:
@@ -130,7 +132,7 @@ def test_a_server_with_too_few_open_files_does_not_start() -> None:
     )
     done = subprocess.run([sys.executable, "-c", limit, *SERVE[3:]], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 3
-    assert done.stderr.startswith("sandbox serve: 150 open files are allowed (ulimit -Hn), ")
+    assert done.stderr.startswith("sandbox serve: ulimit -Hn is 150, but the server needs at least ")
 
 
 def test_hostile_requests_make_no_call_late(tmp_path: Path) -> None:

@@ -53,11 +53,11 @@ def test_a_pool_starts_where_all_that_is_open_was_named(monkeypatch: pytest.Monk
     monkeypatch.setattr(pool, "detect_layers", lambda: offers)
     told = (
         r"lacks protections .*kernel_memory: code makes .*; cores: code .*"
-        r"allow_missing=\[kernel_memory,cores,crosstalk,information,kernel_calls\] runs"
+        r"allow_missing=\[kernel_memory,cores,crosstalk,information,kernel_calls\] to run without"
     )
     with pytest.raises(SandboxError, match=told):
         asyncio.run(SandboxPool(size=1).start())
-    with pytest.raises(SandboxError, match=r"allow_missing=\[cores\] runs without"):
+    with pytest.raises(SandboxError, match=r"allow_missing=\[cores\] to run without"):
         asyncio.run(SandboxPool(size=1, allow_missing=["kernel_memory", *NO_FILTER]).start())
     assert choose_layers(offers, allow_missing=["kernel_memory", "cores", *NO_FILTER]).watchdog
     with pytest.raises(ValueError, match="allow_missing names unknown protections cpu: choose from files, "):

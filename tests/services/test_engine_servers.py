@@ -113,7 +113,7 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
         assert stat.S_IMODE(token.stat().st_mode) == 0o600 and all(has_proven_token(url, token=read_token(token)) for url in urls)
     assert all(gone(each["pid"]) for each in begun)
     said = capsys.readouterr().out
-    assert all(f"engine {number}: {url}, after " in said for number, url in enumerate(urls))
+    assert all(f"engine {number}: ready at {url} after " in said for number, url in enumerate(urls))
     assert not token.exists()
     log = (tmp_path / "services" / "engine_1.log").read_text()
     assert f"--host {HERE} --port {urls[1].rpartition(':')[2]}" in log
@@ -126,7 +126,7 @@ def test_they_are_started_told_of_and_ended(tmp_path: Path, monkeypatch: pytest.
         (
             "silent",
             {"startup_timeout_s": 1.0},
-            r"engine.startup_timeout_s=1.0: engine [01] does not respond; .*engine_[01].log contains no output of it yet$",
+            r"engine.startup_timeout_s=1.0: engine [01] does not respond; .*engine_[01].log contains no output of the process yet$",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_service_is_started_told_of_and_ended(tmp_path: Path, monkeypatch: pyt
     )
     log = (tmp_path / "services" / "judge.log").read_text()
     assert "--served-model-name judge " in log and log.splitlines()[0].endswith(" --more 1") and "stand-in: well" in log
-    assert f"service judge: {url}, after " in capsys.readouterr().out
+    assert f"service judge: ready at {url} after " in capsys.readouterr().out
 
 
 def test_a_holder_that_is_killed_leaves_nobody(tmp_path: Path) -> None:
@@ -185,7 +185,9 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
         said, _ = job.communicate(timeout=30)
     finally:
         job.kill()
-    assert job.returncode == os.EX_TEMPFAIL and said.startswith(f"service judge: {found['judge']}, after ") and said.count("\n") == 1, said
+    assert (
+        job.returncode == os.EX_TEMPFAIL and said.startswith(f"service judge: ready at {found['judge']} after ") and said.count("\n") == 1
+    ), said
     assert are_gone(tmp_path, within_s=0) and not address_file(tmp_path, "judge").exists()
 
 
@@ -206,7 +208,9 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
         job.kill()
     assert job.returncode == 0 and are_gone(tmp_path, within_s=0) and not address_file(tmp_path / "run", "judge").exists(), said
     moved = fork_server.run_script(ROOT / "launch" / "serve.py", *words, "run.overwrite=true", timeout_s=60)
-    assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: would move the run directory"), moved.stdout
+    assert moved.returncode == 1 and moved.stdout.startswith("error: run.overwrite=True: this job would rename the run directory"), (
+        moved.stdout
+    )
 
 
 def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
@@ -226,7 +230,7 @@ def test_a_run_that_is_stopped_waits_no_longer(tmp_path: Path) -> None:
     ("how", "more", "line"),
     [
         ("ends", {}, "services.judge.kind=vllm: its server exited with code 3; last line of .*judge.log: stand-in: ends$"),
-        ("nowhere", {"host": "192.0.2.1"}, f"services.judge.host=192.0.2.1: .*; give an address of {HOST}$"),
+        ("nowhere", {"host": "192.0.2.1"}, f"services.judge.host=192.0.2.1: .*; set it to an address of {HOST}$"),
         (
             "silent",
             {"startup_timeout_s": 1.5},
@@ -254,7 +258,7 @@ def test_what_cannot_be_started_is_known_before() -> None:
         cases = [
             (replace(judge, command=["nope"]), 0, rf"command=\['nope'\]: program nope not found on {HOST}; correct the command"),
             (replace(judge, port=port), 0, f"port={port}: is in use on {HOST}; choose another, or 0 for a free one"),
-            (replace(judge, gpus=[8]), 8, rf"gpus=\[8\]: {HOST} has 8 GPUs, counted from 0"),
+            (replace(judge, gpus=[8]), 8, rf"gpus=\[8\]: {HOST} has 8 GPUs, with indices from 0"),
             (
                 replace(judge, gpus=[5, 6]),
                 8,
