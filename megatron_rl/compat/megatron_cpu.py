@@ -1,7 +1,7 @@
 """Runs Megatron-Core 0.16.1 on a CPU; `megatron_on_cpu` does nothing if CUDA is available.
 
-Megatron queries torch.cuda for the current device, random states and streams, allocates with
-device="cuda", and compares type strings such as `torch.cuda.FloatTensor`
+Megatron queries torch.cuda for the current device, random states and streams, and allocates tensors
+with device="cuda". Megatron also compares type strings such as `torch.cuda.FloatTensor`
 (optimizer/distrib_optimizer.py, optimizer/clip_grads.py). `megatron_on_cpu()` patches these calls
 while one method of the policy runs and restores them afterwards. If the patches stayed active,
 their TorchFunctionMode would slow down an engine in the same process by 13 to 29 percent, and
@@ -85,7 +85,7 @@ def megatron_on_cpu():  # noqa: ANN201
 
 @contextmanager
 def megatron_on_meta_device() -> Iterator[None]:
-    """Build Megatron's modules, buffers and optimizers on the meta device inside the block.
+    """Make Megatron allocate its tensors on the meta device inside the `with` block.
 
     Tensors on the meta device have sizes but no data.
     """

@@ -2,13 +2,13 @@
 
 The package registry provides only CUDA builds of torchvision. With a CPU-only torch, the shared
 object of such a build cannot be loaded, and `import torchvision` fails in `_meta_registrations.py`
-("operator torchvision::nms does not exist"). transformers and vLLM import torchvision. The
-transforms that their image processors use need no compiled operator, so declaring two operator
-schemas is enough.
+("operator torchvision::nms does not exist"). Both transformers and vLLM import torchvision. The
+transforms used by the image processors of these libraries need no compiled operator, so declaring
+two operator schemas is enough.
 
-torch calls `declare_operators` at the end of `import torch` in every process (entry point group
+In every process, `import torch` ends with a call to `declare_operators` (entry point group
 "torch.backends", torch 2.13). This module therefore imports nothing at module level, and
-`megatron_rl/__init__.py` stays empty.
+`megatron_rl/__init__.py` must remain empty.
 """
 
 _libraries = []

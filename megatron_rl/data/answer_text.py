@@ -1,9 +1,9 @@
 r"""Normalizes answer text and extracts the contents of \boxed{...}.
 
 Reference answers and responses both pass through `normalize_text` before they are compared.
-Normalization unifies the notation (Unicode forms, invisible characters, quotation marks, minus
-signs, and LaTeX and Markdown style commands) but never changes the number, letter or word itself.
-Every function runs in time linear in the length of its text.
+Normalization unifies Unicode forms, quotation marks and minus signs, and removes invisible
+characters and the styling of LaTeX and Markdown. Normalization never changes a number, a letter or
+a word. The run time of every function is linear in the length of the text.
 """
 
 import re
@@ -147,7 +147,7 @@ def boxed_texts(text: str) -> list[str]:
 
 
 def strip_box(text: str) -> str:
-    r"""Return x if the whole text is `\boxed{x}` or `\fbox{x}`, possibly within `$` or other marks.
+    r"""Return x if the text is `\boxed{x}` or `\fbox{x}`, ignoring enclosing marks such as `$`.
 
     Any other text is returned unchanged.
     """
@@ -178,7 +178,7 @@ def text_before_closing_brace(body: str) -> str | None:
 def _strip_end(text: str) -> str:
     """Strip trailing punctuation, but strip `!` only after a word.
 
-    `n!` and `5...` are kept, because their values differ from `n` and `5`.
+    `n!` and `5...` remain unchanged, because `n` and `5` have different values.
     """
     text = text.strip("$ ")
     body = text.rstrip(_STOPS + "!")

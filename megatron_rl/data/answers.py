@@ -1,9 +1,10 @@
 r"""Extracts the reference answer of a row in a form that a response can match.
 
-The answer is text or a number. If the value is a whole solution, its last <answer> block is used,
-or the whole text if there is no such block. The answer is the content of this text's last
-\boxed{...} or \fbox{...}, or else the text after `####` on the last line (GSM8K). A number keeps
-its decimal form (decimal_forms.py). A reference answer that no response can match raises an error.
+The answer is text or a number. If a text contains <answer> blocks, only the last block is searched;
+otherwise, the whole text is searched. The answer is the content of the last \boxed{...} or
+\fbox{...} in the searched text, else the text after `####` on the last line (GSM8K), else the
+searched text itself. Numbers are converted to text as described in decimal_forms.py. A reference
+answer that no response can match raises an error.
 """
 
 import datetime
@@ -55,7 +56,7 @@ def reference_answer(record: DataRecord, extra: Mapping[str, object]) -> str:
     """
     found = given_answer(record, extra)
     if found is None:
-        raise record.make_error("answer", "is missing: a row has reward_model.ground_truth, extra_info.answer, answer or solution")
+        raise record.make_error("answer", "is missing; a row must have reward_model.ground_truth, extra_info.answer, answer or solution")
     answer = extract_answer(record.require_text(_as_text(record, found), "answer"))
     if not answer:
         raise record.make_error("answer", "is empty")
@@ -75,8 +76,8 @@ def extract_answer(text: str) -> str:
     """Return the answer contained in a text.
 
     The last <answer> block is searched, or the whole text if there is no block. If the searched
-    text contains a box or ends with a GSM8K line (`#### 42`), only the content of the box or line
-    is returned.
+    text contains a box or ends with a GSM8K line (`#### 42`), only the content of the last box or
+    of that line is returned.
     """
     text = (TAGGED.findall(text) or [text])[-1]
     boxed = extract_last_box(text)

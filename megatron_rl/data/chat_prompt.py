@@ -1,9 +1,9 @@
-"""Parses questions given as chat messages into question, system message and images.
+"""Parses chat messages into a question, a system message and images.
 
-Every message before the first assistant message is read; if such a message is unreadable, the row
-is rejected. User messages are joined with line breaks, in order. Messages with the role system or
-developer are joined into the system message. The assistant message after the question is treated as
-an answer and is not read.
+All messages before the first assistant message are read; if one of these messages is invalid, the
+row is rejected. User messages are joined with line breaks, in order. Messages with the role system
+or developer are joined into the system message. The assistant message after the question is not
+read, because it contains an answer.
 """
 
 import json
@@ -47,7 +47,7 @@ class ChatPrompt:
     images: list[StoredImage | None] = field(default_factory=list)
     """One entry per image placeholder in the question, in order.
 
-    None stands for the next image from the row's image column.
+    None represents the next image in the row's image column.
     """
 
 
@@ -95,11 +95,9 @@ def read_chat(record: DataRecord, value: object, name: str) -> ChatPrompt:
         )
     if "tool" in roles[:end]:
         remedy = "move its text into the user message, or remove it"
-        raise record.make_error(f"{name}[{roles.index('tool')}]", f"is a tool message before the answer, which is not read; {remedy}")
+        raise record.make_error(f"{name}[{roles.index('tool')}]", f"is a tool message, which is not supported before the answer; {remedy}")
     if "system" in roles[end:]:
-        raise record.make_error(
-            name, "has a system message after an assistant message, which is not read; move it to the front, or remove it"
-        )
+        raise record.make_error(name, "has a system message after an assistant message; move the system message to the front, or remove it")
     for number in range(end, len(messages)):
         if _shows_picture(messages[number].get("content", messages[number].get("value"))):
             remedy = "only images of the question are read: remove this message and its image"
@@ -126,7 +124,7 @@ def _read_message(record: DataRecord, message: Mapping[str, object], name: str, 
     _require_known(record, unknown, known, name)
     content = message.get("content" if "role" in message else "value")
     if isinstance(content, str) and PARTS_AS_TEXT.match(content):
-        raise record.make_error(name, "its content is a list of parts written as text; write the list itself")
+        raise record.make_error(name, "the content is text that contains a list of parts; store the list itself")
     before = len(images)
     text = _read_text(record, content, name, images) if isinstance(content, str) else _read_parts(record, content, name, images)
     if len(images) > before and not is_user:
@@ -159,12 +157,14 @@ def _read_parts(record: DataRecord, content: object, name: str, images: list[Sto
         elif kind in IMAGE_PARTS:
             _require_known(record, part, {"type", "text", "index", *IMAGE_KEYS}, place)
             if part.get("index", len(images)) != len(images):
-                raise record.make_error(f"{place}.index", f"is {part['index']}, but the part is image {len(images)}; list images in order")
+                raise record.make_error(
+                    f"{place}.index", f"is {part['index']}, but the image has index {len(images)}; list images in order"
+                )
             images.append(_read_picture(record, part, place))
             words.append(IMAGE_PLACEHOLDER)
         else:
             remedy = f"supported types are {', '.join((*TEXT_PARTS, *IMAGE_PARTS))}"
-            raise record.make_error(place, f"is a part of type {shorten(repr(kind))}, which is not read; {remedy}")
+            raise record.make_error(place, f"has the type {shorten(repr(kind))}, which is not supported; {remedy}")
     return "".join(words)
 
 
@@ -186,7 +186,7 @@ def _read_picture(record: DataRecord, part: Mapping[str, object], name: str) -> 
 
 
 def _require_known(record: DataRecord, given: Mapping[str, object], known: set[str], name: str) -> None:
-    """Raise ValueError for a non-empty unknown key that may change the question."""
+    """Raise ValueError if a key outside `known` has a value that may change the question."""
     for key, value in given.items():
         if key not in known and key not in HARMLESS_KEYS and value not in ("", [], {}):
             raise record.make_error(

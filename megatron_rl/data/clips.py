@@ -66,6 +66,8 @@ def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, 
             raise ValueError(f"{where}: must be the path of a video, is {type(value).__name__}")
         path = folder / value
         if path.suffix.lower() not in VIDEO_SUFFIXES or not path.is_file():
-            raise ValueError(f"{where}: no such video {shorten(str(path))}; files that end in {', '.join(VIDEO_SUFFIXES)} are read")
+            raise ValueError(
+                f"{where}: no video {shorten(str(path))}; the file must exist, with one of the suffixes {', '.join(VIDEO_SUFFIXES)}"
+            )
         clips.append(StoredVideo(check_inside_roots(path, folder, roots, where), where))
     return tuple(clips)

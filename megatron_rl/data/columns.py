@@ -13,9 +13,10 @@ _IMAGEFOLDER = "metadata"
 
 
 class MissingColumn(ValueError):
-    """Error for a row without a value for `name` ("question" or "answer").
+    """Error for a row without a question or an answer; `name` is "question" or "answer".
 
-    The error stores the row's columns so that a survey can report one line for a whole file.
+    The error stores the row's column names, which allows a survey to report all such rows of a file
+    in one line.
     """
 
     def __init__(self, record: DataRecord, name: str, *, hint: str = "") -> None:
@@ -25,7 +26,7 @@ class MissingColumn(ValueError):
 
 
 def _hint_of_rows(record: DataRecord) -> str:
-    """Return a hint for a JSON file that is a single object with the rows in a nested list.
+    """Return a hint if the file is a single JSON object that contains the rows in a nested list.
 
     COCO and VQA v2 are published in this form. The result is "" for all other files.
     """
@@ -37,9 +38,9 @@ def _hint_of_rows(record: DataRecord) -> str:
 
 
 def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
-    """Return a message with the existing columns and the setting that reads one of them as `name`.
+    """Return a message that lists the existing columns and suggests a value of task.data.columns.
 
-    Example: `Columns: filename, label. Choose one: 'task.data.columns={answer: label}'`.
+    For a missing answer, the suggestion may be `task.data.columns={answer: label}`.
     """
     columns = list(columns)
     by_name = {column.casefold(): column for column in columns}
@@ -49,7 +50,9 @@ def missing_remedy(name: str, columns: Iterable[str], hint: str = "") -> str:
 
 
 def picture_columns(record: DataRecord) -> list[str]:
-    """Return the columns with the question's images, with numbered columns in numeric order.
+    """Return the names of the columns that contain the question's images.
+
+    Numbered columns are in numeric order.
 
     Raises:
         ValueError: two columns, or two series of numbered columns, provide images.
@@ -67,7 +70,7 @@ def picture_columns(record: DataRecord) -> list[str]:
     if len(groups) > 1:
         columns = [name for group in groups.values() for _, name in sorted(group)]
         keep = f"keep one of these columns, or choose one: 'task.data.columns={{images: {columns[0]}}}'"
-        raise record.make_error(" and ".join(columns), f"name the images more than once; {keep}")
+        raise record.make_error(" and ".join(columns), f"each contain images; {keep}")
     if groups:
         ((*group,),) = groups.values()
         return [name for _, name in sorted(group)]
@@ -75,9 +78,9 @@ def picture_columns(record: DataRecord) -> list[str]:
 
 
 def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
-    """Return unread values in the mappings of image columns, keyed by names such as `image.bbox`.
+    """Return the unread values of image mappings, keyed by names such as `image.bbox`.
 
-    Only the keys bytes and path of these mappings are read.
+    Only the keys bytes and path of an image mapping are read.
     """
     values = {name: parse_text_list(record.row[name]) for name in columns}
     pictures = [(name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])]
@@ -91,9 +94,9 @@ def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str,
 
 
 def existing_columns(record: DataRecord, columns: Iterable[str]) -> list[str]:
-    """Return the columns, except columns that name a single missing file or a web address.
+    """Remove the columns that contain only a web address or the name of a missing file.
 
-    Such a column only records the origin of an image that another column contains.
+    A removed column only records the origin of an image in another column.
     """
     return [name for name in columns if not _is_absent(record, name)]
 
@@ -104,9 +107,9 @@ def _is_absent(record: DataRecord, name: str) -> bool:
 
 
 def _names_pictures(record: DataRecord, value: object) -> bool:
-    """Return True if the values in a file-name column name image files.
+    """Return True if all values in a file-name column are names of image files.
 
-    The files must exist, except in the metadata file of imagefolder.
+    The image files must exist, unless the row comes from imagefolder's metadata file.
     """
     values = value if isinstance(value, list) else [value]
     is_listed = record.path.stem.casefold() == _IMAGEFOLDER

@@ -1,7 +1,7 @@
-"""Digests of a run's data files, stored in checkpoints to prevent resuming with different rows.
+"""Computes digests of data files to detect changed rows when a run is resumed.
 
-The seed and the order of the rows determine the rows that each step trains on. Image files that
-rows name by path are not included in the digests.
+Checkpoints store the digests. The seed and the order of the rows determine the rows that each step
+trains on. The digests do not cover image files that rows name by path.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from megatron_rl.io.sampled_digest import compute_sampled_digest
 
 
 def data_digests(data: DataSettings) -> dict[str, str]:
-    """Compute a SHA-256 digest of the files for each data setting that names files.
+    """Compute one SHA-256 digest for the files of each data setting.
 
-    The settings are task.data.train, task.data.eval and task.data.demonstrations. The order of the
-    files matters.
+    The settings are task.data.train, task.data.eval and task.data.demonstrations; settings without
+    files are omitted. A digest depends on the order of the files.
     """
     named = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
     return {f"task.data.{name}": _digest_of_files(names, f"task.data.{name}") for name, names in named.items() if names}
@@ -35,6 +35,6 @@ def check_same_data(recorded: Mapping[str, str], found: Mapping[str, str]) -> No
     for key in found:
         if recorded.get(key) != found[key]:
             raise ValueError(
-                f"{key}: the rows of its files changed since this run began: their digest is {found[key]}, and was {recorded.get(key)}; "
+                f"{key}: the data files have changed since this run began: their digest is {found[key]}, but was {recorded.get(key)}; "
                 "restore the original files, or choose another run.dir"
             )

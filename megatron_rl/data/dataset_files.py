@@ -3,8 +3,8 @@
 A name refers to a file, a folder of files, or a Hugging Face data set in the local cache.
 
 A folder may be the output of `datasets.save_to_disk` (shards.py) or a copy of a hub repository.
-`NAME:SPLIT` selects the files of one split, which is inferred from file and folder names
-(data/train-00000-of-00002.parquet, test/data-00000-of-00001.arrow). Nothing is downloaded.
+`NAME:SPLIT` selects the files of one split. Splits are inferred from file and folder names, such as
+data/train-00000-of-00002.parquet or test/data-00000-of-00001.arrow. Nothing is downloaded.
 """
 
 import re
@@ -71,8 +71,8 @@ def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
 def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) -> None:
     """Raise ValueError if the folder contains a compressed data file or an unfinished download.
 
-    If the folder contains data files, only compressed files and unfinished downloads in the same
-    format are checked. Otherwise, every supported format is checked.
+    If the folder contains readable data files, only files in the formats of these data files are
+    checked. If the folder contains no readable data files, every supported format is checked.
     """
     wanted = {_suffix(found) for found in within} or {*FORMATS}
     for path in sorted(folder.rglob("*")):
@@ -89,11 +89,11 @@ def _suffix(path: Path) -> str:
 
 
 def allowed_image_folders(name: str, *, key: str) -> list[Path]:
-    """Return the folders from which rows of these files may load images.
+    """Return the folders from which the rows of a data set may load images.
 
-    For a folder, return the folder itself, so that files in one subfolder may name images in
-    another. For a data set in the Hugging Face cache, also return its blobs folder, because the
-    cached files are links to blobs. For a single file, return an empty list.
+    For a folder, return the folder itself, because files in one subfolder may name images in
+    another subfolder. For a data set in the Hugging Face cache, also return its blobs folder,
+    because the cached files are links to blobs. For a single file, return an empty list.
     """
     if Path(name).is_file():
         return []
@@ -102,7 +102,7 @@ def allowed_image_folders(name: str, *, key: str) -> list[Path]:
 
 
 def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
-    """Return the folder for a name, the name without its split, and the split.
+    """Return the folder that a name refers to, the name without the split, and the split.
 
     The split is "" if the name has none.
     """
@@ -114,7 +114,7 @@ def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
 
 
 def describe_searched_path(name: str) -> str:
-    """Return the absolute form of a relative path for an error message; "" for an absolute path."""
+    """Describe the absolute location of a relative path; return "" for an absolute path."""
     return "" if Path(name).is_absolute() else f" (looked at {Path(name).absolute()})"
 
 
@@ -131,14 +131,14 @@ def _find_in_hub_cache(hub_name: str, name: str, *, key: str) -> Path:
 def _is_data(path: Path) -> bool:
     """Return True for a data file.
 
-    Hidden files, metadata files and files that tools cache next to the data (such as cache-*.arrow
-    of `datasets`) are not data files.
+    Hidden files, metadata files and cache files (such as the files cache-*.arrow of `datasets`) are
+    not data files.
     """
     return path.is_file() and not path.name.startswith((".", "cache-")) and path.name not in METADATA_FILES
 
 
 def _name_words(path: Path) -> set[str]:
-    """Return the words in the parts of a path.
+    """Split the folder names and the file name in a path into words.
 
     Example: data/train-00000-of-00002.parquet -> {data, train, 00000, of, 00002}.
     """

@@ -1,9 +1,9 @@
-"""Decimal forms of the numbers in data files, as a response would write them.
+"""Decimal forms of the numbers in data files, as expected in responses.
 
-A number in JSON keeps the digits written in the file. A 32-bit or 16-bit float in Parquet or Arrow
-gets the fewest digits that identify it in its own type. A 64-bit float also gets its fewest digits,
-unless it is a widened 32-bit float: the 32-bit value 0.1 becomes 0.10000000149011612 in 64 bits,
-but a response writes 0.1.
+A number in JSON keeps the digits written in the file. A 32-bit or 16-bit float in a Parquet or
+Arrow file is written with the fewest digits that distinguish it from other floats of the same type.
+A 64-bit float is also written with the fewest digits, unless it is a widened 32-bit float: the
+32-bit value 0.1 becomes 0.10000000149011612 in 64 bits, but a response contains 0.1.
 """
 
 import re
@@ -63,8 +63,8 @@ def with_decimal_forms(value: object, kind: pa.DataType) -> object:
 def decimal_text(value: float | Decimal) -> str | None:
     """Return a finite number in decimal notation without an exponent.
 
-    The digits written in the file are used if they are known, else the fewest digits that identify
-    the number. Return None if the exponent is above MOST_PLACES.
+    The result has the digits written in the file if these are known, else the fewest digits that
+    identify the number. Return None if the absolute value of the exponent exceeds MOST_PLACES.
 
     Example: 1e-05 -> 0.00001, 1e+22 -> 10000000000000000000000.
     """
@@ -79,7 +79,7 @@ def decimal_text(value: float | Decimal) -> str | None:
 
 
 def looks_widened(text: str) -> bool:
-    """Return True if a text is a 32-bit float printed with 64-bit digits: `0.10000000149011612`."""
+    """Return True if a text is a 32-bit float with 64-bit digits, such as `0.10000000149011612`."""
     try:
         value = float(text)
     except ValueError:
@@ -88,10 +88,9 @@ def looks_widened(text: str) -> bool:
 
 
 def _narrow_text(value: float, narrow: type, more_digits: int) -> str:
-    """Return the shortest text that identifies a float.
+    """Return a float as text, with the digits of type `narrow` if this makes the text shorter.
 
-    The text in the narrow type is used if that type represents the same value with at least
-    `more_digits` fewer digits.
+    The type `narrow` must represent the same value with at least `more_digits` fewer digits.
     """
     with np.errstate(over="ignore"):
         short = narrow(value)

@@ -24,7 +24,7 @@ _DROPPED_REMEDY = "a response must give that one; write all values into one box,
 
 
 def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[UnreadFinding]:
-    """Yield findings about a reference answer that is probably a mistake.
+    """Yield a finding for each sign that a reference answer is wrong.
 
     Args:
         given: raw value of the answer in the file.
@@ -58,7 +58,7 @@ def _is_listed(answer: str, question: str, unread: Mapping[str, object]) -> bool
 
 
 def _are_several(given: str, answer: str) -> bool:
-    """Return True if a text marks a value other than `answer` as its answer."""
+    """Return True if a box or <answer> block in a text contains a value other than `answer`."""
     blocks = TAGGED.findall(given)
     marked = [*blocks, *boxed_texts(blocks[-1] if blocks else given)]
     return any(comparison_form(extract_answer(text)) not in ("", comparison_form(answer)) for text in marked)

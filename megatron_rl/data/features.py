@@ -18,7 +18,7 @@ Features = Mapping[str, object]
 
 
 def parse_features(metadata: Mapping[bytes, bytes] | None) -> Features:
-    """Return the types of the columns, or an empty mapping if the schema has none."""
+    """Return the column types stored in a schema, or an empty mapping if there are none."""
     try:
         info = json.loads((metadata or {}).get(_KEY, b"{}"))
     except (ValueError, RecursionError):
@@ -51,7 +51,7 @@ def _media_in(feature: object, path: str) -> Iterator[tuple[str, str]]:
 
 
 def repeated_name(fields: Iterable[pa.Field]) -> str:
-    """Return a name shared by two columns or by two fields of a struct, or "" if there is none."""
+    """Return a name that two columns or two fields of a struct share, or "" if all are unique."""
     fields = list(fields)
     twice = [name for name, count in Counter(field.name for field in fields).items() if count > 1]
     return next(iter(twice), "") or next((name for field in fields if (name := repeated_name(_fields_of(field.type)))), "")

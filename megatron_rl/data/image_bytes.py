@@ -1,4 +1,4 @@
-"""Decodes base64 images in all forms used in rows, and describes bytes that are not an image."""
+"""Decodes images given as base64 or data URLs, and describes files that are not images."""
 
 import base64
 import codecs
@@ -76,7 +76,7 @@ def picture_format(head: bytes) -> str:
 def describe_bytes(head: bytes) -> str:
     """Describe a file by its first bytes, as the predicate of a sentence about the file.
 
-    Example: `is an SVG; PNG, ... are read: convert it`.
+    Example: `is an SVG; PNG, ... are supported: convert it`.
     """
     if not head:
         return "is empty"
@@ -133,7 +133,7 @@ def decode_base64(text: str) -> bytes:
         raise ValueError(f"is not base64: it contains {odd!r}")
     letters = plain.rstrip("=").replace("-", "+").replace("_", "/")
     if len(letters) % 4 == 1:
-        raise ValueError(f"is not base64: {len(letters)} characters do not encode whole bytes; it is truncated")
+        raise ValueError(f"is not base64: {len(letters)} characters do not encode a whole number of bytes; the text is truncated")
     return base64.b64decode(letters + "=" * (-len(letters) % 4))
 
 
@@ -153,7 +153,7 @@ def decode_data_url(url: str) -> bytes:
 def decode_base64_image(text: str) -> bytes:
     """Return the image encoded in a base64 text.
 
-    Return b"" if the text may be something else, such as a path.
+    Return b"" if the text may be something other than base64, such as a path.
 
     Raises:
         ValueError: the text is certainly base64, but does not decode to an image.
@@ -166,12 +166,12 @@ def decode_base64_image(text: str) -> bytes:
         return content
     what = describe_bytes(content[:HEAD_BYTES])
     if len(text) > _LONGEST_PATH or (len(text) >= _MIN_BASE64 and not what.startswith(_UNKNOWN)):
-        raise ValueError(f"is base64 of data that {what}")
+        raise ValueError(f"is base64, but the decoded data {what}")
     return b""
 
 
 def _require_no_broken_base64(text: str) -> bytes:
-    """Return b"" if the text does not start with a base64 image.
+    """Raise ValueError if the text is a damaged base64 image, else return b"".
 
     Raises:
         ValueError: the text starts with a base64 image but is not valid base64 to the end.

@@ -98,19 +98,19 @@ def _require_known_tiff(picture: TiffImageFile) -> None:
     if photometric == _YCBCR and compression != _JPEG:
         raise ValueError(f"has YCbCr samples that are not compressed as JPEG; {SAVE_AGAIN}")
     if photometric == _CMYK and tags.get(_INK_SET, _CMYK_INKS) != _CMYK_INKS:
-        raise ValueError(f"has inks that are not cyan, magenta, yellow and black; {SAVE_AGAIN}")
+        raise ValueError(f"uses inks other than cyan, magenta, yellow and black; {SAVE_AGAIN}")
     num_colors = {_RGB: 3, _YCBCR: 3, _CMYK: 4}.get(photometric, 1)
     is_planar = tags.get(TiffImagePlugin.PLANAR_CONFIGURATION, 1) == 2
     num_samples = tags.get(TiffImagePlugin.SAMPLESPERPIXEL, 1)
     if is_planar and num_samples > num_colors and not (photometric == _RGB and num_samples == 4 and extra == (_ALPHA,)):
-        raise ValueError(f"has {num_samples} separate planes, of which {num_colors} are colors; {SAVE_AGAIN}")
+        raise ValueError(f"has {num_samples} separate planes, but only {num_colors} of them are colors; {SAVE_AGAIN}")
     _require_all_pieces(tags, num_planes=num_samples if is_planar else 1)
 
 
 def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_planes: int) -> None:
-    """Raise ValueError if a TIFF has fewer strips or tiles than the size of the image requires.
+    """Raise ValueError if a TIFF has fewer strips or tiles than its dimensions require.
 
-    libtiff would read missing strips or tiles from the start of the file.
+    For a missing strip or tile, libtiff would read data from the start of the file.
     """
     width, height = tags[TiffImagePlugin.IMAGEWIDTH], tags[TiffImagePlugin.IMAGELENGTH]
     offsets = tags.get(TiffImagePlugin.STRIPOFFSETS) or tags.get(TiffImagePlugin.TILEOFFSETS, ())
@@ -118,7 +118,7 @@ def _require_all_pieces(tags: TiffImagePlugin.ImageFileDirectory_v2, *, num_plan
     columns = min(tags.get(TiffImagePlugin.TILEWIDTH, width), width)
     num_pieces = num_planes * math.ceil(height / rows) * math.ceil(width / columns)
     if len(offsets) < num_pieces:
-        raise ValueError(f"contains only {len(offsets)} of the {num_pieces} strips or tiles of its pixels; it is damaged")
+        raise ValueError(f"contains only {len(offsets)} of {num_pieces} strips or tiles; the file is damaged")
 
 
 def sample_bits(picture: Picture) -> int:
@@ -144,7 +144,7 @@ def orientation(picture: Picture) -> object:
 
 
 def upright_size(picture: Picture) -> tuple[int, int]:
-    """Return the width and height that `convert_to_rgb` would produce, from the header only."""
+    """Compute from the header the width and height that `convert_to_rgb` would produce."""
     is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # already rotated
     return picture.size[::-1] if (orientation(picture) in _SIDEWAYS) != is_turned else picture.size
 

@@ -103,14 +103,14 @@ class StoredImage:
         try:
             num_scans = content.count(_SCAN) if content.startswith(_JPEG) else 0
             if num_scans > MAX_SCANS:
-                raise ValueError(f"a JPEG with {num_scans} scans, more than {MAX_SCANS}; save it again")
+                raise ValueError(f"a JPEG with {num_scans} scans, more than {MAX_SCANS}; save the image again")
             with _open_image(BytesIO(content)) as picture:
                 return convert_to_rgb(picture)
         except UNREADABLE as error:
             raise PermanentInfraError(f"{self.where}: cannot be opened ({error})") from error
 
     def size(self) -> tuple[int, int]:
-        """Return the width and height of the image that `open` would return, from the header only.
+        """Read the header and return the width and height of the image that `open` would return.
 
         Raises:
             ValueError: the file is not an image, or is an image that must not be decoded.
@@ -126,8 +126,9 @@ class StoredImage:
 
         For most formats, the last bytes of the file are checked. A file with an unusual end is
         decoded, because it may still be complete. TIFF files and 16-bit PNG files are always
-        decoded: a TIFF has no fixed end, and the samples of a 16-bit PNG may all be too small to be
-        visible. Damage in the middle of other files is detected only by `open`.
+        decoded: a TIFF has no fixed last bytes, and a 16-bit PNG is invalid if its samples are so
+        small that the image would be black. Damage in the middle of other files is detected only by
+        `open`.
         """
         if isinstance(self.source, bytes):
             first, last, length = self.source[:_HEADER], self.source[-12:], len(self.source)
@@ -188,7 +189,7 @@ def _open_image(file: BinaryIO, *, name: str = "") -> Picture:
     width, height = picture.size
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
         picture.close()
-        raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS}, with an aspect ratio up to {MAX_ASPECT}; make it smaller")
+        raise ValueError(f"{width}x{height} pixels: at most {MAX_PIXELS} pixels and an aspect ratio of {MAX_ASPECT} are allowed")
     return picture
 
 
@@ -220,9 +221,9 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
     """Return the image given by a value in a row.
 
     Accepted values are {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file
-    in `folder`, and data: and file: URLs. Bytes in JSON are base64. Text that names an existing
-    file is a path, even if it could also be base64. Rows may come from an untrusted source, so a
-    file must lie below `folder` or one of `roots` after symbolic links are resolved.
+    in `folder`, and URLs with the scheme data or file. Bytes in JSON are base64. Text that names an
+    existing file is a path, even if it could also be base64. Rows may come from an untrusted
+    source, so a file must lie below `folder` or one of `roots` after symbolic links are resolved.
 
     Raises:
         ValueError: the value has none of these forms, the file does not exist, or the file lies
@@ -252,7 +253,7 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
 
 
 def _path_of_url(value: str, where: str) -> str:
-    """Return the path in a file: URL; return text that is not a URL unchanged.
+    """Return the path in a file URL, or the text itself if it is not a URL.
 
     Raises:
         ValueError: the URL has another scheme or names another host.
@@ -269,7 +270,7 @@ def _path_of_url(value: str, where: str) -> str:
 
 
 def _remedy_of(value: str, folder: Path) -> str:
-    """Return a fix for a path that names no file, such as a similar path that exists."""
+    """Suggest a fix for a path that does not exist, such as a similar path that exists."""
     spellings = {
         unquote(value): "percent signs are not decoded",
         value.replace("\\", "/"): "folders are separated by /",
@@ -306,7 +307,7 @@ def shorten(text: str) -> str:
 
 
 def _decode_bytes(value: object, where: str) -> bytes:
-    """Decode the "bytes" value of a row, or a data: URL."""
+    """Decode a data URL or the value of a key "bytes" in a row."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -330,5 +331,5 @@ def _find_by_hash(digest: str, folder: Path, where: str) -> Path:
         if path.is_file():
             return path
     raise ValueError(
-        f"{where}: {folder} contains no file named by the SHA-256 {digest}; task.data.images must be the folder that contains these files"
+        f"{where}: {folder} contains no file with the SHA-256 {digest} as its name; task.data.images must be the folder of the images"
     )

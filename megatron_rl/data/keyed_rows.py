@@ -1,6 +1,6 @@
-"""Finds the rows of a JSON file that is one object with numeric keys: `{"1": {...}, "2": {...}}`.
+"""Finds the rows of a JSON file that is one object with numeric keys.
 
-MathVista and DynaMath are published in this form.
+Example: `{"1": {...}, "2": {...}}`. MathVista and DynaMath are published in this form.
 """
 
 import json
@@ -24,7 +24,7 @@ def is_keyed_json(path: Path) -> bool:
 
 
 def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, int]]:
-    """Return the key and the start and end byte offsets (end exclusive) of each row, sorted by key.
+    """Return the key and the half-open byte range (start, end) of each row, sorted by key.
 
     Raises:
         UnreadableFile: a key is not an integer or occurs twice, a value is not an object, two rows
@@ -51,17 +51,16 @@ def find_row_spans(path: Path, *, max_row_bytes: int) -> list[tuple[int, int, in
             if len(text) - len(more) > max_row_bytes:
                 raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; write one row per line")
     if not _END.match(text, at):
-        raise UnreadableFile(f"is truncated or not valid JSON: byte {base + at} begins neither a numbered row nor the end of the object")
+        raise UnreadableFile(f"is truncated or not valid JSON: byte {base + at} is neither the start of a row nor the end of the object")
     return [found[key] for key in sorted(found)]
 
 
 def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool) -> tuple[str, int, int] | None:
-    """Return the key, start and end of the next value.
+    """Return the key and the half-open range (start, end) of the next value.
 
     Return None if the text does not contain the whole value, or if the comma before the key is
-    missing or repeated. The first key must have no comma before it. Positions are byte offsets,
-    because the file is decoded as Latin-1, in which every character is one byte and JSON syntax is
-    unchanged.
+    missing or repeated. The first key must have no comma before it. The file is decoded as Latin-1,
+    in which every character is one byte, so positions in the text are byte offsets.
     """
     key = _KEY.match(text, at)
     if key is None or (key[1] is None) != is_first:
@@ -75,9 +74,9 @@ def _next_value(decoder: json.JSONDecoder, text: str, at: int, *, is_first: bool
 
 
 def _check_key(key: str, first: str, found: dict[int, tuple[int, int, int]]) -> None:
-    """Raise UnreadableFile unless the key is an integer that no earlier row used.
+    """Raise UnreadableFile if the key is not an integer, or if an earlier row has the same key.
 
-    The value of the key must be an object.
+    The value of the key must be an object; `first` is the first character of the value.
     """
     remedy = "the keys must be unique whole numbers and all values must be objects; a JSON list needs no keys"
     if not (key.isdecimal() and len(key) <= 18):

@@ -17,10 +17,10 @@ _REMEDY = "write all rows into one list, separated by commas, or one object per 
 
 
 def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and end byte offsets (end exclusive) of each element.
+    """Yield the half-open byte range (start, end) of each list element.
 
-    The file is decoded as Latin-1, in which every character is one byte and JSON syntax is
-    unchanged.
+    The file is decoded as Latin-1, in which every character is one byte, so positions in the text
+    are byte offsets.
 
     Raises:
         UnreadableFile: the file is not a list, contains more than one list, or is truncated. The
@@ -47,14 +47,14 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
             more = file.read(max(_CHUNK, len(text) - at)).decode("latin-1")
             if not more:
                 place = base + (at if start is None else start)
-                raise UnreadableFile(f"is truncated or not a JSON list: byte {place} begins no complete row ({reason})")
+                raise UnreadableFile(f"is truncated or not a JSON list: no complete row begins at byte {place} ({reason})")
             text, base, at = text[at:] + more, base + at, 0
             if len(text) - len(more) > max_row_bytes:
                 raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; write one row per line")
 
 
 def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
-    """Return the position of the next row or closing bracket, or None if the text ends first.
+    """Return the position of the next row or closing bracket, or None if the text contains neither.
 
     Raises:
         UnreadableFile: the next text is neither a row nor the closing bracket.
@@ -81,4 +81,4 @@ def _check_end(file: BinaryIO, rest: str, at: int) -> None:
         rest = file.read(_CHUNK).decode("latin-1")
         if not rest:
             return
-    raise UnreadableFile(f"continues at byte {at + blank} after the closing ] of its list; {_REMEDY}")
+    raise UnreadableFile(f"contains text at byte {at + blank}, after the closing ] of its list; {_REMEDY}")

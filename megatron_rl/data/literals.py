@@ -17,7 +17,7 @@ def parse_literal(text: str) -> object:
 def parse_text_list(value: object) -> object:
     """Parse a text that is a list of strings in JSON or Python notation.
 
-    Tables store lists this way. Any other value is returned unchanged.
+    In tables, lists are stored as text. Any other value is returned unchanged.
     """
     if not isinstance(value, str) or not value.lstrip().startswith("["):
         return value

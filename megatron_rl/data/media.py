@@ -48,11 +48,11 @@ class Media:
     """Kind of media: "pictures", "videos" or "audio"."""
     description: str
     exists: bool = True
-    """False for a web address and for the name of a missing file."""
+    """True unless the value is a web address or the name of a missing file."""
 
 
 def find_media(value: object, record: DataRecord, name: str = "", *, depth: int = 0) -> Media | None:
-    """Return the media in a value, searched down to depth MAX_DEPTH, or None if there is none."""
+    """Return the first media in a value down to depth MAX_DEPTH, or None if there are none."""
     feature = record.features.get(name)
     if feature in FEATURES and value not in ("", [], {}):
         return Media(FEATURES[feature], f"has the type {feature} in the file's schema")
@@ -85,8 +85,9 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
 def _are_pixels(value: object) -> bool:
     """Return True for nested lists that look like an image.
 
-    Such lists are rows of pixels with 3 or more numbers each, or channels of rows of numbers. All
-    lists at one level must have the same length, which is not the case for bounding boxes.
+    An image is either a list of rows of pixels with at least three numbers each, or a list of
+    channels that consist of rows of numbers. All lists at the same nesting level must have the same
+    length, which distinguishes images from bounding boxes.
     """
     if not (isinstance(value, list) and len(value) >= 2 and all(isinstance(row, list) and len(row) >= 2 for row in value)):
         return False
@@ -109,8 +110,8 @@ def _kind_of_bytes(value: bytes) -> str:
 def _media_in_text(text: str, record: DataRecord) -> Media | None:
     """Detect media in a text.
 
-    The function recognizes data: URLs, web addresses and names with a media suffix, names of
-    existing files, base64, and media bytes that were decoded as text.
+    The function recognizes data URLs, web addresses and file names that end in a media suffix,
+    names of existing files, base64, and media bytes that were decoded as text.
     """
     head = text[:11].casefold()
     for kind, word in (("pictures", "image"), ("videos", "video"), ("audio", "audio")):
@@ -130,7 +131,10 @@ def _media_in_text(text: str, record: DataRecord) -> Media | None:
 
 
 def _media_in_file(record: DataRecord, text: str, kind: str) -> Media | None:
-    """Return the media in an existing file named by a text, judged by its suffix or first bytes."""
+    """Return the media in the existing file that a text names, or None if there are none.
+
+    If `kind` is "", the kind of media is detected from the first bytes of the file.
+    """
     if "\0" in text or not os.path.isfile(path := record.folder / text):
         return None
     if not kind:
@@ -161,7 +165,7 @@ def _media_in_base64(text: str) -> Media | None:
 def _kind_of_characters(text: str) -> str:
     """Return the kind of media if the text is media bytes that were decoded as text, else "".
 
-    The encoding may be Latin-1, or an encoding that dropped the bytes that it cannot represent.
+    The bytes may have been decoded as Latin-1, or in an encoding that drops invalid bytes.
     """
     if text[:_HEAD].isprintable():
         return ""
@@ -174,7 +178,8 @@ def _kind_of_characters(text: str) -> str:
 def find_media_by_name(name: str, value: object) -> Media | None:
     """Return the media suggested by a column's name, or None.
 
-    The value must be a possible file name or content: text without spaces, a list or a mapping.
+    The value must be a text without spaces, a list or a mapping; other values cannot name or
+    contain media.
     """
     found = _MEDIA_NAME.fullmatch(name.removeprefix("extra_info.").casefold())
     are_words = isinstance(value, str) and " " in value.strip()

@@ -1,4 +1,4 @@
-"""Placeholders for media and objects that other trainers support but this trainer does not."""
+"""Finds placeholders for media and objects that this trainer does not support."""
 
 import re
 

@@ -2,9 +2,9 @@
 
 usage: parquet_copy.py SOURCE COPY
 
-The Arrow file has one record batch per row. rows.py starts this program, which imports nothing from
-this project. A Parquet page may expand to any number of bytes (for example, 1 KB of zstd data to
-2.5 GB), and the sizes stated in a file may be wrong. Memory, disk and processor time are therefore
+The Arrow file has one record batch per row. This program is started by rows.py and imports nothing
+from this project. A Parquet page may decompress to any size (for example, 1 KB of zstd data to 2.5
+GB), and the sizes stated in a file may be wrong. Memory, disk and processor time are therefore
 limited in proportion to the size of the file on disk.
 """
 
@@ -86,7 +86,7 @@ def copy_to_arrow(source: Path, target: Path) -> None:
             for index in range(batch.num_rows):
                 row = batch.slice(index, 1)
                 if row.nbytes > ROW_BYTES + ROW_FACTOR * size:
-                    raise ValueError(f"a row of {row.nbytes} bytes in a file of {size}")
+                    raise ValueError(f"a row has {row.nbytes} bytes, which is too large for a file of {size} bytes")
                 writer.write_batch(row)
 
 

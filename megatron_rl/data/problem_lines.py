@@ -1,4 +1,4 @@
-"""Groups the problems of rows and columns into message lines.
+"""Groups the problems found in rows and columns, and formats one line per group.
 
 Rows with the same problem share one line.
 """
@@ -28,15 +28,14 @@ class _Group:
     num_rows: int = 0
     files: dict[str, None] = field(default_factory=dict)
     columns: dict[str, None] = field(default_factory=dict)
-    """Names of the rows' columns, used in the line about a missing column."""
+    """Column names of the rows, listed in the line about a missing column."""
 
 
 class ProblemLines:
     """Problems grouped by kind.
 
-    The kind of a problem is the name of a missing column, the finding about an unread column, or
-    the message about a row without its row number (for `train.jsonl row 3: answer: is empty`, the
-    file and `answer: is empty`).
+    Problems are of the same kind if they are about the same missing column, are the same finding
+    about an unread column, or have messages that differ only in the row number.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class ProblemLines:
         return None
 
     def add_message(self, message: str) -> None:
-        """Add a message of the form `FILE row N: PROBLEM`, or any other text."""
+        """Add a message, which may begin with a file and a row, such as `train.jsonl row 3`."""
         found = _WHERE.fullmatch(message)
         self._add((found[1], found[3]) if found else ("", message), message.partition(": ")[0])
 
@@ -72,10 +71,10 @@ class ProblemLines:
         return [_line(problem, group, sum(num_rows_of.get(file, 0) for file in group.files)) for problem, group in columns_first]
 
     def move_errors_in_all_rows(self, others: "ProblemLines", num_rows_of: Mapping[str, int]) -> None:
-        """Move the findings that are errors from `others` to this object.
+        """Move the findings that count as errors from `others` to this object.
 
-        A finding is an error if `is_error_in_all` is set and every row of its files has this
-        finding.
+        A finding counts as an error if `is_error_in_all` is set and every row in the affected files
+        has the finding.
         """
         for problem, group in [*others._groups.items()]:
             is_all = 1 < group.num_rows == sum(num_rows_of.get(file, 0) for file in group.files)
@@ -88,7 +87,7 @@ class ProblemLines:
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
     def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
-        """Count a row with a problem; return its group, or None if the problem gets no line."""
+        """Count a row with a problem; return the problem's group, or None if it is not listed."""
         self.num_rows += 1
         file, _, row = where.rpartition(" row ")
         group = self._groups.get(problem)

@@ -1,7 +1,7 @@
 """Measures prompt lengths without rendering the prompts.
 
-A length is the number of tokens in the question and its images, plus the number of tokens that the
-task and the chat template add.
+A prompt length is the number of tokens in the question and its images, plus the number of tokens
+that the task and the chat template add.
 """
 
 from typing import Protocol
@@ -19,7 +19,7 @@ class PromptMeasurer(Protocol):
     """Subset of the renderer's interface needed to measure prompts."""
 
     vision_token_side: int
-    """Side in pixels of the square that one vision token represents."""
+    """Side length, in pixels, of the square image region that one vision token represents."""
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens in a text."""

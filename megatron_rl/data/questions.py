@@ -78,11 +78,11 @@ class QuestionDataset(Sequence[Example]):
         return self.records.ignored_columns
 
     def locate(self, index: int) -> str:
-        """Return the file and row of an example without reading it: `train.jsonl row 17`."""
+        """Return an example's location, such as `train.jsonl row 17`, without reading the row."""
         return self.records.locate(self._row_indices[index])
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return an example with findings about its row and the row's unread values."""
+        """Return an example, the findings about its row, and the row's unread values."""
         example, record = self._example(self._row_indices[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
         unread |= find_unread_prompts(record, example.payload, question_column=_question_column(record))
@@ -130,7 +130,9 @@ def load_questions(
     found.raise_on_errors()
     require(allow_videos or not found.first_video, f"task.data.{name}", list(paths), f"{found.first_video}, which {VIDEO_SUPPORT_TEXT}")
     chosen = opened.column_mapping.get("images")
-    require(not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has images there")
+    require(
+        not chosen or found.num_images > 0, "task.data.columns.images", chosen, f"no row of {', '.join(paths)} has images in this column"
+    )
     return QuestionDataset(opened.records, name=name, warnings=[*found.column_warnings, *found.unread_columns])
 
 
@@ -189,7 +191,7 @@ def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
 
 
 def _unread_values(record: DataRecord) -> dict[str, object]:
-    """Return the unread values of a row, keyed by column or `extra_info.KEY`."""
+    """Return the unread values of a row, keyed by column name or by `extra_info.KEY`."""
     extra = record.require_mapping(record.row.get("extra_info", {}), "extra_info")
     pictures = picture_columns(record)
     empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
@@ -206,7 +208,7 @@ def _unread_keys(record: DataRecord) -> dict[str, object]:
 
 
 def _other_answers(record: DataRecord, answer: str) -> dict[str, object]:
-    """Return answers from other columns that differ from the reference answer `answer`."""
+    """Return the values of answer columns that differ from the reference answer `answer`."""
     model, extra = (record.require_mapping(record.row.get(column, {}), column) for column in ("reward_model", "extra_info"))
     given = {"reward_model.ground_truth": model.get("ground_truth"), "extra_info.answer": extra.get("answer")}
     given |= {name: record.row.get(name) for name in ANSWER_COLUMNS}
@@ -215,12 +217,12 @@ def _other_answers(record: DataRecord, answer: str) -> dict[str, object]:
 
 
 def _is_number(value: object, answer: str) -> bool:
-    """Return True if a value is a number with the decimal form `answer`."""
+    """Return True if a value is a float and its decimal form is `answer`."""
     return isinstance(value, float) and math.isfinite(value) and decimal_text(value) == answer
 
 
 def _image_column(record: DataRecord, payload: Mapping[str, object]) -> str:
-    """Return the name of the column with a question's images or video, or "" if there is none."""
+    """Return the name of the column that contains a question's images or videos, else ""."""
     if not payload["images"] and not payload["videos"]:
         return ""
     hint = ["mm_hint.hint_path"] if "hint_path" in record.row.get("mm_hint", {}) else []
@@ -244,12 +246,14 @@ def _question(record: DataRecord, extra: Mapping[str, object]) -> ChatPrompt:
         raise MissingColumn(record, "question")
     value = extra["question"] if name == "extra_info.question" else parse_messages(record, record.row[name], name)
     if isinstance(value, str) and PARTS_AS_TEXT.match(value):
-        raise record.make_error(name, "is a list of parts written as text; write the text itself, and the images into a column images")
+        raise record.make_error(
+            name, "is text that contains a list of parts; store only the question here, and the images in a column images"
+        )
     if not isinstance(value, list):
         return ChatPrompt(record.require_text(value, name), system)
     asked = read_chat(record, value, name)
     if system and asked.system and system != asked.system:
-        raise record.make_error("system", f"is given in this column and as a message in {name}; keep one of them")
+        raise record.make_error("system", f"differs from the system message in {name}; keep one of them")
     asked.system = asked.system or system
     return asked
 
@@ -264,17 +268,22 @@ def _fill_placeholders(record: DataRecord, asked: ChatPrompt, listed: Sequence[S
         return tuple(listed)
     if num_open != len(listed):
         raise record.make_error(
-            "question", f"has {num_open} {IMAGE_PLACEHOLDER} without an image in the messages, but a column has {len(listed)} images"
+            "question",
+            f"has {num_open} {IMAGE_PLACEHOLDER} placeholders without an image in the messages, "
+            f"but the image column has {len(listed)} images",
         )
     remaining = iter(listed)
     return tuple(next(remaining) if image is None else image for image in asked.images)
 
 
 def _add_placeholders(record: DataRecord, text: str, *, num_images: int) -> str:
-    """Return the question with one placeholder per image, added at the start if it has none."""
+    """Return the question with one placeholder per image.
+
+    If the question has no placeholders, they are added at the start.
+    """
     num_places = text.count(IMAGE_PLACEHOLDER)
     if num_places not in (0, num_images):
-        raise record.make_error("question", f"has {num_places} {IMAGE_PLACEHOLDER} for {num_images} images")
+        raise record.make_error("question", f"has {num_places} {IMAGE_PLACEHOLDER} placeholders for {num_images} images")
     if not text.replace(IMAGE_PLACEHOLDER, "").strip():
         raise record.make_error("question", "is empty")
     return text if num_places else f"{IMAGE_PLACEHOLDER}\n" * num_images + text
@@ -298,7 +307,7 @@ def _videos(record: DataRecord) -> tuple[StoredVideo, ...]:
     pictures = picture_columns(record)
     if hint["hint_type"] != "video" or pictures:
         raise record.make_error(
-            "mm_hint", f"hint_type must be image, or video without {', '.join(pictures) or 'pictures'}; is {hint['hint_type']}"
+            "mm_hint", f"hint_type must be image, or video in a row without {', '.join(pictures) or 'pictures'}; it is {hint['hint_type']}"
         )
     return find_stored_videos(hint, folder=record.folder, where=f"{record.where}: mm_hint.hint_path", roots=record.roots)
 

@@ -1,4 +1,4 @@
-"""Rows of several files as one sequence, and checks that report the file, row and field."""
+"""Combines the rows of several files into one sequence, and validates the values in rows."""
 
 import os
 from collections import Counter
@@ -55,9 +55,7 @@ class DataRecord:
     roots: tuple[Path, ...] = ()
     """Additional folders that may contain the row's images."""
     features: Mapping[str, str] = field(default_factory=dict)
-    """Media types of columns (Image, Video or Audio), from the `datasets` types in the file's
-    schema.
-    """
+    """Media types of columns (Image, Video or Audio) that `datasets` stored in the schema."""
     columns: tuple[str, ...] = ()
     """Names of the row's columns as written in the file."""
     benchmark_info: Mapping[str, object] = field(default_factory=dict)
@@ -80,11 +78,11 @@ class DataRecord:
         except UnicodeEncodeError as error:
             raise self.make_error(name, f"is not Unicode ({error.reason})") from error
         if "\0" in value:
-            raise self.make_error(name, "contains a NUL character; is the file in UTF-16? write it in UTF-8")
+            raise self.make_error(name, "contains a NUL character; if the file is in UTF-16, convert it to UTF-8")
         found = [token for token in SPECIAL_TOKENS if token in value]
         if found:
             raise self.make_error(
-                name, f"contains {found[0]}; write {IMAGE_PLACEHOLDER} for an image; the chat template writes all other special tokens"
+                name, f"contains {found[0]}; write {IMAGE_PLACEHOLDER} for an image; only the chat template may add other special tokens"
             )
         return value
 
@@ -153,7 +151,7 @@ class RecordFiles(Sequence[DataRecord]):
         return sum(len(rows) for _, _, rows in self._files)
 
     def locate(self, index: int) -> str:
-        """Return the file and row at an index without reading the row: `train.jsonl row 17`."""
+        """Return the location of a row, such as `train.jsonl row 17`, without reading the row."""
         within = range(len(self))[index]
         for _, label, rows in self._files:
             if within < len(rows):
@@ -176,12 +174,12 @@ class RecordFiles(Sequence[DataRecord]):
 def _check_no_repeated_files(found: Sequence[tuple[str, Path]], *, key: str) -> None:
     """Raise ValueError if two names resolve to the same file.
 
-    Otherwise, the rows of that file would be used twice.
+    This check prevents the rows of a file from being used twice.
     """
     names: dict[str, str] = {}
     for name, path in found:
         other = names.setdefault(os.path.realpath(path), name)
-        require(other == name, key, name, f"{path} is already read by the name {other}; keep one of the two")
+        require(other == name, key, name, f"{path} is already given as {other}; remove one of the two names")
 
 
 def _file_labels(paths: Sequence[Path]) -> list[str]:
@@ -195,7 +193,7 @@ def _file_labels(paths: Sequence[Path]) -> list[str]:
 
 
 def configured_columns(columns: ColumnSettings) -> dict[str, str]:
-    """Map the trainer's column names to the dataset's column names, for the configured columns."""
+    """Map the trainer's name of each configured column to the column's name in the files."""
     names = {
         "question": columns.question, "answer": columns.answer, "images": columns.images,
         "id": columns.id, "data_source": columns.data_source,
@@ -206,7 +204,7 @@ def configured_columns(columns: ColumnSettings) -> dict[str, str]:
 def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord:
     """Rename a record's configured columns to the trainer's column names.
 
-    Other columns that would be read in place of a configured column are removed.
+    Columns that would otherwise be read instead of a configured column are removed.
     """
     if not columns:
         return record
@@ -214,7 +212,7 @@ def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord
     chosen = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     lacking = [theirs for ours, theirs in columns.items() if ours in REQUIRED_COLUMNS and theirs not in row]
     if lacking:
-        raise record.make_error(lacking[0], f"is missing, but task.data.columns names it; the row has {', '.join(row)}")
+        raise record.make_error(lacking[0], f"is missing, but task.data.columns names this column; the row has {', '.join(row)}")
     instead = {*columns, *columns.values(), *(name for ours in columns for name in ALTERNATIVE_COLUMNS.get(ours, ()))}
     kept = {name: value for name, value in row.items() if name not in instead and not ("images" in columns and is_picture_column(name))}
     if isinstance(kept.get("extra_info"), Mapping):

@@ -1,11 +1,11 @@
-"""Reads the rows of data files one at a time: JSON lists, JSON lines, tables, Parquet and Arrow.
+"""Reads the rows of JSON, JSON Lines, table, Parquet and Arrow files one at a time.
 
 Rows are not kept in memory. JSON files and tables (tables.py) are read in place, and only the
 position of each row is kept (16 bytes per row). A Parquet page cannot be read from the middle, so a
-Parquet file is copied once to an Arrow file with one record batch per row. The copy is stored in a
-cache in the temporary folder (set by TMPDIR) that all processes of a machine share. Copying takes a
-few times as much memory as the file's largest page; in files written by pyarrow, a page contains
-1,024 rows. The memory, disk space and time spent on a file are limited in proportion to its size
+Parquet file is copied once to an Arrow file with one record batch per row. The copies are cached in
+the temporary folder (TMPDIR), and all processes of a machine share this cache. Copying needs
+several times as much memory as the file's largest page. A page contains 1,024 rows in files written
+by pyarrow. The memory, disk space and time spent on a file are limited in proportion to its size
 (parquet_copy.py).
 
 Row numbers start at 0, as in pandas. Keys with null values are removed, so a row is the same in all
@@ -72,11 +72,11 @@ def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
 class JsonRows(Sequence[JsonRow]):
     """Rows of a JSON file.
 
-    The file is a list of objects or has one object per line. A .json file may also be one object on
-    several lines, or an object of objects with numeric keys; these keys become the `id` of rows
-    without an `id`. The file is opened for each row, so that instances can be pickled and shared by
-    threads. If the file has changed, reading a row raises ValueError, because the stored row
-    positions are no longer valid.
+    The file is a list of objects or has one object per line. A .json file may also contain one row
+    as an object on several lines, or one object that maps numeric keys to rows. A numeric key
+    becomes the `id` of a row without an `id`. The file is opened for each row, so that instances
+    can be pickled and shared by threads. If the file has changed, reading a row raises ValueError,
+    because the stored row positions are no longer valid.
     """
 
     features: Mapping[str, str] = {}
@@ -106,7 +106,7 @@ class JsonRows(Sequence[JsonRow]):
         start, end = self._starts[index], self._ends[index]
         if file_fingerprint(self.path) != self._stamp:
             raise ValueError(
-                f"{self.path.name} row {index}: changed since the run began; rerun the same command to continue with the current file"
+                f"{self.path.name} row {index}: the file has changed since the run began; rerun the same command to use the current file"
             )
         with self.path.open("rb") as file:
             file.seek(start)
@@ -159,7 +159,7 @@ class ArrowRows(Sequence[JsonRow]):
             source.seek(0)
             self._table = (pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)).read_all()
             if self._table.num_rows > 8 * source.size():  # columns of nulls or of a single run take no bytes
-                raise UnreadableFile(f"has {source.size()} bytes but claims to contain {self._table.num_rows} rows; write it again")
+                raise UnreadableFile(f"has {source.size()} bytes but claims to contain {self._table.num_rows} rows; write the file again")
             _check_column_names(self._table.schema)
             self._table.validate(full=True)  # invalid offsets would read outside of a column
             self._features = parse_features(self._table.schema.metadata)
@@ -179,9 +179,9 @@ class ArrowRows(Sequence[JsonRow]):
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
-    """Return one span for the whole file if it is a .json file with only `{` on its first line.
+    """Return a list with the byte range of a .json file that has only `{` on its first line.
 
-    Return an empty list for other files.
+    Such a file contains a single row. For any other file, the list is empty.
     """
     with path.open("rb") as file:
         is_one = path.suffix.casefold() == ".json" and file.readline(MAX_ROW_BYTES).strip() == b"{"
@@ -189,7 +189,7 @@ def _object_span(path: Path) -> list[tuple[int, int]]:
 
 
 def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield the start and end byte offsets (end exclusive) of each line that is not blank."""
+    """Yield the half-open byte range (start, end) of each line that is not blank."""
     end = 0
     with path.open("rb") as file:
         while line := file.readline(MAX_ROW_BYTES + 1):
@@ -204,8 +204,8 @@ def _line_spans(path: Path) -> Iterator[tuple[int, int]]:
 def _arrow_copy(path: Path) -> Path:
     """Return the path of a Parquet file's Arrow copy, and create the copy if it does not exist.
 
-    If several processes need the copy, one creates it and the others wait. A changed file gets a
-    new copy.
+    If several processes need the copy, one creates it and the others wait. If the Parquet file has
+    changed, a new copy is created.
     """
     folder = Path(tempfile.gettempdir()) / f"megatron_rl-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -225,8 +225,8 @@ def _arrow_copy(path: Path) -> Path:
 def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
     """Copy a Parquet file in a child process under kernel resource limits.
 
-    The child inherits the lock. Another process therefore cannot start to write the same copy, even
-    if this process is killed.
+    The child process inherits the lock, so no other process can write the same copy, even if this
+    process is killed.
 
     Raises:
         UnreadableFile: the file cannot be read, or expands far beyond its size.
@@ -238,17 +238,17 @@ def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
     if done.returncode:
         copy.unlink(missing_ok=True)
         *_, said = done.stderr.splitlines() or [f"killed by signal {-done.returncode}: out of time or memory?"]
-        most = f"{parquet_copy.COPY_BYTES >> 20} MiB and {parquet_copy.COPY_FACTOR} times the file"
-        remedy = f"check the file and that folder's free space; the copy may take {most}"
+        most = f"{parquet_copy.COPY_BYTES >> 20} MiB plus {parquet_copy.COPY_FACTOR} times the file size"
+        remedy = f"check the file, and the free space in that folder; the copy may take {most}"
         raise UnreadableFile(f"could not be read as Parquet and copied to {copy.parent} ({said}); {remedy}")
 
 
 def _check_decompressed_size(messages: pa.ipc.MessageReader, size: int) -> None:
-    """Raise UnreadableFile if an Arrow file's compressed buffers expand far beyond its size.
+    """Raise UnreadableFile if an Arrow file's compressed buffers expand far beyond the file size.
 
-    pyarrow 26 does not report the compression, so the message headers are parsed here. The fourth
-    field of a RecordBatch is its compression and the third field lists its buffers. A compressed
-    buffer begins with its uncompressed length (arrow/format/Message.fbs).
+    The message headers are parsed here, because pyarrow 26 does not report the compression. In a
+    RecordBatch, the third field lists the buffers and the fourth field is the compression. A
+    compressed buffer begins with its uncompressed length (arrow/format/Message.fbs).
     """
     total = 0
     for message in messages:

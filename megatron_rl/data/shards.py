@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 
 
 def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
-    """Return the splits of the DatasetDict saved in a folder, or an empty list if there is none.
+    """Return the splits of the DatasetDict in a folder, or an empty list if there is none.
 
     Raises:
         ValueError: the folder of a split is missing.
@@ -31,7 +31,7 @@ def read_saved_splits(folder: Path, *, key: str, name: str) -> list[str]:
     splits = _read(path, key=key, name=name).get("splits", []) if path.is_file() else []
     splits = [split for split in splits if isinstance(split, str)] if isinstance(splits, list) else []
     for split in splits:
-        remedy = f"{SPLITS_FILE} lists the split {split}, but there is no folder {folder / split}; save it again"
+        remedy = f"{SPLITS_FILE} lists the split {split}, but there is no folder {folder / split}; save the data set again"
         require((folder / split).is_dir(), key, name, remedy)
     return splits
 
@@ -46,7 +46,7 @@ def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Pa
     for folder in folders:
         path = folder / STATE_FILE
         state = _read(path, key=key, name=name) if path.is_file() else {}
-        remedy = f"{path} lists indices of an older version of datasets, which are not supported; flatten_indices() and save it again"
+        remedy = f"{path} lists indices of an older version of datasets, which are not supported; call flatten_indices() and save it again"
         require(not state.get("_indices_data_files"), key, name, remedy)
         listed = state.get("_data_files")
         if not isinstance(listed, list):
@@ -54,7 +54,7 @@ def find_saved_files(folders: Sequence[Path], *, key: str, name: str) -> dict[Pa
         names = [str(each.get("filename", "")) for each in listed if isinstance(each, Mapping)]
         missing = [each for each in names if not (folder / each).is_file()]
         listed = ", ".join(missing[:_MOST_NAMED])
-        require(not missing, key, name, f"{path} lists files that do not exist: {listed}; copy the files, or save it again")
+        require(not missing, key, name, f"{path} lists files that do not exist: {listed}; copy the files, or save the data set again")
         found[folder] = [folder / each for each in names]
     return found
 

@@ -29,7 +29,7 @@ QuestionCheck = Callable[[Example, list[Size]], list[str]]
 
 
 class QuestionSource(Protocol):
-    """Subset of a question data set's interface that a survey uses."""
+    """Methods and attributes of a question data set that a survey needs."""
 
     column_mapping: Mapping[str, str]
     """Maps the trainer's column names to the names given in task.data.columns."""
@@ -65,16 +65,16 @@ class QuestionSurvey:
     num_errors: int = 0
     """Number of rows with an error."""
     num_more_errors: int = 0
-    """Number of rows with an error that no line in `errors` covers."""
+    """Number of rows with an error that is not listed in `errors`."""
     column_warnings: list[str] = field(default_factory=list)
-    """Warnings about unread columns that seem to matter, and about rows without images."""
+    """Warnings about unread columns that may be important, and about rows without images."""
     unread_columns: list[str] = field(default_factory=list)
-    """At most one line, which lists all unread columns."""
+    """One line that lists all unread columns; the list is empty if all columns are read."""
     warnings: list[str] = field(default_factory=list)
     num_warnings: int = 0
     """Number of rows with a warning."""
     num_more_warnings: int = 0
-    """Number of rows with a warning that no line in `warnings` covers."""
+    """Number of rows with a warning that is not listed in `warnings`."""
 
     def raise_on_errors(self) -> None:
         """Raise ValueError with the first error, if there is any."""
@@ -86,8 +86,8 @@ class QuestionSurvey:
 def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck | None = None) -> QuestionSurvey:
     """Survey every question.
 
-    The first and last bytes of every image are read too. Warnings returned by `check_question` are
-    included.
+    The survey also reads the first and last bytes of every image. Warnings returned by
+    `check_question` are included.
     """
     found, errors, columns, warnings = QuestionSurvey(num_rows=len(examples)), ProblemLines(), ProblemLines(), ProblemLines()
     num_rows_of: Counter[str] = Counter()
@@ -136,7 +136,7 @@ def _count(example: Example, sizes: list[Size], found: QuestionSurvey) -> None:
 def _missing_column_errors(chosen: Mapping[str, str], names: Mapping[str, None]) -> list[str]:
     """Return an error for each column that task.data.columns names but no row contains.
 
-    If there is no usable row, return an empty list, because other errors give the reason.
+    If no row is usable, return an empty list, because other errors explain why.
     """
     listed = ", ".join([*names][:_MOST_COLUMNS])
     return [
@@ -187,14 +187,14 @@ def _image_size(image: StoredImage) -> Size | ValueError:
 
 
 def find_invalid_boxes(extra: dict[str, object], sizes: list[Size]) -> list[str]:
-    """Return the problems with a question's boxes, such as `bbox [5, 0, 3, 9] is empty`."""
+    """Return the problems with bounding boxes, such as `bbox [5, 0, 3, 9] is empty`."""
     wrong = []
     for key in BOX_KEYS:
         given = extra.get(key, [])
         boxes = given if isinstance(given, list) and (not given or any(isinstance(item, list) for item in given)) else [given]
         for box in boxes:
             if not (isinstance(box, list) and len(box) == 4 and all(isinstance(side, int | float) for side in box)):
-                wrong.append(f"{key} {shorten(str(box))} is not four numbers")
+                wrong.append(f"{key} {shorten(str(box))} is not a list of four numbers")
                 continue
             x1, y1, x2, y2 = box
             if x2 <= x1 or y2 <= y1:

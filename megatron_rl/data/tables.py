@@ -1,8 +1,8 @@
 """Reads the rows of text tables (.tsv, .csv), a format used by several benchmarks.
 
-All values are text, and empty values are omitted. Tables for VLMEvalKit, with the columns index and
-image, store each image once: an image value of at most 64 characters is the index of the row that
-contains the image (vlmeval/dataset/image_base.py, 2025).
+All values are text, and empty values are omitted. VLMEvalKit tables, which have the columns index
+and image, store each image only once. An image value of at most 64 characters is the index of the
+row that contains the image (vlmeval/dataset/image_base.py, 2025).
 """
 
 import csv
@@ -48,10 +48,12 @@ class TableRows(Sequence[dict[str, str]]):
                 self.names[0] = UNNAMED_COLUMN
             _check_header(self.names, self._separator)
             if not all(self.names) or len(set(self.names)) < len(self.names) or not self.names:
-                raise UnreadableFile(f"its first row must name the columns, each once; it has {', '.join(self.names[:20]) or 'none'}")
+                raise UnreadableFile(
+                    f"its first row must contain each column name once; it contains {', '.join(self.names[:20]) or 'none'}"
+                )
             for number, (fields, span) in enumerate(records):
                 if len(fields) != len(self.names):
-                    raise UnreadableFile(f"row {number} has {len(fields)} fields, but its first row names {len(self.names)} columns")
+                    raise UnreadableFile(f"row {number} has {len(fields)} fields, but the first row names {len(self.names)} columns")
                 self._spans.append(span)
                 index, image = self._field(fields, INDEX), self._field(fields, IMAGE)
                 if len(image) > MAX_REFERENCE_CHARS:
@@ -74,7 +76,7 @@ class TableRows(Sequence[dict[str, str]]):
     def _read_row(self, number: int) -> dict[str, str]:
         if file_fingerprint(self.path) != self._stamp:
             raise ValueError(
-                f"{self.path.name} row {number}: changed since the run began; rerun the same command to continue with the current file"
+                f"{self.path.name} row {number}: the file has changed since the run began; rerun the same command to use the current file"
             )
         start, end = self._spans[number]
         with self.path.open("rb") as file:
@@ -88,13 +90,13 @@ class TableRows(Sequence[dict[str, str]]):
 
 
 def _check_header(names: Sequence[str], separator: str) -> None:
-    """Raise UnreadableFile if the first row seems to be in UTF-16 or to use another separator."""
+    """Raise UnreadableFile if the first row seems to use UTF-16 or a different separator."""
     if any("\0" in name for name in names):
-        raise UnreadableFile("its first row contains NUL bytes; is it in UTF-16? write it in UTF-8")
+        raise UnreadableFile("its first row contains NUL bytes; if the file is in UTF-16, convert it to UTF-8")
     found = [other for other in (";", "\t", "|", ",") if other != separator and len(names) == 1 and other in names[0]]
     if found:
         read = " or ".join(f"{each!r} in {suffix}" for suffix, each in SEPARATORS.items())
-        raise UnreadableFile(f"its first row is separated by {found[0]!r}, but expected are {read}; write it again or rename it")
+        raise UnreadableFile(f"its first row is separated by {found[0]!r}, but the separator must be {read}; convert or rename the file")
 
 
 def file_fingerprint(path: Path) -> tuple[int, int]:
@@ -104,10 +106,10 @@ def file_fingerprint(path: Path) -> tuple[int, int]:
 
 
 def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[tuple[list[str], tuple[int, int]]]:
-    """Yield the fields of each non-blank record, and the record's byte offsets (end exclusive).
+    """Yield the fields and the half-open byte range (start, end) of each non-blank record.
 
-    The CSV reader consumes only the lines of the current record, so `end` is the end of that
-    record.
+    The CSV reader consumes only the lines of the current record, so the position after reading a
+    record is the end of the record.
     """
     at = 3 if file.read(3) == b"\xef\xbb\xbf" else 0
     file.seek(at)
@@ -118,7 +120,7 @@ def _records(file: BinaryIO, separator: str, *, max_row_bytes: int) -> Iterator[
         while line := file.readline(max_row_bytes + 1):
             end += len(line)
             if end - start > max_row_bytes:
-                raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; is a quotation mark left open?")
+                raise UnreadableFile(f"contains a row of more than {max_row_bytes >> 20} MiB; check for an unclosed quotation mark")
             yield line.decode()
 
     try:

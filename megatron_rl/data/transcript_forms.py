@@ -1,14 +1,14 @@
-"""Row formats of transcripts: columns with the conversation, columns with images, rejected columns.
+"""Row formats of transcripts: columns for conversations, columns for images, and rejected columns.
 
 Supported formats:
 
 - messages, conversations or conversation: a list of messages (OpenAI, ms-swift, TRL, ShareGPT,
   LLaMA-Factory, Qwen's fine-tuning script).
-- instruction and output, optionally input and history: Alpaca, as read by LLaMA-Factory and
-  ms-swift.
-- query and response, optionally history: the old format of ms-swift.
-- prompt and completion: the format of TRL, with two lists of messages; responses in the prompt are
-  not trained on.
+- instruction and output, optionally input and history (Alpaca, as read by LLaMA-Factory and
+  ms-swift).
+- query and response, optionally history (the old format of ms-swift).
+- prompt and completion (TRL), each with a list of messages; responses in the prompt are not trained
+  on.
 
 In every format, a column `system` (or system_prompt) becomes the first message, and images are in
 one of IMAGE_COLUMNS.
@@ -38,7 +38,9 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 OPTIONAL = {"output": ("input", "history"), "response": ("history",)}
 """Maps a format to the optional columns that are read in addition."""
 _TOOLS = f"are not read; {TOOL_CALL_REMEDY}, describe the tools in the system message, and remove this column"
-_PREFERENCE = "is preference data, but a warm start trains one response; write the preferred one into messages, and remove this column"
+_PREFERENCE = (
+    "is preference data, but a warm start trains on one response; write the preferred response into messages, and remove this column"
+)
 REFUSED_COLUMNS = {
     **dict.fromkeys(("tools", "functions"), _TOOLS),
     **dict.fromkeys(
@@ -93,7 +95,7 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
     if not forms and not is_empty(row.get("chosen", "")):
         raise record.make_error("chosen", _PREFERENCE)
     if not forms:
-        raise record.make_error("messages", f"is missing; a transcript has {_FORMS}; this row has {', '.join(row) or 'no columns'}")
+        raise record.make_error("messages", f"is missing; a transcript must have {_FORMS}; this row has {', '.join(row) or 'no columns'}")
     if len(forms) > 1:
         raise record.make_error(" and ".join(forms), "each contain a conversation; keep one of them")
     (form,) = forms
@@ -101,7 +103,7 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
     messages = _READERS[form](record)
     systems = [column for column in SYSTEM_COLUMNS if not is_empty(row.get(column, ""))]
     if len(systems) + any(message.role == "system" for message in messages) > 1:
-        raise record.make_error(systems[-1], "the system message is given in this column and elsewhere; keep one of them")
+        raise record.make_error(systems[-1], "the system message is also given elsewhere; keep only one system message")
     return form, [RawMessage(column, "system", record.require_text(row[column], column)) for column in systems] + messages
 
 
@@ -121,7 +123,7 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
 
 
 def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
-    """Return a pair: the name of the image column, or "" if there is none, and its images."""
+    """Return a pair: the name of the image column, or "" if there is none, and a list of images."""
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given
@@ -145,7 +147,7 @@ def _holds_pictures(record: DataRecord, column: str) -> bool:
 
 
 def _check_columns(record: DataRecord, read: set[str]) -> None:
-    """Raise ValueError for an unread column that contains media or would change the training."""
+    """Raise ValueError if an unread column contains media or would change the training."""
     row = record.row
     for column, told in REFUSED_COLUMNS.items():
         if column not in read and not is_empty(row.get(column, "")):
@@ -153,7 +155,7 @@ def _check_columns(record: DataRecord, read: set[str]) -> None:
     for column in (*LOSS_FLAGS, *MASK_COLUMNS):
         if column in row and not (row[column] == 1 and column in LOSS_FLAGS):
             raise record.make_error(
-                column, "of a whole row is not read; write loss: true or loss: false into the messages, or remove the row"
+                column, "cannot be set for a whole row; set loss: true or loss: false in each message, or remove the row"
             )
     for column in ("label", "kto_tag"):
         if row.get(column, "") in (0, 1):
@@ -190,15 +192,15 @@ def _read_query(record: DataRecord) -> list[RawMessage]:
 
 
 def _read_history(record: DataRecord) -> list[RawMessage]:
-    """Return the earlier turns, which are given as pairs of user text and assistant text.
+    """Convert the column history, a list of pairs of user and assistant texts, to messages.
 
-    The responses in these turns are trained on, as in LLaMA-Factory.
+    The assistant texts are trained on, as in LLaMA-Factory.
     """
     messages = []
     for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):
         name = f"history[{number}]"
         if len(record.require_list(pair, name)) != 2:
-            raise record.make_error(name, f"must be a pair of question and answer, has {len(pair)} items")
+            raise record.make_error(name, f"must be a pair of a question and an answer, has {len(pair)} items")
         for place, role in enumerate(("user", "assistant")):
             messages.append(RawMessage(f"{name}[{place}]", role, record.require_text(pair[place], f"{name}[{place}]")))
     return messages

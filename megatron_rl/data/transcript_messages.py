@@ -1,6 +1,6 @@
 """Parses transcript messages: their keys, their roles, and the flags that mask a response.
 
-Each key of a message is either read, ignored because it has no effect, or rejected.
+Each key of a message is read, ignored or rejected; only keys without an effect are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ _UNKNOWN = f"is unknown; a message has role and content (or from and value), and
 
 @dataclass(slots=True, frozen=True)
 class RawMessage:
-    """A message as it is written in the row.
+    """A message as stored in a row.
 
     Example: {"from": "gpt", "value": "Red.", "loss": 0} as the second message of the column
     conversations becomes RawMessage("conversations[1]", "assistant", "Red.", is_learned=False).
@@ -68,7 +68,7 @@ class RawMessage:
 def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -> list[RawMessage]:
     """Return the messages in a column.
 
-    `is_learned` is the default for responses without a loss flag.
+    `is_learned` applies to responses without a loss flag.
     """
     given = parse_messages(record, record.row[column], column)
     if not isinstance(given, list):
@@ -79,8 +79,8 @@ def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -
 def is_empty(value: object) -> bool:
     """Return True for a value without content.
 
-    Such values occur in file formats in which all rows have the same columns. False and 0 count as
-    content.
+    Empty values occur in file formats in which all rows have the same columns. The values False and
+    0 count as content.
     """
     return value in ("", "[]", "{}", [], {})
 
@@ -89,7 +89,7 @@ def _read_message(record: DataRecord, value: object, field: str, *, is_learned: 
     message = record.require_mapping(value, field)
     pairs = [pair for pair in ROLE_CONTENT_KEYS if any(key in message for key in pair)]
     if len(pairs) > 1:
-        raise record.make_error(field, "has role or content in addition to from or value; keep one of the two pairs")
+        raise record.make_error(field, "mixes the keys role and content with the keys from and value; keep one of the two pairs")
     role_key, content_key = pairs[0] if pairs else ROLE_CONTENT_KEYS[0]
     role = message.get(role_key)
     for key, held in message.items():
@@ -112,7 +112,9 @@ def _read_flag(record: DataRecord, message: Mapping[str, object], field: str, ro
         if value not in (0, 1):
             raise record.make_error(f"{field}.{key}", f"must be 0, 1, true or false, is {shorten(repr(value))}")
         if value and role != "assistant":
-            raise record.make_error(f"{field}.{key}", f"is set on a message of role {role}; only assistant messages are trained: remove it")
+            raise record.make_error(
+                f"{field}.{key}", f"is set in a message with the role {role}, but only assistant messages are trained on; remove this key"
+            )
     if len({bool(value) for value in flags.values()}) > 1:
         raise record.make_error(field, f"has {' and '.join(flags)}, which contradict each other; keep one of them")
     return all(flags.values()) if flags else default
@@ -128,8 +130,10 @@ def check_turns(record: DataRecord, messages: Sequence[RawMessage], *, column: s
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if "system" in turns or any((role == "assistant") != (number % 2 == 1) for number, role in enumerate(turns)):
         shown = shorten(", ".join(roles))
-        raise record.make_error(column, f"user and assistant must alternate after an optional system message, here: {shown}")
+        raise record.make_error(
+            column, f"user and assistant messages must alternate after an optional system message; the roles are {shown}"
+        )
     if not turns or turns[-1] != "assistant":
         raise record.make_error(column, "must end with an assistant message")
     if not any(message.role == "assistant" and message.is_learned for message in messages):
-        raise record.make_error(column, "nothing in this row is trained: every response is masked; remove the row")
+        raise record.make_error(column, "every response in this row is masked, so the row has no training target; remove the row")

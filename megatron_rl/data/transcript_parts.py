@@ -3,7 +3,7 @@
 Each `<image>` in a text, and each part {"type": "image"} without its own image, is a placeholder
 for the next image in the row's image column. If there are no placeholders, all images are placed at
 the start of the first message that is not a system message, as for questions. Placeholders for
-other media are errors.
+other media raise an error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,8 @@ def read_parts(
     if next(remaining, None) is not None:
         num = sum("image" not in part for part in shown)
         raise record.make_error(
-            column, f"{len(images)} images for {num} placeholders; mark every image by {IMAGE_PLACEHOLDER}, or none (they come first)"
+            column,
+            f"{len(images)} images for {num} placeholders; write {IMAGE_PLACEHOLDER} for every image, or for none (images then come first)",
         )
     return filled
 
@@ -84,8 +85,8 @@ def _fill_placeholder(record: DataRecord, part: ContentPart, images: Iterator[St
         return part
     image = next(images, None)
     if image is None:
-        lacks = f"the column {column} has no image left for" if column else "the row has no image column (images, image, ..) for"
-        raise record.make_error(field, f"has an image placeholder ({IMAGE_PLACEHOLDER}, or a part of type image) that {lacks}")
+        lacks = f"the column {column} has no images left" if column else "the row has no image column (images, image, ..)"
+        raise record.make_error(field, f"has an image placeholder ({IMAGE_PLACEHOLDER}, or a part of type image), but {lacks}")
     return {"type": "image", "image": image}
 
 
@@ -93,7 +94,7 @@ def _read_content(record: DataRecord, message: RawMessage) -> Iterator[ContentPa
     content, field = message.content, message.location
     if isinstance(content, str):
         if PARTS_AS_TEXT.match(content):
-            raise record.make_error(field, "its content is a list of parts written as text; write the list itself")
+            raise record.make_error(field, "the content is text that contains a list of parts; store the list itself")
         yield from _split_text(record, content, field, message.role)
         return
     if not isinstance(content, list):
@@ -104,13 +105,13 @@ def _read_content(record: DataRecord, message: RawMessage) -> Iterator[ContentPa
 
 def _read_part(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
     if isinstance(value, str):
-        raise record.make_error(field, 'is text in a list of parts; write {"type": "text", "text": ..}')
+        raise record.make_error(field, 'is plain text in a list of parts; write {"type": "text", "text": ..} instead')
     part = record.require_mapping(value, field)
     kind = part.get("type")
     if kind == "text":
         _check_keys(record, part, ("text",), field)
         if "text" not in part:
-            raise record.make_error(f"{field}.text", "is missing; write the text of the part, or remove it")
+            raise record.make_error(f"{field}.text", "is missing; write the text, or remove the part")
         yield from _split_text(record, part["text"], field, role)
     elif kind in ("image", "image_url"):
         _check_keys(record, part, IMAGE_KEYS if kind == "image" else ("image_url",), field)
@@ -129,7 +130,9 @@ def _own_picture(record: DataRecord, part: Mapping[str, object], field: str) -> 
         if isinstance(given, Mapping):
             _check_keys(record, given, ("url", "detail"), f"{field}.image_url")
             if given.get("detail") == "low":
-                raise record.make_error(f"{field}.image_url.detail", "low is not supported: model.max_pixels limits every image; remove it")
+                raise record.make_error(
+                    f"{field}.image_url.detail", "low is not supported, because model.max_pixels limits every image; remove this key"
+                )
             given = given.get("url")
         return {"image": record.load_image(given, f"{field}.image_url")}
     held = {key: part[key] for key in IMAGE_KEYS if key in part}
@@ -151,20 +154,18 @@ def _check_keys(record: DataRecord, part: Mapping[str, object], known: Sequence[
 
 def _check_role(record: DataRecord, role: str, field: str) -> None:
     if role not in IMAGE_ROLES:
-        remedy = "only user and tool messages may contain images; move it there, or replace it with text"
-        raise record.make_error(field, f"contains an image in a message of role {role}: {remedy}")
+        remedy = "only user and tool messages may contain images; move the image to one of them, or replace it with text"
+        raise record.make_error(field, f"contains an image in a message with the role {role}: {remedy}")
 
 
 def _split_text(record: DataRecord, value: object, field: str, role: str) -> Iterator[ContentPart]:
     """Split a text at each <image> and yield the pieces with an image placeholder between them."""
     text = record.require_text(value, field)
     if place := find_media_placeholder(text):
-        known = f"write {IMAGE_PLACEHOLDER} for the position of an image, videos and audio are not supported"
-        raise record.make_error(
-            field, f"contains {place}, which is a media placeholder: {known}; if it is plain text, write it differently"
-        )
+        known = f"write {IMAGE_PLACEHOLDER} at the position of an image (videos and audio are not supported)"
+        raise record.make_error(field, f"contains {place}, which is a media placeholder: {known}; if it is plain text, reword the text")
     if place := find_object_placeholder(text):
-        raise record.make_error(field, f"contains {place}, a placeholder that nothing fills; write out the text instead")
+        raise record.make_error(field, f"contains {place}, a placeholder that this trainer does not fill; write out the text instead")
     if IMAGE_PLACEHOLDER in text:
         _check_role(record, role, f"{field} ({IMAGE_PLACEHOLDER})")
     first, *others = text.split(IMAGE_PLACEHOLDER)

@@ -30,7 +30,7 @@ class TranscriptMeasurer(Protocol):
 
 
 def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> CheckLength:
-    """Return a function that rejects conversations longer than the planned sequence length.
+    """Return a function that rejects conversations too long for the model or the planned memory.
 
     Conversations are never truncated. Each conversation is one sequence in one micro-batch, even if
     it is longer than batch.micro_batch_tokens. Memory is planned for the larger of
@@ -44,8 +44,8 @@ def make_length_check(settings: Settings, measurer: TranscriptMeasurer) -> Check
             raise ValueError(f"{length} tokens, but the model supports {measurer.max_positions}; shorten the conversation")
         if length > planned:
             raise ValueError(
-                f"{length} tokens, memory is planned for {planned}; raise batch.micro_batch_tokens={settings.batch.micro_batch_tokens}, "
-                "lower model.max_pixels, or shorten the conversation"
+                f"{length} tokens, but memory is planned for {planned}; "
+                f"raise batch.micro_batch_tokens={settings.batch.micro_batch_tokens}, lower model.max_pixels, or shorten the conversation"
             )
 
     return check
@@ -65,7 +65,7 @@ class ParsedTranscript:
     messages: list[Message]
     """Messages whose contents are lists of parts; images are StoredImage objects.
 
-    `loss: False` marks a masked response.
+    A message with the key loss and the value False is a masked response.
     """
     unread_values: Mapping[str, object]
     """Unread values, keyed by column."""
@@ -79,7 +79,7 @@ class ParsedTranscript:
 class TranscriptSurvey:
     """Counts of rows, and errors grouped by kind.
 
-    Errors are of the same kind if their messages differ only in the row and in numbers.
+    Errors are of the same kind if their messages differ only in the file, the row and numbers.
     """
 
     num_rows: int
@@ -88,7 +88,7 @@ class TranscriptSurvey:
     num_masked: int = 0
     """Number of masked responses, which are part of the sequences but are not trained on."""
     num_only_thinking: int = 0
-    """Number of conversations in which a response to train on contains only thoughts."""
+    """Number of conversations in which a response to train on contains only `<think>` blocks."""
     first_only_thinking: str = ""
     first_lines: dict[str, str] = field(default_factory=dict)
     """Maps a kind of error to the first message of this kind, which names the file and the row."""
@@ -128,14 +128,16 @@ class TranscriptSurvey:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about unread columns, missing images, and responses with only thoughts."""
+        """Warnings about unread columns, missing images, and responses without an answer."""
         return [*self.pictured.format_lines(), *self._thinking_lines(), *self.unread.format_lines(_READS)]
 
     def _thinking_lines(self) -> list[str]:
         if not self.num_only_thinking:
             return []
-        count = f"{self.num_only_thinking} of {self.num_rows} conversations have a response with nothing after its <think>"
-        return [f"{self.first_only_thinking}: {count}, which is trained: add its answer, or write loss: false into the message"]
+        count = f"{self.num_only_thinking} of {self.num_rows} conversations have a response without text after its <think>"
+        return [
+            f"{self.first_only_thinking}: {count}, and this response is trained on: add an answer, or write loss: false into the message"
+        ]
 
     def add_error(self, line: str) -> None:
         """Count a row that cannot be used."""

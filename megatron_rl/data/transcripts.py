@@ -1,11 +1,11 @@
 """Conversations for supervised fine-tuning before RL, from JSON lines, JSON lists or Parquet.
 
-transcript_forms.py reads the columns of a row, transcript_messages.py the keys of the messages, and
-transcript_parts.py the contents of the messages. After an optional system message, user (or tool)
-and assistant messages alternate, and the last message comes from the assistant. A response is
-trained on unless its message has `loss: false` (or another key in LOSS_FLAGS with the value 0 or
-false). Tool calls must be written in the assistant's text; the keys `tools` and `tool_calls` are
-rejected.
+The columns of a row are read in transcript_forms.py, the keys of a message in
+transcript_messages.py, and the contents of a message in transcript_parts.py. After an optional
+system message, user (or tool) and assistant messages alternate, and the last message comes from the
+assistant. A response is masked if its message has a key in LOSS_FLAGS, such as loss, with the value
+0 or false. All other responses are trained on. Tool calls must be written in the assistant's text;
+the keys `tools` and `tool_calls` are rejected.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ TRANSCRIPTS_SPLIT = "transcripts"
 class TranscriptDataset(Sequence[list[Message]]):
     """Conversations in data files.
 
-    A conversation is read, and its images are decoded, on access. Slicing returns a view.
+    Conversations are read and their images are decoded on access. Slicing returns a view.
     """
 
     def __init__(self, records: RecordFiles, *, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
@@ -47,7 +47,7 @@ class TranscriptDataset(Sequence[list[Message]]):
     def __getitem__(self, index: slice) -> "TranscriptDataset": ...
 
     def __getitem__(self, index: int | slice) -> "list[Message] | TranscriptDataset":
-        """Return the messages of a conversation, or a view for a slice.
+        """Return the messages of a conversation; for a slice, return a view.
 
         Raises:
             ValueError: an image cannot be decoded.
@@ -57,7 +57,7 @@ class TranscriptDataset(Sequence[list[Message]]):
         return self.load_demonstration(index).messages
 
     def load_demonstration(self, index: int) -> Demonstration:
-        """Return a pair: a conversation with decoded images, and the file and row that contain it.
+        """Return a conversation with decoded images, together with its file and row.
 
         Raises:
             ValueError: an image cannot be decoded.
@@ -73,7 +73,7 @@ class TranscriptDataset(Sequence[list[Message]]):
         return read_transcript(self.records[self._row_indices[index]])
 
     def locate(self, index: int) -> str:
-        """Return the file and row of a conversation without reading it."""
+        """Return the file and row of a conversation without reading the conversation."""
         return self.records.locate(self._row_indices[index])
 
 
@@ -82,7 +82,7 @@ def open_transcripts(
 ) -> TranscriptDataset:  # fmt: skip
     """Return the conversations in the files without reading them.
 
-    Columns in `ignored` cause no warnings.
+    Columns listed in `ignored` cause no warnings.
 
     Raises:
         ValueError: there are no files, or the files have no rows.
@@ -110,8 +110,8 @@ def load_transcripts(
 def survey_transcripts(opened: TranscriptDataset, *, check_length: CheckLength | None = None) -> TranscriptSurvey:
     """Survey every conversation.
 
-    The first and last bytes of every image are read too. `check_length` raises ValueError for a
-    conversation that is too long.
+    The survey also reads the first and last bytes of every image. `check_length` raises ValueError
+    for a conversation that is too long.
     """
     found = TranscriptSurvey(num_rows=len(opened), unread=UnreadColumns(opened.records.ignored_columns))
     for place in range(len(opened)):
@@ -164,7 +164,7 @@ def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) 
         ValueError: no files are given, or a row cannot be used.
     """
     words = f"'sft.splits=[{TRANSCRIPTS_SPLIT}]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
-    require(split == TRANSCRIPTS_SPLIT, "sft.splits", split, f"this task learns from transcript files: {words}")
+    require(split == TRANSCRIPTS_SPLIT, "sft.splits", split, f"this task supports only transcript files: {words}")
     remedy = "set the transcript files: JSON lines, JSON lists or Parquet"
     require(bool(data.demonstrations), "task.data.demonstrations", data.demonstrations, remedy)
     roots = {"images_root": data.images, "image_roots": data.image_roots}
@@ -186,7 +186,7 @@ def read_transcript(record: DataRecord) -> ParsedTranscript:
         text = "".join(str(part["text"]) for part in parts if part["type"] == "text")
         has_words = any(character.isprintable() and not character.isspace() for character in text)
         if message.role == "assistant" and message.is_learned and not has_words:
-            raise record.make_error(message.location, "the assistant message is empty and would be trained; add text or remove the row")
+            raise record.make_error(message.location, "the assistant message is empty and would be trained on; add text or remove the row")
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
             raise record.make_error(message.location, "the user message has neither text nor images; add text or remove the row")
     messages = [

@@ -1,10 +1,11 @@
-"""Letter case in unit symbols, which distinguishes `5 mW` from `5 MW`.
+"""Preserves letter case in unit symbols, because case distinguishes `5 mW` from `5 MW`.
 
-Further examples are `5 pF` and `5 PF`, `5 Nm` and `5 nm`. Every SI symbol is known in its correct
-case, with every prefix that is allowed for it. A symbol in another case (`5 KM`, `5 Kg`, `5 Mpa`)
-stands for the known symbol that has the most letters in the same case. A symbol in lower case only,
-or with two capitals (`5 MM`), stands for the first known symbol in this order: without a prefix,
-with a lowercase prefix, with a capital prefix.
+Other such pairs are `5 pF` and `5 PF`, or `5 Nm` and `5 nm`. The known symbols are units in their
+correct case, combined with all prefixes allowed for the unit. A symbol in a different case (`5 KM`,
+`5 Kg`, `5 Mpa`) is interpreted as the known symbol that has the most letters in the same case. A
+symbol in lower case only, or with two capital letters (`5 MM`), is interpreted as the first
+matching symbol: known symbols without a prefix come first, then symbols with a lowercase prefix,
+then symbols with a capital prefix.
 """
 
 import re
@@ -29,8 +30,8 @@ Units with few prefixes are bytes, bits, moles per liter, gauss and tonnes.
 def _known_symbols() -> dict[str, list[str]]:
     """Map each case-folded form to the known symbols with that form.
 
-    Symbols that differ only in case are ordered: without a prefix, with a lowercase prefix, with a
-    capital prefix.
+    Among symbols that differ only in case, symbols without a prefix come first, then symbols with a
+    lowercase prefix, then symbols with a capital prefix.
     """
     prefixes = dict.fromkeys(_ANY_PREFIX, _PREFIXES) | _SOME_PREFIXES
     by_form: dict[str, list[str]] = defaultdict(list)
@@ -50,12 +51,12 @@ _WORD = re.compile(r"[^\W\d_]+")
 
 
 def mark_unit_case(text: str) -> str:
-    """Mark unit symbols that casefold() would make equal to other units: `5 MW` -> `5 MW<1>`."""
+    """Mark unit symbols that casefold() would make equal to other units, as in `5 MW<1>`."""
     return _UNITS.sub(lambda units: _WORD.sub(lambda word: _mark_word(word[0]), units[0]), text)
 
 
 def is_unit_symbol(word: str) -> bool:
-    """Return True if a word is a unit symbol, in any case."""
+    """Return True if a word is a unit symbol in any letter case."""
     return word.casefold() in _KNOWN
 
 

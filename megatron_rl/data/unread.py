@@ -1,8 +1,8 @@
-"""Finds unread columns of questions that seem to change the question or the training.
+"""Finds unread columns that may affect the question or the training.
 
-Examples are images, videos, audio, choices and loss masks. A column is recognized by its type in
-the file's schema (`datasets` features), by its values, or by its name. Unread values are passed on
-in the payload's `extra`.
+Examples are columns with images, videos, audio, choices or loss masks. A column is recognized by
+its type in the file's schema (`datasets` features), by its values, or by its name. Unread values
+are stored under the key `extra` of the payload.
 """
 
 import os
@@ -103,16 +103,16 @@ class UnreadFinding:
 
     column: str
     description: str
-    """Description such as `looks like paths of pictures that exist and is not read`."""
+    """Description of the column, such as `contains decoded audio and is not read`."""
     remedy: str
     is_error: bool
     is_error_in_all: bool = False
-    """True if the finding is an error when every row of a file has it."""
+    """True if the finding counts as an error when every row of a file has the finding."""
 
 
 @dataclass(slots=True, frozen=True)
 class ExaminedRow:
-    """An example with findings about its row and the row's unread values."""
+    """An example, the findings about its row, and the row's unread values."""
 
     example: Example
     findings: tuple[UnreadFinding, ...]
@@ -185,7 +185,7 @@ def _column_remedy(name: str, value: object) -> str:
 
 
 def _is_read(value: object, images: Sequence[StoredImage], record: DataRecord) -> bool:
-    """Return True if a column names only image files that are already among the row's images."""
+    """Return True if all values in a column are names of image files that the row already uses."""
     names = value if isinstance(value, list) else [value]
     read = {os.path.realpath(image.source) for image in images if not isinstance(image.source, bytes)}
     return all(isinstance(name, str) and "\0" not in name and os.path.realpath(record.folder / name) in read for name in names)
@@ -194,8 +194,8 @@ def _is_read(value: object, images: Sequence[StoredImage], record: DataRecord) -
 def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> UnreadFinding | None:
     """Return the finding about a text column, or None if there is none.
 
-    Choices are recognized by the column's name or because they contain the answer. Columns that
-    change the training are recognized by name.
+    A column of choices is recognized by its name or because the choices include the answer. A
+    column that changes the training is recognized by its name.
     """
     plain, question = name.removeprefix("extra_info.").casefold(), str(payload["question"])
     options = parse_options(value)
@@ -214,7 +214,7 @@ _CHOICES = ("looks like the answer choices, which the question does not contain"
 
 
 def _contains_answer(value: object, options: Sequence[str], answer: str) -> bool:
-    """Return True for a mapping keyed by letters, or for a list of short texts with the answer."""
+    """Return True for a mapping keyed by letters, or a list of short texts including the answer."""
     if isinstance(value, Mapping) and len(value) >= 2 and all(_LETTER_NAME.fullmatch(name.casefold()) for name in value):
         return True
     is_list = isinstance(value, list) and 2 <= len(value) <= MAX_CHOICES and all(isinstance(item, str) for item in value)
@@ -283,9 +283,9 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:
     """Return the unread prompts of a row, keyed by column.
 
-    If the question comes from extra_info.question, return the prompts in other columns that do not
-    contain the question. Otherwise, return the last response in the messages if the response does
-    not contain the answer.
+    If the question comes from extra_info.question, return each prompt in another column that does
+    not contain the question. If the question comes from messages, return the last response in the
+    messages, unless this response contains the answer.
     """
     if question_column == "extra_info.question":
         asked = _extract_words(payload["question"]).casefold()
@@ -304,7 +304,7 @@ def _all_words(value: object) -> str:
 def _is_same_question(value: object, asked: object) -> bool:
     """Return True if two columns have the same text, ignoring image placeholders.
 
-    Each value may also be a list with a single message.
+    Each of the two values is text or a list with a single message.
     """
     words = [_extract_words(each) for each in (value, asked)]
     return value == asked or (words[0] == words[1] != "")

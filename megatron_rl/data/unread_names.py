@@ -22,8 +22,8 @@ _PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[A-Za-z_][\w.-]*", re.IGN
 def is_empty(value: object) -> bool:
     """Return True for a value without content.
 
-    Such values occur in file formats in which all rows have the same columns. False and 0 count as
-    content.
+    Empty values occur in file formats in which all rows have the same columns. The values False and
+    0 count as content.
     """
     return value in ("", "[]", "{}", None) or (isinstance(value, list | Mapping) and all(map(is_empty, _items(value))))
 
@@ -69,7 +69,7 @@ class UnreadColumns:
 
         `remedy` explains how to read the columns.
 
-        Example: `q.jsonl row 0: columns level, topic are not read: REMEDY;
+        Example: `q.jsonl row 0: columns level, topic are not read: ...;
         'task.data.columns.ignored=[level,topic]' ignores them`.
         """
         if not self._first:
@@ -83,13 +83,13 @@ class UnreadColumns:
         return [f"{where}: {verb[0]} {listed} {verb[1]} not read: {remedy}; {setting} ignores {them}"]
 
     def errors(self, columns: Iterable[str]) -> list[str]:
-        """Return an error for each column in task.data.columns.ignored that is in fact read."""
+        """Return an error for each column in task.data.columns.ignored that is actually read."""
         read = [name for name in self._ignored if name in {*columns} - self._unread]
         return [f"task.data.columns.ignored={name}: the column is read; remove it from this list, or remove the column" for name in read]
 
 
 def quote_name(name: str) -> str:
-    """Quote a name for a list on the command line, unless it is a plain word."""
+    """Quote a name for a list on the command line, unless the name is a plain word."""
     return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)
 
 
@@ -116,8 +116,8 @@ class ImageColumnCounts:
     def format_lines(self) -> list[str]:
         """Return a list with one line if only some of the rows have images, else an empty list.
 
-        Example: `q.jsonl row 4: 1 of 20 rows have no image in column image: the policy sees their
-        text alone; ...`.
+        Example: `q.jsonl row 4: 1 of 20 rows have no image in column image: the policy sees only
+        their text; ...`.
         """
         if not self._columns or not self._num_without:
             return []

@@ -42,8 +42,9 @@ class EndpointMessage(BaseModel):
     """The model's message in a chat completion."""
 
     content: str | None = None
-    """Text of the message; None, which counts as an empty response, if the model refused or
-    produced only reasoning.
+    """Text of the message, or None if the model refused or produced only reasoning.
+
+    None counts as an empty response.
     """
 
 
@@ -135,7 +136,7 @@ class ChatConversation:
         """Return None, because the tokens are unknown."""
 
     async def observe(self, messages: Sequence[Message], *, is_new_prompt: bool) -> StopReason | None:
-        """Add an observation, or with `is_new_prompt` a new prompt, which starts a new sequence.
+        """Add an observation; if `is_new_prompt` is set, start a new sequence with a new prompt.
 
         Return a stop reason if a limit is exceeded, else None.
         """
@@ -219,7 +220,7 @@ class EndpointRolloutRunner:
         self.client = self._runner.run(_make_client(settings, model))
 
     def run_examples(self, examples: Sequence[Example], *, samples: int, first_group: int) -> list[Rollout]:
-        """Run `samples` episodes per example and return them ordered by group and sample index.
+        """Run `samples` episodes per example; return rollouts ordered by group and sample index.
 
         Episodes with an infrastructure error have Status.FAILED.
 

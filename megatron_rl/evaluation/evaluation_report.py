@@ -49,7 +49,7 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
     """Return the 95% bootstrap confidence interval of the mean over examples.
 
     `means` contains one mean per example. The means are resampled with replacement (Efron 1979),
-    using a fixed seed. If all means are equal, both ends of the interval equal that value.
+    using a fixed seed. If all means are equal, both ends of the interval are equal to this mean.
     """
     values, dice = np.asarray(means), np.random.default_rng(SEED)
     drawn = [values[dice.integers(len(values), size=len(values))].mean() for _ in range(NUM_RESAMPLES)]
@@ -58,10 +58,10 @@ def bootstrap_interval(means: Sequence[float]) -> tuple[float, float]:
 
 
 def pass_at_k(k: int, solved: Sequence[Sequence[float]]) -> float:
-    """Return the mean over examples of the probability that at least one of k episodes is solved.
+    """Return pass@k, the mean probability that at least one of an example's k episodes is solved.
 
-    The estimator is unbiased: 1 - C(n - c, k) / C(n, k) for an example with n episodes, c of them
-    solved (arXiv 2107.03374, equation 1).
+    The estimator is unbiased: 1 - C(n - c, k) / C(n, k) for an example with n episodes, of which c
+    are solved (arXiv 2107.03374, equation 1).
     """
     counts = [(len(each), sum(value > 0 for value in each)) for each in solved]
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
@@ -71,8 +71,8 @@ def compute_success_statistics(example_results: Sequence[Mapping[str, object]], 
     """Return the confidence interval for the success rate, and pass@k for powers of two.
 
     The values of k are 1, 2, 4, ... up to `samples`. The interval treats the examples as a random
-    sample. pass@k is computed only if `samples` is above 1, from the examples for which all
-    episodes were scored.
+    sample. The metric pass@k is computed only if `samples` is above 1, and only from examples for
+    which all episodes were scored.
     """
     solved = [line["solved"] for line in example_results]
     low, high = bootstrap_interval([sum(each) / len(each) for each in solved])

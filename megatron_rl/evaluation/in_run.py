@@ -14,10 +14,10 @@ from megatron_rl.types import Example, Rollout, Status
 def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutManager) -> dict[str, float]:
     """Return the mean return, the success rate and other scores on the evaluation examples.
 
-    The metrics `eval/greedy_*` are computed from one greedily decoded episode per example, and
-    `eval/sampled_*` from task.eval_samples episodes per example, sampled at algo.temperature.
-    Examples are weighted by their probability if the task defines one. Every evaluation uses the
-    same seeds.
+    The metrics `eval/greedy_*` are computed from one greedily decoded episode per example. The
+    metrics `eval/sampled_*` are computed from task.eval_samples episodes per example, sampled at
+    temperature algo.temperature. If the task defines probabilities for examples, each example is
+    weighted by its probability. Every evaluation uses the same seeds.
     """
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     metrics: dict[str, float] = {}

@@ -28,8 +28,9 @@ class EvaluationResult:
 
     folder: Path
     example_means: Mapping[str, float]
-    """Maps each example id to the mean credit of its episodes; if all credits are 0 or 1, the mean
-    is the fraction of episodes that solved the example.
+    """Maps each example id to the mean credit of the example's episodes.
+
+    If all credits are 0 or 1, the mean is the fraction of episodes that solved the example.
     """
     conditions: Mapping[str, str]
     has_fractional_means: bool
@@ -52,7 +53,7 @@ class PairedDifference:
 def read_evaluation(folder: Path) -> EvaluationResult:
     """Read the results in an evaluation's directory.
 
-    Raises ValueError if the directory has no finished evaluation or its files are damaged.
+    Raises ValueError if the directory contains no finished evaluation or contains damaged files.
     """
     try:
         lines, stated = read_lines(folder / EXAMPLES_FILE), read_json(folder / EVALUATION_FILE)["stated"]
@@ -64,7 +65,7 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         told = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ValueError(f"{folder}: contains no finished evaluation ({told}); create it with launch/evaluate.py") from error
     if len(means) < len(lines):
-        raise ValueError(f"{folder / EXAMPLES_FILE}: contains an example id twice; give each example its own id")
+        raise ValueError(f"{folder / EXAMPLES_FILE}: contains the same example id twice; give each example a unique id")
     return found
 
 

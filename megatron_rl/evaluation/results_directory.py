@@ -1,4 +1,4 @@
-"""Results directory of a standalone evaluation. It is locked while in use and can be resumed.
+"""Locks, writes and resumes the results directory of a standalone evaluation.
 
     DIR/config.yaml                        settings; with other settings, resuming raises an error,
                                            unless run.overwrite moves the directory to a backup
@@ -84,9 +84,7 @@ def _find_conflict(folder: Path, settings: Settings) -> str:
     others = {key: values for key, values in changes.items() if key.startswith(RESULT_SETTINGS) and not is_mutable_key(key, *values)}
     if others:
         return f"contains an evaluation with other settings: {describe_changes(others)}"
-    return (
-        "" if weights == fingerprint_weights(settings) else "contains an evaluation of other weights: the weight files have changed since"
-    )
+    return "" if weights == fingerprint_weights(settings) else "contains an evaluation of different weights: the weight files have changed"
 
 
 def fingerprint_weights(settings: Settings) -> list[list[str | int]]:
@@ -113,7 +111,10 @@ def chunk_path(folder: Path, number: int) -> Path:
 
 
 def save_chunk(path: Path, rollouts: Sequence[Rollout], *, chunk: int) -> None:
-    """Write a chunk's episodes, and the images that each rank holds. Collective over all ranks."""
+    """Write a chunk's episodes, and the images that are available on each rank.
+
+    Collective over all ranks.
+    """
     with explain_write_errors(path.parent.parent):
         raise_on_all_ranks(lambda: save_images(path.parent, rollouts))
         run_on_rank_zero(lambda: write_rollouts(path, {"kept": rollouts}, step=chunk, step_rollouts=rollouts))
@@ -132,5 +133,5 @@ def load_chunk(path: Path, examples: Sequence[Example], *, samples: int) -> list
         return None
     rollouts = [without_images(entry.rollout) for entry in read_recorded(path, with_images=False)]
     if [rollout.example_id for rollout in rollouts] != [example.id for example in examples for _ in range(samples)]:
-        raise ValueError(f"{path}: contains other examples than the current task; remove the folder, or use the original data")
+        raise ValueError(f"{path}: the examples differ from the examples of the current task; remove the folder, or use the original data")
     return rollouts if all(rollout.is_scored for rollout in rollouts) else None

@@ -1,1 +1,1 @@
-"""Export of recorded rollouts, as SFT transcripts or for RL Logging Board."""
+"""Exports recorded rollouts as SFT transcripts, or as files for RL Logging Board."""

@@ -1,7 +1,7 @@
 """Conversion of a recorded token sequence to chat messages, for chat templates in Qwen's format.
 
 The resulting messages are rendered again (rollout/renderer.py) and compared with the sequence. The
-comparison detects sequences that messages cannot represent, so that they can be rejected.
+comparison detects sequences that messages cannot represent; these sequences are rejected.
 """
 
 import re
@@ -65,8 +65,8 @@ def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_
 def _decode_text(context: TokenSequence, renderer: Renderer) -> str:
     """Decode the sequence to text, with one placeholder per image.
 
-    The end-of-message token is appended if the last reply ended with a stop string (Task.stop)
-    instead.
+    If the last reply ended with a stop string (Task.stop), the missing end-of-message token is
+    appended.
     """
     sizes, ids, place = iter(context.images), [], 0
     while place < len(context.token_ids):

@@ -3,9 +3,9 @@
     OUT/rollout_data_rank0.jsonl, rollout_data_rank0.1.jsonl, ...
 
 The size of each file is bounded. Each line contains the fields that RL Logging Board reads. The
-tokens are the sampled tokens of all turns. `token_rewards` sum to the rollout's reward: the last
-token of a turn gets the turn's reward delta, and the last token of the rollout also gets the
-outcome reward. `ground_truth` is the recorded reference answer.
+tokens are the sampled tokens of all turns. The values in `token_rewards` sum to the rollout's
+reward. The last token of a turn gets the turn's reward delta, and the last token of the rollout
+also gets the outcome reward. `ground_truth` is the recorded reference answer.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +21,14 @@ MIB = 1 << 20
 
 
 def write_board(folder: Path, out: Path, renderer: Renderer, *, file_mib: float, first_step: int = 0) -> int:
-    """Export the rollouts of all steps from `first_step` on, and return their number.
+    """Export all rollouts from step `first_step` on, and return the number of exported rollouts.
 
     Raises:
         ValueError: A step is damaged, or no steps are recorded.
     """
     paths = [path for path in list_step_files(folder) if step_number(path) >= first_step]
     if not paths:
-        raise ValueError(f"{folder}: contains no step from {first_step} on that was written with rollouts.save=all")
+        raise ValueError(f"{folder}: contains no step >= {first_step} that was written with rollouts.save=all")
     out.mkdir(parents=True, exist_ok=True)
     word, number, num, held = cache(lambda token: renderer.tokenizer.decode([token])), 0, 0, bytearray()
     for path in paths:

@@ -65,7 +65,7 @@ class ExportSummary:
 def export_transcripts(
     folder: Path, out: Path, renderer: Renderer, *, max_per_example: int, min_reward: float, max_new_tokens: int, first_step: int = 0
 ) -> ExportSummary:
-    """Export the best `max_per_example` rollouts of each example, from step `first_step` on.
+    """Export each example's best `max_per_example` rollouts since step `first_step`.
 
     Rollouts with a reward below `min_reward` are left out. If several rollouts of an example have
     the same text, only one is exported. Sequences with a reply that was cut off at `max_new_tokens`
@@ -76,7 +76,7 @@ def export_transcripts(
     """
     paths = {step_number(path): path for path in list_step_files(folder) if step_number(path) >= first_step}
     if not paths:
-        raise ValueError(f"{folder}: contains no step from {first_step} on that was written with rollouts.save=all")
+        raise ValueError(f"{folder}: contains no step >= {first_step} that was written with rollouts.save=all")
     exported = ExportSummary(max_per_example)
     chosen = select_best(paths, max_per_example=max_per_example, min_reward=min_reward, summary=exported)
     out.mkdir(parents=True, exist_ok=True)

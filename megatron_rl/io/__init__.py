@@ -1,1 +1,1 @@
-"""File formats and bounded readers: JSON lines, rollout records, histograms and digests."""
+"""Bounded file readers, JSON Lines files, rollout records, histograms and digests."""

@@ -1,9 +1,9 @@
 """Readers for untrusted files. Only regular files up to a size limit are accepted.
 
-A FIFO or a device is rejected, because reading it could block. The message of every ValueError is
-worded so that the caller can put the file's name in front of it. An OSError means that the file
-cannot be read. Parsing needs up to about 30 times the file size in memory. YAML aliases are
-rejected, because they could expand a small file to any size.
+A FIFO or a device is rejected, because reading it could block. Messages of ValueError omit the
+file's name, which the caller must prepend. An OSError means that the file cannot be read. Parsing
+needs up to about 30 times the file size in memory. YAML aliases are rejected, because they could
+expand a small file to any size.
 """
 
 import os
@@ -32,7 +32,7 @@ AttributeError for `!!timestamp x`.
 
 
 def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
-    """Open a regular file for reading; if the path is a FIFO, do not wait for its writer.
+    """Open a regular file for reading, without blocking if the path is a FIFO.
 
     Raises:
         ValueError: `path` is not a regular file.
@@ -79,7 +79,7 @@ def read_text(path: Path, *, at_most: int) -> str:
 def read_tail(path: Path, *, num_bytes: int = TAIL_BYTES, start: int = 0) -> str:
     """Return up to `num_bytes` bytes from the end of a log as text.
 
-    No byte before the offset `start` is returned.
+    Bytes before the offset `start` are not returned.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -114,7 +114,7 @@ def parse_yaml(text: str, *, as_text: bool = False) -> object:
 def to_printable(text: str) -> str:
     """Return the text as one line, with unprintable characters replaced by "?".
 
-    Error messages quote text from files, which must not contain terminal control characters.
+    Error messages that quote text from a file must not contain terminal control characters.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
@@ -123,7 +123,9 @@ class _NoAliasComposer(yaml.composer.Composer):
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise yaml.MarkedYAMLError(problem=f"an alias, *{event.anchor}; replace it with its value", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"the alias *{event.anchor} is not allowed; replace it with its value", problem_mark=event.start_mark
+            )
         return super().compose_node(parent, index)
 
 

@@ -37,7 +37,7 @@ def to_json_line(record: object) -> str:
 
 
 def parse_number(value: float | str) -> float:
-    """Return the number that `to_json_line` wrote as `value`.
+    """Convert a value written by `to_json_line` back to a number.
 
     The strings "NaN", "Infinity" and "-Infinity" become floats again.
 
@@ -98,8 +98,8 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
     Raises:
         OSError: The file cannot be read.
         ValueError: The file has more than `at_most` bytes, is not valid JSON, or is nested deeper
-            than MAX_DEPTH, a depth that recursive code can still process. The message is worded so
-            that the caller can put the file's name in front of it.
+            than MAX_DEPTH, a depth that recursive code can still process. The message omits the
+            file's name, which the caller must prepend.
     """
     content = read_bytes(path, at_most=at_most)
     try:
@@ -115,14 +115,14 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
 
 
 def write_error_line(key: str, path: Path, error: OSError) -> str:
-    """Return the error line for a configured folder or file that could not be written."""
+    """Format the error for a folder or file, set by `key`, that could not be written."""
     is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
     remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
     return f"{key}={path}: could not be written ({error}); {remedy}"
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically: after a crash, it has either its old or its new content.
+    """Write a file atomically: after a crash, the file has either its old or its new content.
 
     Raises:
         OSError: The file could not be written, for example because the disk is full. The old file

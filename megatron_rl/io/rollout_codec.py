@@ -1,11 +1,11 @@
 """Converts rollouts to plain JSON values (`to_record`) and back (`from_record`).
 
 The conversion is exact, bit for bit. A record contains every field of the classes Rollout,
-TokenSequence, Turn, ToolCall and JudgeResult (types.py) under its own name. Fields that are added
+TokenSequence, Turn, ToolCall and JudgeResult (types.py), keyed by field name. Fields that are added
 to these classes are recorded automatically; increase VERSION when you add a field. Images are saved
 and loaded by name, through functions passed by the caller. Image patches are not recorded;
-Renderer.patches recomputes them. jsonl.to_json_line writes a record as one line, in which NaN and
-infinite numbers are strings.
+Renderer.patches recomputes them. A record is written as one line by jsonl.to_json_line, which
+converts NaN and infinite numbers to strings.
 
     {"version": 7, "images": {KEY: {"name": NAME, "grid": [1, 8, 8], "merge": 2}},
      "task": "number_line", ...,
@@ -43,7 +43,7 @@ RECORD_FIELDS = {kind: get_type_hints(kind) for kind in (Rollout, TokenSequence,
 def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str, Any]:
     """Return a rollout as JSON values, in which floats may be NaN or infinite.
 
-    `save_image` saves an image and returns the image's name. This function is called once for each
+    `save_image` saves an image and returns the image's name. `save_image` is called once for each
     distinct image.
     """
     images: dict[str, Image] = {}
@@ -55,8 +55,8 @@ def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str,
 def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
     """Return the rollout that was passed to `to_record`, with Image.patch_PC set to None.
 
-    `load_image` takes the name of an image and returns the image, or None if the reader needs no
-    images. The record is untrusted input.
+    `load_image` returns the image with a given name, or None if images are not needed. The record
+    is untrusted input.
 
     Raises:
         ValueError: The record is damaged or has a different version. The message is one line.

@@ -10,7 +10,7 @@ GB, this samples one block per MB, so every layer of a model is included.
 
 
 def compute_sampled_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's size and of blocks that are spread evenly over the file.
+    """Compute a SHA-256 digest from a file's size and from blocks spread evenly over the file.
 
     Files of up to 16 MiB are read completely.
     """

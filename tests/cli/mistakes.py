@@ -61,7 +61,7 @@ MISTAKES = {
     "--model.path 3b --learning_rate=1e-4": "unrecognized arguments: ...; write model.path=3b optim.lr=1e-4",
     "--xyzzy": "unrecognized arguments: --xyzzy; see --help for the usage",
     "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun": (  # a stage looks at its transcripts when it begins
-        "sft.splits=correct: this task learns from transcript files: "
+        "sft.splits=correct: this task supports only transcript files: "
         "'sft.splits=[transcripts]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
     ),
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[nowhere.jsonl]": (

@@ -79,18 +79,18 @@ def test_messages_are_joined_in_order(messages: object, question: str, system: s
 @pytest.mark.parametrize(
     ("messages", "error"),
     [
-        ([user("q?"), said("tool"), user("r?")], r"messages\[1\]: is a tool message before the answer"),
-        ([user("q?"), said("tool")], r"messages\[1\]: is a tool message before the answer"),
+        ([user("q?"), said("tool"), user("r?")], r"messages\[1\]: is a tool message, which is not supported before the answer"),
+        ([user("q?"), said("tool")], r"messages\[1\]: is a tool message, which is not supported before the answer"),
         ([user("q?"), said("assistant"), user("r?")], "messages: has user messages after an assistant message; the"),
         ([user("q?"), said("assistant"), said("system")], "messages: has a system message after an assistant"),
         ([said("assistant")], "messages: has no user message"),
         ([said("moderator"), user("q?")], r"messages\[0\].role: 'moderator' is not one of system, developer, user"),
         ([user("q?"), said("assistant"), said("critic")], r"messages\[2\].role: 'critic' is not one of"),
         ([{"content": "q?"}], r"messages\[0\].role: None is not one of"),
-        ([user([{"type": "video", "video": "a.mp4"}, TEXT])], r"messages\[0\].content\[0\]: is a part of type 'video', which is not read"),
-        ([user([{"type": "input_audio", "input_audio": {}}, TEXT])], r"messages\[0\].content\[0\]: is a part of type 'input_audio'"),
-        ([user([TEXT, {"type": "file", "file": {}}])], r"messages\[0\].content\[1\]: is a part of type 'file'"),
-        ([user([{"type": "tool_use", "id": "1"}])], r"messages\[0\].content\[0\]: is a part of type 'tool_use'"),
+        ([user([{"type": "video", "video": "a.mp4"}, TEXT])], r"messages\[0\].content\[0\]: has the type 'video', which is not supported"),
+        ([user([{"type": "input_audio", "input_audio": {}}, TEXT])], r"messages\[0\].content\[0\]: has the type 'input_audio'"),
+        ([user([TEXT, {"type": "file", "file": {}}])], r"messages\[0\].content\[1\]: has the type 'file'"),
+        ([user([{"type": "tool_use", "id": "1"}])], r"messages\[0\].content\[0\]: has the type 'tool_use'"),
         ([user(["q?"])], r"messages\[0\].content\[0\]: must be a mapping, is str"),
         ([user(None)], r"messages\[0\]: content must be text or a list of parts, is NoneType"),
         ([user("q?", tool_calls=[{"id": 1}])], r"messages\[0\].tool_calls: is not read"),
@@ -107,8 +107,8 @@ def test_messages_are_joined_in_order(messages: object, question: str, system: s
         ([{"role": "system", "content": [SHOWN]}, user("q?")], r"messages\[0\]: contains an image in a system message"),
         ("[{'role': 'user', 'content': 'q?'}]", "messages: looks like messages but is not valid"),
         ("[{'id': 3, 'role': 'user', 'content': 'q?'}]", "messages: looks like messages but is not valid"),
-        ([user(json.dumps([SHOWN, TEXT]))], r"messages\[0\]: its content is a list of parts written as text; write the list itself"),
-        (json.dumps([SHOWN, TEXT]), "messages: is a list of parts written as text; write the text itself, and the images"),
+        ([user(json.dumps([SHOWN, TEXT]))], r"messages\[0\]: the content is text that contains a list of parts; store the list itself"),
+        (json.dumps([SHOWN, TEXT]), "messages: is text that contains a list of parts; store only the question here, and the images"),
     ],
 )
 def test_what_does_not_reach_the_policy_is_refused(messages: object, error: str, tmp_path: Path) -> None:
@@ -124,9 +124,14 @@ def test_pictures_of_messages_and_of_a_column(tmp_path: Path) -> None:
     assert asked(places, tmp_path, images=["red.png"]) == ("<image><image>Which?", "", ["red", "blue"])
     assert asked([user("<image>a"), user([SHOWN_BLUE])], tmp_path, images=["red.png"]) == ("<image>a\n<image>", "", ["red", "blue"])
     for images, num in ((["red.png", "blue.png"], 2), ([], 0)):
-        with pytest.raises(ValueError, match=f"question: has 1 <image> without an image in the messages, but a column has {num} images"):
+        with pytest.raises(
+            ValueError,
+            match=f"question: has 1 <image> placeholders without an image in the messages, but the image column has {num} images",
+        ):
             asked(places, tmp_path, images=images)
-    with pytest.raises(ValueError, match="question: has 0 <image> without an image in the messages, but a column has 1 images"):
+    with pytest.raises(
+        ValueError, match="question: has 0 <image> placeholders without an image in the messages, but the image column has 1 images"
+    ):
         asked([user([SHOWN_BLUE, TEXT])], tmp_path, images=["red.png"])
 
 
@@ -152,13 +157,13 @@ def test_parts_that_are_numbered(tmp_path: Path) -> None:
     """
     parts = [{"type": "image", "index": 0}, {"type": "image", "index": 1}, TEXT]
     assert asked([user(parts)], tmp_path, images=["red.png", "blue.png"])[2] == ["red", "blue"]
-    with pytest.raises(ValueError, match=r"messages\[0\].content\[0\].index: is 1, but the part is image 0; list images in order"):
+    with pytest.raises(ValueError, match=r"messages\[0\].content\[0\].index: is 1, but the image has index 0; list images in order"):
         asked([user([parts[1], parts[0], TEXT])], tmp_path, images=["red.png", "blue.png"])
 
 
 def test_a_system_column_beside_a_system_message(tmp_path: Path) -> None:
     assert asked([said("system"), user("q?")], tmp_path, system="A")[1] == "A"
-    with pytest.raises(ValueError, match="system: is given in this column and as a message in messages; keep one of them"):
+    with pytest.raises(ValueError, match="system: differs from the system message in messages; keep one of them"):
         asked([said("system"), user("q?")], tmp_path, system="B")
 
 

@@ -46,8 +46,8 @@ def test_other_rows_are_refused_with_both_digests(change: str, tmp_path: Path) -
     else:
         names = ("a.jsonl",)
     found = data_digests(settings_of(tmp_path, *names))
-    told = f"task.data.train: the rows of its files changed since this run began: their digest is {found['task.data.train']}, "
-    told += f"and was {before['task.data.train']}; restore the original files, or choose another run.dir"
+    told = f"task.data.train: the data files have changed since this run began: their digest is {found['task.data.train']}, "
+    told += f"but was {before['task.data.train']}; restore the original files, or choose another run.dir"
     with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
         check_same_data(before, found)
 
@@ -61,5 +61,5 @@ def test_a_change_in_the_middle_of_a_large_file_is_seen(tmp_path: Path) -> None:
     before = data_digests(settings_of(tmp_path, "large.jsonl"))
     content[20 << 20 : 22 << 20] = b"y" * (2 << 20)
     (tmp_path / "large.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match="the rows of its files changed since"):
+    with pytest.raises(ValueError, match="the data files have changed since"):
         check_same_data(before, data_digests(settings_of(tmp_path, "large.jsonl")))

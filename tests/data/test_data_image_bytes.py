@@ -131,9 +131,9 @@ def test_every_byte_survives_both_alphabets(length: int, tmp_path: Path) -> None
 SVG = OTHERS["svg"][0] * 2
 BROKEN = "begins with the base64 of an image, but contains invalid base64; encode it again"
 REFUSED = {
-    "base64 of an SVG": (base64.b64encode(SVG).decode(), f"is base64 of data that is an SVG; {READ}"),
-    "base64 of a web page": (base64.b64encode(b"<!DOCTYPE html><html>" + b" " * 60).decode(), "is base64 of data that is a web page"),
-    "base64 of noise": (base64.b64encode(NOISE).decode(), "is base64 of data that is not a known image format"),
+    "base64 of an SVG": (base64.b64encode(SVG).decode(), f"is base64, but the decoded data is an SVG; {READ}"),
+    "base64 of a web page": (base64.b64encode(b"<!DOCTYPE html><html>" + b" " * 60).decode(), "is base64, but the decoded data is a web"),
+    "base64 of noise": (base64.b64encode(NOISE).decode(), "is base64, but the decoded data is not a known image format"),
     "base64 with a hole": (f"{TEXT[:40]}*{TEXT[40:]}", BROKEN),
     "base64 that is cut off": (TEXT.rstrip("=")[: len(TEXT) // 4 * 4 - 3], BROKEN),
     "hexadecimal": (PNG.hex()[:80], "no such file"),

@@ -140,7 +140,7 @@ def with_crc(width: int, height: int) -> bytes:
     [
         (with_crc(20_000, 20_000), "20000x20000 pixels|decompression bomb"),
         (with_crc(9_999, 9_999), "9999x9999 pixels"),
-        (with_crc(101, 1), "101x1 pixels: at most 89478485, with an aspect ratio up to 100"),
+        (with_crc(101, 1), "101x1 pixels: at most 89478485 pixels and an aspect ratio of 100"),
         (b"", "is empty"),
         (b"GIF87a", "."),
         (

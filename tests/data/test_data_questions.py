@@ -117,7 +117,7 @@ def test_a_file_whose_name_might_be_base64(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["A" * 100_000, "no/" * 40_000 + "a.png", "\u4e2d" * 300, "QUJD" * 30, {"x" * 5000: 1}], ids=range(5))
 def test_messages_stay_short(value: object, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^own.jsonl row 0: image: (no such file|must have|\S+ is base64 of)") as said:
+    with pytest.raises(ValueError, match=r"^own.jsonl row 0: image: (no such file|must have|\S+ is base64, but)") as said:
         load_questions(
             [str(write_rows(tmp_path / "own.jsonl", [{"question": "?", "answer": "a", "image": value}]))], images_root="/data", name="train"
         )
@@ -153,12 +153,15 @@ BAD = {
     "reward_model": ("red", r"reward_model: must be a mapping, is str"),
     "prompt": ([], r"question: is missing"),
     "data_source": (3, r"data_source: must be text, is int"),
-    "extra_info": ({"question": "a <image> and <image>"}, r"question: has 2 <image> for 1 images"),
+    "extra_info": ({"question": "a <image> and <image>"}, r"question: has 2 <image> placeholders for 1 images"),
     "ability": ("\ud800", r"ability: is not Unicode"),
     "images": ([{"path": "no.png"}], r"images\[0\]: no such file .*no.png; task.data.images is the folder"),
     "env_name": ("<|image_pad|>", r"env_name: contains <\|image_pad\|>; write <image> for an image"),
-    "image": (["a.png"], r"images and image: name the images more than once"),
-    "mm_hint": ({"hint_type": "video", "hint_path": "a.mp4"}, r"mm_hint: hint_type must be image, or video without images; is video"),
+    "image": (["a.png"], r"images and image: each contain images"),
+    "mm_hint": (
+        {"hint_type": "video", "hint_path": "a.mp4"},
+        r"mm_hint: hint_type must be image, or video in a row without images; it is video",
+    ),
 }
 
 
@@ -188,7 +191,7 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
             r"images\[0\]: the key bytes must contain raw bytes, or base64 in JSON",
         ),
         ({"question": "?", "answer": "a", "images": ["a\0b"]}, r"images\[0\]: no such file"),
-        ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* contains no file named by the SHA-256 0000"),
+        ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* contains no file with the SHA-256 0000"),
         ({"prompt": [{"role": "system", "content": "x"}], "answer": "a"}, "prompt: has no user message"),
         ({"prompt": 3, "answer": "a"}, "prompt: must be text, is int"),
         ({"prompt": TALK, "answer": "a"}, "prompt: has user messages after an assistant message; the"),
@@ -278,8 +281,8 @@ def test_a_survey_counts_all_and_shows_twenty(tmp_path: Path) -> None:
         "train.json row 2: bboxes [5, 5, 5, 9] is empty",
         "train.json row 2: bboxes [0, 0, 31, 20] exceeds the image of 30x20 pixels",
         "train.json row 2: bboxes [-1, 0, 2, 2] exceeds the image of 30x20 pixels",
-        "train.json row 2: bboxes x is not four numbers",
-        "train.json row 2: bboxes [1, 2, 3] is not four numbers",
+        "train.json row 2: bboxes x is not a list of four numbers",
+        "train.json row 2: bboxes [1, 2, 3] is not a list of four numbers",
         "train.json row 3: new, [(30, 20)]",
     ]
     with pytest.raises(ValueError, match=r"\(and 21 more problems; launch/doctor.py lists them\)$"):

@@ -64,7 +64,7 @@ def test_a_file_that_changes_under_a_run_is_no_other_question(suffix: str, tmp_p
     assert list(read) == PLAIN
     write_rows(path, PLAIN[::-1])
     for place in range(7):
-        with pytest.raises(ValueError, match=rf"^table{suffix} row {place}: changed since the run began; "):
+        with pytest.raises(ValueError, match=rf"^table{suffix} row {place}: the file has changed since the run began; "):
             read[place]
     assert list(open_rows(path)) == PLAIN[::-1]
 
@@ -105,26 +105,26 @@ def without_nulls(row: dict) -> dict:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"a": 1}, {"a": ', r"is truncated or not a JSON list: byte 11 begins no complete row"),
-        ('[{"a": 1}, {]', r"byte 11 begins no complete row"),
-        ("[", r"byte 1 begins no complete row"),
-        ('[{"a": 1}', r"byte 1 begins no complete row \(the closing \] is missing\)"),
-        ('[{"a": 1},', r"byte 9 begins no complete row"),
-        ("[1", r"byte 1 begins no complete row"),
-        ('[{"a": 1}]\n[{"a": 2}]\n', r"continues at byte 11 after the closing \] of its list; write all rows into one list"),
-        ('[{"a": 1}] {"a": 2}', "continues at byte 11 after the closing"),
-        ('[{"a": 1}]]garbage', "continues at byte 10 after the closing"),
-        ('[{"a": 1}]' + " " * 50 + "x", "continues at byte 60 after the closing"),
-        ("[],", "continues at byte 2 after the closing"),
+        ('[{"a": 1}, {"a": ', r"is truncated or not a JSON list: no complete row begins at byte 11"),
+        ('[{"a": 1}, {]', r"no complete row begins at byte 11"),
+        ("[", r"no complete row begins at byte 1"),
+        ('[{"a": 1}', r"no complete row begins at byte 1 \(the closing \] is missing\)"),
+        ('[{"a": 1},', r"no complete row begins at byte 9"),
+        ("[1", r"no complete row begins at byte 1"),
+        ('[{"a": 1}]\n[{"a": 2}]\n', r"contains text at byte 11, after the closing \] of its list; write all rows into one list"),
+        ('[{"a": 1}] {"a": 2}', "contains text at byte 11, after the closing"),
+        ('[{"a": 1}]]garbage', "contains text at byte 10, after the closing"),
+        ('[{"a": 1}]' + " " * 50 + "x", "contains text at byte 60, after the closing"),
+        ("[],", "contains text at byte 2, after the closing"),
         ('[{"a": 1}{"a": 2}]', "is not a JSON list: no comma between row 0 and the text at byte 9"),
         ('[{"a": 1}, {"a": 2}\n{"a": 3}]', "no comma between row 1 and the text at byte 20"),
         ('[{"a": 1},, {"a": 2}]', "no row before the , at byte 10; add the row, or remove the comma"),
         ('[{"a": 1}, ]', r"no row before the \] at byte 11"),
         ('[, {"a": 1}]', "no row before the , at byte 1"),
-        ('{"1": {"a": 1}, "2": {"a": 2}} {"a": 3}', "byte 29 begins neither a numbered row nor the end of the object"),
-        ('{"1": {"a": 1} "2": {"a": 2}}', "byte 14 begins neither a numbered row nor the end"),
-        ('{"1": {"a": 1},, "2": {"a": 2}}', "byte 14 begins neither a numbered row nor the end"),
-        ('{"1": {"a": 1}, }', "byte 14 begins neither a numbered row nor the end"),
+        ('{"1": {"a": 1}, "2": {"a": 2}} {"a": 3}', "byte 29 is neither the start of a row nor the end of the object"),
+        ('{"1": {"a": 1} "2": {"a": 2}}', "byte 14 is neither the start of a row nor the end"),
+        ('{"1": {"a": 1},, "2": {"a": 2}}', "byte 14 is neither the start of a row nor the end"),
+        ('{"1": {"a": 1}, }', "byte 14 is neither the start of a row nor the end"),
     ],
 )
 @pytest.mark.parametrize("chunk", [3, 1 << 20])

@@ -46,9 +46,9 @@ def test_a_picture_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "its first row must name the columns, each once; it has none"),
-        (b"a\ta\n1\t2\n", "its first row must name the columns, each once; it has a, a"),
-        (b"a\tb\n1\t2\t3\n", "row 0 has 3 fields, but its first row names 2 columns"),
+        (b"", "its first row must contain each column name once; it contains none"),
+        (b"a\ta\n1\t2\n", "its first row must contain each column name once; it contains a, a"),
+        (b"a\tb\n1\t2\t3\n", "row 0 has 3 fields, but the first row names 2 columns"),
         (b'a\tb\n1\t"2\n3\t4\n', "the row that begins at byte 4 is invalid"),
         (b"a\tb\n\xff\t2\n", "the row that begins at byte 4 is invalid"),
     ],
@@ -61,7 +61,7 @@ def test_what_is_no_table_is_one_line(content: bytes, said: str, tmp_path: Path)
 
 def test_a_row_without_an_end_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.tsv").write_bytes(b'a\tb\n1\t"' + b"x\n" * 40)
-    with pytest.raises(UnreadableFile, match="contains a row of more than 0 MiB; is a quotation mark left open"):
+    with pytest.raises(UnreadableFile, match="contains a row of more than 0 MiB; check for an unclosed quotation mark"):
         TableRows(tmp_path / "t.tsv", max_row_bytes=64)
 
 
@@ -70,7 +70,7 @@ def test_a_file_that_changes_under_a_run_is_no_other_question(tmp_path: Path) ->
     read = open_rows(tmp_path / "t.tsv")
     assert read[-1] == {"a": "3", "b": "4"}
     (tmp_path / "t.tsv").write_text("a\tb\n3\t4\n1\t2 \n")
-    with pytest.raises(ValueError, match="^t.tsv row 0: changed since the run began"):
+    with pytest.raises(ValueError, match="^t.tsv row 0: the file has changed since the run began"):
         read[0]
 
 

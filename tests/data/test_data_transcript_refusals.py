@@ -22,16 +22,16 @@ REFUSED = {
     "flags at odds": (reply_pair_row(loss=True, weight=0), r"messages\[1\]: has loss and weight, which contradict each other; keep one"),
     "a learned user": (
         {"messages": [USER | {"loss": True}, REPLY]},
-        r"messages\[0\].loss: is set on a message of role user; only assistant messages",
+        r"messages\[0\].loss: is set in a message with the role user, but only assistant messages",
     ),
     "mask": (reply_pair_row(mask=1), r"messages\[1\].mask: may mean .* write loss: true or loss: false"),
-    "all masked": ({"messages": [USER, REPLY | {"loss": 0}]}, "messages: nothing in this row is trained: every"),
-    "a masked row": ({"weight": 0, "messages": CHAT}, "weight: of a whole row is not read; write loss"),
-    "a weighted row": ({"weight": 0.3, "messages": CHAT}, "weight: of a whole row is not read"),
-    "a mask of messages": ({"loss_mask": [0, 1], "messages": CHAT}, "loss_mask: of a whole row is not read"),
-    "weights of messages": ({"weights": [0, 1], "messages": CHAT}, "weights: of a whole row is not read"),
-    "inputs that are learned": ({"train_on_inputs": True, "messages": CHAT}, "train_on_inputs: of a whole row is not read"),
-    "a mask of NeMo": ({"mask": "User", "messages": CHAT}, "mask: of a whole row is not read"),
+    "all masked": ({"messages": [USER, REPLY | {"loss": 0}]}, "messages: every response in this row is masked"),
+    "a masked row": ({"weight": 0, "messages": CHAT}, "weight: cannot be set for a whole row; set loss"),
+    "a weighted row": ({"weight": 0.3, "messages": CHAT}, "weight: cannot be set for a whole row"),
+    "a mask of messages": ({"loss_mask": [0, 1], "messages": CHAT}, "loss_mask: cannot be set for a whole row"),
+    "weights of messages": ({"weights": [0, 1], "messages": CHAT}, "weights: cannot be set for a whole row"),
+    "inputs that are learned": ({"train_on_inputs": True, "messages": CHAT}, "train_on_inputs: cannot be set for a whole row"),
+    "a mask of NeMo": ({"mask": "User", "messages": CHAT}, "mask: cannot be set for a whole row"),
     # keys of messages
     "reasoning_content": (
         assistant_row("x", reasoning_content="y"),
@@ -64,7 +64,7 @@ REFUSED = {
     "a channel": (assistant_row("x", channel="analysis"), r"messages\[1\].channel: is unknown; a message"),
     "two pairs of keys": (
         {"messages": [USER | SHAREGPT_MESSAGES[0], REPLY]},
-        r"messages\[0\]: has role or content in addition to from or value",
+        r"messages\[0\]: mixes the keys role and content with the keys from and value",
     ),
     "turns of pairs": ({"conversation": [{"human": "a", "assistant": "b"}]}, r"conversation\[0\].human: is unknown; a message has"),
     "no content": ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\].content: is missing"),
@@ -98,7 +98,7 @@ REFUSED = {
     "two forms": ({"messages": CHAT, "instruction": "a", "output": "b"}, "messages and output: each contain a conversation; keep one"),
     "two systems": (
         {"system": "a", "system_prompt": "b", "messages": CHAT},
-        "system_prompt: the system message is given in this column and elsewhere",
+        "system_prompt: the system message is also given elsewhere",
     ),
     "plain text of TRL": (
         {"prompt": "a", "completion": "b"},
@@ -143,23 +143,26 @@ REFUSED = {
     "a place in brackets": (user_row("[IMAGE]"), r"messages\[0\]: contains \[IMAGE\], which is"),
     "a token of Qwen": (user_row("<|image_pad|>"), r"messages\[0\]: contains <\|image_pad\|>; write <image> for an image"),
     "a token of Qwen in a reply": (assistant_row("<|vision_pad|>"), r"messages\[1\]: contains <\|vision_pad\|>"),
-    "<bbox>": (assistant_row("<bbox>"), r"messages\[1\]: contains <bbox>, a placeholder that nothing fills; write out the text instead"),
+    "<bbox>": (
+        assistant_row("<bbox>"),
+        r"messages\[1\]: contains <bbox>, a placeholder that this trainer does not fill; write out the text instead",
+    ),
     "<ref-object>": (user_row("find <ref-object>"), r"messages\[0\]: contains <ref-object>, a placeholder"),
     "<image> in a reply": (
         {"images": ["red.png", "blue.png"], "messages": [{"role": "user", "content": "<image>"}, REPLY | {"content": "![x](<image>)"}]},
-        r"messages\[1\] \(<image>\): contains an image in a message of role assistant: only user and tool messages may contain",
+        r"messages\[1\] \(<image>\): contains an image in a message with the role assistant: only user and tool messages may contain",
     ),
     "<image> in the system": (
         user_row("x", system="<image>", image="red.png"),
-        r"system \(<image>\): contains an image in a message of role sys",
+        r"system \(<image>\): contains an image in a message with the role sys",
     ),
     "a place in the system's parts": (
         {"images": ["red.png"], "messages": [{"role": "system", "content": [IMAGE]}, USER, REPLY]},
-        r"messages\[0\].content\[0\]: contains an image in a message of role system",
+        r"messages\[0\].content\[0\]: contains an image in a message with the role system",
     ),
     "too few pictures": (
         user_row([IMAGE, IMAGE], image="red.png"),
-        r"messages\[0\]: has an image placeholder .* the column image has no image left for",
+        r"messages\[0\]: has an image placeholder .* the column image has no images left",
     ),
     "a place and no column": (user_row([IMAGE]), r"messages\[0\]: has an image placeholder .* the row has no image column"),
     "pictures in parts and in a column": (
@@ -190,9 +193,9 @@ REFUSED = {
         r"messages\[1\].content\[0\]: a part of type thinking is not read",
     ),
     "text without text": (user_row([{"type": "text"}]), r"messages\[0\].content\[0\].text: is missing"),
-    "a string among parts": (user_row(["x"]), r"messages\[0\].content\[0\]: is text in a list of parts; write"),
+    "a string among parts": (user_row(["x"]), r"messages\[0\].content\[0\]: is plain text in a list of parts; write"),
     "no type": (user_row([{"text": "x"}]), r"messages\[0\].content\[0\]: a part must be of type .* is None"),
-    "parts as text": (user_row('[{"type": "text", "text": "x"}]'), r"messages\[0\]: its content is a list of parts written as text"),
+    "parts as text": (user_row('[{"type": "text", "text": "x"}]'), r"messages\[0\]: the content is text that contains a list of parts"),
     "pixels of a picture": (
         user_row([IMAGE | {"image": "red.png", "max_pixels": 9}]),
         r"messages\[0\].content\[0\].max_pixels: model.min_pixels and",

@@ -149,7 +149,7 @@ BAD = {
     "no parts": (replied(content=[]), r"messages\[1\]: the assistant message is empty and would"),
     "only a picture": (
         replied(content=[{"type": "image", "image": RED}]),
-        r"messages\[1\].content\[0\]: contains an image in a message of role",
+        r"messages\[1\].content\[0\]: contains an image in a message with the role",
     ),
     "silence behind a column": (
         {"system": "s", "conversations": [GPT[0], GPT[1] | {"value": ""}]},
@@ -157,7 +157,7 @@ BAD = {
     ),
     "two systems": (
         turns("system", "user", "assistant") | {"system": "s"},
-        "system: the system message is given in .* elsewhere; keep one",
+        "system: the system message is also given elsewhere; keep only one",
     ),
     "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, is list"),
     "tools": (
@@ -166,21 +166,21 @@ BAD = {
     ),
     "tools of OpenAI": (turns("user", "assistant") | {"tools": [CALL]}, "tools: are not read"),
     "a long role": (turns("user", "x" * 1000), r"messages\[1\].role: role 'x{37}\.\.\.x{38}' is not one of"),
-    "no messages": ({"text": "x"}, r"messages: is missing; a transcript has messages, .*; this row has text$"),
+    "no messages": ({"text": "x"}, r"messages: is missing; a transcript must have messages, .*; this row has text$"),
     "both": (turns("user", "assistant") | {"conversations": []}, r"messages and conversations: each contain a conversation; keep one"),
     "empty": ({"messages": []}, r"messages: must end with an assistant message"),
     "user last": (turns("user", "assistant", "user"), r"messages: must end with an assistant message"),
     "assistant first": (
         turns("assistant"),
-        r"messages: user and assistant must alternate after an optional system message, here: assistant",
+        r"messages: user and assistant messages must alternate after an optional system message; the roles are assistant",
     ),
     "two replies": (
         turns("user", "assistant", "assistant"),
-        r"messages: user and assistant must alternate after an optional system message",
+        r"messages: user and assistant messages must alternate after an optional system message",
     ),
     "late system": (
         turns("user", "assistant", "system", "assistant"),
-        r"messages: user and assistant must alternate after an optional system message",
+        r"messages: user and assistant messages must alternate after an optional system message",
     ),
     "a stranger": (turns("user", "critic"), r"messages\[1\].role: role 'critic' is not one of system, user, tool, assistant, human"),
     "no text": (shown(None), r"messages\[0\].content: is missing; write the text of the message, or"),
@@ -190,7 +190,7 @@ BAD = {
         r"messages\[0\]: has an image placeholder .* the row has no image column \(images, image, \.\.\)",
     ),
     "too few": (shown("<image><image>", images=[RED]), r"messages\[0\]: has an image placeholder"),
-    "too many": (shown("<image>x", images=[RED, RED]), r"images: 2 images for 1 placeholders; mark every image by <image>, or none"),
+    "too many": (shown("<image>x", images=[RED, RED]), r"images: 2 images for 1 placeholders; write <image> for every image, or for none"),
     "control": (shown("<|im_end|>"), r"messages\[0\]: contains <\|im_end\|>"),
     "no file": (shown("<image>", images=["a.png"]), r"images\[0\]: no such file"),
     "no picture": (shown("<image>", images=[{"bytes": b"x"}]), r"images\[0\]: is text, not an image"),
@@ -219,7 +219,7 @@ def test_a_reply_that_only_thinks_is_named(tmp_path: Path) -> None:
     rows = [turns("user", "assistant"), thinks, replied(content="<think>x"), replied(content="<think>x</think>y")]
     (line,) = load_transcripts([str(write_rows(tmp_path / "sft.jsonl", rows))], images_root="").warnings
     assert line.startswith(
-        "sft.jsonl row 1: 2 of 4 conversations have a response with nothing after its <think>, which is trained: add its answer"
+        "sft.jsonl row 1: 2 of 4 conversations have a response without text after its <think>, and this response is trained on: add"
     )
     two = {"messages": [*masked["messages"], *turns("user", "assistant")["messages"]]}
     assert load_transcripts([str(write_rows(tmp_path / "masked.jsonl", [two]))], images_root="").warnings == []

@@ -63,7 +63,9 @@ def test_a_folder_that_was_saved_twice_is_read_as_datasets_does(tmp_path: Path) 
     assert len(list(saved.glob("*.arrow"))) == 4
     assert answers(saved) == [str(answer) for answer in datasets.load_from_disk(saved)["answer"]] == ["0", "1"]
     (saved / "data-00000-of-00001.arrow").unlink()
-    fails(saved, f"{saved}/state.json lists files that do not exist: data-00000-of-00001.arrow; copy the files, or save it again$")
+    fails(
+        saved, f"{saved}/state.json lists files that do not exist: data-00000-of-00001.arrow; copy the files, or save the data set again$"
+    )
 
 
 def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_saved_dict_of_splits_is_read_as_datasets_does(tmp_path: Path) -> None
     fails(saved, f"contains the splits train_sft, easy; choose one of them, {saved}:train_sft$")
     fails(f"{saved}:old", "contains no files of the split old$")
     (saved / "easy").rename(saved / "hard")
-    fails(f"{saved}:easy", f"dataset_dict.json lists the split easy, but there is no folder {saved}/easy; save it again$")
+    fails(f"{saved}:easy", f"dataset_dict.json lists the split easy, but there is no folder {saved}/easy; save the data set again$")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_an_old_view_that_was_saved_is_refused(tmp_path: Path) -> None:
     write_arrow(folder / "dataset.arrow", pa.Table.from_pylist(ROWS))
     state = {"_data_files": [{"filename": "dataset.arrow"}], "_indices_data_files": [{"filename": "indices.arrow"}]}
     (folder / "state.json").write_text(json.dumps(state))
-    fails(folder, f"{folder}/state.json lists indices of an older version of .*; flatten_indices")
+    fails(folder, f"{folder}/state.json lists indices of an older version of .*; call flatten_indices")
     (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": None}))
     assert answers(folder) == [row["answer"] for row in ROWS]
 
@@ -191,7 +193,7 @@ def test_a_map_is_a_mapping(suffix: str, tmp_path: Path) -> None:
 def test_a_file_is_not_read_by_two_names(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(
-        ValueError, match=rf"^task.data.train={tmp_path}: .*a.jsonl is already read by the name {path}; keep one of the two$"
+        ValueError, match=rf"^task.data.train={tmp_path}: .*a.jsonl is already given as {path}; remove one of the two names$"
     ):
         answers(path, tmp_path)
 
@@ -262,7 +264,9 @@ def test_content_that_is_not_what_the_suffix_says(made: str, name: str, said: st
 def test_utf_16_is_named(encoding: str, tmp_path: Path) -> None:
     """UTF-16 is detected with and without a byte order mark."""
     (tmp_path / "a.csv").write_bytes("question,answer\nq,1\n".encode(encoding))
-    fails(tmp_path / "a.csv", "is in UTF-16 despite" if encoding == "utf-16" else "its first row contains NUL bytes; is it in UTF-16")
+    fails(
+        tmp_path / "a.csv", "is in UTF-16 despite" if encoding == "utf-16" else "its first row contains NUL bytes; if the file is in UTF-16"
+    )
 
 
 def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
@@ -289,7 +293,7 @@ def test_a_folder_with_compressed_data_is_refused(tmp_path: Path) -> None:
         ("a.csv", "question;answer\nq;1\n", "its first row is separated by ';'"),
         ("a.csv", "question\tanswer\nq\t1\n", "its first row is separated by "),
         ("a.tsv", "question,answer\nq,1\n", "its first row is separated by ','"),
-        ("a.csv", " question ,question\nq,1\n", "its first row must name the columns, each once"),
+        ("a.csv", " question ,question\nq,1\n", "its first row must contain each column name once"),
     ],
 )
 def test_tables_that_are_separated_by_something_else(name: str, text: str, said: str, tmp_path: Path) -> None:
@@ -315,7 +319,7 @@ def test_a_table_that_pandas_wrote_with_its_index(tmp_path: Path) -> None:
     assert list(open_rows(tmp_path / "a.csv")) == pd.read_csv(tmp_path / "a.csv", dtype=str).to_dict("records")
     assert answers(tmp_path / "a.csv") == [row["answer"] for row in ROWS]
     (tmp_path / "b.csv").write_text("question,answer,\nq,1,\n")
-    fails(tmp_path / "b.csv", "its first row must name the columns, each once; it has question, answer, $")
+    fails(tmp_path / "b.csv", "its first row must contain each column name once; it contains question, answer, $")
     (tmp_path / "c.csv").write_bytes("question,answer\n\u00e4,1\n".encode("latin-1"))
     fails(tmp_path / "c.csv", r"the row that begins at byte 16 is invalid \(.*\); write the file in UTF-8$")
 

@@ -76,9 +76,9 @@ def test_numbered_columns_are_one_list_in_numeric_order(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "error"),
     [
-        ({"image": "red.png", "img": "blue.png"}, "image and img: name the images more than once; .* 'task.data.columns={images: image}'"),
-        ({"image_0": "red.png", "img_0": "blue.png"}, "image_0 and img_0: name the images more than once"),
-        ({"image": "red.png", "image_2": "blue.png"}, "image and image_2: name the images more than once"),
+        ({"image": "red.png", "img": "blue.png"}, "image and img: each contain images; .* 'task.data.columns={images: image}'"),
+        ({"image_0": "red.png", "img_0": "blue.png"}, "image_0 and img_0: each contain images"),
+        ({"image": "red.png", "image_2": "blue.png"}, "image and image_2: each contain images"),
         ({"img": "no.png"}, "img: no such file .*no.png"),
         ({"image_url": "https://x.org/a.png"}, "image_url: https://x.org/a.png is a URL"),
     ],
@@ -103,9 +103,9 @@ def test_where_a_picture_comes_from_is_no_second_picture(row: dict, tmp_path: Pa
     found = look(tmp_path, row)
     assert (found.errors, found.column_warnings, found.num_images) == ([], [], 1)
     (line,) = look(tmp_path, {"image": "no.png", "img": "nor.png"}).errors
-    assert "image and img: name the images more than once" in line
+    assert "image and img: each contain images" in line
     (line,) = look(tmp_path, {"image": "red.png", "images": ["nor.png"]}).errors
-    assert "image and images: name the images more than once" in line
+    assert "image and images: each contain images" in line
 
 
 def test_a_name_that_tasks_read_is_no_picture_of_its_own(tmp_path: Path) -> None:

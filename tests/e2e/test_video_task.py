@@ -127,8 +127,14 @@ def test_frames_are_those_that_were_written(codec: str, suffix: str, tmp_path: P
 @pytest.mark.parametrize(
     ("hint", "said"),
     [
-        ({"hint_type": "video", "hint_path": "none.mp4"}, r"mm_hint.hint_path: no such video .*none.mp4; files that end in .mp4"),
-        ({"hint_type": "video", "hint_path": "q.jsonl"}, r"mm_hint.hint_path: no such video .*q.jsonl; files that end in .mp4"),
+        (
+            {"hint_type": "video", "hint_path": "none.mp4"},
+            r"mm_hint.hint_path: no video .*none.mp4; the file must exist, with one of the suffixes .mp4",
+        ),
+        (
+            {"hint_type": "video", "hint_path": "q.jsonl"},
+            r"mm_hint.hint_path: no video .*q.jsonl; the file must exist, with one of the suffixes .mp4",
+        ),
         (
             {"hint_type": "video", "hint_path": "words.mp4"},
             r"mm_hint.hint_path: .*words.mp4 is not an MP4, Matroska, WebM or AVI file",

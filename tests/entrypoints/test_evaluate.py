@@ -205,7 +205,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
         assert result.returncode == 1 and f"error: {line}" in result.stdout, (words, result.stdout)
     os.utime(rows / "model" / "model.safetensors")
     result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), timeout_s=120)
-    assert "contains an evaluation of other weights: the weight files have changed since" in result.stdout
+    assert "contains an evaluation of different weights: the weight files have changed" in result.stdout
     result = fork_server.run_script(EVALUATE, *asking(rows, unbroken), "run.overwrite=true", timeout_s=240)
     assert result.returncode == 0 and (unbroken.with_name("out.1") / "evaluation.json").exists(), result.stdout
     result = fork_server.run_script(COMPARE, unbroken.with_name("out.1"), unbroken, timeout_s=120)

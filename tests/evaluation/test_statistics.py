@@ -106,5 +106,5 @@ def test_nothing_in_common_and_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contains no finished evaluation"):
         read_evaluation(evaluation(tmp_path / "empty", {"a": []}))
     write_lines_atomically(evaluation(tmp_path / "twice", {"a": [1.0]}) / "examples.jsonl", [{"id": "a", "solved": [1.0]}] * 2)
-    with pytest.raises(ValueError, match="contains an example id twice"):
+    with pytest.raises(ValueError, match="contains the same example id twice"):
         read_evaluation(tmp_path / "twice")

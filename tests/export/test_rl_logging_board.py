@@ -74,5 +74,5 @@ def test_files_are_bounded(renderer: Renderer, tmp_path: Path) -> None:
     assert write_board(tmp_path, tmp_path / "board", renderer, file_mib=1, first_step=5) == 2
     left = {file.name for file in (tmp_path / "board").iterdir()}
     assert left == {"rollout_data_rank0.jsonl", "notes.jsonl"}, "what an earlier, larger one wrote is read as this one's"
-    with pytest.raises(ValueError, match=r"contains no step from 9 on that was written with rollouts.save=all$"):
+    with pytest.raises(ValueError, match=r"contains no step >= 9 that was written with rollouts.save=all$"):
         write_board(tmp_path, tmp_path / "board", renderer, file_mib=1, first_step=9)

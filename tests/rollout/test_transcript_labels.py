@@ -159,6 +159,6 @@ def test_a_transcript_is_measured_without_its_pixels_and_refused_where_it_is_too
         if not is_bad:
             shown.check_lengths(check)
             continue
-        told = f"{lengths[1]} tokens, memory is planned for {micro}; raise batch.micro_batch_tokens={micro}"
+        told = f"{lengths[1]} tokens, but memory is planned for {micro}; raise batch.micro_batch_tokens={micro}"
         with pytest.raises(ValueError, match=f"^t.jsonl row 1: {told}"):
             shown.check_lengths(check)

@@ -134,6 +134,6 @@ def test_demonstrations_need_files_and_have_one_split(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^task.data.demonstrations=\[\]: set the transcript files"):
         task.demonstrations("transcripts", num=1, seed=0)
     with pytest.raises(
-        ValueError, match=r"^sft.splits=correct: this task learns from transcript files: 'sft.splits=\[transcripts\]' 'sft.steps=\[N\]'"
+        ValueError, match=r"^sft.splits=correct: this task supports only transcript files: 'sft.splits=\[transcripts\]' 'sft.steps=\[N\]'"
     ):
         task.demonstrations("correct", num=1, seed=0)

@@ -81,8 +81,9 @@ def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, f
     composite question of a problem is solved, the problem counts as mastered if all its steps are
     correct (in the loose variant, if any step is correct), else as memorized. If the composite
     question is not solved, the problem counts as not generalized if all steps are correct, else as
-    lacking knowledge. The score is mastered + not_generalized / 2. "memorized" is a fraction of the
-    problems with a solved composite question; the other metrics are fractions of all problems.
+    lacking knowledge. The score is mastered + not_generalized / 2. The metric `memorized` is a
+    fraction of the problems with a solved composite question; the other metrics are fractions of
+    all problems.
     """
     counts = dict.fromkeys(("mastered", "memorized", "not_generalized", "lacking"), 0)
     for unit in group_by_unit(scores).values():
@@ -111,8 +112,8 @@ def we_math_score(scores: Sequence[ItemScore]) -> float:
 def collect_item_scores(examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[list[ItemScore]]:
     """Return the scores of all benchmark items, as one list per sample index.
 
-    Rows that belong to no benchmark (task.data.train) are skipped. The result is empty if the
-    reward has no term ACCURACY_TERM.
+    Rows that do not belong to a benchmark, such as the rows of task.data.train, are skipped. The
+    result is empty if the reward has no term ACCURACY_TERM.
     """
     found: dict[int, list[ItemScore]] = {}
     for rollout in rollouts:

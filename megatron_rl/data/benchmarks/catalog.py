@@ -75,7 +75,7 @@ def load_benchmark_questions(data: DataSettings, split: str, *, videos: bool = F
 
 
 def open_benchmark_questions(data: DataSettings, split: str) -> QuestionDataset:
-    """Return all questions of a split without surveying them."""
+    """Return all questions of a split without checking their rows."""
     paths = {"train": data.train, "eval": data.eval}[split]
     return open_questions(
         paths,

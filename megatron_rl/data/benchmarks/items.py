@@ -30,9 +30,9 @@ class BenchmarkItem:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Label values by which metrics are broken down, such as {"category": "single"}."""
     unit: str = ""
-    """Name of the unit, a set of items that are scored together; "" if the item is scored alone."""
+    """Name of the set of items that are scored together; "" if the item is scored alone."""
     scoring_info: Mapping[str, object] = field(default_factory=dict)
-    """Additional values used by the scoring."""
+    """Additional values that the scoring rules read."""
 
 
 def item_to_record(item: BenchmarkItem, record: DataRecord, *, data: DataSettings) -> DataRecord:
@@ -70,9 +70,9 @@ def sample_evenly(images: list, *, max_num: int) -> list:
 def shuffle_options(item: BenchmarkItem, *, row_id: str, seed: int) -> tuple[tuple[str, ...], str]:
     """Return the options in shuffled order, and the letter of the correct option.
 
-    The order is unchanged if the seed is 0 or the answer is not the letter of an option. It is also
-    unchanged if an option is only a letter, such as `(A)` or `$A$`, because such options refer to
-    labels in the image.
+    The order is unchanged if the seed is 0 or the answer is not the letter of an option. The order
+    is also unchanged if an option is only a letter, such as `(A)` or `$A$`, because such options
+    refer to labels in the image.
     """
     stay = not seed or any(_LABEL.fullmatch(option.strip()) for option in item.options)
     if stay or item.answer not in [*LETTERS[: len(item.options)]]:

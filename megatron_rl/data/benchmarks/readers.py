@@ -1,7 +1,7 @@
 """Readers that convert rows of published benchmark files to items.
 
-Each docstring lists the files that the reader supports. Column names follow the files' dataset
-cards (2024 to 2026).
+The docstring of each reader lists the supported files. Column names follow the files' dataset cards
+(2024 to 2026).
 """
 
 import hashlib
@@ -71,7 +71,7 @@ def read_hrbench(record: DataRecord) -> BenchmarkItem:
 def _image_digest(picture: object) -> str:
     """Return a digest that is the same for equal images.
 
-    The digest covers the first HEAD_BYTES bytes and the length.
+    The digest is computed from the image's first HEAD_BYTES bytes and its length.
     """
     data = picture.get("bytes") if isinstance(picture, Mapping) else picture
     start = data[:HEAD_BYTES] if isinstance(data, bytes) else str(data)[:HEAD_BYTES].encode()
@@ -96,8 +96,8 @@ def read_mathverse(record: DataRecord) -> BenchmarkItem:
 def read_mathvista(record: DataRecord) -> BenchmarkItem:
     """Read a row of MathVista.
 
-    Files: testmini and test. Answers are choices, integers, decimals with a given precision, or
-    lists.
+    Files: the splits testmini and test. Answers are choices, integers, decimals with a given
+    precision, or lists.
     """
     about = record.require_mapping(record.row.get("metadata", {}), "metadata")
     kind, precision = read_text_column(record, "answer_type"), int(float(read_text_column(record, "precision", default="0")))
@@ -145,7 +145,7 @@ def read_vsi_bench(record: DataRecord) -> BenchmarkItem:
 def read_tir_bench(record: DataRecord) -> BenchmarkItem:
     """Read a row of TIR-Bench.
 
-    File: TIR-Bench.json, with thirteen tasks and one or two images per row.
+    The file TIR-Bench.json contains thirteen tasks, with one or two images per row.
     """
     task, answer = read_text_column(record, "task", "category"), read_text_column(record, "answer")
     about = next((record.row[name] for name in GRID_DIFFICULTY if name in record.row), {})
@@ -177,7 +177,8 @@ def read_visualprobe(record: DataRecord) -> BenchmarkItem:
 def read_mathvision(record: DataRecord) -> BenchmarkItem:
     """Read a row of MathVision.
 
-    Files: test and testmini. Rows have options or a free answer; image placeholders are numbered.
+    Files: the splits test and testmini. Rows have options or a free-form answer; image placeholders
+    are numbered.
     """
     options = tuple(str(option) for option in record.require_list(record.row.get("options", []), "options"))
     labels = {"subject": read_text_column(record, "subject", default="any"), "level": read_text_column(record, "level", default="any")}
@@ -189,8 +190,8 @@ def read_mathvision(record: DataRecord) -> BenchmarkItem:
 def read_wemath(record: DataRecord) -> BenchmarkItem:
     """Read a row of We-Math.
 
-    File: testmini. It contains problems with two or three steps, and also each step as a separate
-    problem, linked by ID.
+    File: testmini. The file contains problems with two or three steps; each step is also a separate
+    problem, with the ID of the whole problem.
     """
     options = read_lettered_options(record) or split_options(read_text_column(record, "option"), INLINE_MARKER)
     key, answer = read_text_column(record, "key"), read_text_column(record, "answer")
@@ -238,7 +239,7 @@ def read_dynamath(record: DataRecord) -> BenchmarkItem:
 def read_vlmblind(record: DataRecord) -> BenchmarkItem:
     """Read a row of VLMs Are Blind.
 
-    File: the split valid, with seven tasks, two of which have two forms.
+    The split valid contains seven tasks; two of the tasks have two forms.
     """
     task = re.split(r"\s+-\s+", read_text_column(record, "task"))[0]
     return BenchmarkItem(
@@ -279,7 +280,10 @@ def _find_frames(record: DataRecord) -> tuple[list[str], str]:
 
 
 def _strip_dataset_folder(record: DataRecord, image: object) -> object:
-    """Strip the data set's folder: VisualProbe_Hard/x.jpg -> x.jpg, unless the path exists."""
+    """Remove the data set's folder from an image path, unless the file exists at that path.
+
+    Example: `VisualProbe_Hard/x.jpg` -> `x.jpg`.
+    """
     if isinstance(image, str) and image.startswith("VisualProbe_") and not (record.folder / image).is_file():
         return image.partition("/")[2]
     return image
