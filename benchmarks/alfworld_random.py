@@ -1,12 +1,13 @@
-"""Success rates of random play and of the planner, and step rates, in generated ALFWorld games.
+"""Success rates of random play and of the planner in generated ALFWorld games.
 
     .venv/bin/python benchmarks/alfworld_random.py --games data/alfworld  # creates missing games
     # Smoke test:
     .venv/bin/python benchmarks/alfworld_random.py --games /tmp/games --num 2 --timed 2 --at-once 2
 
-Prints Markdown tables. All games are from the eval split. Random play draws one admissible command
-uniformly in each step, for at most 50 steps. All steps use the task's own environment and draw its
-images, but no engine runs, so the measured time is the time between two responses of a policy.
+Prints Markdown tables. Also measures environment steps per second with random play. All games are
+from the eval split. Random play draws one admissible command uniformly in each step, for at most 50
+steps. Each step runs the task's real environment and renders its images. No engine runs, so the
+step rate covers only the work of the environment.
 """
 
 import argparse
@@ -48,7 +49,7 @@ class Tally:
         self.earned += earned
 
     def row(self, name: str) -> str:
-        """Return the table row with this label."""
+        """Return the table row for this player."""
         cells = [f"{100 * self.won[kind] / self.played[kind]:.0f}" if self.played[kind] else "-" for kind in ALFWORLD_NAME_BY_KIND]
         num = self.played.total()
         low, high = wilson_interval(self.won.total() / num, num)
@@ -82,7 +83,7 @@ async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> t
     """Run all games concurrently.
 
     Returns the tally, the steps per second (including the time to start the games), and the
-    maximum unshared memory of a TextWorld process in MiB.
+    unshared memory (USS), in MiB, of the largest TextWorld process.
     """
     task, tally = task_of(games, at_once=at_once, num=num), Tally()
     try:
@@ -104,20 +105,22 @@ async def everyone(games: Path, *, at_once: int, num: int, is_random: bool) -> t
 def main() -> None:
     """Run the benchmark and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--games", type=Path, required=True, help="folder of games; make_alfworld.py creates missing ones")
+    parser.add_argument("--games", type=Path, required=True, help="folder of the games; missing games are generated")
     parser.add_argument("--num", type=int, default=200, help="number of eval games")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[1, 2, 8], help="numbers of concurrent games, one run each")
-    parser.add_argument("--timed", type=int, default=40, help="number of games in each of these runs")
+    parser.add_argument(
+        "--at-once", type=int, nargs="+", default=[1, 2, 8], help="numbers of concurrent games to measure, each in a separate run"
+    )
+    parser.add_argument("--timed", type=int, default=40, help="number of games in each run of --at-once")
     given = parser.parse_args()
     started = time.perf_counter()
     assert make_alfworld.main(["--out", str(given.games), "--num-train", "6", "--num-eval", str(given.num)]) == 0
     print(f"Games ready after {time.perf_counter() - started:.0f} s; {os.cpu_count()} cores.\n")
-    print(f"| share won (%) | all (95%) | {' | '.join(ALFWORLD_NAME_BY_KIND)} | steps | return |")
+    print(f"| games won (%) | all kinds (95% CI) | {' | '.join(ALFWORLD_NAME_BY_KIND)} | steps per game | mean return |")
     print(f"|---|---|{'---|' * len(ALFWORLD_NAME_BY_KIND)}---|---|")
     for name in ("random", "planner"):
         tally, *_ = asyncio.run(everyone(given.games, at_once=max(given.at_once), num=given.num, is_random=name == "random"))
         print(tally.row(name), flush=True)
-    print("\n| concurrent games | steps / s | MiB per player |\n|---|---|---|")
+    print("\n| concurrent games | steps / s | MiB of the largest TextWorld process |\n|---|---|---|")
     for at_once in given.at_once:
         _, rate, memory = asyncio.run(everyone(given.games, at_once=at_once, num=given.timed, is_random=True))
         print(f"| {at_once} | {rate:.0f} | {memory:.0f} |", flush=True)

@@ -62,7 +62,10 @@ def measure(folder: Path, *, episodes: int, per_step: int, limit_gb: float) -> N
     tenth = max(1, len(seconds) // 10)
     held = bank.metrics()
     kib = step_path(folder / ROLLOUTS_FOLDER, len(seconds) - 1).stat().st_size / 1024 / per_step
-    print("| episodes | s / step: median | first tenth | last tenth | GB | evicted | KiB per episode without image |")
+    print(
+        "| episodes | median s / step | median, first 10% of steps | median, last 10% of steps | GB | evicted episodes "
+        "| KiB per episode, without image |"
+    )
     print("|---|---|---|---|---|---|---|")
     median, first, last = statistics.median(seconds), statistics.median(seconds[:tenth]), statistics.median(seconds[-tenth:])
     print(
@@ -95,7 +98,7 @@ def shown(folder: Path) -> None:
             mib = psutil.Process(served.pid).memory_info().rss / 2**20
         finally:
             served.terminate()
-    print("\n| rollouts | page load (runs and rows), s | text filter, s | episode, s | MiB |")
+    print("\n| rollouts | page load, s | text filter, s | one episode, s | viewer memory, MiB |")
     print("|---|---|---|---|---|")
     print(f"| {found['total']} | {runs_s + row_s:.2f} | {text_s:.2f} | {episode_s:.2f} | {mib:.0f} |")
 

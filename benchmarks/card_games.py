@@ -6,12 +6,12 @@
     # Smoke test, one step per run:
     .venv/bin/python benchmarks/card_games.py --out runs/tiny --tiny --seeds 0
 
-A cell is one run of an algorithm on a game with one seed, which determines the initial weights, the
-demonstrations and the rollouts. Cells run one at a time on one core. All cells with the same game
-and seed start from one SFT checkpoint. An interrupted run is resumed. Success is the success rate
-of the game's own evaluation (docs/games.md, docs/alfworld.md) with greedy decoding. The columns of
-minutes contain the processor time of a run and its child processes, which other load on the machine
-affects less than wall time.
+A cell is one run of an algorithm on a game with one seed. The seed determines the initial weights,
+the demonstrations and the rollouts. Cells run one at a time on one core. All cells with the same
+game and seed start from one SFT checkpoint. An interrupted run is resumed. Success is the success
+rate of the game's own evaluation (docs/games.md, docs/alfworld.md) with greedy decoding. The
+columns "CPU min" contain the processor time, in minutes, of a run and its child processes.
+Processor time depends less on other load on the machine than wall time does.
 """
 
 import argparse
@@ -40,7 +40,7 @@ ONE_SEED = ("points24/ppo", "alfworld/ppo")
 
 @dataclass(slots=True, frozen=True)
 class Game:
-    """Experiments of a game, and its reference results in percent."""
+    """SFT experiment of a game, and reference success rates on the game in percent."""
 
     warm_start: str
     random: float
@@ -66,7 +66,8 @@ TINY_GAME = {"ez_points": ["task.max_turns=7"], "blackjack": ["task.options.eval
 def train(folder: Path, *overrides: str) -> None:
     """Run a training run to its end, unless it is already finished.
 
-    The total processor seconds of its attempts are written next to the run directory.
+    The processor seconds of the run, summed over all attempts, are written to a file next to the
+    run directory.
     """
     clock = folder.with_name(f"{folder.name}.seconds")
     if not (folder / "eval.json").exists():
@@ -88,7 +89,10 @@ def make(tool: str, folder: Path, *arguments: object) -> None:
 
 
 def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
-    """Run a cell. If the SFT run of the cell's game and seed is missing, run it first."""
+    """Run a cell.
+
+    If the SFT run for the cell's game and seed is missing, it is run first.
+    """
     game, algorithm = cell.split("/")
     home, nano, given = out / f"seed{seed}" / game, out / f"seed{seed}" / "nano", [f"run.seed={seed}"]
     if game == "alfworld":
@@ -104,7 +108,7 @@ def play(cell: str, seed: int, out: Path, *, tiny: bool) -> None:
 
 def table(out: Path, seeds: list[int]) -> str:
     """Return a Markdown table with the mean, minimum and maximum over the finished seeds."""
-    head = "| game | algorithm | seeds | warm start | after RL | random | best possible | published (7B) | warm start, min | run, min |"
+    head = "| game | algorithm | seeds | after SFT | after RL | random play | best possible | published (7B) | SFT, CPU min | RL, CPU min |"
     lines = [head, "|" + "---|" * 10]
     for cell in CELLS:
         game, algorithm = cell.split("/")

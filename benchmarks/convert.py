@@ -5,12 +5,13 @@
     .venv/bin/python benchmarks/convert.py --models runs/quickstart/nano --folder runs/convert
 
 Unless --models is given, models with the released shapes and random weights are written first
-(tools/data/make_shapes.py). For each direction, three operations are timed: a copy (`cp
---reflink=never` of the source, then `sync` of the copy), the conversion tool, which flushes its
-result to disk itself, and a second copy. Before each operation, the source is evicted from the page
-cache (posix_fadvise); after each operation, its result is deleted. Peak memory is the tool's
-ru_maxrss from wait4; the tools start no child processes. The targets are a peak of at most three
-times the largest tensor plus 1.5 GiB, and at most 1.5 times the time of a copy.
+(tools/data/make_shapes.py). For each direction, three operations are timed: a copy, the conversion,
+and a second copy. A copy consists of `cp --reflink=never` and a `sync` of the result; the
+conversion tool itself flushes its result to disk. Before each operation, the source is evicted from
+the page cache (posix_fadvise); after each operation, its result is deleted. Peak memory is the
+tool's ru_maxrss from wait4; the tools start no child processes. The target for peak memory is at
+most three times the size of the largest tensor plus 1.5 GiB. The target for the conversion time is
+at most 1.5 times the time of a copy.
 """
 
 import argparse
@@ -141,7 +142,9 @@ def main() -> None:
         given.folder.rmdir()
         sys.exit(f"SKIPPED: {free:.0f} GB are free on the disk of {given.folder}, {needed:.0f} GB are required; nothing was measured")
     try:
-        print(f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'cp s':>7} {'cp s':>7} {'tool s':>7} {'ratio':>6}   load")
+        print(
+            f"{'':24s} {'GB':>6} {'largest':>8} {'peak GiB':>8} {'bound':>6} {'copy s':>7} {'copy s':>7} {'tool s':>7} {'ratio':>6}  load"
+        )
         for model in given.models or []:
             measure(model.name, model, given.folder)
         for size in [] if given.models else given.sizes:

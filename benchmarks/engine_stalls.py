@@ -1,12 +1,12 @@
-"""Time for which an engine with pending requests is stalled by the rendering of large images.
+"""Time for which the rendering of large images stalls an engine that has pending requests.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/engine_stalls.py
 
 A simulated engine takes 20 ms per step and uses no processor time during a step, like an engine on
 a GPU. The trainer's own rollout manager runs 64 episodes in 8 groups. An episode consists of a
 prompt with an image of 2 megapixels, a response, a crop of 1.8 megapixels that differs between
-episodes, and a second response. The engine is stalled between two steps if at least one request is
-pending, and idle if no request is pending.
+episodes, and a second response. The time between two engine steps counts as stalled if a request is
+pending, and as idle otherwise.
 """
 
 import argparse
@@ -134,7 +134,7 @@ class LooksTask:
     num_made: int = 0
 
     def env(self, example: Example) -> Looks:
-        """Return an environment with its own crop position."""
+        """Return an environment; the crop position changes with every call."""
         side, self.num_made = int((self.pixels * 0.9) ** 0.5), self.num_made + 1
         start = self.num_made % int(0.05 * side)
         return Looks(example.payload["picture"], (start, start, start + side, start + side))

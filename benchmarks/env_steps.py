@@ -6,10 +6,10 @@ r"""Environment steps per second during rollouts, compared with RL4VLM's scheme.
 
 Both sides use the same cores, model, game and rules.
 
-This project's side is launch/train.py with PPO, one process per core and one engine per process.
+This project runs launch/train.py with PPO, with one process per core and one engine per process.
 The episodes of a step run concurrently, and the engine returns logprobs with the tokens. The rate
-of a step is its number of turns divided by the seconds of its rollouts (time/engine plus
-time/environment); the first step is excluded. RL4VLM's scheme (arXiv 2405.10292, --num-processes 1)
+of a training step is its number of turns divided by its rollout time in seconds (time/engine plus
+time/environment). The first step is excluded. RL4VLM's scheme (arXiv 2405.10292, --num-processes 1)
 runs one environment at a time. In each environment step, Hugging Face's generate() samples a
 response to a single prompt, and a second forward pass over prompt and response computes the
 logprobs. This scheme uses Hugging Face's model without an engine, with one thread per core. Both
@@ -96,7 +96,7 @@ class OneByOne:
 def main() -> None:
     """Run both sides and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="nano model after its warm start, so that its responses are complete")
+    parser.add_argument("--model", required=True, help="nano model after the SFT warm start")
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of the RL4VLM-style loop")
     parser.add_argument("--steps", type=int, default=6, help="number of our rollout steps")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS)

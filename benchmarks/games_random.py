@@ -1,4 +1,4 @@
-"""Success rates of random and optimal play in the card games, exact if possible, and simulated.
+"""Success rates of random play (exact and simulated) and of optimal play in the card games.
 
     python benchmarks/games_random.py --episodes 100000
 
@@ -39,12 +39,15 @@ from megatron_rl.tasks.gym_cards.solvers import find_solution, hand_probabilitie
 def random_points(rules: PointsRules) -> float:
     """Return the exact success rate of random play in EZPoints, over all formulas and deals.
 
-    An episode with a win has a return above 0 even after the maximum of six penalties.
+    The return of a won episode is above 0 even after six penalties, the maximum.
     """
 
     @cache
     def wins(table: PointsState, length: int) -> float:
-        """Return the win probability; blanks count in `length` but are not in `table.formula`."""
+        """Return the probability of a win.
+
+        Blanks count toward `length`, but `table.formula` does not contain them.
+        """
         if length > rules.max_formula_tokens:
             return 0.0
         share = 0.0
@@ -88,7 +91,7 @@ def tossed(game: Blackjack, dice: random.Random) -> float:
 
 
 def told(wins: int, num: int) -> str:
-    """Return the percentage of wins and its confidence interval as text."""
+    """Return the win rate in percent and its 95% confidence interval, as text."""
     low, high = wilson_interval(wins / num, num)
     return f"{100 * wins / num:.3f} ({100 * max(low, 0):.3f} to {100 * high:.3f})"
 
@@ -113,13 +116,16 @@ def main() -> None:
         ("number_line", compute_policy_success({state: (0.5, 0.5) for state in STATES}), lambda: walked(dice), "100"),
         ("ez_points", random_points(EZPOINTS), lambda: written(EZPOINTS, lambda dealer: deal_pair(EZPOINTS, dealer), dealer, dice), "100"),
         ("points24", None, lambda: written(POINTS24, deal_four, dealer, dice), solvable),
-        ("blackjack", coin.wins, lambda: tossed(game, dice), f"{100 * most_wins.wins:.2f}; with best return {100 * best.wins:.2f}"),
+        ("blackjack", coin.wins, lambda: tossed(game, dice), f"{100 * most_wins.wins:.2f}; for the highest return {100 * best.wins:.2f}"),
     )
-    print("| game | random, exact % | random, simulated % (95%) | best % |\n|---|---|---|---|")
+    print("| game | random play, exact % | random play, simulated % (95% CI) | best possible % |\n|---|---|---|---|")
     for name, exact, episode, ceiling in rows:
         wins = sum(episode() > 0 for _ in range(num))
         print(f"| {name} | {'-' if exact is None else f'{100 * exact:.3f}'} | {told(wins, num)} | {ceiling} |", flush=True)
-    print(f"\nMean return of Blackjack: random {coin.reward:.4f}, most wins {most_wins.reward:.4f}, best {best.reward:.4f}.")
+    print(
+        f"\nMean return in Blackjack: random play {coin.reward:.4f}, policy with the most wins {most_wins.reward:.4f}, "
+        f"policy with the highest return {best.reward:.4f}."
+    )
 
 
 if __name__ == "__main__":

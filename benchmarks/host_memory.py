@@ -3,11 +3,11 @@
     .venv/bin/python benchmarks/host_memory.py            # 2-megapixel images, 8 and 64 episodes
     .venv/bin/python benchmarks/host_memory.py --side 56 --episodes 2 4         # smoke test
 
-For runs with more episodes or ranks, the benchmark compares the additional memory with the plan of
-megatron_rl/memory_plan/image_memory.py. A run is one step of launch/train.py with task vqa, one
-episode per image, a nano model of a million parameters, and the real engine and trainer. The peak
-is the maximum resident memory of the run's largest process as counted by the kernel, including
-shared pages.
+For two runs with different numbers of episodes or ranks, the benchmark compares the difference in
+measured memory with the difference planned by megatron_rl/memory_plan/image_memory.py. A run is one
+step of launch/train.py with task vqa, one episode per image, a nano model of a million parameters,
+and the real engine and trainer. The peak is the maximum resident memory of the run's largest
+process as counted by the kernel, including shared pages.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side", type=int, default=1400, help="side of each image in pixels; a multiple of 28")
     parser.add_argument("--episodes", type=int, nargs=2, default=[8, 64])
-    parser.add_argument("--ranks", type=int, default=2, help="tensor-parallel ranks of a third run; 1: no third run")
+    parser.add_argument("--ranks", type=int, default=2, help="number of tensor-parallel ranks of a third run; 1 skips the third run")
     given = parser.parse_args()
     few, many = given.episodes
     with tempfile.TemporaryDirectory() as home:
@@ -107,12 +107,12 @@ def main() -> None:
         make_questions(data, num=many, side=given.side)
         kinds = [Kind(few, 1), Kind(many, 1), *([Kind(many, given.ranks)] if given.ranks > 1 else [])]
         found = {kind: (planned(kind, model, side=given.side), measured(kind, model, data, side=given.side)) for kind in kinds}
-    print("| run | planned images, GB | peak of a process, GB |\n|---|---|---|")
+    print("| run | planned memory for images, GB | peak memory of the largest process, GB |\n|---|---|---|")
     for kind, (plan, peak) in found.items():
         print(f"| {kind} | {plan / 1e9:.3f} | {peak / 1e9:.3f} |")
     for less, more in [(kind, kinds[1]) for kind in (kinds[0], *kinds[2:])]:
         plan, peak = (found[more][column] - found[less][column] for column in (0, 1))
-        print(f"| {more} minus {less} | {plan / 1e9:.3f} | {peak / 1e9:.3f}, measured / planned {peak / plan:.2f} |")
+        print(f"| difference: {more} minus {less} | {plan / 1e9:.3f} | {peak / 1e9:.3f} (measured / planned: {peak / plan:.2f}) |")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Lewis game with nano models on several seeds: RL of the speaker, of the listener, and of both.
+"""RL of the speaker, the listener, or both in the Lewis game, with nano models and several seeds.
 
     .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds  # runs missing cells, prints table
     .venv/bin/python benchmarks/lewis.py --out runs/lewis_seeds --cells speaker --seeds 0
@@ -12,9 +12,9 @@ A cell is one way to train speaker, listener or both. The seed determines the in
 demonstrations and the rollouts; all seeds use the same images and rounds. At the end of every cell,
 the same games are played on held-out concepts with greedy decoding, once with each of three
 listeners. The partner is the listener that computes the reward. The frozen listener is the
-partner's SFT checkpoint. The stranger is a listener that was trained with another seed. --tiny
-works only for the speaker cell, because after one step a speaker's descriptions are too poor for a
-listener to score.
+partner's SFT checkpoint. The stranger is a listener that was trained with another seed. The option
+--tiny works only for the speaker cell: after a single SFT step, a speaker's descriptions are too
+poor for a listener to score.
 """
 
 import argparse
@@ -82,7 +82,10 @@ class Home:
 
 @contextlib.contextmanager
 def serving(kind: str, model: Path, *words: str, token: str = "") -> Iterator[str]:
-    """Run a listener or speaker server and yield its URL; requests need `token` if it is set."""
+    """Run a listener or speaker server and yield its URL.
+
+    If the server requires a token, `token` must be the server's token.
+    """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -154,9 +157,9 @@ def listening(home: Home, speaker: Path, listener: Path, frozen: str, heard: lis
 
 
 def alternating(home: Home, speaker: Path, listener: Path, frozen: str, heard: list[str]) -> None:
-    """Train speaker and listener in alternating runs, each with the other's latest checkpoint.
+    """Train speaker and listener in alternating runs.
 
-    Each run starts with a new optimizer state.
+    Each run uses the latest checkpoint of the other model and starts with a new optimizer state.
     """
     for turn in range(ROUNDS):
         with serving("listener", listener) as url:
@@ -203,7 +206,7 @@ def judged(home: Home, name: str, speaker: Path, heard: list[str], url: str) -> 
 
 
 def half(home: Home, *, of: int) -> list[str]:
-    """Return the override that gives each alternating run `of` / ROUNDS steps."""
+    """Return the override that sets the number of steps of an alternating run to `of` / ROUNDS."""
     return [] if home.tiny else [f"run.steps={of // ROUNDS}"]
 
 

@@ -1,6 +1,6 @@
-"""Number of candidate images that a listener scores per second, and the time outside its engine.
+"""Throughput of a listener in candidate images per second, and time outside the listener's engine.
 
-The time outside the engine is spent on HTTP, image decoding and prompt rendering.
+Outside the engine, the listener spends time on HTTP, image decoding and prompt rendering.
 """
 
 import asyncio

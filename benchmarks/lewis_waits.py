@@ -1,11 +1,11 @@
-"""Fraction of a speaker's step spent only waiting for scores, from traces (run.trace=N).
+"""Fraction of a speaker's training step in which the run only waits for scores.
 
     python launch/train.py experiment=lewis_cpu run.trace=25
     .venv/bin/python benchmarks/lewis_waits.py runs/lewis/speaker
 
-Time counts as waiting if the run waits for a response from the listener and nothing else is in
-progress: the policy generates no response, no environment step runs, and the trainer has no open
-span except those in which it waits for episodes.
+The fraction is computed from traces (run.trace=N). Time counts as waiting if a request to the
+listener is open and nothing else is in progress: the policy generates no response, no environment
+step runs, and the trainer has no open span except spans in which it waits for episodes.
 """
 
 import argparse
@@ -37,7 +37,10 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def waits(file: Path) -> tuple[float, float]:
-    """Return the seconds in which a traced step only waits for scores, and its total seconds."""
+    """Return the waiting time and the total time of a traced step, in seconds.
+
+    The waiting time is the time in which the step only waits for scores.
+    """
     events = [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in events if event["cat"] == STEP_ROW]
     first, last = min(begin for begin, _ in spans), max(end for _, end in spans)  # an episode may have started in the previous step
@@ -55,13 +58,13 @@ def main() -> None:
     """Print the waiting fraction over the traced steps of a run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("--skip", type=int, default=2, help="number of first steps to skip (default %(default)s)")
+    parser.add_argument("--skip", type=int, default=2, help="number of initial steps to skip (default %(default)s)")
     given = parser.parse_args()
     steps = [waits(file) for file in sorted((given.run / TRACE_FOLDER).glob("step_*.json"))[given.skip :]]
     if not steps:
         parser.error(f"{given.run} has traces of at most {given.skip} steps; set run.trace=25 for the run")
     alone, whole = (sum(column) for column in zip(*steps, strict=True))
-    print(f"{len(steps)} steps, {whole / len(steps):.2f} s each; waiting only for scores: {alone / whole:.1%}")
+    print(f"{len(steps)} steps, {whole / len(steps):.2f} s on average; fraction spent only waiting for scores: {alone / whole:.1%}")
 
 
 if __name__ == "__main__":

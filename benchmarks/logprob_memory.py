@@ -59,7 +59,7 @@ def main() -> None:
     given = parser.parse_args()
     logits = given.rows * VOCABULARY * 4 >> 20
     print(f"{given.rows} rows x {VOCABULARY}: one copy of the logits is {logits} MiB\n")
-    print("| chunk size | MiB above the start | seconds | sum of logprobs | gradient norm |\n|---|---|---|---|---|", flush=True)
+    print("| chunk size | peak memory increase, MiB | seconds | sum of logprobs | gradient norm |\n|---|---|---|---|---|", flush=True)
     for block in given.blocks:
         process = multiprocessing.get_context("fork").Process(target=measure, args=(given.rows, block, given.hidden))
         process.start()

@@ -6,8 +6,8 @@
 Reports failed rollouts and the time for which callbacks block the rollouts' event loop. The run is
 like a run of launch/train.py with run.mode=rollout_only, engine.mode=server and
 engine.num_local_servers=2. Its task is defined in this script: the policy receives an image, and
-after each response a random crop of this image. The time of a callback is the processor time of its
-thread, so that it does not include the load of other programs.
+after each response a random crop of this image. Callbacks are measured in processor time of their
+thread, which excludes the load of other programs.
 """
 
 import argparse
@@ -148,7 +148,8 @@ def main() -> None:
     whole = sum(len(rollout.turns) == LOOKS and len(rollout.images) >= LOOKS for rollout in rollouts)
     p50, p99 = np.percentile(np.array(seen.seconds) * 1000, [50, 99])
     print(
-        "| episodes | concurrent | failed | with three images | s | callbacks | median, ms | p99, ms | longest, ms | above 50 ms | load |"
+        "| episodes | max concurrent | failed | complete (three images) | run time, s | callbacks | median, ms | p99, ms "
+        "| longest, ms | above 50 ms | load average |"
     )
     print("|" + "---|" * 11)
     print(

@@ -9,14 +9,14 @@ r"""Training speed and MFU of the policy with the shapes of released models.
 Reports seconds per update, tokens per second, FLOP/s, MFU and peak memory. Every sequence has one
 image and random text, half of which counts as sampled. With --group N, N consecutive sequences
 share a prompt with its image, and the prompt is computed once per micro-batch. With --unshared,
-each prompt starts with a different token, so that only the image is shared, while all sizes stay
-equal. Tokens per second include the shared tokens of every sequence.
+each prompt starts with a different token, so only the image is shared; the size of the sequences
+does not change. Tokens per second include the shared tokens of every sequence.
 
-FLOPs include only tokens and patches that are computed: 6 per parameter and token or patch, plus 12
-* layers * heads * head_dim * (length^2 - shared^2) / 2 for the attention of the language model;
-recomputation is not counted. With LoRA adapters, the FLOPs per parameter are 4 in the language
-model (no weight gradients) and 2 in the vision tower (no gradients at all); the adapters themselves
-are not counted.
+FLOPs include only tokens and patches that are computed; recomputation is not counted. Each token or
+patch counts 6 FLOPs per parameter. The attention of the language model adds 12 * layers * heads *
+head_dim * (length^2 - shared^2) / 2 FLOPs per sequence. With LoRA adapters, the FLOPs per parameter
+are 4 in the language model (no weight gradients) and 2 in the vision tower (no gradients at all);
+the adapters themselves are not counted.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpe
 
 
 def squares(batch: MicroBatch) -> int:
-    """Return the sum of squared sequence lengths, minus the squared lengths of shared prefixes.
+    """Return the sum of (prefix + segment length)^2 - (prefix length)^2 over all segments.
 
     Example: a prompt of 3 tokens with responses of 2 tokens and 1 token results in 9 + (25 - 9) +
     (16 - 9) = 32.
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--image", type=int, default=560, help="side of each sequence's image in pixels; a multiple of 28")
     parser.add_argument("--group", type=int, default=1, help="number of sequences that share prompt and image")
     parser.add_argument(
-        "--unshared", action="store_true", help="begin each prompt of a group with a different token, so that none is shared"
+        "--unshared", action="store_true", help="start each prompt of a group with a different token, so the sequences share no tokens"
     )
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--updates", type=int, default=5, help="number of timed updates, after one warm-up update")

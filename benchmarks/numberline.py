@@ -7,8 +7,8 @@ r"""Quickstart recipe on several seeds: nano checkpoint, SFT warm start, GRPO.
 
 Prints one table and draws one plot. The seed determines the checkpoint's initial weights, the
 demonstrations and the rollouts. An episode is a success if its return is above 0. Success rates are
-averages over all 30 starts, weighted by their frequency: exact for greedy decoding, and estimated
-from 8 episodes per start at temperature 1.
+averages over all 30 start states, weighted by the frequency of the states. The rates are exact for
+greedy decoding, and estimated from 8 episodes per start state at temperature 1.
 """
 
 import argparse
@@ -41,8 +41,8 @@ def train(*overrides: str) -> float:
 def run_seed(seed: int, staleness: int, beyond: list[str], out: Path, *, tiny: bool) -> dict[str, float]:
     """Run one seed and return its row of the table.
 
-    Existing results are reused, so that all values of staleness share the nano checkpoint and the
-    SFT warm start.
+    Existing results are reused, so runs with different staleness limits share the nano checkpoint
+    and the SFT warm start.
     """
     folder = out / f"seed{seed}"
     if not (folder / "nano").exists():
@@ -80,7 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0], help="values of run.max_staleness for GRPO")
-    parser.add_argument("--beyond", nargs="+", default=[], metavar="KEY=VALUE", help="GRPO settings for a staleness above 0")
+    parser.add_argument(
+        "--beyond", nargs="+", default=[], metavar="KEY=VALUE", help="additional GRPO settings for runs with a staleness above 0"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--tiny", action="store_true", help="smoke test: one or two steps per stage")
     arguments = parser.parse_args()
@@ -91,7 +93,8 @@ def main() -> None:
         print(json.dumps(rows[-1]), flush=True)
     stages = "after SFT greedy | temperature 1 | after GRPO greedy | temperature 1"
     print(
-        f"| seed | max staleness | mean staleness | {stages} | SFT s | GRPO s | s / step | sync ms | max logprob diff | unaccounted time |"
+        f"| seed | max staleness | mean staleness | {stages} | SFT s | GRPO s | s / GRPO step | weight sync ms | max logprob diff "
+        f"| fraction of time unaccounted for |"
     )
     print("|" + "---|" * 13)
     for row in rows:

@@ -6,8 +6,9 @@
     .venv/bin/python benchmarks/sandbox_calls.py --repeats 3 --clients 2 --seconds 0.1 --calls 200
 
 Prints Markdown tables. A warm call is a call of `box.run` on an open box. In throughput
-measurements, every client has its own box. The tables compare all isolation layers of this host
-with no isolation, measured in the same run.
+measurements, every client has its own box. The tables compare sandboxes that use all isolation
+layers available on this host with sandboxes without isolation. Both kinds of sandboxes are measured
+in the same run.
 """
 
 import argparse
@@ -55,7 +56,7 @@ class Sizes:
 
 
 def checked(result: CallResult, *, code: str) -> None:
-    """Assert that a call succeeded and returned an image if its code shows one."""
+    """Assert that a call succeeded and, if its code calls show(), returned an image."""
     assert result.fault is Fault.NONE and len(result.images) == ("show()" in code) and not result.dropped, result
 
 
@@ -92,7 +93,7 @@ async def warm(sizes: Sizes) -> None:
                     checked(await box.run(CODES["print"]), code=CODES["print"])
 
             columns.setdefault("open, print, close", []).append(await timed(cycle, repeats=min(100, sizes.repeats)))
-    print("| ms | median | 95% | no isolation: median | 95% |\n|---|---|---|---|---|")
+    print("| latency, ms | median | 95th percentile | no isolation: median | no isolation: 95th percentile |\n|---|---|---|---|---|")
     for name, pair in columns.items():
         print(row(name, *pair))
     plain = []
@@ -102,7 +103,7 @@ async def warm(sizes: Sizes) -> None:
             [sys.executable, "-c", "import numpy, PIL.Image, matplotlib.pyplot; print(1 + 1)"], check=True, stdout=subprocess.DEVNULL
         )
         plain.append(1e3 * (time.perf_counter() - started))
-    print(f"\nA fresh `python -c` that imports numpy, Pillow and pyplot, for comparison: {statistics.median(plain):.0f} ms.\n")
+    print(f"\nFor comparison, a new `python -c` process that imports numpy, Pillow and pyplot takes {statistics.median(plain):.0f} ms.\n")
 
 
 async def _run(box: Box, code: str) -> None:
@@ -162,7 +163,7 @@ async def _until_up(url: str) -> SandboxClient:
 
 
 async def throughput(sizes: Sizes) -> None:
-    """Measure calls per second in this process, over HTTP, and without isolation."""
+    """Measure calls per second with a pool in this process, over HTTP, and without isolation."""
     tables = {}
     async with SandboxPool(size=sizes.clients, limits=LIMITS) as pool:
         tables["in process, one open box per client"] = await per_second(pool, sizes, reopen=False)
@@ -201,8 +202,8 @@ def standing() -> dict[str, int]:
 async def leaks(sizes: Sizes) -> None:
     """Run thousands of calls and compare the resource counts before and after.
 
-    Each client opens a new box every hundred calls; in every twentieth box, one call forks and runs
-    into its timeout.
+    Each client opens a new box every hundred calls. In every twentieth box, one call forks a
+    process and runs until its timeout.
     """
     mixed = [*CODES.values(), 'open("kept.bin", "wb").write(bytes(100000))', "1 / 0"]
     before = standing()
@@ -233,7 +234,10 @@ async def leaks(sizes: Sizes) -> None:
     await asyncio.get_running_loop().shutdown_default_executor()  # threads that parse large replies belong to the event loop
     after = standing()
     print(f"{sizes.calls} calls in {time.perf_counter() - started:.0f} s, {lost} of them reported that earlier state was lost:\n")
-    print("| | before the pool | pool without open boxes | the same after the calls | pool closed |\n|---|---|---|---|---|")
+    print(
+        "| resource | before the pool starts | after one call, no open boxes | after all calls, no open boxes "
+        "| after the pool is closed |\n|---|---|---|---|---|"
+    )
     for name in before:
         print(f"| {name} | {before[name]} | {warm_up[name]} | {at_end[name]} | {after[name]} |")
     print(f"\nResident memory of the pool's own process grew by {grown:.1f} MiB during the calls.")

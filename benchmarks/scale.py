@@ -4,10 +4,10 @@
     .venv/bin/python benchmarks/scale.py --experiment codev_7b_h200x8 --gpus 8 64
 
 Update and weight-sync times come from megatron_rl/memory_plan/step_time.py with the constants in
-memory_plan/step_time_constants.py. The rollout is simulated instead: episodes with random
-log-normal lengths (constant `spread`) are assigned to the engines in turn and run in the engines'
-slots, and all engines wait for the last engine. The batch is the recipe's batch on any number of
-GPUs, or a batch that grows in proportion to the number of GPUs.
+memory_plan/step_time_constants.py. The rollout time is simulated: episodes with random log-normal
+lengths (constant `spread`) are assigned to the engines in turn. The rollout ends when the last
+engine is done. One table uses the recipe's batch size for every number of GPUs; the other table
+uses a batch size that grows in proportion to the number of GPUs.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def play(case: StepTimeInputs, *, seed: int) -> Played:
 
 
 def case_for(given: argparse.Namespace) -> StepTimeInputs:
-    """Return the time model's inputs for the recipe with its own number of GPUs."""
+    """Return the time model's inputs for the recipe, with the number of GPUs from the recipe."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         settings: Settings = resolve_settings(compose("train", overrides=[f"experiment={given.experiment}"]))
     model = load_known_spec(settings.model.path)
@@ -124,7 +124,7 @@ def case_for(given: argparse.Namespace) -> StepTimeInputs:
 
 
 def on(case: StepTimeInputs, world_size: int, *, grows: bool) -> StepTimeInputs:
-    """Return the inputs for `world_size` GPUs; if `grows`, scale the batch in proportion."""
+    """Return the inputs for `world_size` GPUs; if `grows`, scale the batch size in proportion."""
     batch = case.settings.batch
     prompts_per_step = max(batch.minibatches, batch.prompts_per_step * world_size // case.world_size) if grows else batch.prompts_per_step
     settings = replace(case.settings, batch=replace(batch, prompts_per_step=prompts_per_step))

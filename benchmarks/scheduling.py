@@ -5,8 +5,8 @@
 Runs 64 episodes of 8 turns. A turn samples a few tokens and then waits for a tool with log-normal
 latency (median 0.5 s, sigma 1.0). Both schedules use the trainer's own run_episode. In lock step,
 tools start only after all episodes have responded, and episodes continue only after all tools have
-finished. The critical path is the duration of the episode with the most tool time if this episode
-has the engine to itself; no schedule can be faster.
+finished. The critical path is the time that the episode with the most tool time takes when it runs
+alone on the engine. No schedule can be faster.
 """
 
 import argparse
@@ -31,7 +31,10 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @dataclass
 class Waits(Env):
-    """Environment whose tool has the given latencies; a barrier enforces lock step."""
+    """Environment whose turns wait for the given tool latencies.
+
+    The barrier enforces lock step; None means asynchronous scheduling.
+    """
 
     latencies: list[float]
     barrier: asyncio.Barrier | None
@@ -120,7 +123,7 @@ def main() -> None:
             special_tokens=renderer.special_tokens, group=None,
         )  # fmt: skip
         play(engine, renderer, [[0.0]], tokens=chosen.tokens, lock_step=False)
-        print("| seed | lock-step s | per-episode s | critical path s | speedup | per-episode / critical path |\n|---|---|---|---|---|---|")
+        print("| seed | lock-step s | asynchronous s | critical path s | speedup | asynchronous / critical |\n|---|---|---|---|---|---|")
         for seed in chosen.seeds:
             draws_ET = np.random.default_rng(seed).lognormal(np.log(0.5), 1.0, (chosen.episodes, chosen.turns)).tolist()
             slowest = max(draws_ET, key=sum)

@@ -5,11 +5,11 @@ r"""Step time of visual search with slow tools, for run.max_staleness=0 and 1.
     # Smoke test:
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/staleness.py --model FOLDER --out runs/tiny --tiny
 
-Each run executes launch/train.py on two ranks, each with its own engine. For a trainer with a
-separate engine, add --ranks 1 engine.mode=server engine.num_local_servers=1. Tools run in a real
+Each run executes launch/train.py on two ranks, each with its own engine. To measure a trainer with
+a separate engine, add --ranks 1 engine.mode=server engine.num_local_servers=1. Tools run in a real
 sandbox server behind a proxy that delays each tool response by a log-normal time (median 0.5 s,
-sigma 1) or by a constant time (--sigma 0). Means exclude the first two steps and the last step,
-because in these steps fewer rollouts are in flight than the staleness allows.
+sigma 1) or by a constant time (--sigma 0). Means exclude the first two steps and the last step, in
+which fewer rollouts are in flight than run.max_staleness allows.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="additional settings of the runs, KEY=VALUE")
     given = parser.parse_intermixed_args()  # settings and options may be mixed
     given.out.mkdir(parents=True, exist_ok=True)
-    print("| max staleness | s / step | update s | mean staleness | stale | reward | load |\n|" + "---|" * 7, flush=True)
+    print("| max staleness | s / step | s / update | mean staleness | stale rollouts | reward | load average |\n|" + "---|" * 7, flush=True)
     for staleness in given.staleness:
         with slow_sandbox(given.size, median=given.median, sigma=given.sigma) as url:
             words = [f"model.path={given.model}", f"task.sandbox.url={url}", f"run.max_staleness={staleness}", "run.steps=30"]

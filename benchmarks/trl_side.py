@@ -1,4 +1,4 @@
-"""TRL's side of the comparison in benchmarks/vs_trl.py: GRPOTrainer on single-turn NumberLine.
+"""TRL's side of benchmarks/vs_trl.py; trains with GRPOTrainer on single-turn NumberLine.
 
 This script runs in .venv-trl (requirements-trl.txt). It uses this project's functions for all parts
 that must be equal on both sides: choosing prompts, resizing images and computing rewards. Before
@@ -118,9 +118,10 @@ def check_prompt(trainer: GRPOTrainer, renderer: Renderer) -> None:
 
 
 def grpo_config(given: argparse.Namespace) -> GRPOConfig:
-    """Return TRL's config with the settings of both sides and TRL's fastest options on a CPU.
+    """Return TRL's config with the settings of the comparison and TRL's fastest options on a CPU.
 
-    The fastest options are float32, no activation recomputation and no reference model.
+    TRL is fastest on a CPU with float32, without activation recomputation and without a reference
+    model.
     """
     samples = given.prompts * given.group_size // int(os.environ.get("WORLD_SIZE", 1))
     return GRPOConfig(

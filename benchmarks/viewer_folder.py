@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/viewer_folder.py
     .venv/bin/python benchmarks/viewer_folder.py --tiny      # smoke test
 
-One run directory has short episodes, and another has long episodes. A few synthetic steps, as in
-bank.py, are written in a run's format. All other steps are hard links to these files, so the files
-of a directory have a total size of 10 GB but use a tenth of this size on disk. The last default
-value of `--memory-gb` is intentionally too small.
+One run directory has short episodes, and another has long episodes. A few steps with synthetic
+rollouts, as in bank.py, are written in the format of a run. All other steps are hard links to these
+files, so a directory has a total size of 10 GB but occupies only about a tenth of that on disk. By
+default, the last of the three measured memory limits (`--memory-gb`) is intentionally too small.
 """
 
 import argparse

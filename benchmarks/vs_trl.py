@@ -112,7 +112,7 @@ def our_side(given: argparse.Namespace, folder: Path, *, processes: int) -> Side
 
 
 def trl_side(given: argparse.Namespace, folder: Path, switches: str) -> Side:
-    """Return TRL's side with the settings of the comparison and the options with this name."""
+    """Return TRL's side with the settings of the comparison and the options in `switches`."""
     processes, threads = int(switches[0]), int(switches[2])
     log = folder / "metrics.jsonl"
     settings = {
@@ -230,13 +230,16 @@ def report(results: list[Result], given: argparse.Namespace) -> None:
 
 
 def compare(results: list[Result], ours: str, theirs: str) -> None:
-    """Print ratios of consecutive runs, and check that both sides start from the same policy."""
+    """Print the ratios of TRL's step times to this project's step times.
+
+    The function also reports whether both sides start from the same policy.
+    """
     pairs = list(zip((r for r in results if r.side == ours), (r for r in results if r.side == theirs), strict=True))
     for what, ratios in {
         "seconds per step": [them.step_s / us.step_s for us, them in pairs],
         "CPU seconds per step": [them.cpu_step_s / us.cpu_step_s for us, them in pairs],
     }.items():
-        print(f"{what}: {theirs} / {ours} = {statistics.median(ratios):.2f} (each round: {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
+        print(f"{what}: {theirs} / {ours} = {statistics.median(ratios):.2f} (per round: {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
     us, them = (side.solved[0] for side in pairs[0])
     mean = (us + them) / 2
     noise = math.sqrt(2 * mean * (1 - mean) / (PROMPTS * GROUP_SIZE))
@@ -249,12 +252,16 @@ def main() -> None:
     """Run both sides and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/sft/final", help="NumberLine checkpoint after the warm start")
-    parser.add_argument("--rounds", type=int, default=2, help="number of runs per side, alternating")
+    parser.add_argument("--rounds", type=int, default=2, help="number of runs per side; runs of the two sides alternate")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=2, help="number of first steps excluded from the medians")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--trl", default=TRL_BEST, choices=list(TRL_SWITCHES), metavar="SWITCHES", help=f"one of {', '.join(TRL_SWITCHES)}")
-    parser.add_argument("--sweep", action="store_true", help="instead, run every choice of --trl and both of our process counts once")
+    parser.add_argument(
+        "--sweep",
+        action="store_true",
+        help="run TRL once with each choice of --trl, and this project once with 1 and once with 2 processes",
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "runs/vs_trl", help="new folder for results.jsonl and the logs of the runs")
     given = parser.parse_args()
     if given.out.exists():

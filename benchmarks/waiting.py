@@ -8,13 +8,15 @@
 Compares colocated and separate engines; uses no GPU. The script is an event simulation: episodes
 with log-normal or measured lengths wait for a slot of their engine. An engine step takes the time
 that memory_plan/step_time.py estimates for the number of running episodes. A group is complete when
-all its episodes are complete. As in rollout/scheduler.py, a step waits for all groups that would be
-too old for the next step, and is filled up with the groups that are completed first.
+all its episodes are complete. As in rollout/scheduler.py, a step waits for all groups that would
+exceed the staleness limit in the next step. The rest of the step's batch consists of the groups
+that complete first.
 
 Colocated engines are stopped during updates and weight syncs. Separate engines are stopped only
-during weight syncs, and some of the GPUs only train. If an episode continues after an update, its
-tokens are prefilled again. The batch grows in proportion to the number of GPUs. The simulation
-makes the same simplifications as the time model in scale.py. --measure requires rollouts.save=all.
+during weight syncs; the GPUs without an engine only train. If an episode continues after an update,
+its tokens are prefilled again. The batch grows in proportion to the number of GPUs. The simulation
+makes the same simplifications as the time model in scale.py. The option --measure requires a run
+with rollouts.save=all.
 """
 
 import argparse
@@ -41,7 +43,8 @@ TRAINERS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 class Engine:
     """Simulated engine with its slots and episodes.
 
-    The length of an episode is a number of engine steps; `made` counts the engine's steps.
+    Episode lengths are measured in engine steps; `made` is the number of steps that the engine has
+    run.
     """
 
     slots: int
@@ -98,8 +101,8 @@ class Engines:
     def play(self, start: float, *, until: float, num_groups: float, due: Set[int] = frozenset()) -> float:
         """Simulate the engines from time `start` and return the time at which the simulation ends.
 
-        It ends when `num_groups` groups, including all groups in `due`, are complete, but no later
-        than `until`.
+        The simulation ends when `num_groups` groups are complete, including all groups in `due`,
+        but no later than at time `until`.
         """
         for engine in self.each:
             engine.now = start
@@ -142,12 +145,12 @@ class Told:
     idle: float
     """Fraction of the total GPU time in which a GPU does not generate, train or sync weights."""
     staleness: float
-    """Mean number of updates from scheduling a group to training on the group."""
+    """Mean number of weight updates between scheduling a group and training on that group."""
 
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """Measured episodes of each group.
+    """Measured token counts and tool times of episodes, by group.
 
     `tokens` (sampled tokens) and `tools` (seconds in the environment) are relative to the mean over
     all episodes.
@@ -189,10 +192,10 @@ def measure(bank: Path) -> dict[str, list[list[float]]]:
 
 
 def lengths(case: StepTimeInputs, *, num_groups: int, seed: int, full: float, shape: Shape | None = None) -> list[list[float]]:
-    """Return the length of every episode by group, in steps of a full engine.
+    """Return the length of every episode, by group, in steps of a fully loaded engine.
 
     The length includes the episode's sampled tokens and the time for its tools and prompts. Without
-    a measured shape, numbers of tokens are log-normal, and tool times are constant.
+    a measured shape, token counts are log-normal and tool times are constant.
     """
     episode, speeds, size = case.episode, case.speeds, case.settings.batch.group_size
     if shape is None:
@@ -255,9 +258,9 @@ def simulate(case: StepTimeInputs, *, staleness: int, trainers: int = 0, steps: 
 
 
 def rows(case: StepTimeInputs, size: int, *, steps: int, shape: Shape | None = None) -> list[str]:
-    """Return table rows for colocated engines and the fastest split into engine and training GPUs.
+    """Return one table row for each value of run.max_staleness.
 
-    Each row is for one value of run.max_staleness.
+    A row compares colocated engines with the fastest split into engine GPUs and training GPUs.
     """
     here, lines, first = on(case, size, grows=True), [], None
     for staleness in (0, 1, 2):
@@ -299,8 +302,8 @@ def main() -> None:
     case = case_for(given)
     if given.spread is not None:
         case = replace(case, speeds=replace(case.speeds, spread=given.spread))
-    kinds = (f"{kind}, s | speedup | idle | staleness" for kind in ("colocated", "apart"))
-    print(f"| GPUs | episodes | staleness | {' | trainers | '.join(kinds)} |\n|{'---|' * 12}", flush=True)
+    kinds = (f"{kind}, s / step | speedup | GPU idle | mean staleness" for kind in ("colocated", "apart"))
+    print(f"| GPUs | episodes | max staleness | {' | training GPUs | '.join(kinds)} |\n|{'---|' * 12}", flush=True)
     for size in given.gpus:
         print("\n".join(rows(case, size, steps=given.steps, shape=shape)), flush=True)
 

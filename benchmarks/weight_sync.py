@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 def measure(name: str, given: argparse.Namespace) -> None:
-    """Measure a layout; runs on every rank, and the main rank prints a line."""
+    """Measure a layout on all ranks and print a line on the main rank."""
     import torch
     import torch.distributed as dist
 
@@ -90,7 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="runs/quickstart/nano", help="a Hugging Face Qwen2.5-VL folder")
     parser.add_argument("--repeats", type=int, default=30, help="number of timed repetitions, after one warm-up")
-    parser.add_argument("--layout", choices=list(LAYOUTS), help="run only this layout; also set for the torchrun processes")
+    parser.add_argument(
+        "--layout", choices=list(LAYOUTS), help="measure only this layout; the benchmark passes this option to its torchrun processes"
+    )
     given = parser.parse_args()
     if "RANK" in os.environ:
         measure(given.layout, given)

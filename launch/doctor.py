@@ -3,8 +3,9 @@ r"""Checks everything a run needs before the run starts; takes the arguments of 
     python launch/doctor.py experiment=vqa_3b_1gpu \
         'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Run this command on the machine that will start the run. It prints a table of results and one line
-per problem: `error: key=value: remedy`. Exit code 0: the run can start; 1: it cannot.
+Run this command on the machine that will start the run. The command prints a table of results and
+one line per problem, in the form "error: key=value: remedy". Exit code 0: the run can start; 1: the
+run cannot start.
 """
 
 import sys

@@ -9,8 +9,8 @@ r"""Evaluates a checkpoint on a task's examples; takes the arguments of launch/t
     python launch/evaluate.py --help evaluation  # help for these settings
 
 Writes evaluation.json (scores and their conditions), examples.jsonl (one line per example) and all
-episodes to run.dir. If an evaluation is stopped or killed, the same command resumes it.
-launch/compare.py compares evaluations.
+episodes to run.dir. If an evaluation is stopped or killed, the same command resumes it. To compare
+evaluations, use launch/compare.py.
 """
 
 import sys

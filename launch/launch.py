@@ -2,9 +2,9 @@
 
     python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu
 
-If a process fails, its own error message is the last line of the output, and the launcher returns
-the exit code of the first process that failed. Exit code 75: the run stopped on request, and the
-same command resumes it.
+If a process fails, the last line of the output is the error message of this process. The launcher
+returns the exit code of the first process that failed. Exit code 75: the run stopped on request,
+and the same command resumes it.
 """
 
 import sys

@@ -4,8 +4,8 @@ r"""Starts the external services of a run in a separate job; takes the arguments
         'services.judge={kind: vllm, model: 7b, external: true}'
 
 The addresses of the services are written to run.dir, where a run with the same arguments waits for
-them. Exit code 0: the run is finished; 75: stopped by a signal (SIGTERM, SIGUSR1, Ctrl-C).
-launch/slurm/judge.sbatch does the same as a Slurm job.
+them. Exit code 0: the run is finished; 75: a signal (SIGTERM, SIGUSR1, Ctrl-C) stopped the
+services. The job script launch/slurm/judge.sbatch does the same as a Slurm job.
 """
 
 import sys

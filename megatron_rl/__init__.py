@@ -1,1 +1,1 @@
-"""RL trainer for vision-language agents: Megatron-Core trains, vLLM generates."""
+"""RL trainer for vision-language agents, based on Megatron-Core and vLLM."""

@@ -1,6 +1,6 @@
 """Builds models, rollout engines and the trainer context from a run's settings.
 
-Every rank calls every function.
+All functions in this module are called on every rank.
 """
 
 import os
@@ -154,9 +154,9 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the name that identifies this run, in error messages, as the owner of locked servers.
+    """Return the name of this run in error messages about servers that this run has locked.
 
-    Example: `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two components of the run
+    An example is `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two components of the run
     directory's path are included, because vLLM 0.32.0 removes absolute paths from responses
     (sanitize_message in entrypoints/serve/exception_handling/utils.py).
     """

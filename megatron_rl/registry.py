@@ -73,11 +73,11 @@ def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:
         _is_plain_value(settings.options),
         "task.options",
         settings.options,
-        "is stored as YAML; use numbers, strings, lists and mappings of them",
+        "must be storable as YAML; use only numbers, strings, lists and mappings",
     )
     task = task_type(replace(settings, reward="".join(shipped)))
     asks = task.judge is not None or not (settings.judge.model or settings.judge.urls)
-    require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} uses no judge; leave it out")
+    require(asks, "task.judge.model", settings.judge.model, f"task {settings.name} uses no judge; remove this setting")
     task.rubric = from_function(settings.reward, task.rubric, plugins.rewards)
     return task
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on a task's demonstrations.
 
 Policy, packing and optimizer are the same as in RL. The loss is the mean over all tokens of
-assistant messages, except messages with "loss": False.
+assistant messages, except messages whose field "loss" is False.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def train_sft(
 
 
 class RenderedDemonstrations:
-    """Infinite list that repeats a stage's demonstrations, rendered to token sequences on access.
+    """Endlessly repeated demonstrations of a stage, rendered to token sequences on access.
 
     Rendered items are cached, without their image patches, up to CACHE_BYTES of images. Items
     beyond that limit are rendered again on each access.
@@ -94,7 +94,7 @@ class RenderedDemonstrations:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if not any(context.loss_mask):
-            raise ValueError(f"{where}: contains no unmasked reply, so nothing is learned from it; leave it out")
+            raise ValueError(f"{where}: contains no reply with loss; remove this demonstration")
         context.images = [image.without_patches() for image in context.images]
         weighted = PackItem(context, denominator=sum(context.loss_mask))
         self._num_bytes += sum(3 * image.pil.width * image.pil.height for image in context.images)

@@ -122,7 +122,7 @@ def compute_logprobs_and_values(
 
 
 def fill_column(minibatches: list[list[MicroBatch]], compute: Callable[[list[MicroBatch]], list[torch.Tensor]], *names: str) -> None:
-    """Run `compute` and store its result for each micro-batch in the MicroBatch fields `names`."""
+    """Run `compute` on each mini-batch and store the results in the MicroBatch fields `names`."""
     for batches in minibatches:
         for batch, numbers in zip(batches, compute(batches), strict=True):
             for name, number_T in zip(names, numbers.view(len(names), -1), strict=True):

@@ -1,6 +1,6 @@
 """The RL training loop: generate rollouts, filter, compute advantages, update, sync weights.
 
-Weights are synced to the rollout engine after every step, so each step starts on-policy. With
+Weights are synced to the rollout engine after every step, so new rollouts are on-policy. With
 run.max_staleness > 0, episodes may continue across weight updates. Code that depends on the
 algorithm is in algo/. Every rank runs `train`: all ranks have the same rollouts and advantages, and
 the model computation is sharded.
@@ -116,8 +116,8 @@ def restore_and_sync(
 ) -> None:  # fmt: skip
     """Restore the newest checkpoint and send its weights to the engine and the weight publisher.
 
-    The position of the prompt scheduler is restored too. If the run stopped before recording the
-    evaluation of the restored step, that evaluation is run.
+    The position of the prompt scheduler is restored too. If the previous attempt stopped before it
+    recorded the evaluation of the restored step, this function runs the evaluation.
     """
     with run.step_timer("sync"):
         with rollout_manager.offloaded():
@@ -139,8 +139,8 @@ def evaluate_and_record(
 ) -> None:
     """Run the evaluation if one is due, record the step's metrics and finish its checkpoint.
 
-    The last step of the run is only recorded here. The evaluation and checkpoint of the last step
-    are completed at the end of the run.
+    For the last step of the run, this function only records the metrics. Evaluation and checkpoint
+    of the last step are completed at the end of the run.
     """
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
@@ -227,6 +227,9 @@ def make_updaters(
 def raise_on_nonfinite(
     run: Run, policy: Policy, update: Callable[[list[MicroBatch], int], dict[str, float]], step: int, batches: list[MicroBatch]
 ) -> dict[str, float]:
-    """Run one update. If it raises NonFiniteValue, save the micro-batches in the run directory."""
+    """Run one update; if the update raises NonFiniteValue, save its micro-batches.
+
+    The micro-batches are saved in the run directory.
+    """
     with run.dump_batches_on_error(batches, step=step, load_image_patches=policy.load_image_patches):
         return update(batches, step)

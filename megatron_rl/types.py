@@ -45,7 +45,7 @@ class Status(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Reason why an episode ended. `MAX_*` members are limits that the policy exceeded."""
+    """Reason why an episode ended. `MAX_*` members stand for limits that the policy exceeded."""
 
     DONE = "done"
     """The policy gave its final answer, or the environment reached a terminal state."""
@@ -103,7 +103,8 @@ class Example:
 class Demonstration:
     """A transcript for supervised fine-tuning, with loss on assistant messages only.
 
-    An assistant message with "loss": False stays in the sequence, but its tokens have no loss.
+    An assistant message whose field "loss" is False stays in the sequence, but its tokens have no
+    loss.
     """
 
     messages: list[Message]
@@ -154,7 +155,7 @@ class Image:
 class TokenSequence:
     """Token ids of one context window, with lists of per-token values aligned to the token ids.
 
-    Example: prompt ids [5, 6] and sampled ids [7, 8], sampled with weight version 4, yield
+    Example for prompt ids [5, 6] and sampled ids [7, 8] with weight version 4:
 
         token_ids         [5,   6,   7,    8]
         loss_mask         [0,   0,   1,    1]
@@ -197,7 +198,7 @@ class TokenSequence:
         self, token_ids: list[int], *,
         logprobs: list[float] | None = None, versions: list[int] | None = None, images: tuple[Image, ...] = (),
     ) -> None:  # fmt: skip
-        """Append tokens. Pass `logprobs` for sampled tokens and omit it for observed tokens.
+        """Append tokens; pass `logprobs` for sampled tokens only.
 
         This is the only method that adds tokens to a sequence. Image placeholders in `token_ids`
         must already be expanded to one id per vision token.
@@ -275,7 +276,7 @@ class JudgeResult:
     """Seconds from the request to the answer, including queueing and failed attempts."""
     reasoning: str = field(default="", compare=False)
     """Beginning of the judge's reasoning, if the judge server returns the reasoning separately from
-    the answer. Empty if the verdict was read from a task.judge.cache entry without reasoning.
+    the answer. Empty if the verdict comes from a task.judge.cache entry without reasoning.
     """
 
 
@@ -321,13 +322,12 @@ class Turn:
 class Rollout:
     """One episode with its tokens, turns and reward.
 
-    A rollout is stored in CPU memory, is printable, and contains all data needed to train on the
-    rollout again.
+    A rollout is stored in host memory and contains all data needed to train on it again.
 
     Example: the policy zooms into the image of a question (turn 0), then answers (turn 1). Token id
     2 is the image placeholder. The question's image has two vision tokens and the zoomed crop has
-    one. The rubric has two terms: the reward term "accuracy" (weight 1) and the turn term
-    "evidence" (weight 0.5, averaged over the scored turns). "evidence" scores only turn 0.
+    one. The rubric has two terms. The reward term "accuracy" has weight 1. The turn term "evidence"
+    has weight 0.5, is averaged over the scored turns, and scores only turn 0.
 
         sequences[0].token_ids       [1, 2, 2, 3, 7, 8, 4, 2, 5, 9]
         sequences[0].loss_mask       [0, 0, 0, 0, 1, 1, 0, 0, 0, 1]
@@ -444,9 +444,9 @@ class MicroBatch:
     A micro-batch does not depend on tasks, groups or algorithms.
 
     Entry t predicts token t + 1: target_T, mask_T, weight_T and all other *_T inputs of the loss
-    are already shifted by `pack`. Example: two rollouts with one sequence each, [5 6 7 8] (7 and 8
-    sampled) and [9 4] (4 sampled), packed with batch.loss_agg_mode=token_mean and no shared prefix,
-    give
+    are already shifted by `pack`. Example: two rollouts have one sequence each. In [5 6 7 8],
+    tokens 7 and 8 are sampled; in [9 4], token 4 is sampled. Packing them with
+    batch.loss_agg_mode=token_mean results in
 
         token_T            [5   6    7    8   9    4]
         target_T           [6   7    8    0   4    0]
@@ -502,7 +502,7 @@ class MicroBatch:
     """
     grid_I3: torch.Tensor
     """Number of frames, patch rows and patch columns of each image in `images`. This tensor and all
-    values derived from it are on the host.
+    values computed from it are on the host.
     """
     vision_position_M: torch.Tensor
     """Positions in token_T of the image placeholders, in order. Vision embeddings replace the token
@@ -635,7 +635,7 @@ class LossInputs:
 
 @dataclass(slots=True, frozen=True)
 class LossMetrics:
-    """Detached metrics of a micro-batch, grouped by the method of reduction over batches and ranks.
+    """Detached metrics of a micro-batch, grouped by how they are reduced over batches and ranks.
 
     The metric names do not depend on the data.
     """

@@ -1,4 +1,4 @@
-"""Functions shared by the commands, for exit codes, error messages, progress bars and warnings."""
+"""Functions shared by the command-line tools: error messages, progress bars and warnings."""
 
 import sys
 import warnings
@@ -37,8 +37,8 @@ def quiet_libraries() -> None:
 def run_command(command: Callable[[], str], *, out: Path) -> int:
     """Run a command that writes `out` and return its exit code.
 
-    The result of the command is printed and the exit code is 0. If the command raises a ValueError
-    or OSError, a one-line error message is printed and the exit code is 1.
+    If the command succeeds, the result is printed and the exit code is 0. If the command raises a
+    ValueError or OSError, a one-line error message is printed and the exit code is 1.
     """
     try:
         print(command())
@@ -52,8 +52,8 @@ def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str
     """Return the one-line message for an error.
 
     Errors raised by this project (ValueError) already name the key, the value and the fix. For an
-    operating-system error, the message names `--out` if the path in the error belongs to `out`.
-    Otherwise it names the file that could not be read.
+    operating-system error, the message names `--out` if the path in the error belongs to `out`;
+    otherwise, the message names the file that could not be read.
     """
     if isinstance(error, ValueError):
         return str(error)

@@ -5,11 +5,12 @@
     # Smoke test; also runs on a CPU:
     python benchmarks/gpu/conv.py --tiny
 
-transformers uses the convolution; this trainer uses one matrix product (policy/vision.py). Forward
-and backward pass are timed separately, after a warm-up. The column "peak MB" contains the memory
-that torch allocates beyond the patches and the weight ("-" on a CPU). The error columns contain the
-relative differences of output and gradient from those of the matrix product. A variant that takes
-more than --patience seconds is not run with larger sizes.
+The convolution is the implementation in transformers; the matrix product is the implementation in
+this trainer (policy/vision.py). Forward and backward pass are timed separately, after a warm-up.
+The column "peak MB" contains the memory that torch allocates beyond the patches and the weight ("-"
+on a CPU). The error columns contain the relative differences of output and gradient from those of
+the matrix product. If a variant takes more than --patience seconds, larger sizes of this variant
+are skipped.
 """
 
 import argparse
@@ -57,7 +58,9 @@ def main() -> None:
     """Run the benchmark and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--patches", type=int, nargs="+", default=[1024, 10_000, 40_000, 160_000])
-    parser.add_argument("--patience", type=float, default=10.0, help="skip a variant at larger sizes after a round of more seconds")
+    parser.add_argument(
+        "--patience", type=float, default=10.0, help="skip larger sizes of a variant after a round that takes longer than this"
+    )
     parser.add_argument("--tiny", action="store_true", help="smoke test: 16 and 32 patches, width 64")
     given = parser.parse_args()
     slow: set[str] = set()

@@ -10,12 +10,13 @@
 A turn consists of these phases: weight sync (the engine's weights wake up, are overwritten with the
 trainer's weights, and are verified), offload of the policy, wake-up of the KV cache, groups of
 requests with images, sleep of the engine, reload of the policy, and an update. Memory columns are
-in GB (10^9 bytes). "used" is the device memory in use by all processes at the end of the phase, and
-"reserved" is the part of it that torch has reserved. "peak" is the used memory with torch's
-reservation replaced by torch's peak allocation in the phase, as in memory_plan/gpu_memory.py.
-"plan" is the memory that memory_plan/gpu_memory.py plans for the phase (rollout, sync or update),
-for the GPU model given by --gpu and the amount of memory that the device reports. The plan should
-be within 10% of the peak. On a CPU, the columns of measured memory contain "-".
+in GB (10^9 bytes). The column "used" is the device memory in use by all processes at the end of the
+phase. The column "reserved" is the part of the used memory that torch has reserved. The column
+"peak" is the used memory, with torch's peak allocation in the phase in place of torch's
+reservation, as in memory_plan/gpu_memory.py. The column "plan" is the memory that
+memory_plan/gpu_memory.py plans for the phase (rollout, sync or update), for the GPU model given by
+--gpu and the amount of memory that the device reports. The plan should be within 10% of the peak.
+On a CPU, the columns of measured memory contain "-".
 """
 
 import argparse
@@ -96,7 +97,7 @@ def used() -> int:
 
 
 def peak() -> int:
-    """Return the used bytes, counting torch's peak allocation instead of its reservation."""
+    """Return the used bytes, counting torch's peak allocation instead of torch's reservation."""
     return used() - torch.cuda.memory_reserved() + torch.cuda.max_memory_allocated()
 
 
@@ -128,7 +129,7 @@ def settings_of(given: argparse.Namespace) -> Settings:
 
 
 def gpu_here() -> str:
-    """Return the key of this GPU in memory_plan's GPU_SPECS, or "" if there is none."""
+    """Return the GPU_SPECS key of this GPU, or "" if GPU_SPECS does not contain this GPU."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((gpu for gpu in GPU_SPECS if re.search(rf"\b{gpu}\b", name, re.IGNORECASE)), "")
 
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--recompute", default="full", choices=["none", "selective", "vision", "full"])
     parser.add_argument("--eager", action="store_true", help="run the engine without compilation and CUDA graphs")
     parser.add_argument("--utilization", type=float, default=0.5, help="engine.gpu_memory_utilization")
-    parser.add_argument("--gpu", default=gpu_here(), choices=[*GPU_SPECS, ""], help="GPU of the memory plan; default: this GPU")
+    parser.add_argument(
+        "--gpu", default=gpu_here(), choices=[*GPU_SPECS, ""], help="GPU model for the memory plan; default: the GPU of this machine"
+    )
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=32, help="number of prompts, each with an image")
     parser.add_argument("--group", type=int, default=8, help="responses per prompt")

@@ -63,7 +63,7 @@ class Step:
 
 @dataclass(slots=True, frozen=True)
 class Stage:
-    """Steps that run one after another, while other steps run in the background."""
+    """Steps to run in order, and steps to run in the background at the same time."""
 
     steps: Sequence[Step]
     background: Sequence[Step] = ()
@@ -76,14 +76,17 @@ class Stage:
 
 @dataclass(slots=True, frozen=True)
 class Folders:
-    """Folders from which the parts read and to which they write."""
+    """Input and output folders of the steps."""
 
     kit: Path
     models: Path
     tiny: bool
 
     def model(self, size: str) -> Path:
-        """Return a model's folder, which is in the kit for the nano model, else in `models`."""
+        """Return the folder of a model: in `kit` for the nano model, in `models` for other models.
+
+        If `tiny` is set, the nano model replaces all other models.
+        """
         return self.kit / "nano" if self.tiny or size == "nano" else self.models / size
 
 
@@ -116,7 +119,7 @@ def prepare(folders: Folders) -> Stage:
 
 
 def check(folders: Folders) -> list[Stage]:
-    """Return part 1, which checks that engine, policy and training run on the device."""
+    """Return the stages of part 1, which tests engine, policy and training on the device."""
     kit, tiny = folders.kit, folders.tiny
     nano, sft, dtype = folders.model("nano"), kit / "sft", "float32" if tiny else "bfloat16"
     train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_params=true")
@@ -136,7 +139,7 @@ def check(folders: Folders) -> list[Stage]:
 
 
 def measure(folders: Folders) -> list[Stage]:
-    """Return part 2, the measurements, in order of importance."""
+    """Return the stages of part 2, which runs the measurements in order of importance."""
     small, lora = ("--tiny",) * folders.tiny, ("--lora-rank", "4" if folders.tiny else "64")
     group = (*lora, "--recompute", "none", "--group", "2" if folders.tiny else "8")
     fa3 = [] if folders.tiny else [Step("FA3", 30, (*RUN, f"{HERE}/varlen.py", "--implementation", "FA3"))]
@@ -255,12 +258,16 @@ def main() -> None:
     parser.add_argument("--part", type=int, choices=list(PARTS), required=True)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for the results")
     parser.add_argument(
-        "--kit", type=Path, default=ROOT / ".gpu", metavar="DIR", help="folder of the carried files; steps write their output here too"
+        "--kit",
+        type=Path,
+        default=ROOT / ".gpu",
+        metavar="DIR",
+        help="folder of the files copied to the machine; also the output folder of the steps",
     )
     parser.add_argument("--models", type=Path, metavar="DIR", help="folder for models of released sizes, 21 GB; default: --kit")
     parser.add_argument("--only", default="", metavar="REGEX", help="run only the steps whose name matches, such as 'GRPO|varlen'")
     parser.add_argument("--tiny", action="store_true", help="smoke test: only the nano model, with the smallest sizes")
-    parser.add_argument("--patience", type=float, default=1.0, help="factor of the time limits")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor by which all time limits are multiplied")
     given = parser.parse_args()
     folders = Folders(given.kit.resolve(), (given.models or given.kit).resolve(), given.tiny)
     stages = [stage.only(given.only) for stage in PARTS[given.part](folders)]

@@ -27,7 +27,10 @@ def settle() -> None:
 
 
 def timed(act: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds of a call and its result; the device is idle before and after the call."""
+    """Return the duration of a call in seconds and the result of the call.
+
+    The device is idle before and after the call.
+    """
     settle()
     started = time.perf_counter()
     result = act()

@@ -4,8 +4,9 @@
     python benchmarks/gpu/older_torch.py -m pytest tests/gpu
 
 In torch 2.11, the variable-length attention does not have the argument enable_gqa of torch 2.13
-(torch/nn/attention/varlen.py). Its kernel accepts fewer key/value heads than query heads without
-this argument, so the argument is dropped. A torch version that has the argument is not changed.
+(torch/nn/attention/varlen.py). The kernel of torch 2.11 supports fewer key/value heads than query
+heads even without this argument, so the argument is dropped. If the installed torch version has the
+argument, nothing is changed.
 """
 
 import argparse

@@ -55,7 +55,9 @@ def containers(library: bytes) -> Iterator[list[Entry]]:
         while at < end:
             kind, _, header, size, *_, architecture = ENTRY.unpack_from(library, at)
             if header < ENTRY.size or at + header + size > end:
-                raise ValueError(f"a fat binary that ends at byte {end} has an entry of {header} + {size} bytes at byte {at}")
+                raise ValueError(
+                    f"the fat binary ending at byte {end} has an invalid entry: {header} header bytes and {size} payload bytes at byte {at}"
+                )
             entries.append(Entry(kind, architecture, at + header, size))
             at += header + size
         yield entries

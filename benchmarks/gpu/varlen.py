@@ -7,13 +7,13 @@
     # Smoke test; on a CPU, it tests the dense attention:
     python benchmarks/gpu/varlen.py --tiny
 
-The script first checks that the kernel aligns causal masks to the last key, which shared prompts
-require, and exits if the kernel does not (require_prefix_attention). Errors are the relative errors
-of the output and of the three gradients in bfloat16, compared with dense attention in float64 on
-the CPU; tests/gpu requires relative errors of at most 1e-2. Speed is measured with a causal mask,
-28 query heads and 4 key/value heads of size 128. FLOPs are counted for the (query, key) pairs that
-the mask allows: 4 * heads * head_dim per pair in the forward pass, and 2.5 times as many in the
-backward pass.
+The script first checks that the kernel aligns causal masks to the last key, as shared prompts
+require (require_prefix_attention). If the check fails, the script exits. Errors are the relative
+errors of the output and of the three gradients in bfloat16, compared with dense attention in
+float64 on the CPU; tests/gpu requires relative errors of at most 1e-2. Speed is measured with a
+causal mask, 28 query heads and 4 key/value heads of size 128. FLOPs are counted for the (query,
+key) pairs that the mask allows: 4 * heads * head_dim per pair in the forward pass, and 2.5 times as
+many in the backward pass.
 """
 
 import argparse
@@ -91,7 +91,9 @@ def main() -> None:
     parser.add_argument(
         "--implementation", default="", help="implementation for torch.nn.attention.activate_flash_attention_impl, such as FA3"
     )
-    parser.add_argument("--tiny", action="store_true", help="smoke test: measure the speed with 64 tokens and 4 and 2 heads of size 32")
+    parser.add_argument(
+        "--tiny", action="store_true", help="smoke test: measure the speed with 64 tokens, 4 query heads and 2 key/value heads of size 32"
+    )
     given = parser.parse_args()
     if given.implementation:
         torch.nn.attention.activate_flash_attention_impl(given.implementation)

@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> int:
     for area in dict.fromkeys(row.probe.area for row in rows):
         own = [row for row in rows if row.probe.area == area]
         print(
-            f"{area}: {len(own)} probes, {sum(row.is_held for row in own)} held, "
-            f"{sum(row.control.succeeded for row in own)} controls succeeded"
+            f"{area}: {len(own)} probes, {sum(row.is_held for row in own)} blocked by the defense, "
+            f"{sum(row.control.succeeded for row in own)} successful against the control"
         )
     return 0 if all(row.is_good for row in rows) else 1
 

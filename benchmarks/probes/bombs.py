@@ -87,7 +87,7 @@ def tokenizer(path: Path) -> Path:
 
 
 class Opens:
-    """Object whose pickle opens a file for writing when the pickle is loaded."""
+    """Object that opens a file for writing when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)

@@ -115,8 +115,8 @@ def opens_as_told(url: str) -> None:
 def against(answer: Answer) -> Callable[[Ask, Path], str]:
     """Return an attack that sends this response to the client.
 
-    The attack has no success message: it succeeds if the client exceeds its limits on time or
-    memory, or fails with an unexpected exception.
+    The attack never returns a success message. The attack succeeds if the client exceeds the
+    probe's limits on time or memory, or fails with an unexpected exception.
     """
 
     def attack(ask: Ask, folder: Path) -> str:
@@ -216,22 +216,22 @@ def _relayed(found: Trap, challenge: str) -> str:
 
 
 def as_it_is() -> Any:
-    """Return a context manager that changes nothing; the client keeps its defense."""
+    """Return a context manager that does nothing, so the client keeps its defense."""
     return patch.dict(os.environ)
 
 
 def without_proof() -> Any:
-    """Return a context manager under which servers need not prove that they know the token."""
+    """Return a context manager inside which servers need not prove that they know the token."""
     return patch.object(address, "has_proven_token", lambda url, token: True)
 
 
 def with_one_challenge() -> Any:
-    """Return a context manager under which every challenge is the same."""
+    """Return a context manager inside which every challenge is the same."""
     return patch.object(address.secrets, "token_hex", lambda num: "0" * 32)
 
 
 class without_a_port:
-    """Context manager under which a proof covers only the challenge, not the server's port."""
+    """Context manager inside which a proof covers only the challenge, not the server's port."""
 
     def __enter__(self) -> None:
         for module in (access, address):

@@ -25,8 +25,8 @@ Read = Callable[[Path], Any]
 def file_at(make: Callable[[Path], Path], name: str) -> Callable[[Read, Path], str]:
     """Return an attack in which the reader reads a file of this name, created by `make`.
 
-    The attack has no success message: it succeeds if the reader exceeds its limits on time or
-    memory, or fails with an unexpected exception.
+    The attack never returns a success message. The attack succeeds if the reader exceeds the
+    probe's limits on time or memory, or fails with an unexpected exception.
     """
 
     def attack(read: Read, folder: Path) -> str:
@@ -73,7 +73,8 @@ def shares_bytes(read: Read, folder: Path) -> str:
 def reads_before_the_file(read: Read, folder: Path) -> str:
     """Return a success message if invalid offsets or shapes are accepted, else "".
 
-    The offsets start before the file, and the number of elements overflows.
+    The offsets of one tensor start before the file, and the shape of the other tensor has too many
+    elements for a 64-bit integer.
     """
     places = {"a": ([4], [-16, 0]), "b": ([2**62, 4], [0, 0])}
     header = {name: {"dtype": "F32", "shape": shape, "data_offsets": ends} for name, (shape, ends) in places.items()}

@@ -1,7 +1,7 @@
 """Probes (attacks with and without a defense), and their execution in processes with limits.
 
 An attack succeeds if it returns a success message, if its target exceeds the limits on time or
-memory, or if its target fails with an unexpected exception. A refusal is not a success; it is an
+memory, or if its target fails with an unexpected exception. An attack fails if its target raises an
 exception that callers expect, with an error message that is safe to print on a terminal.
 """
 

@@ -1,8 +1,7 @@
 """Probes of a real vLLM server, with and without this project's request gate.
 
-python -m benchmarks.probes.real_engine MODEL
-
-One server is started with the gate and one without; each start takes about a minute.
+Start the probes with python -m benchmarks.probes.real_engine MODEL. One server is started with
+the gate and one without; each start takes about a minute.
 """
 
 import os

@@ -92,8 +92,8 @@ def preflight_is_answered(server: Any, folder: Path) -> str:
 def paused_by_a_key_elsewhere(server: Any, folder: Path) -> str:
     """Return a success message if the token is accepted outside the Authorization header, else "".
 
-    Other programs accept tokens in the query, cookies or other headers, but tokens in these places
-    may be logged, or sent automatically by browsers.
+    Tokens in a query string, a cookie or another header may be written to logs or sent
+    automatically by browsers.
     """
     places = (("X-Api-Key", TOKEN), ("Cookie", f"token={TOKEN}"), ("Proxy-Authorization", f"Bearer {TOKEN}"), ("Api-Key", TOKEN))
     with server(folder) as site:
@@ -115,8 +115,8 @@ def talks_by_websocket(server: Any, folder: Path) -> str:
 def calls_another_method(server: Any, folder: Path) -> str:
     """Return a success message if a forbidden worker method is called, else "".
 
-    The requests contain the token, different spellings of the path, and bodies that two parsers may
-    interpret differently.
+    The requests contain the token. Their paths are spelled in different ways, and two parsers may
+    interpret their bodies differently.
     """
     paths = ("/collective_rpc", "//collective_rpc", "/./collective_rpc", "/%63ollective_rpc", "/collective_rpc?x=/", "/collective_rpc;x")
     plain = json.dumps({"method": "save_sharded_state", "args": [str(folder / "written")]})
@@ -145,7 +145,7 @@ def seen_by_a_rebound_name(server: Any, folder: Path) -> str:
 def shown_in_a_page(server: Any, folder: Path) -> str:
     """Return a success message if an <img> on another site can load a viewer image, else "".
 
-    The site could then find out the image's size and whether the image exists.
+    If so, the site could find out whether the image exists, and the size of the image.
     """
     with server(folder) as site:
         mode = (("Sec-Fetch-Site", "cross-site"), ("Sec-Fetch-Mode", "no-cors"), ("Sec-Fetch-Dest", "image"))

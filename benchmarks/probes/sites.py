@@ -1,6 +1,6 @@
 """This project's servers on free loopback ports, with and without a defense, and raw requests.
 
-No boxes or models are started, because the attacks target the HTTP layers in front of them.
+No sandbox boxes or models are started, because the attacks target only the HTTP layers.
 """
 
 import argparse
@@ -96,7 +96,7 @@ class SandboxServer:
     token: str = ""
     is_gated: bool = True
     line: ConnectionRegistry | None = field(default_factory=ConnectionRegistry)
-    """Connection limits; None uses uvicorn's own connection class, without limits."""
+    """Connection limits; None means uvicorn's own connection class, which has no limits."""
     limits: BoxLimits | None = None
 
     @contextmanager
@@ -111,7 +111,7 @@ class SandboxServer:
 
 @dataclass(frozen=True, slots=True)
 class ModelServer:
-    """Request guard of the Lewis servers around a stand-in for the listener's route /score."""
+    """Listener server with a dummy route /score, optionally without its request guard."""
 
     is_gated: bool = True
 
@@ -132,7 +132,7 @@ class ModelServer:
 
 @dataclass(frozen=True, slots=True)
 class EngineServer:
-    """Stand-ins for vLLM's routes behind vLLM's own middleware and, optionally, the gate."""
+    """Server with dummy routes behind vLLM's middleware and, optionally, the request gate."""
 
     is_gated: bool = True
 

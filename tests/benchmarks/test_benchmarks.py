@@ -283,7 +283,7 @@ def test_games_random() -> None:
     for exact, played, _ in (cells for cells in games.values() if cells[0] != "-"):
         share = float(exact) / 100
         assert abs(float(played.split()[0]) / 100 - share) < 3.9 * (share * (1 - share) / num) ** 0.5
-    assert games["number_line"][0] == "28.299" and games["blackjack"][2] == "43.16; with best return 42.95"
+    assert games["number_line"][0] == "28.299" and games["blackjack"][2] == "43.16; for the highest return 42.95"
 
 
 def test_scale() -> None:
@@ -385,7 +385,7 @@ def test_lewis_waits_for_scores_alone(tmp_path: Path) -> None:
     episodes = [("episode 0#0", "scoring", -3.0, 5.0), ("episode 0#1", "scoring", 7.0, 9.0), ("episode 0#2", "reply", -3.0, 1.0)]
     for number in range(3):
         write_trace(tmp_path, number, [[*step, *episodes, ("episode 0#3", "reply", 4.0, 5.0)]] if number else [step])
-    assert said_by("lewis_waits", tmp_path, "--skip", 1) == "2 steps, 10.00 s each; waiting only for scores: 40.0%\n"
+    assert said_by("lewis_waits", tmp_path, "--skip", 1) == "2 steps, 10.00 s on average; fraction spent only waiting for scores: 40.0%\n"
 
 
 def test_lewis_table_and_pace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

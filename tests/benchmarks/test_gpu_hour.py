@@ -222,7 +222,7 @@ def test_code_for_other_architectures_is_zeroed() -> None:
     assert pruned == expected and b"c90a" in pruned and b"P80" in pruned
     for size, wrong in ((4, 9), (4, 2)):
         damaged = both.replace(struct.pack("<IQ", 64, size), struct.pack("<IQ", 64, wrong))
-        with pytest.raises(ValueError, match="a fat binary that ends at byte .* has an entry of"):
+        with pytest.raises(ValueError, match="the fat binary ending at byte .* has an invalid entry: "):
             slices.prune(damaged + bytes(200))
 
 

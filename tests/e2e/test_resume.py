@@ -376,7 +376,7 @@ def test_ppo_killed_with_its_critic(trunk: str, warm: Path, tmp_path: Path) -> N
     for step, has_moved in ((1, False), (3, True)):
         out, checkpoint = tmp_path / f"merged{step}", run / "checkpoints" / f"step_0000000{step}"
         merged = fork_server.run_script(ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", out, timeout_s=120)
-        assert merged.returncode == 0 and f"left out: {part} belongs to the critic\n" in merged.stdout, merged.stdout
+        assert merged.returncode == 0 and f"not merged: {part}, which belongs to the critic\n" in merged.stdout, merged.stdout
         now = weights_of(out)
         assert now.keys() == start.keys() and any(not torch.equal(now[name], start[name]) for name in start) == has_moved
 

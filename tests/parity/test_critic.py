@@ -216,7 +216,7 @@ def test_the_merger_adds_the_policys_adapter_and_leaves_the_critic_out(
     for number, (text, result) in enumerate(adapted.items()):
         checkpoint, out = walked / f"run {text}" / "checkpoints" / "step_00000003", tmp_path / f"{number}"
         assert merger.main(["--checkpoint", str(checkpoint), "--out", str(out)]) == 0
-        assert "left out: critic/ belongs to the critic\n" in capsys.readouterr().err
+        assert "not merged: critic/, which belongs to the critic\n" in capsys.readouterr().err
         merged = HfTensors(out)
         assert merged.specs.keys() == result["exported"].keys()
         assert max((merged.read(name) - tensor).abs().max() for name, tensor in result["exported"].items()) <= 1e-6

@@ -84,13 +84,13 @@ def test_options_that_cannot_be_kept() -> None:
     resumed run compares them.
     """
     with pytest.raises(
-        ValueError, match=r"^task.options=.*PosixPath.*: is stored as YAML; use numbers, strings, lists and mappings of them$"
+        ValueError, match=r"^task.options=.*PosixPath.*: must be storable as YAML; use only numbers, strings, lists and mappings$"
     ):
         build_task(TaskSettings(name="own", options=OwnTask.Options(size=Path("/"))), OWN)
 
 
 def test_a_judge_that_nobody_asks() -> None:
-    with pytest.raises(ValueError, match=r"^task.judge.model=judge: task number_line uses no judge; leave it out$"):
+    with pytest.raises(ValueError, match=r"^task.judge.model=judge: task number_line uses no judge; remove this setting$"):
         build_task(TaskSettings(name="number_line", judge=JudgeSettings(model="judge", urls=["http://a"])))
 
 

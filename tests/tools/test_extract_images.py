@@ -153,7 +153,7 @@ NEEDS = "--parquet={path}: must have the columns images and extra_info.image_fil
     ("rows", "said"),
     [
         ([row("../../evil.png", noise(0))], "train.parquet row 0: extra_info.image_file_name '../../evil.png' is not a relative file path"),
-        ([row("a.png", noise(0)), row("a.jpg", noise(1))], "train.parquet row 1: the image of another row has the name a.jpg too"),
+        ([row("a.png", noise(0)), row("a.jpg", noise(1))], "train.parquet row 1: a different image is also named a.jpg"),
         ([row("a.png", noise(0), noise(1))], "train.parquet row 0: has 2 images but 1 names in extra_info.image_file_name"),
         ([row("a.png", b"junk")], "train.parquet row 0: images[0]: cannot be opened"),
         ([{"images": [{"bytes": noise(0)}], "extra_info": {"index": 1}}], NEEDS),

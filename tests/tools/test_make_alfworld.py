@@ -138,7 +138,7 @@ def test_a_tokenizer_for_its_words(alfworld_games: Path, random_model: Path, tmp
         (["--out", "x", "--transcribe", "y"], "--out=x: set exactly one"),
         (["--transcribe", "/nowhere"], "--transcribe=/nowhere: no such folder"),
         (["--out", "x", "--num-train", "0"], "--num-train=0: must be at least 1"),
-        (["--out", "x", "--places", "3"], "--places=3: must be at least 4, or 0 for all"),
+        (["--out", "x", "--places", "3"], "--places=3: must be at least 4, or 0 for as many as in ALFWorld"),
         (["--out", "x", "--things", "-1"], "--things=-1: must be at least 3"),
     ],
 )

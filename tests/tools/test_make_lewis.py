@@ -155,7 +155,7 @@ def test_the_same_arguments_write_the_same_bytes(rounds: Path, pictures: Path, t
         (["--easy-share", "0.9"], "--easy-share=0.9: requires --positive mixed"),
         (["--easy-share", "1.5"], "--easy-share=1.5: must be from 0 to 1"),
         (["--train-share", "1"], "--train-share=1.0: must be between 0 and 1"),
-        (["--least-concepts", "9"], "no category has 9 concepts"),
+        (["--least-concepts", "9"], "no category has at least 9 concepts"),
     ],
 )
 def test_what_cannot_be_built_is_told(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture, change: list[str], said: str) -> None:

@@ -1,8 +1,8 @@
 """Compares two checkpoints tensor by tensor.
 
 A checkpoint can be a Hugging Face folder or a torch_dist checkpoint of this trainer. Tensors are
-matched by their names in the released checkpoints, regardless of the naming styles of the compared
-checkpoints. Only one tensor of each checkpoint is in memory at a time.
+matched by their names in the released checkpoints, so the two compared checkpoints may use
+different naming styles. Only one tensor of each checkpoint is in memory at a time.
 """
 
 import argparse
@@ -45,7 +45,7 @@ class TensorDifference:
         return "equal" if self.is_bitwise else f"{self.largest:.3g}"
 
     def is_beyond(self, atol: float) -> bool:
-        """Return True if the difference is undefined, NaN, or larger than `atol`."""
+        """Return True if the largest difference is None, NaN, or larger than `atol`."""
         return self.largest is None or not self.largest <= atol
 
 
@@ -53,8 +53,8 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
     """Open a Hugging Face folder or a checkpoint of this trainer.
 
     For a Hugging Face folder, vocabulary padding and a second copy of tied embeddings are ignored.
-    If the folder's tensors do not match its config.json, they are compared as stored, and the
-    comparison reports the differences.
+    If the tensors of the folder do not match its config.json, the tensors are compared as stored,
+    and the comparison reports the differences.
     """
     kind, like = detect_format(folder, key="folder"), find_hf_folder(folder)
     if kind == "hf":
@@ -64,7 +64,9 @@ def open_any_checkpoint(folder: Path) -> TensorSource:
         except ValueError:
             return stored
     if like is None:
-        raise ValueError(f"folder={folder}: no config.json in it or in its hf/; merge it with --reference first")
+        raise ValueError(
+            f"folder={folder}: no config.json in the folder or in its subfolder hf/; merge the checkpoint with --reference first"
+        )
     return open_source(folder, read_spec(like, key="folder"), key="folder", read_once=True)
 
 
@@ -107,8 +109,8 @@ def compare_checkpoints(first: Path, second: Path, *, atol: float, show_all: boo
     if table.rows:
         console.print(table)
     print(
-        f"{counts['equal']} tensors bitwise equal, {counts['within']} within {atol:g}, "
-        f"{counts['beyond']} beyond it or in only one checkpoint"
+        f"{counts['equal']} tensors bitwise equal, {counts['within']} within the tolerance of {atol:g}, "
+        f"{counts['beyond']} outside the tolerance or without a counterpart"
     )
     same = counts["beyond"] == 0
     if logits:
@@ -149,7 +151,7 @@ exit codes: 0 no difference above --atol; 1 a difference above --atol, or a one-
     parser.add_argument("first", type=Path, metavar="DIR", help="a Hugging Face folder or a torch_dist checkpoint of this trainer")
     parser.add_argument("second", type=Path, metavar="DIR", help="the checkpoint to compare with the first one")
     parser.add_argument(
-        "--atol", type=float, default=0.0, help="largest absolute difference of weights and logits that counts as equal (default: 0)"
+        "--atol", type=float, default=0.0, help="maximum absolute difference between weights or logits that count as equal (default: 0)"
     )
     parser.add_argument(
         "--logits", action="store_true", help="also compare the fp32 logits of both models on a text prompt and a two-image prompt"

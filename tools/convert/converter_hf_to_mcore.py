@@ -50,7 +50,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             task = bar.add_task("converting", total=plan.num_bytes)
             plan.write(partial, tp=tp, progress=lambda num_bytes: bar.advance(task, num_bytes))
         for part in copy_companions(hf, partial / "hf"):
-            console.print(f"warning: {hf} has no {part}; training requires one in the model folder", **PLAIN)
+            console.print(f"warning: {hf} contains no {part}; add one to the model folder before training", **PLAIN)
         if dtype is not None:
             described = partial / "hf" / "config.json"
             described.write_text(json.dumps(set_config_dtype(read_json(described), dtype), indent=2))
@@ -112,8 +112,12 @@ exit codes: 0 the checkpoint is complete; 1 a one-line error, and nothing was wr
     )  # fmt: skip
     parser.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder (safetensors), or a repository name of the Hub")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel size to shard for; other sizes can load it too")
-    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size to shard for; other sizes can load it too")
+    parser.add_argument(
+        "--tp", type=int, default=1, metavar="N", help="tensor-parallel size of the stored shards; any size can load the result"
+    )
+    parser.add_argument(
+        "--pp", type=int, default=1, metavar="N", help="pipeline-parallel size of the stored shards; any size can load the result"
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors in the result; default: as stored")
     parser.add_argument(
         "--verify", action="store_true", help="load the result into Megatron and compare its logits with those of the Hugging Face model"

@@ -22,7 +22,7 @@ def find_steps(run: Path) -> dict[int, Path]:
     found = [*run.glob("checkpoints/*step_*"), *run.glob("*step_*")]
     steps = {int(name[1]): path for path in found if path.is_dir() and (name := re.fullmatch(r"(?:global_)?step_(\d+)", path.name))}
     if not steps:
-        raise ValueError(f"--run={run}: no step_* folders in it or in its checkpoints/; set it to a run directory")
+        raise ValueError(f"--run={run}: no step_* folders in this folder or in its subfolder checkpoints/; set --run to a run directory")
     return dict(sorted(steps.items()))
 
 
@@ -76,7 +76,7 @@ exit codes: 0 all chosen steps are merged; 1 at least one step failed, with a on
         "--run", type=Path, required=True, metavar="DIR", help="run directory (with checkpoints/step_*), or a folder with step_* folders"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output folder; contains one Hugging Face folder per step")
-    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="only these steps (default: all)")
+    parser.add_argument("--steps", type=int, nargs="+", metavar="N", help="merge only these steps (default: all)")
     add_options(parser)
     return parser.parse_args(arguments)
 

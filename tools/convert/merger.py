@@ -62,7 +62,8 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     like = merge_options.reference or find_hf_folder(merge_options.checkpoint)
     if like is None:
         raise ValueError(
-            f"--checkpoint={merge_options.checkpoint}: no config.json in it or in its hf/ or huggingface/; give --reference HF_DIR"
+            f"--checkpoint={merge_options.checkpoint}: no config.json in this folder or in its subfolders hf/ and huggingface/; "
+            f"set --reference HF_DIR"
         )
     spec = read_spec(like, key="--reference" if merge_options.reference else "--checkpoint")
     source = open_source(merge_options.checkpoint, spec, key="--checkpoint", read_once=True)
@@ -98,9 +99,9 @@ def merge_checkpoint(merge_options: MergeOptions) -> str:
     if source.skipped:
         print(describe_skipped(source), file=sys.stderr)
     for part in find_critic_parts(merge_options.checkpoint, key="--checkpoint"):
-        print(f"left out: {part} belongs to the critic", file=sys.stderr)
+        print(f"not merged: {part}, which belongs to the critic", file=sys.stderr)
     for part in lacking:
-        print(f"warning: {like} has no {part}, so {merge_options.out} has none", file=sys.stderr)
+        print(f"warning: {like} contains no {part}; {merge_options.out} was written without one", file=sys.stderr)
     return f"{merge_options.out}: {len(specs)} tensors, {size:,} bytes, from {kind} {merge_options.checkpoint}"
 
 
@@ -198,13 +199,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--reference",
         type=Path,
         metavar="HF_DIR",
-        help="copy config, tokenizer and processor from this folder, and check tensor names and shapes against it",
+        help="copy config, tokenizer and processor from this folder, and check tensor names and shapes against its config",
     )
     parser.add_argument(
         "--style",
         choices=NAME_STYLES,
         default="released",
-        help="tensor names: released (default; visual.*, model.*, nested for Qwen3-VL) or nested (model.visual.*, model.language_model.*)",
+        help="tensor names: released (default), as in the released checkpoints, or nested (model.visual.*, model.language_model.*)",
     )
     parser.add_argument("--lora", type=Path, metavar="PEFT_DIR", help="merge this LoRA adapter into the weights")
     parser.add_argument(

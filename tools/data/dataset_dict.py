@@ -1,6 +1,6 @@
 """Writes a DatasetDict in the format of `datasets` 5.2, without using that package.
 
-The files follow the layout of save_to_disk, so that load_from_disk can read the dataset:
+The files have the layout of save_to_disk and can be read with load_from_disk:
 
     OUT/dataset_dict.json
     OUT/train/{data-00000-of-00001.arrow, dataset_info.json, state.json}
@@ -28,7 +28,8 @@ def write_dataset_dict(
 ) -> None:
     """Write the rows of each split to `out`.
 
-    `features` maps each column to STRING, STRINGS or IMAGE; its order is the column order.
+    `features` maps each column to STRING, STRINGS or IMAGE; the order of `features` is the column
+    order.
     """
     for split, rows in splits.items():
         folder = out / split

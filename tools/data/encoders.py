@@ -37,8 +37,9 @@ def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
     """Load an ONNX encoder.
 
     The graph must have a single input, pixel_values. The first output of the graph is either one
-    embedding per image or one embedding per patch. onnxruntime is used because OpenCV 5.0 truncates
-    mismatched shapes (NaryEltwiseLayer: "Clamping to 17"), whereas onnxruntime raises an error.
+    embedding per image or one embedding per patch. The graph is run with onnxruntime, because
+    OpenCV 5.0 truncates mismatched shapes (NaryEltwiseLayer: "Clamping to 17"), whereas onnxruntime
+    raises an error.
     """
     is_there = find_spec("onnxruntime") is not None
     require(is_there, "--encoder", file.parent, f"{file.name} requires onnxruntime: pip install onnxruntime==1.32.0")
@@ -60,7 +61,7 @@ def _load_onnx_encoder(file: Path) -> Callable[[dict], np.ndarray]:
             return _mean_embedding(session.run(None, {"pixel_values": prepared["pixel_values"].numpy()})[0][0])
         except said as error:
             shape = list(prepared["pixel_values"].shape)
-            raise ValueError(f"--encoder={file.parent}: {file.name} cannot be run on {shape} ({error})") from error
+            raise ValueError(f"--encoder={file.parent}: {file.name} failed on pixel_values of shape {shape} ({error})") from error
 
     return encode
 

@@ -1,13 +1,13 @@
 """Extracts the images of a Parquet file into JPEG files and writes a table with their paths.
 
 Reads the columns images (a list of {bytes} or {path}) and extra_info.image_file_name (a name, or a
-list with one name per image). Writes two outputs into --out:
+list with one name per image).
 
-- images/NAME.jpg: the images as JPEG files with quality 95, rotated upright, with transparent
-  pixels on a white background.
-- STEM_with_image_paths.parquet: the input rows. The column images contains {path}. The columns
-  image_file_path (relative to the table's folder), image_file_name and image_file_size (bytes) are
-  added; they contain lists if the input's image_file_name is a list.
+The images are written to OUT/images/NAME.jpg with JPEG quality 95. The images are rotated upright,
+and transparent pixels are pasted onto a white background. The table is written to
+OUT/STEM_with_image_paths.parquet. The table contains the input rows, with {path} in the column
+images. The columns image_file_path (relative to the table's folder), image_file_name and
+image_file_size (bytes) are added; they contain lists if the input's image_file_name is a list.
 
 Files are written atomically. If the tool is restarted, it skips images that are already extracted:
 the comment of each JPEG file contains the SHA-256 of its source. Files not written by this tool are
@@ -116,7 +116,7 @@ def _list_jobs(
             image = make_stored_image(present, folder=source.parent, where=f"{where}: images[{number}]")
             file, digest = file_name(name, where=where), hashlib.sha256(image.load_bytes()).hexdigest()
             if seen.setdefault(file, digest) != digest:
-                raise ValueError(f"{where}: the image of another row has the name {file} too; rename one in extra_info.image_file_name")
+                raise ValueError(f"{where}: a different image is also named {file}; rename one of them in extra_info.image_file_name")
             row.append((image, file, digest))
         yield row
 
@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 exit codes: 0 the table and all images are written; 1 a one-line error; no table is written, but finished images are kept""",
     )  # fmt: skip
-    parser.add_argument("--parquet", type=Path, required=True, metavar="FILE", help="table with the images")
+    parser.add_argument("--parquet", type=Path, required=True, metavar="FILE", help="Parquet file with the images")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for images/ and the new table")
     parser.add_argument("--threads", type=int, default=16, metavar="N", help="number of images written in parallel (default 16)")
     given = parser.parse_args(arguments)

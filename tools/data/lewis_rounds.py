@@ -59,7 +59,7 @@ def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]
     if not all((root / split).is_dir() for split in SPLITS):
         return {}
     beside = sorted({path.relative_to(root).parts[0] for path in _list_images(root, "*/*/*")} - {*SPLITS})
-    require(not beside, "--pictures", root, f"has train/ and test/, but also images in {beside[0] if beside else ''}/; move them")
+    require(not beside, "--pictures", root, f"has train/ and test/, but also images in {beside[0] if beside else ''}/; move these images")
     return {split: _read_folder(root / split, root) for split in SPLITS}
 
 
@@ -87,8 +87,8 @@ def _list_images(root: Path, depth: str) -> list[Path]:
 def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
     """Return the catalogue of a folder with the layout <category>/<concept>/.
 
-    In the folder of a split, the level <category>/ may be missing. Paths in the result are relative
-    to `root`.
+    In a subfolder of `root`, such as train/, the level <category>/ may be missing. Paths in the
+    result are relative to `root`.
     """
     found: dict[str, dict[str, list[str]]] = {}
     for path in _list_images(folder, "*/*/*"):
@@ -131,7 +131,7 @@ def split_by_concept(catalogue: Catalogue, *, share: float, least: int, seed: in
         num = min(max(round(share * len(names)), 1), len(names) - 1)
         for split, chosen in (("train", names[:num]), ("test", names[num:])):
             splits[split][category] = {name: concepts[name] for name in sorted(chosen)}
-    require(bool(splits["train"]), "--pictures", sorted(catalogue), f"no category has {max(least, 2)} concepts; add more")
+    require(bool(splits["train"]), "--pictures", sorted(catalogue), f"no category has at least {max(least, 2)} concepts; add concepts")
     return splits
 
 
@@ -194,7 +194,8 @@ class RoundGenerator:
     cross_share: float = 0.0
     """Fraction of rounds with distractors from categories other than the query's category.
 
-    If the other categories have too few concepts, the query's category provides the rest.
+    If the other categories have too few concepts, the remaining distractors are taken from the
+    query's category.
     """
 
     def __post_init__(self) -> None:
@@ -250,9 +251,10 @@ class RoundGenerator:
     ) -> list[str]:  # fmt: skip
         """Choose the distractors for a query.
 
-        If `is_cross` is True, concepts of other categories come first; otherwise, concepts of the
-        query's category come first. Within this order, the nearest concepts and images are chosen.
-        If the random generator `drawn` is given, it chooses the concepts and the images instead.
+        If `is_cross` is True, concepts of other categories are preferred; otherwise, concepts of
+        the query's category are preferred. Among equally preferred concepts, the concepts nearest
+        to the query's concept are chosen, with the images nearest to the query. If the random
+        generator `drawn` is given, the choice of concepts and images is random.
         """
         if drawn is not None:
             keys = drawn.sample([key for key in means if key != (category, concept)], len(means) - 1)

@@ -1,14 +1,15 @@
 """Generates ALFWorld games from the files in ALFWorld's package, without a download or a simulator.
 
-A game is kept only if the planner wins it. The games cycle through the six kinds of task, and
-train/ and eval/ use different floor plans. A game is a folder in ALFWorld's layout, with
-game.tw-pddl (including the planner's walkthrough) and traj_data.json. For the SFT warm start, the
-folder also contains two transcripts: one of the planner, which knows the positions of all objects
-(transcript.json), and one of an expert that searches for the objects (search.json).
+Only games that the planner wins are kept. The games cycle through the six kinds of task, and train/
+and eval/ use different floor plans. A game is a folder in ALFWorld's layout, with game.tw-pddl
+(including the planner's walkthrough) and traj_data.json. For the SFT warm start, the folder also
+contains two transcripts. The file transcript.json is a transcript of the planner, which knows the
+positions of all objects. The file search.json is a transcript of an expert that searches for the
+objects.
 
 The same arguments produce the same games. If the tool is interrupted, the next call with the same
-arguments keeps the finished games and generates the rest. Small games (the default) are for small
-policies; --places 0 --things 0 fills a scene as ALFWorld does.
+arguments keeps the finished games and generates the rest. By default, games are small, for small
+policies. With --places 0 --things 0, games have as many receptacles and objects as in ALFWorld.
 """
 
 import argparse
@@ -141,7 +142,7 @@ async def make_game(out: Path, trial: str, players: PlayerPool, attempts: Iterat
             (out / draft.goal.folder_name).mkdir(parents=True, exist_ok=True)
             os.rename(folder, out / draft.goal.folder_name / trial)
             return
-    raise ValueError(f"{out / trial}: none of {MAX_DRAFTS_PER_GAME} drafts could be won; choose other --places and --things")
+    raise ValueError(f"{out / trial}: the planner won none of {MAX_DRAFTS_PER_GAME} drafts; choose other values of --places and --things")
 
 
 async def make_games(out: Path, *, nums: dict[str, int], size: GameSize, seed: int, processes: int, seconds: float) -> int:
@@ -228,7 +229,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
   python launch/train.py task=alfworld 'task.data.train=[data/alfworld/train]' 'task.data.eval=[data/alfworld/eval]' ...""",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for train/, eval/ and words.txt")
-    parser.add_argument("--transcribe", type=Path, metavar="DIR", help="make no games: write transcripts for the games in this folder")
+    parser.add_argument(
+        "--transcribe", type=Path, metavar="DIR", help="do not generate games; write transcripts for the existing games in this folder"
+    )
     parser.add_argument("--num-train", type=int, default=3000, metavar="N", help="number of games in train (default 3000)")
     parser.add_argument("--num-eval", type=int, default=200, metavar="N", help="number of games in eval (default 200)")
     parser.add_argument(
@@ -254,7 +257,7 @@ def run_options(options: argparse.Namespace) -> str:
         require(getattr(options, key) >= 1, f"--{key.replace('_', '-')}", getattr(options, key), "must be at least 1")
     for key, least in (("places", 4), ("things", 3)):
         value = getattr(options, key)
-        require(value == 0 or value >= least, f"--{key}", value, f"must be at least {least}, or 0 for all")
+        require(value == 0 or value >= least, f"--{key}", value, f"must be at least {least}, or 0 for as many as in ALFWorld")
     nums = {"train": options.num_train, "eval": options.num_eval}
     size = GameSize(num_receptacles=options.places, num_objects=options.things)
     new = asyncio.run(

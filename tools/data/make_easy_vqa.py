@@ -1,13 +1,13 @@
 """Converts easy-VQA into training questions.
 
-easy-VQA has 5,000 images of 64 x 64 pixels with one colored shape each, and 48,248 questions with
-answers that are easy to check by eye. Source: the PyPI package easy-vqa 1.0 (MIT, Victor Zhou
-2019), downloaded by pip from its configured index and verified by its SHA-256.
+The dataset easy-VQA has 5,000 images of 64 x 64 pixels with one colored shape each, and 48,248
+questions with answers that are easy to check by eye. Source: the PyPI package easy-vqa 1.0 (MIT,
+Victor Zhou 2019), downloaded by pip from its configured index and verified by its SHA-256.
 
 Writes train.* and eval.* with the columns that the trainer reads (megatron_rl/data/questions.py).
 The package's own split is kept, so no image is in both train and eval. Questions are shuffled with
---seed; with the same seed, a smaller --num selects a prefix of the questions that a larger --num
-selects. The same arguments produce identical files.
+--seed. With the same seed, a smaller dataset contains the first questions of a larger dataset. The
+same arguments produce identical files.
 """
 
 import argparse

@@ -83,7 +83,7 @@ def extract_emojis(package: bytes) -> Iterator[tuple[str, str, Picture]]:
 
 
 def find_category(code: int) -> str:
-    """Return the category of a code point, or an empty string."""
+    """Return the category of a code point, or an empty string if no category contains it."""
     ranges = ((name, low, high) for name, parts in CATEGORIES.items() for low, high in parts)
     return next((name for name, low, high in ranges if low <= code <= high), "")
 

@@ -1,18 +1,19 @@
 """Builds the speaker and listener datasets of the Lewis game.
 
-The input is a folder that contains images in <category>/<concept>/. Output:
+The input is a folder that contains images in <category>/<concept>/.
 
-- OUT/catalogue.json: category -> concept -> images, and the split of each concept.
-- OUT/speaker, OUT/listener: DatasetDicts with the splits train and test and the columns of the
-  game; image paths are relative to --pictures.
-- OUT/words.txt: texts of games, for tools/data/make_tiny_qwen2_5_vl.py --words.
+The file OUT/catalogue.json lists the images of each category and concept, and the split of each
+concept. The folders OUT/speaker and OUT/listener contain DatasetDicts with the splits train and
+test and the columns of the game; image paths are relative to --pictures. The file OUT/words.txt
+contains texts of games, for tools/data/make_tiny_qwen2_5_vl.py --words.
 
 In half of the listener's rows, both images contain the same object. No concept is in both splits.
 The same arguments produce identical files.
 
 If the input folder has train/ and test/ above the categories (PerVA, YoLLaVA), these folders define
-the splits; train/<concept>/ without a category is then accepted too. If a concept is in both train/
-and test/, use --resplit, which merges the images of both folders and splits the concepts again.
+the splits. In this case, train/ and test/ may also contain concepts without categories, such as
+train/<concept>/. If a concept is in both train/ and test/, use --resplit, which merges the images
+of both folders and splits the concepts again.
 """
 
 import argparse
@@ -161,25 +162,35 @@ def main(arguments: list[str] | None = None) -> int:
         type=Path,
         required=True,
         metavar="DIR",
-        help="folder with <category>/<concept>/, at least two views each, optionally below train/ and test/",
+        help="folder with images in <category>/<concept>/, at least two per concept; optionally split into train/ and test/",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     kinds = "a transformers model, or model.onnx and its preprocessor_config.json"
-    parser.add_argument("--encoder", type=Path, metavar="DIR", help=f"image encoder for similarity: {kinds}; default: colors")
+    parser.add_argument(
+        "--encoder", type=Path, metavar="DIR", help=f"image encoder that measures similarity: {kinds}; default: color thumbnails"
+    )
     parser.add_argument("--candidates", type=int, default=3, metavar="K", help="images per round (default %(default)s)")
     parser.add_argument("--queries", type=int, default=4, metavar="N", help="maximum number of rounds per concept (default %(default)s)")
-    parser.add_argument("--positive", choices=POSITIVES, default=POSITIVES[0], help="which other view is the target (default %(default)s)")
+    parser.add_argument(
+        "--positive",
+        choices=POSITIVES,
+        default=POSITIVES[0],
+        help="how to choose the target among the other views of the concept (default %(default)s)",
+    )
     parser.add_argument(
         "--easy-share",
         type=float,
         default=DEFAULT_EASY_SHARE,
-        help="fraction of targets that are the most similar view, for --positive mixed (default %(default)g)",
+        help="with --positive mixed: fraction of rounds whose target is the most similar view (default %(default)g)",
     )
     parser.add_argument(
-        "--distractors", choices=DISTRACTORS, default=DISTRACTORS[0], help="which other concepts are candidates (default %(default)s)"
+        "--distractors",
+        choices=DISTRACTORS,
+        default=DISTRACTORS[0],
+        help="how to choose the concepts of the distractors (default %(default)s)",
     )
     parser.add_argument(
-        "--cross-share", type=float, default=0.0, help="fraction of rounds with distractors of other categories (default %(default)g)"
+        "--cross-share", type=float, default=0.0, help="fraction of rounds with distractors from other categories (default %(default)g)"
     )
     parser.add_argument(
         "--train-share", type=float, default=0.65, help="fraction of each category's concepts for training (default %(default)g)"

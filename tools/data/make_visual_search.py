@@ -44,7 +44,10 @@ ROWS = 256
 
 
 def load_fluent_emojis(source: Path | None) -> Sprites:
-    """Return the emojis of the npm package `source`, keyed by name; None downloads the package."""
+    """Return the emojis of the npm package `source`, keyed by name.
+
+    If `source` is None, the package is downloaded.
+    """
     with tempfile.TemporaryDirectory() as folder:
         if source is None:
             subprocess.run(["npm", "pack", "--silent", FLUENT], cwd=folder, check=True, stdout=subprocess.DEVNULL)
@@ -104,7 +107,7 @@ def split_sprites(things: str, *, source: Path | None) -> dict[str, Sprites]:
     """
     require_choice("--things", things, ("shapes", "fluent", "noto"))
     if things == "shapes":
-        require(source is None, "--source", source, "not used with --things shapes; remove it")
+        require(source is None, "--source", source, "not used with --things shapes; remove --source")
         return {"train": draw_shapes(SHAPES), "eval": draw_shapes(SHAPES)}
     every = load_fluent_emojis(source) if things == "fluent" else load_noto_emojis(source)
     names = sorted(every)
@@ -159,7 +162,7 @@ def write_jsonl(path: Path, records: Iterator[dict[str, object]]) -> None:
 
 
 def write_parquet(path: Path, records: Iterator[dict[str, object]]) -> None:
-    """Write the rows as Parquet, ROWS at a time."""
+    """Write the rows as Parquet, in blocks of ROWS rows."""
     writer = None
     try:
         while block := [record for record, _ in zip(records, range(ROWS), strict=False)]:
@@ -174,7 +177,7 @@ def write_parquet(path: Path, records: Iterator[dict[str, object]]) -> None:
 def make_dataset(
     out: Path, *, level: str, things: str, source: Path | None, num_train: int, num_eval: int, seed: int, parquet: bool
 ) -> SearchLevel:
-    """Write the train and eval splits into a new folder and return the settings of `level`.
+    """Write the train and eval splits into a new folder and return the `SearchLevel` of `level`.
 
     Raises:
         ValueError: `out` exists, or an argument is invalid.
