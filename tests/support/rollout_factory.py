@@ -36,7 +36,7 @@ def make_rollout(
     if reward is not None and outcome_reward is None:
         outcome_reward = reward - sum(reward_deltas)
     made = Rollout(
-        task="t", example_id=f"e{group}", group=group, reward=reward, outcome_reward=outcome_reward or 0.0,
+        task="t", example_id=f"e{group}", group=group, sample_index=0, reward=reward, outcome_reward=outcome_reward or 0.0,
         stop_reason=stop_reason,
         status=Status.FAILED if reward is None else Status.COMPLETED,
         sequences=[TokenSequence(images=[IMAGE] if has_image else []) for _ in range(max(turn_sequences, default=0) + 1)],
