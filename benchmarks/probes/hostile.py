@@ -1,6 +1,8 @@
 """Malicious servers on free loopback ports, each of which sends one kind of bad response."""
 
+import gzip
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -12,7 +14,7 @@ import brotli
 
 PAUSE_S = 0.25
 """Seconds between two parts of a slow response; shorter than every read timeout of the clients."""
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 Answer = Callable[["Trap", socket.socket, bytes], None]
 """Function that writes a response; its arguments are server, connection and request."""
 
@@ -83,19 +85,26 @@ def packed(encoding: str, pack: Callable[[int], bytes]) -> Answer:
     return says(f"200 OK\r\nContent-Encoding: {encoding}", body)
 
 
-def deflated(num_bytes: int, *, wbits: int = 15) -> bytes:
-    """Return `num_bytes` zeros, compressed with deflate."""
-    made, zeros = zlib.compressobj(9, zlib.DEFLATED, wbits), bytes(1 << 20)
-    return b"".join([*(made.compress(zeros) for _ in range(num_bytes >> 20)), made.flush()])
+def deflated(num_bytes: int) -> bytes:
+    """Return `num_bytes` zeros (a multiple of a MiB), compressed with deflate and without a header.
+
+    A MiB is compressed once and repeated, which is a hundred times faster than compressing all.
+    """
+    made = zlib.compressobj(9, zlib.DEFLATED, -zlib.MAX_WBITS)
+    block = made.compress(bytes(MIB)) + made.flush(zlib.Z_FULL_FLUSH)
+    return block * (num_bytes // MIB) + made.flush()
 
 
 def gzipped_twice(num_bytes: int) -> bytes:
-    """Return `num_bytes` zeros, compressed twice with gzip."""
-    made = zlib.compressobj(9, zlib.DEFLATED, 31)
-    return made.compress(deflated(num_bytes, wbits=31)) + made.flush()
+    """Return `num_bytes` zeros (a multiple of a MiB), compressed twice with gzip."""
+    checksum, zeros = 0, bytes(MIB)
+    for _ in range(num_bytes // MIB):
+        checksum = zlib.crc32(zeros, checksum)
+    once = bytes([31, 139, 8, *[0] * 7]) + deflated(num_bytes) + struct.pack("<II", checksum, num_bytes)
+    return gzip.compress(once)
 
 
 def brotlied(num_bytes: int) -> bytes:
     """Return `num_bytes` zeros, compressed with brotli."""
-    made, zeros = brotli.Compressor(quality=5), bytes(1 << 20)
-    return b"".join([*(made.process(zeros) for _ in range(num_bytes >> 20)), made.finish()])
+    made, zeros = brotli.Compressor(quality=5), bytes(MIB)
+    return b"".join([*(made.process(zeros) for _ in range(num_bytes // MIB)), made.finish()])
