@@ -53,7 +53,7 @@ class MismatchCase:
     sequence: RecordedSequence
     observed_R: torch.Tensor
     mask_R: torch.Tensor
-    """Bool mask of the compared tokens; tokens sampled by other weights are excluded."""
+    """Bool mask of the compared tokens; tokens sampled with other weights are excluded."""
     temperature: float
     tolerance: LogprobTolerance
 
@@ -77,10 +77,10 @@ class HypothesisInputs:
 def find_explanation(case: MismatchCase, inputs: HypothesisInputs) -> str:
     """Return the hypothesis that reproduces the observed logprobs, or "" if none does.
 
-    A hypothesis within the float32 tolerance is returned at once. Otherwise, the first candidate is
-    "" (no cause), and the other candidates are the hypotheses within the case's wider tolerance.
-    The first candidate with a mean difference of at most MIN_GAP_RATIO times the smallest mean
-    difference is returned.
+    The first hypothesis within the float32 tolerance is returned. If there is none, the hypotheses
+    within the wider tolerance of the case are compared by their mean difference from the observed
+    logprobs. The first hypothesis whose mean difference is at most MIN_GAP_RATIO times the smallest
+    one is returned. The result is "" if the reference without a hypothesis meets this condition.
     """
     reference, looked = inputs.reference, case.sequence
     logits_RV = reference.compute_logits(looked)
@@ -216,8 +216,7 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
 def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) -> Image:
     """Resize an image to another size, and then back to its original size.
 
-    The image `scale_of` is resized to `size`. Any other image is scaled by the same horizontal and
-    vertical factors.
+    The horizontal and vertical scale factors are the factors that resize `scale_of` to `size`.
     """
     (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))

@@ -1,6 +1,6 @@
 """Reads the recorded rollouts of a step, and finds the weights that sampled them.
 
-Unreadable rollouts are skipped and reported.
+Rollouts that cannot be read are skipped and reported.
 """
 
 import json
@@ -48,7 +48,7 @@ class RecordedSequence:
 
 @dataclass(slots=True)
 class RecordedStep:
-    """Readable rollouts of a step, keyed by row or line, and one message per unreadable rollout."""
+    """Rollouts of a step, keyed by row or line, and an error message for each skipped rollout."""
 
     path: Path
     rollouts: dict[int, Rollout] = field(default_factory=dict)

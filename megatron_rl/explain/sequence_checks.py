@@ -25,7 +25,7 @@ def run_sequence_checks(
 ) -> list[CheckResult]:
     """Run all checks and return their results.
 
-    `step_number` is also the newest weight version that can have sampled the step's tokens.
+    The newest weight version that can have sampled the step's tokens is `step_number`.
     """
     keys = {image.key: image for rollout in step.rollouts.values() for image in rollout.images}
     return [

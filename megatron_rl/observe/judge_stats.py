@@ -26,7 +26,7 @@ class JudgeStats:
     """
 
     def __init__(self, judge: CountedJudge, *, gather: Callable[[Counts], Sequence[Counts]]) -> None:
-        """Create the statistics. `gather` returns a list of all ranks' counts on each rank."""
+        """Create the statistics. `gather` returns the counts of all ranks, on every rank."""
         self._judge, self._gather = judge, gather
         self._before = dict.fromkeys(COUNTERS, 0)
 

@@ -13,10 +13,10 @@ PROC_STATUS_FILE = Path("/proc/self/status")
 def peak_memory() -> dict[str, float]:
     """Return the peak memory of this process as metrics.
 
-    The metric memory/host_gb is the peak resident memory since the process started, read from
+    The metric memory/host_gb is the peak resident memory since the process started. It is read from
     VmHWM, because ru_maxrss would include the memory of the parent process before the fork. The
-    metric memory/device_gb is the peak of torch's allocator since the last call; it does not
-    include the memory that a sleeping engine keeps outside of that allocator.
+    metric memory/device_gb is the peak memory that torch's allocator has reserved since the last
+    call. Memory that a sleeping engine keeps outside of this allocator is not included.
     """
     (kibibytes,) = re.findall(r"^VmHWM:\s*(\d+) kB$", PROC_STATUS_FILE.read_text(), flags=re.MULTILINE)
     found = {"memory/host_gb": int(kibibytes) * 1024 / GB}

@@ -29,9 +29,9 @@ class MetricsLog:
     """Log that writes one line per step to metrics.jsonl and the same metrics to TensorBoard files.
 
     The metrics also go to W&B and trackio if wandb.mode and trackio.mode enable them. Only the main
-    rank creates a log. A log that starts at step k continues a metrics.jsonl that contains only the
-    steps before k, because run/superseded_steps.py has already moved later steps to RUN/superseded.
-    TensorBoard readers discard earlier data for steps >= k, and the trackio run is rewritten from
+    rank creates a log. Before a resumed run creates a log that starts at step k,
+    run/superseded_steps.py moves the metrics of steps >= k from metrics.jsonl to RUN/superseded.
+    TensorBoard readers discard earlier data for these steps, and the trackio run is rewritten from
     its start.
     """
 
@@ -50,8 +50,8 @@ class MetricsLog:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step.
 
-        The file metrics.jsonl is flushed to disk before this method returns. A checkpoint therefore
-        never contains a step that may still be lost from the log.
+        The file metrics.jsonl is flushed to disk before this method returns. If a checkpoint is
+        written afterwards, metrics.jsonl therefore contains all steps of the checkpoint.
 
         Raises:
             OSError: metrics.jsonl is not the file that was opened, because the run directory was
@@ -115,7 +115,7 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     for number, line in enumerate(read_lines(path, max_line_bytes=MAX_METRICS_BYTES), 1):
         try:
             if not isinstance(line, dict):
-                raise ValueError(f"is a {type(line).__name__} instead of the metrics of a step")
+                raise ValueError(f"must be the metrics of a step, not {type(line).__name__}")
             steps.append({name: parse_number(value) for name, value in {"step": None, **line}.items()})
         except ValueError as error:
             raise ValueError(f"{path} line {number}: {error}") from error

@@ -25,7 +25,7 @@ SUCCESS_METRIC = "eval/greedy_success"
 
 
 def moving_average(values: Sequence[float], *, window: int) -> list[float]:
-    """Return the centered moving average over `window` (odd) values.
+    """Return the centered moving average over an odd number (`window`) of values.
 
     Near both ends, fewer values are averaged. Example: [0, 3, 6] with window 3 -> [1.5, 3, 4.5].
     """

@@ -82,11 +82,7 @@ class ProgressDisplay:
             self._bar.stop()
 
     def _left_s(self, step: int) -> float:
-        """Estimate the remaining seconds from the mean step time of this attempt.
-
-        The mean is over the steps that this attempt has completed. The divisor is at least 1,
-        because an attempt may first display a step that an earlier attempt completed.
-        """
+        """Estimate the remaining seconds from the mean time of the steps in this attempt."""
         done = max(step + 1 - self._first_step, 1)
         return (self._clock() - self._start) / done * (self._total - step - 1)
 

@@ -5,8 +5,8 @@
 - RUN/rollouts/images/KEY.png: images as in observe/recorder.py; each image is stored once.
 
 The values that users filter by are stored in separate columns, which can be read without the other
-columns. Numbers are restored bit for bit. Disk space is limited: the oldest steps are evicted
-first, together with the images that no other step uses.
+columns. Numbers are restored bit for bit. If the store exceeds rollouts.max_gb, the oldest steps
+are evicted, together with the images that no other step uses.
 """
 
 import json
@@ -215,7 +215,7 @@ def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[st
 
 
 def image_keys_of_step(path: Path) -> frozenset[str]:
-    """Return the keys of the images used in a step's file, or none if the file is damaged."""
+    """Return the keys of the images used in a step's file; empty if the file is damaged."""
     try:
         return _image_keys(_open_parquet(path).read(columns=["images"]))
     except _UNREADABLE:
@@ -303,8 +303,9 @@ def _errors_with_path(path: Path) -> Iterator[None]:
 def _open_parquet(path: Path) -> pq.ParquetFile:
     """Open a step's file without read-ahead.
 
-    The size of row groups is limited: in a larger row group, dictionary encoding could repeat a
-    long text millions of times, even in a small file.
+    A file with more than ROW_GROUP_SIZE rows in a row group is rejected. Without this limit, a
+    small file could expand to a huge table, because dictionary encoding stores a repeated text only
+    once.
 
     Raises:
         ValueError: the path is not a regular file, or the file was not written by `write_step`.

@@ -55,7 +55,6 @@ def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[st
 
 
 def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
-    """Return the length metrics in tokens."""
     replies = [turn.token_span[1] - turn.token_span[0] for rollout in scored for turn in rollout.turns]
     contexts = [len(context.token_ids) for rollout in scored for context in rollout.sequences]
     sampled = [rollout.num_sampled for rollout in scored]
@@ -163,7 +162,8 @@ def merge_update_metrics(updates: list[dict[str, float]]) -> dict[str, float]:
     weights that generated the rollouts. The metric policy/first_ratio is also taken from the first
     update and must be 1. This metric is omitted if the step has a single update, because that
     update uses its own logprobs as old logprobs. Tokens that were sampled with earlier weights are
-    excluded from the mismatch; rollout/on_policy_fraction is the fraction of the remaining tokens.
+    excluded from the mismatch. The metric rollout/on_policy_fraction is the fraction of tokens that
+    remain.
     The result is empty if all rollouts of the step were filtered out.
     """
     if not updates:
@@ -211,9 +211,9 @@ def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
 def value_metrics(values: Sequence[float], returns: Sequence[float]) -> dict[str, float]:
     """Return metrics that compare a critic's values with the returns of a step's actions.
 
-    The metric explained_variance is 1 - var(return - value) / var(return); it is 1 for a perfect
-    critic and 0 for a critic that always predicts the mean return. The metric explained_variance is
-    omitted if all returns are equal. The result is empty if `returns` is empty.
+    The metric explained_variance is 1 - var(return - value) / var(return). It is 1 for a perfect
+    critic and 0 for a critic that always predicts the mean return. It is omitted if all returns are
+    equal. The result is empty if `returns` is empty.
     """
     if not returns:
         return {}

@@ -3,7 +3,7 @@
 A vetoed answer scores 0. Any other answer is compared with the ground truth by rules. If the rules
 leave the answer undecided, a judge decides. The example's `data_source` selects the rule. For an
 unknown data source, the rules compare the answer with the ground truth as text, as a choice, as a
-label, as a number and then as mathematics.
+label, as a number, and as a mathematical expression, in this order.
 """
 
 from collections.abc import Mapping
@@ -59,9 +59,9 @@ class AccuracyReward:
     async def __call__(self, reward_input: RewardInput) -> float:
         """Return 1 for a correct answer and 0 for a wrong answer.
 
-        Values between 0 and 1 are possible for two kinds of questions: questions from numeric data
-        sources are scored by mean relative accuracy, and questions from a published benchmark are
-        scored by the benchmark's own rule. Without a judge, an answer that the rules leave
+        Two kinds of questions can have rewards between 0 and 1. Questions from numeric data sources
+        are scored by mean relative accuracy. Questions from a published benchmark are scored by the
+        benchmark's own rule. Without a judge, an answer that the rules leave
         undecided is wrong.
 
         Raises:

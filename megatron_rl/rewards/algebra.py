@@ -9,10 +9,10 @@ math-verify rely on signals to the caller's main thread, so they are switched of
 0.9.0, parser.py and utils.py). Only the LaTeX parser of math-verify is used, because the parser for
 plain expressions calls SymPy's parse_expr, which evaluates Python.
 
-Both expressions are first converted to LaTeX (typed_math.py). Texts longer than
-MAX_EXPRESSION_CHARS and texts with words are not compared. The following texts are not compared
-either: codes (`A12`), quantities (`5 km`), relations that contain only numbers (`1=1`), and labels
-made of digits, such as times and dates (labels.py). SymPy would read adjacent letters as a product,
+Both expressions are first converted to LaTeX (typed_math.py). The following texts are not compared:
+texts longer than MAX_EXPRESSION_CHARS, texts with words, codes (`A12`), quantities (`5 km`),
+relations that contain only numbers (`1=1`), and labels made of digits, such as times and dates
+(labels.py). SymPy would read adjacent letters as a product,
 so `listen` would equal `silent`, and `A12` would equal `12A`. Math-verify's removal of units is
 switched off, because otherwise `5 km` would equal `5 m`, and `x + 2t` would equal `x + 2`.
 """
@@ -210,7 +210,7 @@ class MathVerifier:
 
 
 def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
-    """Send two expressions (JSON in `question`) to the helper process and return the verdict.
+    """Send two expressions, encoded as JSON, to the helper process and return the verdict.
 
     Raises:
         OSError: The helper exited (BrokenPipeError if it exited before receiving the question),
@@ -233,12 +233,12 @@ def _read_verdict(helper: subprocess.Popen[str], question: str) -> bool | None:
 
 
 def is_mathematics(text: str) -> bool:
-    r"""Return True if a text is mathematics and nothing else.
+    r"""Return True if a text is a mathematical expression and nothing else.
 
-    A mathematical text is short and contains a digit, a LaTeX command, or a sum or power of single
-    letters. Labels and relations that contain only numbers do not count as mathematics. The text
-    must not contain words (three adjacent letters that are not a `\command`), inner dollar signs or
-    line breaks.
+    A mathematical expression is short and contains a digit, a LaTeX command, or a sum or power of
+    single letters. Labels and relations that contain only numbers do not count as mathematical
+    expressions. The text must not contain words (three adjacent letters that are not a `\command`),
+    inner dollar signs or line breaks.
     """
     inside = to_latex(text).strip("$") if len(text) <= MAX_EXPRESSION_CHARS and "\n" not in text.strip() and not ends_in_dots(text) else ""
     if set(inside) & set("$?\"'") or not _FORMULA.search(inside) or _UNREADABLE.search(inside) or not are_known(inside):
@@ -255,15 +255,15 @@ def is_mathematics(text: str) -> bool:
 def _without_thousands(text: str) -> str:
     """Remove thousands separators: `1,000` -> `1000`.
 
-    In the first element of a list in brackets, separators are removed only if `, ` or `;` separates
-    the list elements.
+    In a list in brackets, the first element keeps its separators unless the list elements are
+    separated by `, ` or `;`.
     """
     pattern = _THOUSANDS_IN_A_LIST if re.search(r",\s|;", text) else _THOUSANDS
     return pattern.sub(lambda found: found[0].replace(",", ""), text)
 
 
 def _bracket_kind(text: str) -> str:
-    """Return "set" for {a, b}, "pair" for (a, b) and intervals, else an empty string.
+    """Return "set" for {a, b}, "pair" for (a, b) or an interval, and "" for any other text.
 
     Callers need the kind because math-verify treats a pair and the set of its elements as equal.
     """

@@ -54,8 +54,8 @@ def read_strict_boxed(reply: str) -> str | None:
 def read_tagged(reply: str) -> str | None:
     r"""Return the content of the last <answer> block after the last </think>, without \boxed{}.
 
-    If there is no <answer> block, return the content of the last \boxed{}. If there is no \boxed{}
-    either, return the final answer of a reply in GSM8K's format (`#### 18`).
+    If there is no <answer> block, return the content of the last \boxed{}. If the reply has
+    neither, return its final answer in GSM8K's format (`#### 18`).
     """
     spoken = _text_after_thinking(reply)
     blocks = _answer_blocks(spoken)
@@ -115,11 +115,11 @@ def mean_relative_accuracy(truth: str, answer: str, *, question: str = "") -> fl
 
 
 def compare_by_rules(truth: str, answer: str, *, question: str = "") -> bool | None:
-    """Return the verdict of the text rules, or None if mathematics or a judge must decide.
+    """Return the verdict of the text rules, or None if the rules leave the answer undecided.
 
-    Equal texts count as correct. Other texts are compared by value if both are of the same kind:
-    choices among the question's options, labels made of digits (such as times and dates), numbers,
-    or lists of numbers.
+    Equal texts count as correct. Other texts are compared by value if both are of the same kind.
+    The kinds are choices among the question's options, labels made of digits (such as times and
+    dates), numbers, and lists of numbers.
     """
     options = find_options(question)
     if same_text(truth, answer):

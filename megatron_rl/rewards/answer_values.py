@@ -19,7 +19,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _SIGNS = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"} | {0xFF0B: "+", 0xFF0C: ",", 0x3001: ","}
 _MINUS_WORD = re.compile(r"\b(?:minus|negative)\s+(?=\.?\d)", re.IGNORECASE)
 _LOOSE_SIGN = re.compile(r"(?<![\d)\]%])(?<![\d)\]%]\s)-\s+(?=\.?\d)")
-"""Matches a sign that is separated from its number by a blank, as in `- 5` but not in `3 - 5`."""
+"""Matches a sign that is separated from its number by a space, as in `- 5` but not in `3 - 5`."""
 _BULLETS = re.compile(r"\s*(?:[-*\u2022]\s+\d[^\n]*(?:\n|\Z)\s*){2,}")
 _BULLET = re.compile(r"^\s*[-*\u2022]\s+", re.MULTILINE)
 _NUMERAL = r"(?:(?<![\d)\]%])[-+])?(?:\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})(?:[eE][-+]?\d{1,2})?"
@@ -108,7 +108,7 @@ def read_pair(text: str) -> tuple[Fraction, Fraction] | None:
 def read_grid(text: str, side: int) -> list[int]:
     """Return the first run of side * side integers, or an empty list if there is no such run.
 
-    The integers are separated by commas or blanks.
+    The integers are separated by commas or whitespace.
     """
     text = normalize_signs(text)
     for run in _RUN.finditer(text):
@@ -124,7 +124,7 @@ def read_grid(text: str, side: int) -> list[int]:
 def read_bare_letter(answer: str) -> str:
     """Return the letter of an answer that consists of one letter, or an empty string.
 
-    The letter keeps its case.
+    The case of the letter is preserved.
 
     Accepted answers are, for example, `B`, `b`, `(B)`, `[B]`, `B.` and `B)`.
     """

@@ -1,9 +1,9 @@
 """Scoring rules of published benchmarks, applied to the answers extracted from replies.
 
-Sources: the benchmarks' own scripts as of November 2026 (docs/evaluation.md names them and lists
-every deliberate difference). A rule returns None if the benchmark itself would use a model to score
-the answer. An answer that no rule scores is compared as text and as mathematics. If the comparison
-is undecided, a judge decides, as for any other answer (accuracy.py).
+The rules follow the benchmarks' own scripts as of November 2026. docs/evaluation.md lists the
+scripts and every deliberate difference. A rule returns None if the benchmark itself would use a
+model to score the answer. An answer that no rule scores is compared as text and as a mathematical
+expression. If the comparison is undecided, a judge decides, as for any other answer (accuracy.py).
 """
 
 import re
@@ -221,7 +221,7 @@ def _jaccard(given: Sequence[Fraction] | None, wanted: Sequence[Fraction] | None
 
 
 def _contains(answer: str, truth: str) -> bool:
-    """Return True if the answer contains the truth, or equals it up to case and blanks.
+    """Return True if the answer contains the truth, or equals it except for case and whitespace.
 
     A truth that begins or ends with a digit, or that is a label (`AC`, `Product A`), must not be
     part of a longer number or word. For example, `135` is not contained in `1352`, `-135` or

@@ -26,13 +26,14 @@ r"""Matches names of values: `x`, `AB`, `S_{10}`, `f(x)`, `\angle A`."""
 def links(text: str) -> tuple[str, list[tuple[str, str, bool]]]:
     r"""Return the text with normalized equations, and the pairs of values that must agree.
 
-    In the returned text, every name precedes its value, and everything after \approx is removed. A
-    pair consists of a flag and two adjacent values in a chain of equalities (2+3 and 5 in `x = 2+3
-    = 5`). The flag is True for the last pair of a chain; the last pair must agree even if its
-    values are not numbers.
+    In the returned text, every name precedes its value, and the values after \approx are removed.
+    Each pair is (value, next value, is_last). The values are adjacent in an equation with several
+    equality signs, such as 2+3 and 5 in `x = 2+3 = 5`. The last two values of an equation must
+    agree even if they are not numbers.
 
-    Example: the text `5 = x` becomes `x=5`. The text `x = \frac{1}{3} \approx 0.33` becomes
-    `x=\frac{1}{3}`, and the values \frac{1}{3} and 0.33 are returned as a pair.
+    Examples: the text `5 = x` becomes `x=5`, and no pair is returned. The text
+    `x = \frac{1}{3} \approx 0.33` becomes `x=\frac{1}{3}`, and the pair is
+    (\frac{1}{3}, 0.33, True).
     """
     pieces, pairs, at = [], [], 0
     for separator in [*PART_SEPARATOR.finditer(text), None]:

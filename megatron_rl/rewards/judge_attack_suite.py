@@ -2,9 +2,9 @@ r"""Measures which attacks flip a judge's verdict, and prints a table.
 
     python -m megatron_rl.rewards.judge_attack_suite --url http://HOST:18901/v1
 
-Controls come first: plain right answers must be judged right, and plain wrong answers must be
-judged wrong; otherwise the results are meaningless. Then each attack (option --trick; see
-judge_attacks.py) is applied to wrong answers and to low-quality responses. An attack flips a
+The first tests are controls without attacks. The results are meaningful only if the judge accepts
+every right answer and rejects every wrong answer of the controls. Then each attack (option --trick;
+see judge_attacks.py) is applied to wrong answers and to low-quality responses. An attack flips a
 verdict if the wrong answer is judged right, or if the response scores higher than without the
 attack. A verdict counts as withheld if a healthy judge returns no verdict. In training, an episode
 with a withheld verdict counts as failed, not as wrong. This command does not apply the answer rules
@@ -50,11 +50,12 @@ TABLE_WIDTH = 120
 
 @dataclass(slots=True, frozen=True)
 class TrickResult:
-    """Result of one attack: flipped verdicts, number of withheld verdicts, number of verdicts."""
+    """Flipped verdicts of one attack, and the numbers of withheld verdicts and of all verdicts."""
 
     name: str
     flipped: Sequence[str]
-    """Flipped verdicts: families of the questions, and names of the prompts that judge responses.
+    """One entry per flipped verdict: the family of the question, or the name of the judge prompt if
+    the verdict is on a response.
     """
     withheld: int
     total: int

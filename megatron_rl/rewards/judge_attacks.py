@@ -1,4 +1,4 @@
-"""Attacks on judges: texts that could make a judge accept a wrong answer or low-quality work.
+"""Attacks on judges: texts that could make a judge accept a wrong answer or low-quality response.
 
 Each attack (a trick) transforms a text without adding information about the question. The attacks
 come from papers on judges (Zheng et al. 2025, "Cheating Automatic LLM Benchmarks"; Zhao et al.

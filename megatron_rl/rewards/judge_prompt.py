@@ -81,7 +81,7 @@ class JudgePrompt:
 
 
 def remove_image_placeholders(text: str) -> str:
-    r"""Replace image placeholders with a line break if they are next to one, else with a blank.
+    r"""Replace image placeholders with a line break if they adjoin a line break, else with a space.
 
     Numbered placeholders such as `<image 2>` are part of the text and are kept. Example:
     `<image>\nCompare <image> and <image 2>.` becomes `Compare and <image 2>.`

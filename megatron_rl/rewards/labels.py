@@ -76,8 +76,7 @@ def same_label(truth: str, answer: str) -> bool | None:
     - One time lacks am or pm, as in `7:30` and `7:30 pm`.
     - The labels are of different kinds, such as `1:30` and `1:30:00`, because `1:30` may be hours
       and minutes or minutes and seconds.
-    - The labels are codes that differ as text, such as `1:2` and `2:4`. A judge may know that these
-      ratios are equal.
+    - The labels are codes that differ as text, such as the equal ratios `1:2` and `2:4`.
 
     Two sizes are equal if their numbers are equal and in the same order, so `1920 x 1080` does not
     equal `1080 x 1920`. The kind of multiplication sign does not matter. If only one of the texts

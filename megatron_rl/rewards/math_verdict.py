@@ -18,8 +18,8 @@ from megatron_rl.rewards.equations import rounding_of
 def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = ()) -> bool | None:
     """Return True if two expressions are equal, False if not, None if undecided.
 
-    `chains` contains pairs of values that must agree (equations.links). If the values of a pair do
-    not agree, the result is None.
+    `chains` contains the pairs of values that `equations.links` returned for both texts. If the
+    values of a pair do not agree, the result is None.
     """
     one, other = _parsed(truth), _parsed(answer)
     if one is None or other is None or not all(_agree(*pair) for pair in chains):
@@ -46,7 +46,7 @@ def _are_same(one: Expr, other: Expr) -> bool:
 
 
 def _agree(one: str, other: str, is_last: bool) -> bool:
-    """Return True if two adjacent values in a chain of equalities agree.
+    """Return True if two adjacent values of an equation agree.
 
     Numbers may differ by the rounding error of the less precise decimal.
     """

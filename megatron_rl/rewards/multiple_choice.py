@@ -75,7 +75,7 @@ def read_choice_set(text: str, options: Mapping[str, str]) -> frozenset[str] | N
 def same_choice(truth: str, answer: str, *, options: Mapping[str, str] | None = None) -> bool | None:
     """Return True if both texts select the same options, False if not, None if undecided.
 
-    The result is None if one text selects nothing, or if the texts differ and both consist of a
+    The result is None if one text selects no option, or if the texts differ and both consist of a
     letter and further text.
 
     Args:

@@ -1,9 +1,10 @@
 """Words next to a number in an answer, and their effect on the number's value.
 
-The only harmless words are a list of common words (such as articles, units, `the answer is` and
-`about`) and the words of the question and the reference answer. Any other word may change the value
-(`a tenth of 5`, `5 pairs`, `anything but 5`). Words that are known to change a value (such as
-`half`) are never harmless, even if they occur in the question.
+The value does not change if all these words are harmless. Harmless words are common words (such as
+articles, `about` and `the answer is`), units after the number, and words of the question or of the
+reference answer. Any other word may change the value (`a tenth of 5`, `5 pairs`, `anything but 5`).
+Words that are known to change a value (such as `half`) are never harmless, even if they occur in
+the question.
 """
 
 import re
@@ -79,7 +80,7 @@ def _changes_value(word: str) -> bool:
 def _is_part_of(word: str, context: str) -> bool:
     """Return True if a non-ASCII word occurs in the context and is not known to change a value.
 
-    Scripts such as Chinese put no blanks between words, so any substring of the context counts.
+    Scripts such as Chinese have no spaces between words, so any substring of the context counts.
     """
     return not word.isascii() and not _changes_value(word) and word in context.casefold()
 

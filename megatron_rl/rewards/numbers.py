@@ -1,8 +1,8 @@
-"""Parses numbers in answers: the only number in a text, texts that are just a number, and lists.
+"""Parses numbers in answers: the only number in a text, texts that are a number, and lists.
 
-A number with an unreadable sign or exponent is rejected. Values are exact. Texts are normalized
-first (data/answer_text.py), so minus signs of all kinds, full-width digits and thin spaces are
-treated like their ASCII equivalents.
+A number is rejected if its sign or exponent cannot be parsed. Values are exact. Texts are
+normalized first (data/answer_text.py), so minus signs of all kinds, full-width digits and thin
+spaces are treated like their ASCII equivalents.
 """
 
 import re
@@ -30,10 +30,10 @@ _LEADING_ZERO = re.compile(r"0\d")
 _SIGN_WORDS = re.compile(r"(?<!\w)(?:(minus|negative|neg\.?)|plus|positive)\Z", re.IGNORECASE)
 _PLUS_OR_MINUS = re.compile(r"plus\W*(?:or\W*)?minus\Z", re.IGNORECASE)
 _UNREADABLE_BEFORE = re.compile(r"(?:[/*!_^]|\\(?!approx|sim)[A-Za-z]+|(?<![^\W_])[-+][^\W\d_]+)\Z")
-"""Matches text before a number that makes the value unreadable, including `-USD` in `-USD 5`."""
+"""Matches text before a number that makes the value ambiguous, including `-USD` in `-USD 5`."""
 _NAME_BEFORE = re.compile(r"[^\W\d_\u3040-\u9fff\uac00-\ud7af]\(?\Z")
 """Matches a letter directly before a number, as in `A12` and `f(5)`. Chinese, Japanese and Korean
-letters do not match, because these scripts put no blank before a number.
+letters do not match, because these scripts have no space before a number.
 """
 _DOTS = re.compile(r"\s*\.\s*\.")
 _UNREADABLE_AFTER = re.compile(
@@ -58,7 +58,7 @@ _SCALE = re.compile(r"\s*(hundred|thousand|million|billion|trillion)\b", re.IGNO
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _GROUPS_OF_THREE = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?!\d)(?:\.\d*)?", re.ASCII)
 _NUMBERS_IN_GROUPS = re.compile(r"[1-9]\d{0,2}(?:,\d{3})+(?:,[1-9]\d{0,2}(?:,\d{3})+)+", re.ASCII)
-"""Matches two or more numbers with thousands separators in a list without blanks: `12,345,67,890`.
+"""Matches two or more numbers with thousands separators in a list without spaces: `12,345,67,890`.
 """
 _PART = re.compile(r"\s*;\s*|\s*,\s+(?:and\s+)?|\s+and\s+|\s+,\s*")
 _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"): "{}"}
@@ -67,8 +67,8 @@ _BRACKETS = {("(", ")"): "()", ("[", "]"): "[]", ("\\{", "\\}"): "{}", ("{", "}"
 def parse_number(text: str, context: str = "") -> Fraction | None:
     """Return the only number in a text, or None.
 
-    The result is None if the text contains other digits, if the sign or exponent cannot be read, or
-    if the number is next to words that may change its value (number_words.py). `context` is the
+    The result is None if the text contains other digits, if the sign or exponent cannot be parsed,
+    or if the number is next to words that may change its value (number_words.py). `context` is the
     question together with the reference answer.
 
     Examples: `1,250.5 cm`, `about .5`, `minus 5`, `1e-5`, `2 million` are numbers; `3 or 4`, `2^3`,
@@ -94,7 +94,7 @@ def parse_number(text: str, context: str = "") -> Fraction | None:
 
 
 def parse_exact_number(text: str) -> Fraction | None:
-    """Return the value of a text that is just a number, or None.
+    """Return the value of a text that consists of one number, or None for any other text.
 
     Accepted forms are, for example, `-1,250.5`, `1e-05`, `3 x 10^{8}`, `10^-5` and `7.`. An integer
     with a leading zero is not a number but a code (labels.py).
@@ -107,14 +107,16 @@ def parse_exact_number(text: str) -> Fraction | None:
 
 
 def same_number(truth: str, answer: str) -> bool | None:
-    """Return True if two numbers are equal, False if not, None if a text is not just a number.
+    """Return True if two numbers are equal, False if not, None if undecided.
+
+    The result is None if a text does not consist of one number.
 
     Numbers with different values count as equal in these cases:
 
     - One number is a decimal with at least ROUNDED_DIGITS digits, and the other number rounds to
       that decimal, as in 3.141593 and 3.14159265.
-    - One number is a percentage, and the other number has no unit and is the percent value or the
-      fraction. For example, 22.5% equals both 22.5 and 0.225.
+    - One number is a percentage, and the other number has no unit. The other number may be written
+      in percent or as a fraction: 22.5% equals both 22.5 and 0.225.
 
     A percentage, an amount of money and an angle are never equal to each other.
     """
@@ -129,7 +131,10 @@ def same_number(truth: str, answer: str) -> bool | None:
 
 
 def _unit_mark(text: str) -> re.Pattern[str] | None:
-    """Return the pattern for a text's unit (percent, currency, degrees), or None without a unit."""
+    """Return the pattern that matches the unit of a number: percent, currency or degrees.
+
+    Return None if the text is not a number or has none of these units.
+    """
     if len(text) > 2 * MAX_NUMBER_CHARS or parse_exact_number(_MARKS.sub("", normalize_text(text))) is None:
         return None
     return next((mark for mark in (_PERCENT, _CURRENCY, _DEGREES) if mark.search(text)), None)
@@ -150,9 +155,9 @@ def same_numbers(truth: str, answer: str) -> bool | None:
     """Return True if two lists of numbers are equal, False if not, None if undecided.
 
     The result is None if a text is not a list, or if one list has round brackets and the other has
-    square brackets. If a list is in braces, the lists are compared as sets, and a list in any other
-    kind of brackets is not equal to it. If neither list has brackets, the order of the numbers is
-    ignored. In all other cases, the numbers must be equal in the same order.
+    square brackets. A list in braces is compared as a set. It does not equal a list in any other
+    kind of brackets. If neither list has brackets, the order of the numbers is ignored. In all
+    other cases, the numbers must be equal in the same order.
     """
     (kind, wanted), (other_kind, given) = _parse_list(truth), _parse_list(answer)
     if not wanted or not given or len(wanted) == len(given) == 1:
@@ -166,7 +171,7 @@ def same_numbers(truth: str, answer: str) -> bool | None:
 
 
 def _sign_at_end(before: str) -> int | None:
-    """Return the sign (1 or -1) of the number after `before`, or None if the sign is unreadable."""
+    """Return the sign (1 or -1) of the number after `before`, or None if it cannot be parsed."""
     body, symbols = before.rstrip(_OPENING), _symbols_at_end(before)
     if not body:
         return 1
@@ -237,7 +242,7 @@ def _is_rounding(short: str, long: str) -> bool:
 
 
 def _parse_list(text: str) -> tuple[str, list[Fraction]]:
-    """Return a list's kind of brackets and its values.
+    """Return the kind of brackets and the values of a list.
 
     If the text is not a list, no values are returned.
     """

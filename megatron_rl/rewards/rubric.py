@@ -78,7 +78,7 @@ class TurnRewardTerm:
     weight: float = 1.0
     averages_turns: bool = True
     """If True, the term's value for an episode is the mean over the turns to which the reward
-    applies, or 0 if it applies to no turn. If False, the term's value is the sum over the same
+    applies. If False, the value is the sum over these turns. The value is 0 if there are no such
     turns.
     """
 
@@ -92,16 +92,16 @@ class RubricScore:
     outcome_reward: float
     """Weighted sum of the terms, excluding turn terms."""
     reward_terms: dict[str, float]
-    """Unweighted value of each term that did not abstain. Each veto has an entry too: 1 if it
-    applies and 0 if not.
+    """Unweighted value of each term, except terms with the value None. Each veto also has an entry,
+    which is 1 if the veto applies, else 0.
     """
     step_scores: list[float | None]
     """Weighted sum of the turn terms for each turn; None for a turn to which no turn term applies.
     """
     reward_deltas: list[float]
-    """Contribution of each turn to `reward`: the contributions plus `outcome_reward` equal
-    `reward`. For a term that averages over turns, the contribution is the change in the running
-    mean.
+    """Contribution of each turn to `reward`. The sum of all contributions and `outcome_reward` is
+    equal to `reward`. For a term that averages over turns, the contribution is the change in the
+    running mean.
     """
 
 

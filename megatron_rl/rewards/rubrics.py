@@ -77,8 +77,9 @@ def build_rubric(reward_name: str, *, judge: Judge | None, tool_format: str) -> 
 def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
     """Return DeepEyes' terms: 0.8 acc + 0.2 format + 1.2 tool.
 
-    For mathematical data sources, the reward is 1.2 acc + 0.4 format: the tool term is 0, and two
-    further terms add 0.4 acc + 0.2 format. The two further terms are 0 for all other data sources.
+    For mathematical data sources, the tool term is 0, and two further terms add
+    0.4 acc + 0.2 format. The sum is then 1.2 acc + 0.4 format. The two further terms are 0 for all
+    other data sources.
     """
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:

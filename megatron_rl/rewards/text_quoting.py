@@ -3,19 +3,18 @@ r"""Quoting of untrusted text from a policy, a dataset or a tool.
 Quoted text cannot be mistaken for special tokens, chat roles or the surrounding prompt. Quoting
 converts the text to a JSON string on one line and makes these changes:
 
-- A blank is inserted after each `<`, `[` and `|`, and after each `]` that precedes `~` or `!`. In
-  all known special tokens, one of these characters is followed by a character other than a blank
+- A space is inserted after each `<`, `[` and `|`, and after each `]` that precedes `~` or `!`. In
+  all known special tokens, one of these characters is followed by a character other than a space
   (`<|im_end|>`, `[/INST]`, `<start_of_turn>`, `|ENDOFTEXT|`, `]~b]`).
-- A blank is inserted before each colon that follows neither a digit nor a blank, because
+- A space is inserted before each colon that follows neither a digit nor whitespace, because
   `ASSISTANT:` and `### Response:` are roles in chat templates without special tokens.
 - Double quotation marks of all kinds become `\"`.
 - Invisible characters and direction marks are escaped, such as `\u202e`, `\u200b`, `\u2028`, lone
   surrogates and private-use characters.
 
 A character that a tokenizer's normalizer (NFKD) may turn into one of the characters listed above is
-treated like the listed character. Apart from escaped characters, only blanks and the kinds of
-quotation marks change. Letters, formulas and tags therefore remain readable, as in `< b>`, `x < 4`
-and `[ 4, \\infty)`.
+treated like the listed character. All other characters are unchanged. Letters, formulas and tags
+therefore remain readable, as in `< b>`, `x < 4` and `[ 4, \\infty)`.
 """
 
 import json

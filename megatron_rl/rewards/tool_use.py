@@ -38,8 +38,8 @@ async def image_returned_reward(reward_input: RewardInput) -> float:
 async def deepeyes_format_reward(reward_input: RewardInput) -> float:
     """Return 0 for a valid format, else -1.
 
-    Thinking tags and vision tags must be paired, and so must the answer tags after the last
-    thinking block. The answer must be shorter than MAX_ANSWER_CHARS.
+    Thinking tags, vision tags, and the answer tags after the last thinking block must be paired.
+    The answer must be shorter than MAX_ANSWER_CHARS.
     """
     text = "\n".join(reward_input.replies)
     spoken = text.rpartition("</think>")[2]
@@ -53,8 +53,8 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
     """Return 1 for a valid format, else 0.
 
     Code, thinking, answer and vision tags must be paired. The episode must contain exactly one
-    answer, and no code after the answer. Unlike this function, the released code of CodeV does not
-    require an answer, so it also returns 1 for an episode that ran out of turns.
+    answer, and no code after the answer. The released code of CodeV does not require an answer. It
+    therefore returns 1 for an episode that ran out of turns.
     """
     text = "\n".join(reward_input.replies)
     paired = all(_are_tags_paired(text, tag) for tag in ("code", "think", "answer")) and _are_tags_paired(
@@ -65,10 +65,10 @@ async def codev_format_reward(reward_input: RewardInput) -> float:
 
 
 def step_violations(reward_input: RewardInput) -> list[bool]:
-    """Return one flag per turn, True if the turn's tool call failed or repeats an earlier call.
+    """Return a bool for each turn, True if its tool call failed or repeats an earlier call.
 
-    Only failures caused by the policy count: unreadable calls, boxes outside the image, and
-    exceptions.
+    Only failures caused by the policy count: calls that cannot be parsed, boxes outside of the
+    image, and exceptions.
     """
     seen: set[tuple[str, str]] = set()
     crossed = []

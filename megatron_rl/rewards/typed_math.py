@@ -1,8 +1,8 @@
 """Conversion of mathematics typed as plain text into LaTeX that math-verify can read.
 
 Examples of plain text are `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`.
-Math-verify 0.9.0 reads only LaTeX: it would take typed names for products of letters, and it drops
-or rejects some characters.
+Math-verify 0.9.0 parses only LaTeX. It would treat a typed name as a product of letters, and it
+drops or rejects some characters.
 """
 
 import re

@@ -43,7 +43,7 @@ class VerdictCache:
             raise ValueError(f"{config_key}={path}: {error}; give an existing verdict file, or a new file in an existing folder") from error
 
     def find(self, key: str) -> float | None:
-        """Return the verdict stored under a key, or None if there is none."""
+        """Return the verdict stored under a key, or None if no verdict is stored."""
         row = self._run_query(lambda: self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone())
         return None if row is None else row[0]
 

@@ -100,9 +100,12 @@ def _set_aside(damaged: Mapping[Path, str], *, into: Path, intact: Path) -> None
 def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best: int) -> set[int]:
     """Return the steps of the checkpoints to delete, given {step: greedy success or None}.
 
-    None means that the step was not evaluated. Of two checkpoints with the same success, the later
-    checkpoint is kept. For example, let the successes be 0.5 after step 1, 0.9 after step 2 and 0.1
-    after step 4, with no evaluation after step 3; then keep_last=1 and keep_best=1 yield {1, 3}.
+    None means that the step was not evaluated. The `keep_last` newest checkpoints and the
+    `keep_best` checkpoints with the highest success are kept. Of two checkpoints with the same
+    success, the later checkpoint is kept.
+
+    Example: the success is 0.5 after step 1, 0.9 after step 2 and 0.1 after step 4, and step 3 was
+    not evaluated. With keep_last=1 and keep_best=1, the result is {1, 3}.
     """
     last = sorted(successes)[-keep_last:]
     evaluated = [step for step, success in successes.items() if success is not None]
@@ -241,7 +244,7 @@ class Checkpoints:
         """Publish the pending checkpoint if the block raises RunFailed.
 
         RunFailed must be raised on all ranks. If the evaluation after the checkpoint's step failed,
-        the step's metrics stay pending in the history, so a resumed run repeats the evaluation.
+        the step's metrics stay pending in the history. A resumed run then repeats the evaluation.
         """
         try:
             yield

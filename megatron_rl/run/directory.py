@@ -17,7 +17,7 @@ gracefully leaves ended.json with the step of its last checkpoint. After a kill 
 steps after the newest checkpoint are repeated, and run/superseded_steps.py keeps their old records.
 
 The new settings are compared with the settings in config.yaml. A setting counts as changed if its
-value differs, or if it is missing from either the new settings or config.yaml. The lock is an fcntl
+value differs, or if only one of the two contains the setting. The lock is an fcntl
 lock on RUN/.lock, held by rank 0. The lock has not been tested on NFS.
 """
 
@@ -298,7 +298,7 @@ def read_settings(path: Path) -> dict[str, object]:
     """
     found = read_yaml(path)
     if not isinstance(found, dict):
-        raise ValueError(f"contains a {type(found).__name__} instead of settings")
+        raise ValueError(f"must contain settings, not {type(found).__name__}")
     return found
 
 
@@ -318,8 +318,8 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
 def is_mutable_key(key: str, old: object, new: object) -> bool:
     """Return True if a resumed run may use the new value of a setting.
 
-    The value of run.steps may increase. In sft.steps, only the last entry may increase, because the
-    earlier stages are already completed.
+    run.steps may be increased but not decreased. In sft.steps, only the last entry may be
+    increased, because the earlier stages are already completed.
     """
     if key in STEPS_KEYS.values() and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]

@@ -4,9 +4,9 @@
     RUN/logs/latest                  symbolic link to the newest attempt's folder
 
 The output file is locked (fcntl.lockf) while the attempt runs. Slurm sends SIGUSR1 before the time
-limit (sbatch --signal=B:USR1@300). On preemption, Slurm sends SIGTERM only to the steps of the job,
-and Slurm 22.05 does not requeue a job that exits by itself after this signal. The command scancel
-also sends SIGTERM, but a cancelled job is not requeued.
+limit (sbatch --signal=B:USR1@300). On preemption, Slurm sends SIGTERM only to the steps of the job.
+Slurm 22.05 does not requeue a job that exits by itself after this signal, so this module requeues
+the job. A job that was cancelled with scancel receives SIGTERM too, but is not requeued.
 """
 
 import fcntl

@@ -49,8 +49,8 @@ class History:
     returns: list[float] = field(default_factory=list)
     """Mean reward of the scored rollouts of each step."""
     num_generation_batches: int = 0
-    """Number of prompt batches scheduled so far. The number is also the position of the prompt
-    sampler.
+    """Number of prompt batches scheduled so far. The prompt sampler of a resumed run skips these
+    batches.
     """
     in_flight_prompts: list[int] = field(default_factory=list)
     """Indices of prompts that were scheduled but not yet trained on, in scheduling order. With
@@ -91,7 +91,7 @@ class History:
 
 
 class Run:
-    """Writes the run directory on rank 0; keeps the timer and the history on every rank."""
+    """Writes to the run directory on rank 0; keeps the timer and the history on every rank."""
 
     def __init__(self, settings: Settings, world: World, *, num_steps: int, first_step: int = 0, history: History | None = None) -> None:
         """Open the run directory.

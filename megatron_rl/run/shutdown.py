@@ -10,15 +10,15 @@ process at once.
 Python runs a signal handler only after the main thread has returned from C code. In a collective,
 or while ranks wait for each other at startup, this return may take minutes. `SignalDeadline`
 therefore receives signals in a separate thread and ends a process that has not stopped by the
-deadline. The deadline is:
+deadline. The first condition that holds determines the deadline:
 
+    IMMEDIATE_S after the second signal             if a second signal ends the process at once
     STARTUP_TIMEOUT_S after the signal              before the first `check`
-    IMMEDIATE_S after the second signal             if a second signal arrives
     grace_s + close_timeout_s after the signal      otherwise
 
-Without a launcher, the deadline may be earlier once the first step has begun. The process then also
-ends if CLOSE_TIMEOUT_S seconds have passed both since the end of the grace period and since the
-main thread last executed an instruction.
+Without a launcher, the last of these deadlines is earlier if the main thread makes no progress. The
+process then ends CLOSE_TIMEOUT_S after the end of the grace period or after the last instruction
+that the main thread executed, whichever is later.
 """
 
 import asyncio

@@ -279,8 +279,8 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--port", "70000"], "error: --port=70000: bind(): port must be 0-65535.; choose another one\n"),
-        (["--host", "no.such.host.invalid"], r"error: --host=no.such.host.invalid: .*; choose another one\n"),
+        (["--port", "70000"], "error: --port=70000: bind(): port must be 0-65535.; choose another value\n"),
+        (["--host", "no.such.host.invalid"], r"error: --host=no.such.host.invalid: .*; choose another value\n"),
         (["nowhere"], "error: RUN=nowhere: no such folder; give the run.dir of a run\n"),
     ],
 )
@@ -319,7 +319,7 @@ def served(run: Path) -> Iterator[str]:
     try:
         assert page.stdout.readline() == f"http://127.0.0.1:{port}/\n"
         busy = subprocess.run(page.args, capture_output=True, text=True, check=False)
-        assert busy.returncode == 2 and busy.stderr == f"error: --port={port}: Address already in use; choose another one\n"
+        assert busy.returncode == 2 and busy.stderr == f"error: --port={port}: Address already in use; choose another value\n"
         deadline = time.monotonic() + 20
         while httpx.get(f"http://127.0.0.1:{port}/api/runs", trust_env=False).status_code != 200:
             assert time.monotonic() < deadline

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         "--token-file", type=Path, metavar="FILE", help="file with the access token; required if other machines can connect"
     )
     parser.add_argument("--memory-gb", type=float, default=8.0, metavar="GB", help="memory limit of the viewer in GB (default 8)")
-    parser.add_argument("--demo", action="store_true", help="also show a small generated run")
+    parser.add_argument("--demo", action="store_true", help="add a small generated run")
     options = parser.parse_args(arguments)
     if not options.runs and not options.demo:
         parser.error("give a run directory, or --demo")
@@ -61,8 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 def serve_viewer(options: argparse.Namespace) -> int:
     """Serve the page until interrupted, and return the exit status.
 
-    The status is 2 if a folder is missing, the token file is invalid, or the address cannot be
-    used. The status is also 2 if the address is remotely reachable and no token is given.
+    The status is 2 in these cases: a folder is missing, the token file is invalid, the address
+    cannot be used, or the address is remotely reachable and no token is given.
     """
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
@@ -81,7 +81,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
         except (OSError, OverflowError) as error:
             told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             key, given = ("host", options.host) if isinstance(error, socket.gaierror) else ("port", options.port)
-            print(f"error: --{key}={given}: {told}; choose another one", file=sys.stderr)
+            print(f"error: --{key}={given}: {told}; choose another value", file=sys.stderr)
             return 2
         host, port = listening.getsockname()[:2]
         if is_reachable_remotely(host) and not token:
@@ -99,9 +99,10 @@ def serve_viewer(options: argparse.Namespace) -> int:
 
 
 def limit_memory(gb: float) -> None:
-    """Limit this process's memory; a file that exceeds the limit is reported as unreadable.
+    """Limit this process's memory.
 
-    The memory pool of pyarrow is replaced, because its reserved arenas would count as memory.
+    A file that cannot be read within the limit is skipped and reported. The memory pool of pyarrow
+    is replaced, because the memory that it reserves in advance would count toward the limit.
     """
     pa.set_memory_pool(pa.system_memory_pool())
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

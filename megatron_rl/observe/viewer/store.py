@@ -1,6 +1,6 @@
 """Reads the data for the viewer page from run directories.
 
-Unreadable files and lines are skipped and reported.
+Files and lines that cannot be read are skipped and reported.
 """
 
 import json
@@ -50,7 +50,7 @@ NUM_READER_THREADS = 4
 """Number of files to read at the same time."""
 PNG = b"\x89PNG\r\n\x1a\n"
 MAX_LISTED_LINES = 5
-"""Maximum number of unreadable lines to list by line number."""
+"""Maximum number of skipped lines to list by line number."""
 StepNumber = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -118,7 +118,7 @@ class RunFolder:
         return sorted(self._skipped.values())
 
     def metrics(self) -> list[dict[str, float]]:
-        """Return the readable lines of metrics.jsonl, each with its step."""
+        """Return the lines of metrics.jsonl that can be parsed, each with its step."""
         path, found, bad = self.path / METRICS_FILE, [], []
         self._skipped.pop(path, None)
         if not path.exists():
@@ -253,9 +253,9 @@ def _parse_metrics_line(line: bytes) -> dict[str, float] | None:
 
 
 def _read_jsonl_rollouts(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
-    """Return the readable rollouts in a file with their line indices, and an error message.
+    """Return the rollouts in a file with their line indices, and the last error message.
 
-    The message describes the last unreadable line; it is "" if all lines are readable.
+    Lines that cannot be parsed are skipped. The message is "" if there was no error.
     """
     found, skipped = [], ""
     try:

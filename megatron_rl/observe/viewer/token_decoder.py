@@ -111,7 +111,7 @@ def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 def serve_requests(file: Path, timeout_s: float) -> None:
     """Answer requests until standard input ends.
 
-    The kernel enforces the limits on this process, independently of the waiting parent process.
+    The kernel enforces this process's limits on memory, file size and CPU time.
     """
     from tokenizers import Tokenizer
 

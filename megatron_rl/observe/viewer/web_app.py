@@ -2,8 +2,8 @@
 
 Data is sent as JSON. The server writes no files and starts no program except the token decoder.
 
-Model output is treated as data throughout: the page inserts it as text (static/ has no innerHTML),
-and the content security policy allows only scripts from the page's own files.
+Model output is treated as data throughout. The page inserts it as text (static/ has no innerHTML).
+The content security policy allows only scripts from the page's own files.
 """
 
 import math

@@ -16,8 +16,8 @@ TAIL_CHARS = 30
 def parse_substring_action(text: str, commands: Sequence[str]) -> int | InvalidAction:
     """Return the index of the first entry of `commands` that occurs in the reply, as in RL4VLM.
 
-    The search covers the text from the first `"action":` to the end, or only the last TAIL_CHARS
-    characters if the reply does not contain `"action":`.
+    If the reply contains `"action":`, the text after the first `"action":` is searched. Otherwise,
+    the last TAIL_CHARS characters are searched.
 
     Unlike in RL4VLM, the command `open cabinet 1` does not match the text `open cabinet 10`. In
     RL4VLM, a reply that names cabinet 10 opens cabinet 1 if the command `open cabinet 1` is

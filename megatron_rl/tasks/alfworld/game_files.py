@@ -1,6 +1,6 @@
 """ALFWorld game files and their transcripts.
 
-Games are either the official games in ALFWORLD_DATA or games that tools/data/make_alfworld.py has
+Games are the official games in ALFWORLD_DATA, or games that tools/data/make_alfworld.py has
 generated. A game is a folder that contains the file game.tw-pddl. Folders are named as in ALFWorld
 (goals.FOLDER_PATTERN). The folder of a game may also contain transcripts of won episodes.
 """

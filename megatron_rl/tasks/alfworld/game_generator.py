@@ -78,9 +78,8 @@ class AlfworldPackage:
     def read_layout(self, scene: int, rng: random.Random) -> tuple[list[str], list[str]]:
         """Return the receptacles of a scene and the object types that the scene may contain.
 
-        A receptacle has a name such as Cabinet|+00.68|+00.50|-02.20. The returned object types are
-        the types that at least one receptacle of the scene may contain, and always include the
-        lamp.
+        A receptacle has a name such as Cabinet|+00.68|+00.50|-02.20. The returned object types
+        include the lamp and every type that at least one receptacle of the scene may contain.
         """
         plans = self.package_dir / "gen" / "layouts"
         receptacles = sorted(json.loads((plans / f"FloorPlan{scene}-openable.json").read_text()))

@@ -37,7 +37,7 @@ class AlfworldGoal:
     kind: str
     object_type: str
     receptacle_type: str
-    """Type of the target receptacle. In games of kind `look`, this is the type of the lamp."""
+    """Type of the target receptacle, or of the lamp in games of kind `look`."""
     scene: int
     """Number of the floor plan."""
 

@@ -1,4 +1,4 @@
-"""Pool of processes (players) that run TextWorld games, each for one episode at a time.
+"""Pool of processes (players), each of which runs the TextWorld game of one episode at a time.
 
 Requests never block the event loop. If a player raises an exception, is killed or exceeds its time
 limit, only the player's current episode fails with InfraError. The next episode gets another
@@ -155,8 +155,8 @@ class PlayerPool:
     async def _start_server(self, game: str) -> None:
         """Start the player server.
 
-        The server runs in its own session, so that Ctrl-C does not interrupt the server. After
-        Ctrl-C, the run may need the server until the run ends.
+        The server runs in its own session, so that Ctrl-C does not interrupt it. A run that is
+        stopping still needs the server.
 
         Raises:
             PermanentInfraError: The server failed to start, or did not start in time.

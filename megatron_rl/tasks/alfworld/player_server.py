@@ -3,14 +3,14 @@
     python -m megatron_rl.tasks.alfworld.player_server CONTROL SECONDS [GAME]
 
 CONTROL is the file descriptor of an open socket. When everything is loaded, the server sends one
-byte on this socket. Each byte that the server receives on this socket carries the file descriptor
-of a new player's channel. SECONDS is the time limit for each request to a player. The kernel
-enforces this limit with a signal, even while the player runs C code. GAME is loaded before players
-are forked, so players inherit the parsed data that all games share. When this module runs as a
-script, it does not import torch.
+byte on this socket. To request a new player, the client sends one byte and the file descriptor of
+the player's channel (SCM_RIGHTS). SECONDS is the time limit for each request to a player. The
+kernel enforces this limit with a signal, even while the player runs C code. GAME is loaded before
+players are forked, so players inherit the parsed data that all games share. When this module runs
+as a script, it does not import torch.
 
 The server ends when the control socket is closed or the parent process of the server changes. The
-players end with the server, so no process is left behind.
+kernel kills the players when the server ends.
 """
 
 import ctypes

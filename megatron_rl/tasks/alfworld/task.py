@@ -4,11 +4,11 @@ The policy receives an image of TextWorld's observation text, and a prompt with 
 admissible commands. The reply is one JSON object (scene_prompts.py). As in RL4VLM, the prompt
 contains only the current state, so every turn is a new sequence.
 
-The reward of a step is computed as in RL4VLM's code: 50 if the game is won, plus the fraction of
-the goal's conditions that are met, minus 1 if the reply contains no admissible command. The
-fraction is added at every step, so waiting in a state with half of the conditions met earns 0.5 per
-step. With task.options.progress=change, the reward contains the change in this fraction instead of
-the fraction itself.
+The reward of a step is computed as in RL4VLM's code. It is the sum of three terms: 50 if the game
+is won, the fraction of the goal's conditions that are met, and -1 if the reply contains no
+admissible command. The fraction is added at every step, so waiting in a state with half of the
+conditions met earns 0.5 per step. With task.options.progress=change, the second term is the change
+in this fraction instead of the fraction itself.
 
 A reply without an admissible command is always recorded as a failed call (ToolCall.error). The
 setting task.options.invalid determines the reward and the next state after such a reply, as in the

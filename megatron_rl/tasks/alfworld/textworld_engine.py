@@ -1,8 +1,8 @@
 """Runs a game in TextWorld's PDDL engine and returns observations, commands and goal progress.
 
 Import this module only in a process that does nothing but run games. A process can run only one
-TextWorld game at a time, and only from one thread, because TextWorld's planner (Fast Downward, a C
-library) and translator keep their state in global variables.
+TextWorld game at a time, and only from one thread. The reason is that TextWorld's translator and
+its planner (Fast Downward, a C library) keep their state in global variables.
 
 TextWorld evaluates the grammar in a game file as Python code, so use only trusted game files. Text
 from a policy never becomes part of a grammar.
@@ -70,7 +70,9 @@ class TextWorldGame:
     """TextWorld game loaded from a file. Exceptions that TextWorld raises are not caught."""
 
     library = None
-    """Handle of the process's own copy of the Fast Downward library, loaded with the first game."""
+    """Handle of this process's copy of the Fast Downward library. The library is loaded with the
+    first game.
+    """
 
     def __init__(self, path: Path) -> None:
         data = json.loads(path.read_text())

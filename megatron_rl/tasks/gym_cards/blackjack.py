@@ -113,7 +113,7 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
     Calling `reset(options={"player": ["AS", "6H"], "dealer": "KD"})` sets the initially visible
     cards. An observation is a uint8 array of shape [300, 300, 3]. With symbolic=True, an
     observation is a tuple of three integers: the player's points, the value of the dealer's visible
-    card (1 to 10), and a flag that is 1 if an ace counts as 11 and 0 otherwise.
+    card (1 to 10), and is_soft. The value of is_soft is 1 if an ace counts as 11, else 0.
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}

@@ -143,8 +143,8 @@ def mix_outcomes(weighted_outcomes: list[tuple[float, ExpectedOutcome]]) -> Expe
 def _initial_deals() -> list[tuple[float, int, bool, int, bool]]:
     """Return each possible initial deal with its probability.
 
-    Each entry is a tuple (probability, points, is_soft, up, is_natural), in which points, is_soft
-    and up are the position, and is_natural is True if the player has a natural.
+    Each entry is a tuple (probability, points, is_soft, up, is_natural). The position is
+    (points, is_soft, up), and is_natural is True if the player has a natural.
     """
     return [
         (

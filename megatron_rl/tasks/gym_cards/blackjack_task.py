@@ -1,4 +1,4 @@
-"""Blackjack as a task: prompt, seeded random starts, and demonstrations.
+"""Blackjack as a task: prompt, seeded random initial hands, and demonstrations.
 
 The policy receives an image and the rules, and replies with one JSON object:
 
@@ -91,7 +91,7 @@ class BlackjackTask(GameTask):
         self.require_turns(MAX_STEPS, eval_max_steps=MAX_STEPS)
 
     def examples(self, split: str) -> list[Example]:
-        """Return the examples of a split: game starts for train, positions for eval."""
+        """Return the examples of a split: initial hands for train, positions for eval."""
         if split == "eval":
             return self.positions
         starts = islice(deal_starts(np.random.default_rng(0), is_held_out=False), self.options.train_hands)
@@ -133,10 +133,10 @@ class BlackjackTask(GameTask):
         The metrics describe a player who takes the actions that the policy chose in the rollouts.
         The player's expected outcome is computed exactly, without sampling games.
 
-        If the policy chose different actions for different hands in the same position, the player
-        chooses each action with the frequency at which the policy chose the action. A reply without
-        a valid action counts as a forfeit, regardless of task.options.invalid. A position without a
-        scored rollout also counts as a forfeit.
+        If the policy's actions differ between hands in the same position, the player's action is
+        random, with the frequencies of the policy's actions. A reply without a valid action counts
+        as a forfeit, regardless of task.options.invalid. A position without a scored rollout also
+        counts as a forfeit.
         """
         said: dict[Position, list[str]] = defaultdict(list)
         for rollout in rollouts:
@@ -160,9 +160,9 @@ class BlackjackTask(GameTask):
         A larger `num` with the same seed returns the same demonstrations, followed by additional
         ones. In the "correct" split, the demonstrator follows the optimal policy. In the "biased"
         split, the demonstrator makes mistakes if the value of the dealer's visible card is at least
-        BIASED_MIN_DEALER_VALUE: with probability BIASED_ERROR, the demonstrator stands regardless
-        of the hand. With greedy decoding, a policy that has the same action probabilities as the
-        "biased" demonstrator wins 40.0% of its games.
+        BIASED_MIN_DEALER_VALUE. In this case, the demonstrator stands with probability
+        BIASED_ERROR, regardless of the hand. With greedy decoding, a policy that has the same
+        action probabilities as the "biased" demonstrator wins 40.0% of its games.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
@@ -184,9 +184,9 @@ class BlackjackTask(GameTask):
 
 
 def deal_starts(rng: np.random.Generator, *, is_held_out: bool) -> Iterator[tuple[Card, ...]]:
-    """Yield an infinite sequence of random starts, with the suit combinations of one split.
+    """Yield an infinite sequence of random initial hands with one split's suit combinations.
 
-    A start is the dealer's visible card followed by the player's two cards.
+    Each entry is the dealer's visible card followed by the player's two cards.
     """
     while True:
         start = tuple(deal_card(rng) for _ in range(3))

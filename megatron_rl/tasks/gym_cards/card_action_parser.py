@@ -81,7 +81,7 @@ def parse_named_action(text: str, actions: Sequence[str]) -> int | InvalidAction
 
 
 def find_action_start(text: str) -> int | None:
-    """Return the character index of the last `"action"` in the reply, or None if there is no match.
+    """Return the character index of the last `"action"` in the reply, or None if not found.
 
     The thoughts end and the action begins at this index. RL4VLM finds this position by searching
     the token ids instead of the text.

@@ -12,8 +12,8 @@ task.options.invalid determines the reward and the next state:
   NumberLine and Blackjack do not support this option.
 - random: the environment takes a uniformly random action, drawn with the episode's seed, and
   returns the reward of that action. In this case, RL4VLM also takes a random action but records no
-  failed call. With this option, a policy that generates nonsense earns the return of random play,
-  and the reward of a turn depends on a random draw that no logprob accounts for.
+  failed call. With this option, a policy that generates nonsense earns the return of random play.
+  The reward of a random action depends on a random draw and not on the sampled tokens.
 """
 
 import random

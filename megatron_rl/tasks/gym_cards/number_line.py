@@ -3,8 +3,8 @@
 A state is (current, target). Both numbers are in 0..5, or in 0..max_number in evaluations beyond
 the training range. Actions are indices into ACTIONS: 0 is "-", 1 is "+".
 
-The rules are the same as in RL4VLM (arXiv 2405.10292). There are two differences from RL4VLM: the
-environment has its own random number generator, so reset(seed) is reproducible, and the font is
+The rules are the same as in RL4VLM (arXiv 2405.10292). There are two differences from RL4VLM. The
+environment has its own random number generator, so reset(seed) is reproducible. The font is
 included in this package (DejaVu Sans Bold, license in fonts/).
 """
 
@@ -44,10 +44,10 @@ def deal_start(current: int, target: int) -> NumberLineState:
 
 @cache
 def start_probabilities() -> dict[NumberLineState, Fraction]:
-    """Return the exact probability of each of the 30 starts.
+    """Return the exact probability of each of the 30 start states.
 
-    The probability is 2/36 for the six starts that also result from a draw of two equal numbers,
-    and 1/36 for the others.
+    Six start states result from two of the 36 possible draws and have probability 2/36. All other
+    start states have probability 1/36.
     """
     dealt = [deal_start(*pair) for pair in NUMBER_PAIRS]
     return {state: Fraction(dealt.count(state), len(dealt)) for state in STATES}
@@ -77,7 +77,7 @@ def optimal_action(state: NumberLineState) -> int:
 def compute_policy_success(action_probabilities: Mapping[NumberLineState, Sequence[float]], *, max_turns: int = MAX_STEPS) -> float:
     """Return the exact probability of a return above 0, by backward induction over the turns.
 
-    The policy's action depends only on the state. Starts are drawn from the training distribution.
+    The policy's action depends only on the state. The start states have the training distribution.
 
     Args:
         action_probabilities: Probabilities of ACTIONS in each state. If the probabilities sum to

@@ -1,17 +1,17 @@
 """EZPoints and Points24 of GymCards: write a formula that uses all cards and equals the target.
 
-The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula,
-subject to these rules:
+The rules are the same as in RL4VLM (arXiv 2405.10292). Each action appends a token to the formula.
+The first matching rule determines the reward:
 
-- If no unused card has the number of an action, the action appends a blank instead of the number,
-  and the reward is -1.
-- "=" ends the game. The reward is 10 if the formula uses all cards and equals the target, else -1.
-- If the formula already exceeds the length limit, any action has reward -1 and truncates the
-  episode.
-- All other actions have reward 0.
+- If the formula already exceeds the length limit, the reward is -1, and the episode is truncated.
+- The token "=" ends the game. The reward is 10 if the formula uses all cards and equals the target,
+  else -1.
+- If the token is a number that no unused card has, a blank is appended instead of the number, and
+  the reward is -1.
+- For all other tokens, the reward is 0.
 
-There are two differences from RL4VLM: the environment has its own random number generator, and
-formulas are evaluated under the strict rules of expressions.py unless legacy_rules=True.
+There are two differences from RL4VLM. The environment has its own random number generator.
+Formulas are evaluated under the strict rules of expressions.py unless legacy_rules=True.
 """
 
 from collections import Counter
@@ -196,7 +196,7 @@ class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
             self.action_space.contains(action),
             "action",
             action,
-            f"use an index in 0..{len(self.rules.tokens) - 1} into {' '.join(self.rules.tokens)}",
+            f"use an index in 0..{len(self.rules.tokens) - 1}; the tokens are {' '.join(self.rules.tokens)}",
         )
         self.state, reward, terminated, truncated = apply_action(self.rules, self.state, int(action))
         return self.render(), reward, terminated, truncated, self._info()

@@ -161,8 +161,8 @@ class PointsTask(GameTask):
         Only solvable hands from the train split are used. A larger `num` with the same seed returns
         the same demonstrations, followed by additional ones. In the "correct" split, the
         demonstrator makes no mistakes. In the "biased" split, the demonstrator makes mistakes if
-        the number of the first card is at most BIASED_MAX_FIRST_NUMBER: with probability
-        BIASED_ERROR, the first operator in the thoughts and in the formula is wrong.
+        the number of the first card is at most BIASED_MAX_FIRST_NUMBER. In this case, the first
+        operator in the thoughts and in the formula is wrong with probability BIASED_ERROR.
         """
         require_choice("sft.splits", split, ("correct", "biased"))
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)

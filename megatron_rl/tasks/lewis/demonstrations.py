@@ -1,15 +1,15 @@
 """SFT demonstrations for speakers and listeners with a million parameters, made from game rounds.
 
-Descriptions, except for vague descriptions, name colors (colors.py). The demonstrations are divided
-into three splits:
+There are three splits:
 
-- told: speaker demonstrations in which the reply names the colors of the object in the image.
-- vague: speaker demonstrations as in the split told, except that with probability VAGUE_PROBABILITY
-  the reply is a vague description, which fits every object of the category. The policy has to
-  unlearn vague descriptions in RL.
-- heard: listener demonstrations in which the prompt is the question that the listener service asks
-  its model. With probability 1/2, the image is the round's target and the answer is yes. Otherwise,
-  the image is another candidate and the answer is no.
+- told: speaker demonstrations. The reply names the colors of the object in the image (colors.py).
+- vague: speaker demonstrations. With probability VAGUE_PROBABILITY, the reply is a vague
+  description, which fits every object of the category. Otherwise, the reply names colors. The
+  policy has to unlearn vague descriptions in RL.
+- heard: listener demonstrations. The prompt is the question that the listener service asks its
+  model. The question contains a description of the target's colors. With probability 1/2, the image
+  is the round's target and the answer is yes. Otherwise, the image is another candidate and the
+  answer is no.
 """
 
 import random

@@ -71,7 +71,7 @@ def parse_description(text: str, *, category: str) -> Description:
 
 
 def check_tag_pairs(text: str) -> list[bool]:
-    """Return, for each tag in TAGS, True if the reply contains exactly one pair of the tag."""
+    """Return a bool for each tag in TAGS, True if the tag is opened once and then closed once."""
     return [text.count(f"<{tag}>") == 1 == text.count(f"</{tag}>") and text.index(f"<{tag}>") < text.index(f"</{tag}>") for tag in TAGS]
 
 

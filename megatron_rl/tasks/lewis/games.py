@@ -76,7 +76,7 @@ def make_speaker_payload(record: DataRecord) -> Payload:
 
 
 def make_situated_payload(record: DataRecord) -> Payload:
-    """Return the payload of a round in which the object's state and location are also described.
+    """Return the payload of a round with a question about the object's state and location.
 
     SITUATION_PROMPT is appended to the question unless the question already contains the tags
     <state> and <location>. The reward term `overlap` requires the state and the location.
@@ -108,8 +108,7 @@ def load_description_examples(data: DataSettings, split: str) -> list[Example]:
     """Return two examples per speaker round: one with answer yes and one with answer no.
 
     The example with answer yes shows the target, and the example with answer no shows another
-    candidate. The index of the candidate that is not the target cycles through all possible values
-    from round to round.
+    candidate. The index of the other candidate changes from round to round.
     """
     found = []
     for number, example in enumerate(load_examples(data, split, make_speaker_payload)):

@@ -4,7 +4,7 @@ If a listener fails, the client raises InfraError instead of returning a score.
 
 Results are cached by image, question and listener version. The result for each image can be cached
 separately, because p(yes) of an image depends neither on the other candidates nor on their order.
-The cache is in memory and, with task.listener.cache, also in a file. With
+The cache is kept in memory. With task.listener.cache, it is also written to a file. With
 task.listener.partner_is_training, nothing is cached. Concurrent identical requests are merged.
 Questions are sent in chunks. Each chunk goes to the least busy healthy server, with retries and
 backoff (clients/endpoint_pool.py).
@@ -41,7 +41,7 @@ from sandbox.messages import encode_base64
 
 @dataclass(slots=True, frozen=True)
 class ListenerConfigKeys:
-    """Name of a listener for error messages, and the config keys of its URLs and token file."""
+    """Config keys of a listener's URLs and token file, and its name in error messages."""
 
     name: str = "listener"
     urls: str = "task.listener.urls"
@@ -261,9 +261,9 @@ class ListenerClient:
     async def _post(self, endpoint: Endpoint, chunk: Sequence[_PendingQuestion], *, known_hashes: set[str]) -> httpx2.Response:
         """Send a chunk.
 
-        An image whose hash is not in `known_hashes` is sent in full at its first occurrence in the
-        chunk. All other occurrences are sent as a hash. With task.listener.send=paths, images with
-        a path are always sent as paths.
+        With task.listener.send=paths, every image with a path is sent as a path. Any other image is
+        sent in full once per chunk if its hash is not in `known_hashes`. All other occurrences are
+        sent as a hash.
         """
         told_of, batch = set(known_hashes), []
         for asked in chunk:

@@ -11,8 +11,8 @@ The reward of the speaker is the sum of the configured terms:
   picks the target, else 0. In mode `soft_always`, the term is always the listener's reward_score.
   Variant `readme` supports only `binary`. The default mode of variant `code` is `soft_gated`.
 - format: in variant `readme`, the term is 1 if the reply contains all three tag pairs, else 0. In
-  variant `code`, the term is the sum of 0.34 for the tag pair `thinking`, 0.33 for `coarse` and
-  0.33 for `detailed`, counting only the tag pairs that the reply contains.
+  variant `code`, each tag pair in the reply adds to the term: 0.34 for `thinking`, 0.33 for
+  `coarse` and 0.33 for `detailed`.
 - length: in variant `readme`, the term is 0.1 if the detailed part is one sentence, else 0. In
   variant `code`, the term is the sum of two penalties: -0.2 if the detailed part has more than one
   sentence or fewer than 20 words, and -0.1 if the coarse part has fewer than 6 or more than 8
@@ -29,7 +29,7 @@ The reward of the listener is one of the following terms:
 - selection: 1 if the answer is the letter of the right candidate.
 - heard: 1 if the reply is exactly the right answer, yes or no, without other text.
 
-For all terms except heard, the following term is added:
+Unless this term is `heard`, the following term is added to the reward:
 
 - format: 1 if the reply is one fenced JSON object with the keys Reasoning and Answer.
 """

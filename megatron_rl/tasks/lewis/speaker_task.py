@@ -64,8 +64,9 @@ class LewisSpeakerTask(Task):
         """Return the client of a held-out listener.
 
         The client uses the settings of task.listener with a different URL and token, and without a
-        cache file. The client never sends the token of task.listener, because the operator of the
-        held-out listener could use that token to access the listener that determines the reward.
+        cache file. The client never sends the token of task.listener. Otherwise, the operator of
+        the held-out listener could use this token to access the listener that determines the
+        reward.
         """
         keys = ListenerConfigKeys(
             f"held-out listener {name}", f"task.options.held_out_listeners.{name}", f"task.options.held_out_token_files.{name}"

@@ -7,8 +7,8 @@ r"""CodeV's protocol: Python code in <code>, images as named files, results in <
 Differences from the original implementation:
 
 - The original runs each call in a new process, so only files persist between calls. In this
-  implementation, variables persist too, which affects only code that relies on a variable being
-  undefined.
+  implementation, variables persist too. This difference affects only code that relies on a variable
+  being undefined.
 - Each image is also available as a variable that is named after the stem of its file name.
 - A reply with neither code nor an answer receives an error message. The original returns nothing.
 """

@@ -2,9 +2,9 @@
 
 The tool protocol parses the policy's replies. Code from the policy runs in a sandbox that belongs
 to the episode. Observations contain text and images. Text from the policy never causes an
-exception: invalid replies and errors in code are reported in the observation. InfraError is raised
-only for causes outside of the policy's control: unreadable images in the data set, a sandbox that
-cannot be opened, and the failure of a sandbox or of the sandbox server.
+exception. Invalid replies and errors in code are reported in the observation. InfraError is raised
+only for causes outside of the policy's control: an image in the data set that cannot be opened, a
+sandbox that cannot be opened, or the failure of a sandbox or of the sandbox server.
 """
 
 import asyncio
@@ -159,8 +159,8 @@ class AgentEnv(Env):
     def _open_image(self, number: int) -> Picture:
         """Open the question's image at index `number`.
 
-        Images are reopened on each use instead of being kept in memory, because the original images
-        of all episodes in a step need more memory than the resized images that the policy receives.
+        The image is reopened on each use, because keeping the original images of all episodes in
+        memory would need too much memory.
 
         Raises:
             InfraError: The image cannot be opened.

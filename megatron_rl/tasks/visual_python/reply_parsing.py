@@ -1,6 +1,6 @@
 """Building blocks for the reply parsers of tool protocols.
 
-The functions accept any text, because replies are untrusted, and run in time linear in the length
+Replies are untrusted. The functions therefore accept any text and run in time linear in the length
 of the text.
 """
 

@@ -120,9 +120,9 @@ class VisualPythonTask(Task):
     def gold_replies(self, example: Example) -> list[str]:
         """Return replies that earn the full reward, one per turn.
 
-        The last reply contains the answer. If task.reward is not accuracy, a first reply precedes
-        the answer: for a question with videos, the first reply displays the first frame of the
-        first video; for a question with images only, the first reply displays the first image.
+        The last reply contains the answer. If task.reward is not accuracy, another reply precedes
+        the answer and displays the first frame of the first video. If the question has no videos,
+        this reply displays the first image.
         """
         protocol = TOOL_PROTOCOLS[self.settings.tool_format](example.payload)
         images, answer = example.payload["images"], example.payload["answer"]

@@ -1,10 +1,10 @@
-"""Visual search for a nano model, which must crop the image with Python to read a label.
+"""Visual search for a model with a million parameters.
 
-The policy receives the canvas at a resolution at which the labels are illegible. Episodes use
-PyVision's protocol with the environment and the sandbox of visual_python. There are two differences
-from visual_python. First, this package draws the canvases instead of reading images from files.
-Second, the rules in the prompt consist of one line, because a model with a million parameters
-imitates demonstrations but does not follow instructions.
+The policy receives the canvas at a resolution at which the labels are illegible. To read a label,
+the policy must crop the image with Python. Episodes use PyVision's protocol with the environment
+and the sandbox of visual_python. There are two differences from visual_python. First, this package
+draws the canvases instead of reading images from files. Second, the rules in the prompt consist of
+one line, because such a small model imitates demonstrations but does not follow instructions.
 """
 
 import random

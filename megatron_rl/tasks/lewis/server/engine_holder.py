@@ -94,7 +94,7 @@ class EngineHolder:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors that `load_weights` requires, keyed by tensor name.
 
-        The names follow the newer naming scheme of Hugging Face checkpoints.
+        The names are the newer names of Hugging Face checkpoints (models/name_mapping.py).
         """
         return self._engine.shapes
 

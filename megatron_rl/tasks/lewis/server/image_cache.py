@@ -75,7 +75,7 @@ class ImageCache:
         try:
             content = base64.b64decode(candidate.base64, validate=True)
         except (binascii.Error, ValueError) as error:
-            raise ValueError(f"{where}: is not base64 ({error})") from error
+            raise ValueError(f"{where}: is not valid base64 ({error})") from error
         _check_size(len(content), where)
         return CandidateImage(sha256=self._store(content))
 

@@ -17,9 +17,8 @@ of the next tokens that mean yes (yes, Yes or YES, with or without a leading spa
 total probability of the next tokens that mean yes or no. If scoring fails, the response has an HTTP
 error status and contains no score.
 
-Prompts of all requests are batched together. If several prompts contain the same image, the first
-of these prompts is computed before the others, so that the others find the image in the engine's
-prefix cache.
+Prompts of all requests are batched together. If several prompts contain the same image, one of
+these prompts is computed first. The other prompts then find the image in the engine's prefix cache.
 """
 
 import asyncio
@@ -119,7 +118,7 @@ class YesScorer:
             num <= MAX_LOGPROB_TOKENS,
             "--model",
             num,
-            f"too many tokens mean yes or no; choose a model with at most {MAX_LOGPROB_TOKENS}",
+            f"too many tokens mean yes or no; choose a model with at most {MAX_LOGPROB_TOKENS} such tokens",
         )
         self._prefix_events: dict[str, asyncio.Event] = {}
         """Maps the key of an image to an event that is set when the first prompt with this image is

@@ -1,9 +1,9 @@
 """Code that the listener and speaker servers share: command line, application and shutdown.
 
 The environment variables INFERENCE_CONCURRENCY, INFERENCE_ACQUIRE_TIMEOUT and LISTENER_BATCH_SIZE
-set command-line defaults. LOG_PATH also sets a default if DEBUG_MODE is true. The names of the
-variables are the same as in the original services of the Lewis game. No other module reads these
-variables.
+set command-line defaults. If DEBUG_MODE is true, LOG_PATH sets the default of --log. The names of
+the variables are the same as in the original services of the Lewis game. No other module reads
+these variables.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
         "--root",
         action="append",
         default=[],
-        help="folder from which images may be read (repeatable); relative paths are resolved in the first folder",
+        help="folder from which images may be read (repeatable); relative paths are resolved against the first folder",
     )
     own.add_argument(
         "--concurrency",

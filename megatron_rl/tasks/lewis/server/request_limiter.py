@@ -74,7 +74,7 @@ class RequestLimiter:
 
     @asynccontextmanager
     async def admit(self) -> AsyncIterator[None]:
-        """Wait for a slot, hold the slot inside the block, and enforce a time limit on the block.
+        """Wait for a slot, and run the block with a time limit while holding the slot.
 
         Raises:
             HTTPException: Status 503 if too many requests are waiting, no slot became free in time,

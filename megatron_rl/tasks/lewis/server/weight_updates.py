@@ -3,11 +3,11 @@
     POST /weights   {"update": name, "part": 0, "parts": 2, "safetensors": base64}
     -> {"held": 1, "version": v}
 
-An update is applied completely or not at all. The parts of an update must arrive in order. Only one
-update is received at a time: the first part of a new update discards an incomplete update. Until
-the last part has arrived, the server keeps using its current weights. After the last part, the
-server waits for requests in progress to finish, loads the weights, and continues with a new
-version. No shared disk is needed.
+An update is applied completely or not at all. The parts of an update must arrive in order. The
+first part of a new update discards an update that is still incomplete. Until the last part has
+arrived, the server keeps using its current weights. After the last part, the server waits for
+requests in progress to finish, loads the weights, and continues with a new version. No shared disk
+is needed.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class WeightPartReply(StrictMessage):
     held: int
     """Number of parts of the update that have been received."""
     version: str
-    """Version of the weights that currently serve requests."""
+    """Version of the weights that are currently in use."""
 
 
 class PublishedWeightReceiver:
@@ -116,7 +116,8 @@ class PublishedWeightReceiver:
 def _decode_tensors(text: str) -> "dict[str, torch.Tensor]":
     """Decode a base64-encoded safetensors file.
 
-    Tensor names are converted to the newer naming scheme of Hugging Face checkpoints.
+    Tensor names are converted to the newer names of Hugging Face checkpoints
+    (models/name_mapping.py).
 
     Raises:
         ValueError: The text is not a base64-encoded safetensors file.
