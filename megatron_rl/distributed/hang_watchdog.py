@@ -2,14 +2,14 @@
 
 A thread on every rank watches the stack of the training thread. If the stack has not changed for
 NEAR_TIMEOUT * parallel.timeout_s, the rank requests reports from all ranks. Each rank then writes
-its stacks to RUN/hang/rank_N.txt and reports its location in the code and whether it is waiting in
-a collective. A warning names the ranks that are not waiting.
+its stacks to RUN/hang/rank_N.txt. The report contains the rank's location in the code, and whether
+the rank is waiting in a collective. A warning names the ranks that are not waiting.
 
-If a collective fails because of a timeout or a dead rank, the run ends with one error line per
-node. The run also ends if a rank misses MAX_MISSED_REPLIES requests in a row; a rank that is only
-slow still replies. Ranks communicate through a TCPStore at torchrun's rendezvous address. On CUDA,
-if NCCL ends a process after a timeout, torch's flight recorder writes the process's last NCCL
-collectives to RUN/hang. The use of the flight recorder has not been tested.
+The run ends with one error line per node if a collective fails because of a timeout or a dead rank,
+or if a rank misses MAX_MISSED_REPLIES requests in a row. A rank that is only slow still replies.
+Ranks communicate through a TCPStore at torchrun's rendezvous address. On CUDA, if PyTorch's NCCL
+watchdog ends a process after a timeout, the PyTorch Flight Recorder writes the process's last NCCL
+collectives to RUN/hang. The use of the Flight Recorder has not been tested.
 """
 
 import faulthandler
@@ -170,7 +170,6 @@ class HangWatchdog:
                 continue
 
     def _frames(self) -> list[tuple[FrameType, int]]:
-        """Return the frames of the training thread, outermost first."""
         return list(traceback.walk_stack(sys._current_frames()[self._watched]))[::-1]
 
     def _request_reports(self) -> bool:
@@ -207,7 +206,7 @@ class HangWatchdog:
             self._exit_process()
 
     def _exit_process(self) -> NoReturn:
-        """Print the diagnosis and exit this process at once.
+        """Print the diagnosis and exit this process immediately.
 
         An exception would not help, because it cannot interrupt a thread blocked in a collective.
         """
@@ -268,8 +267,8 @@ class HangWatchdog:
     def _read_reports(self) -> tuple[dict[int, RankReport], dict[int, RankReport]]:
         """Return all replies, and the initial reports of ranks without a reply, keyed by rank.
 
-        If another rank sends a new request in the meantime, this rank answers the new request and
-        reads the replies to it.
+        If another rank sends a new request while this rank waits, this rank answers that request
+        and reads the replies to it.
         """
         answers: dict[int, RankReport] = {}
         deadline = time.monotonic() + REPLY_TIMEOUT_S
@@ -333,14 +332,13 @@ def _name_ranks(answers: Mapping[int, RankReport]) -> str:
 
 
 def _describe_reports(answers: Mapping[int, RankReport]) -> str:
-    """Return the distinct locations in the reports as text."""
     return ", ".join(dict.fromkeys(answer.location for answer in answers.values()))
 
 
 def innermost_place(frames: Sequence[tuple[FrameType, int]]) -> str:
     """Return the innermost line of this package on the stack, and the stack's innermost line.
 
-    If the two lines differ, the stack's innermost line is in parentheses. Example:
+    If the two lines differ, the stack's innermost line is in parentheses, for example
     `training_loop.py:188 in attach (threading.py:320 in wait)`.
     """
     told = [f"{Path(frame.f_code.co_filename).name}:{line} in {frame.f_code.co_name}" for frame, line in frames]

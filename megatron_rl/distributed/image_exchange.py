@@ -31,7 +31,7 @@ shared memory (through /proc) if these files have the same contents for both pro
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Transfer:
-    """Transfer of an image to another node, to the first rank on that node that needs the image."""
+    """Transfer of an image between nodes, to the first rank on a node that needs the image."""
 
     key: str
     sender: int
@@ -82,8 +82,8 @@ class ImageExchange:
     def gather_rollouts(self, mine: list[Rollout] | None) -> list[Rollout]:
         """Gather the rollouts of all ranks on every rank.
 
-        Rollouts from other ranks are returned without image pixels. Pass None on a rank that does
-        not control an engine.
+        Rollouts from other ranks are returned without image pixels. On ranks that are not the
+        leader of an engine, pass None.
         """
         if self._size == 1:
             return list(mine or [])

@@ -189,8 +189,8 @@ def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
     """Return a process group of all ranks, for collectives that ranks enter at different times.
 
     All ranks must call this function together. In a world of size 1, the result is None, which
-    stands for the default group. Despite the long timeout, a collective in this group fails at once
-    if a rank dies.
+    stands for the default group. Despite the long timeout, a collective in this group fails
+    immediately if a rank dies.
     """
     return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
@@ -198,7 +198,7 @@ def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
 def round_up_to_minutes(timeout_s: float) -> int:
     """Convert a timeout to whole minutes, for libraries that accept only whole minutes.
 
-    The result is at least 1, and is rounded up so that no library gives up before the timeout.
+    The timeout is rounded up, so that it is never shorter than `timeout_s`.
     """
     return max(1, math.ceil(timeout_s / 60))
 
@@ -254,10 +254,10 @@ class SharedOSError(OSError):
 
 
 def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None = None) -> T:
-    """Run `fn` on every rank and return its result; if any rank fails, raise an error on all ranks.
+    """Run `fn` on every rank and return its result; if `fn` fails, raise its error on all ranks.
 
-    Only OSError and ValueError are raised on all ranks. If several ranks fail, the error of the
-    lowest failed rank is raised. The error message names this rank, unless all ranks failed.
+    This applies only to OSError and ValueError. If `fn` fails on several ranks, the error of the
+    lowest of these ranks is raised. The message names this rank, unless `fn` failed on all ranks.
     """
     result, met = None, None
     try:

@@ -1,9 +1,9 @@
 """Launches processes as torchrun does, but with a graceful stop and short error messages.
 
-When torchrun receives a signal (torch 2.13.0, distributed/elastic/multiprocessing/api.py), it
-leaves its monitoring loop, forwards the signal, waits for shutdown_timeout, and exits with a
+When torchrun receives a signal, it stops monitoring the processes and forwards the signal (torch
+2.13.0, distributed/elastic/multiprocessing/api.py). After shutdown_timeout, torchrun exits with a
 SignalException, regardless of the processes' exit codes. This launcher installs its own handlers,
-which forward the signals in SIGNALS, so that torch's agent keeps monitoring the processes and their
+which forward the signals in SIGNALS. torch's agent continues to monitor the processes, so their
 exit codes are available.
 """
 
@@ -69,9 +69,10 @@ class ChildProcesses:
     def hard_deadline(self, signals: Sequence[tuple[int, float]]) -> ForcedExit:
         """Return the deadline at which `SignalDeadline` ends this process (run/shutdown.py).
 
-        The deadline is needed while the launcher waits for other nodes: the launcher then has no
-        child processes, and its signal handlers do not run. If the launcher has had child
-        processes, there is no deadline, because the launcher exits when the child processes exit.
+        The deadline is needed while the launcher waits for other nodes. During this time, the
+        launcher has no child processes, and its signal handlers do not run. If the launcher has had
+        child processes, there is no deadline, because the launcher exits when the child processes
+        exit.
         """
         number, first = signals[0]
         self._has_processes |= bool(psutil.Process().children())
@@ -85,8 +86,8 @@ class ChildProcesses:
     def exit_code(self, exitcode: int) -> int:
         """Convert a child's exit code to the shell's convention.
 
-        If the process died from a forwarded signal, it had not installed its signal handlers yet
-        and can be restarted, so the result is EX_TEMPFAIL.
+        The result is EX_TEMPFAIL if a forwarded signal killed the process. Such a process had not
+        installed its signal handlers yet and can be restarted.
         """
         if -exitcode in self._received:
             return os.EX_TEMPFAIL
@@ -145,7 +146,7 @@ def omp_num_threads(num_cores: int, *, num_processes: int, num_gpus: int) -> int
 def parse_grace_s(overrides: Sequence[str]) -> float:
     """Return the value of run.grace_s from a command line, or the default.
 
-    Return 0 for an invalid number; the run itself will report the error.
+    Return 0 for an invalid number; the run reports the error.
     """
     given = [override.partition("=")[2] for override in overrides if override.startswith("run.grace_s=")]
     try:

@@ -60,7 +60,7 @@ class Sweep:
     def task(self, index: int) -> SweepTask:
         """Return the task at `index`. Raises ValueError if the index is out of range."""
         last = len(self.tasks) - 1
-        require(0 <= index <= last, "--task", index, f"{self.path} has tasks 0 to {last}; sbatch --array=0-{last}")
+        require(0 <= index <= last, "--task", index, f"{self.path} has tasks 0 to {last}; use sbatch --array=0-{last}")
         return self.tasks[index]
 
 
@@ -145,7 +145,6 @@ EXPANDERS = {"grid": expand_grid, "list": expand_list, "random": expand_random}
 
 
 def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float, float]:
-    """Return a list of choices, or (distribution, low, high)."""
     if isinstance(candidates, list):
         require(bool(candidates), where, "[]", "is empty; give values to choose from")
         return [_to_override_text(value, where) for value in candidates]

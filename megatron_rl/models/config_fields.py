@@ -3,9 +3,9 @@
 An unknown field may change the model's computation (rope scaling, sliding windows, scaled or
 skipped layers), but transformers and vLLM accept unknown fields without a warning. Each mapping in
 this module maps fields to accepted values, which are either ANY or a tuple of values that leave the
-computation unchanged. Fields with the value null count as absent. The fields were collected from
-the config classes of transformers 5.19 (models/*/configuration_*.py and configuration_utils.py) and
-from files written by versions 4.41 to 4.57.
+computation unchanged. Fields with the value null are treated as absent. The fields were collected
+from the config classes of transformers 5.19 (models/*/configuration_*.py and
+configuration_utils.py) and from files written by versions 4.41 to 4.57.
 """
 
 from collections.abc import Iterator, Mapping

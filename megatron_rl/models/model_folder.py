@@ -44,7 +44,6 @@ def _missing_folder_remedy(folder: str, *, key: str) -> str:
 
 
 def _read_recipes() -> dict[str, dict]:
-    """Return the content of each YAML file in configs/experiment, keyed by name without suffix."""
     paths = [path for path in (files(configs) / "experiment").iterdir() if path.name.endswith(".yaml")]
     return {path.name.removesuffix(".yaml"): yaml.safe_load(path.read_text()) or {} for path in sorted(paths, key=lambda path: path.name)}
 

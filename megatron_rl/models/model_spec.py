@@ -149,8 +149,8 @@ class ModelSpec:
 
     family: ModelFamily
     config: PreTrainedConfig = field(repr=False, compare=False)
-    """transformers' config, used only to build transformers' modules. All sizes are also fields of
-    ModelSpec.
+    """transformers' config, used only to build transformers' modules. ModelSpec has fields for all
+    sizes.
     """
     num_layers: int
     hidden_size: int

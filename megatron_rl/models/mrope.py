@@ -31,8 +31,8 @@ def mrope_positions(token_ids: Sequence[int], images: Iterable[Image], image_tok
 
     For still images, the positions equal the results of the get_rope_index methods of Qwen2-VL,
     Qwen2.5-VL and Qwen3-VL in transformers 5.19. Text positions increase by one on all three axes.
-    The positions of an image form a grid that starts at the next text position, and the text after
-    the image starts at the grid's first position plus the length of the grid's longer side. Raises
+    The positions of an image form a grid that starts at the next text position. The text after the
+    image starts at the grid's first position plus the length of the grid's longer side. Raises
     ValueError if placeholders and grids do not match.
     """
     grids = [(image.grid[0], image.grid[1] // image.merge, image.grid[2] // image.merge) for image in images]

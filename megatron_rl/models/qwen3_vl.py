@@ -1,8 +1,8 @@
 """Qwen3-VL, dense models (arXiv 2511.21631).
 
 The model consists of Qwen3's language model, with norms on queries and keys, and a vision tower
-with learned position embeddings. Three intermediate blocks of the tower have mergers of their own;
-the merged outputs are added to the image tokens after the first three decoder layers (DeepStack).
+with learned position embeddings. Three intermediate blocks of the tower have separate mergers. The
+merged outputs are added to the image tokens after the first three decoder layers (DeepStack).
 """
 
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLVisionModel

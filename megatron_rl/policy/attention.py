@@ -1,8 +1,8 @@
 """Attention over packed sequences, for Megatron's language model and Hugging Face's vision tower.
 
-If several sequences share a prefix, the prefix is stored once, as a segment of its own. The rest of
+If several sequences share a prefix, the prefix is stored once, as a separate segment. The rest of
 each sequence is another segment, which continues the prefix segment. The segments of a micro-batch
-thus form one or more trees.
+form one or more trees.
 
 On a CPU, and in fp32 on any device, attention calls scaled_dot_product_attention once per distinct
 segment shape. In bfloat16 on a GPU without Transformer Engine, attention calls torch's
@@ -147,7 +147,7 @@ class SharedPromptParams(PackedSeqParams):
 def packed_attention(
     q_TND: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, segments: Segments, *, causal: bool, scale: float
 ) -> torch.Tensor:
-    """Compute attention from each segment to the segment itself and to its prefix segments.
+    """Compute attention from each segment to itself and to its ancestors in the segment tree.
 
     Returns [T, N, D].
     """
@@ -272,8 +272,8 @@ def attend_patches(
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """Compute the vision tower's attention, separately for each image or window.
 
-    Inputs are [1, N, P, D], the output is [1, P, N, D]. `cu_seq_lens_q` is a `Segments` object
-    instead of offsets: vision.py passes the object to the tower, which forwards it unchanged.
+    Inputs are [1, N, P, D], the output is [1, P, N, D]. vision.py passes a `Segments` object
+    instead of offsets as `cu_seq_lens_q`, and the tower forwards the object unchanged.
     """
     q_PND, k_PND, v_PND = (x[0].transpose(0, 1) for x in (query, key, value))
     return packed_attention(q_PND, k_PND, v_PND, cu_seq_lens_q, causal=False, scale=scaling)[None], None

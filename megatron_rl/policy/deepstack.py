@@ -1,8 +1,8 @@
 """DeepStack: adds image features to the outputs of the first decoder layers.
 
 Sources: arXiv 2406.04334; Qwen3-VL. Until `split_embeddings` is called, the features are
-concatenated with the embeddings. Features and embeddings thus require only one gather over ranks
-and one scatter along the sequence.
+concatenated with the embeddings. Features and embeddings therefore require only one gather over
+ranks and one scatter along the sequence.
 
 Megatron's layers do not accept the features as an input, so SharedPromptParams passes them to the
 layers. The features are detached from autograd, because Megatron's recomputation is reentrant and
@@ -35,9 +35,9 @@ def split_embeddings(embedded: torch.Tensor, width: int, *, is_trained: bool) ->
 
     Returns the input [T, 1, width] and the features for the first n - 1 layers; the features are
     None if n is 1. Set `is_trained` to True if parameters of the vision tower need the features'
-    gradient. Ranks that share a sequence must pass the same value of `is_trained`, including ranks
-    without an image: each rank computes the gradient for one part of the sequence, and the other
-    ranks need that gradient.
+    gradient. Ranks that share a sequence must pass the same value of `is_trained`, even if a rank
+    has no image. Each rank computes the gradient for one part of the sequence, and the other ranks
+    need that gradient.
     """
     if embedded.shape[-1] == width:
         return embedded, None

@@ -1,8 +1,8 @@
 """Reports the kernel libraries that the policy uses.
 
 Megatron-Core 0.16.1 uses Transformer Engine if it is installed, else NVIDIA's apex, else torch or
-Megatron's own code, but does not report which library it uses. This module also explains why an
-installed Transformer Engine is not used.
+Megatron's own code. Megatron does not report which library it uses. If an installed Transformer
+Engine is not used, this module reports the reason.
 """
 
 import importlib

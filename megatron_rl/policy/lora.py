@@ -2,11 +2,11 @@
 
 An adapter adds alpha / rank * B A dropout(x) to the output of its layer. As in PEFT, every Hugging
 Face projection has its own A [rank, inputs] and B [outputs, rank]. A Megatron linear layer that
-fuses several projections has an A and a B for each projection and applies all projections at once:
-the A matrices are stacked, and the B matrices are the blocks of a block-diagonal matrix. The rows
-of the block-diagonal matrix are in the order of the fused weight's rows. Tensor-parallel ranks
-exchange only A's output, [tokens, projections * rank]. Fused projections share one dropout mask,
-whereas PEFT draws one mask per projection.
+fuses several projections has an A and a B for each projection. The adapters of all projections are
+applied at once: the A matrices are concatenated, and the B matrices form a block-diagonal matrix.
+The rows of the block-diagonal matrix are in the order of the fused weight's rows. Tensor-parallel
+ranks exchange only A's output, [tokens, projections * rank]. Fused projections share one dropout
+mask, whereas PEFT draws one mask per projection.
 
 Adapter parameters are named `<linear>.adapter.lora_a.<projection>` and
 `<linear>.adapter.lora_b.<projection>`. Parameters of the base model keep their names.

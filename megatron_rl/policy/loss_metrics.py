@@ -90,10 +90,7 @@ def reduce_metrics(collected: Sequence[CollectedMetrics], *, error: str) -> dict
 
 
 def _histograms(collected: Sequence[CollectedMetrics]) -> dict[str, dict[int, int]]:
-    """Return the histograms as {name: {bin: count}}, summed over micro-batches.
-
-    Empty bins are left out.
-    """
+    """Return {name: {bin: count}}, summed over micro-batches, without empty bins."""
     counts: dict[str, Counter[int]] = {}
     for numbers in collected:
         for name, bins in numbers["histograms"].items():

@@ -1,7 +1,7 @@
 """Distributed Megatron model with its optimizer: forward passes, updates, saving and loading.
 
-`Network` computes no logprobs, values or losses itself. The callbacks passed as `on_hidden` compute
-logprobs, values and losses from the final hidden states.
+The callbacks passed as `on_hidden` compute logprobs, values and losses from the final hidden
+states.
 
 `forward_only`, `update`, `save` and `load` are collective: call them on all ranks. Ranks that
 differ only in their tensor- or pipeline-parallel rank pass the same micro-batches. Results are
@@ -45,7 +45,7 @@ SummedLoss = Callable[[MicroBatch, torch.Tensor, torch.Tensor], tuple[torch.Tens
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class TrainingSettings:
-    """Settings that determine which weights of a model are trained, and how."""
+    """Settings that determine the trainable parameters of a model and their optimization."""
 
     parallel: ParallelSettings
     """Settings for offloading, overlapped gradient reduction and log_probs_chunk_size."""
@@ -54,7 +54,7 @@ class TrainingSettings:
     num_steps: int
     """Number of steps that the learning-rate schedule spans."""
     lora: LoraSettings = field(default_factory=LoraSettings)
-    """Adapter settings; rank 0 trains the model itself."""
+    """Adapter settings; if lora.rank is 0, the model is trained without adapters."""
     seed: int = 0
     """Seed for initializing new adapters and the value head."""
 
@@ -268,7 +268,7 @@ class Network:
     def save(self, folder: Path, *, background: bool) -> AsyncSave:
         """Start writing the training state into `folder`, which must exist.
 
-        Training may continue at once; see training_state.AsyncSave.
+        Training may continue immediately; see training_state.AsyncSave.
         """
         return AsyncSave(self._state(), folder, background=background)
 

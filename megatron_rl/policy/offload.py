@@ -90,7 +90,6 @@ class Offload:
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a uint8 tensor that views a whole storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -1,6 +1,6 @@
 """Builds Megatron's gradient buffers, optimizer and learning-rate schedule from the settings.
 
-Also freezes parts of the model and sets a learning rate for each part.
+Parts of the model can be frozen or have their own learning rates.
 """
 
 import gc
@@ -24,10 +24,10 @@ from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
 def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: bool) -> None:
-    """Disable gradients for all parameters that are not trained.
+    """Freeze parameters by disabling their gradients.
 
-    Parameters of the model parts in `parts` are frozen. If `all_but_adapters` is True, all other
-    parameters except those of adapters and the value head are frozen too. Call this function before
+    The parameters of the model parts in `parts` are frozen. If `all_but_adapters` is True, all
+    parameters outside adapters and the value head are frozen as well. Call this function before
     gradient buffers are created, so that frozen parameters get neither gradient buffers nor
     optimizer state.
     """
@@ -40,7 +40,7 @@ def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: 
 def wrap_with_grad_buffers(
     chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False
 ) -> list[DistributedDataParallel]:
-    """Freeze parameters and wrap the chunks with gradient buffers for the trained parameters.
+    """Freeze parameters and wrap the chunks with gradient buffers for the trainable parameters.
 
     Gradients of bfloat16 parameters are accumulated and reduced in fp32. If `overlap` is True, each
     buffer is split into buckets, as overlap.py requires. The bucket size is 40 million entries, or
@@ -57,14 +57,14 @@ def wrap_with_grad_buffers(
 def build_optimizer(
     settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool, head_lr: float = 0.0
 ) -> MegatronOptimizer:
-    """Build Megatron's distributed AdamW, with state sharded over data-parallel ranks.
+    """Build Megatron's distributed AdamW, with state sharded across data-parallel ranks.
 
     For bfloat16 parameters, the main weights and the moments are fp32. Parts of the model can have
     their own learning rates. Megatron's standard overrides (no weight decay for biases and norms)
-    also apply to parts with their own learning rates, because Megatron merges all overrides that
-    match a parameter. `head_lr` is the peak learning rate of the value head, if the model has one.
-    If `offload` is True, the optimizer stays on the host. Raises ValueError if `offload` is set for
-    float32 weights.
+    apply to all parts, including those with their own learning rates, because Megatron merges all
+    overrides that match a parameter. `head_lr` is the peak learning rate of the value head, if the
+    model has one. If `offload` is True, the optimizer stays on the host. Raises ValueError if
+    `offload` is set for float32 weights.
     """
     dtype = chunks[0].config.params_dtype
     require(not offload or dtype == torch.bfloat16, "parallel.offload_optimizer", True, "needs model.dtype=bfloat16")
@@ -107,7 +107,7 @@ def _release_buffers() -> None:
     If the optimizer is on the host, Megatron builds it twice (0.16.1, distrib_optimizer.py,
     __init__). The first instance has a pinned copy and an fp32 copy of every parameter. The hooks
     of the first instance refer back to the instance, so only the garbage collector can free the
-    instance. The freed pinned memory stays in torch's cache, so the cache is emptied too.
+    instance. torch keeps the freed pinned memory in a cache, which is then emptied.
     """
     gc.collect()
     if torch.cuda.is_available():

@@ -8,10 +8,10 @@ Every rank writes and reads only the entries that it updates. megatron-core 0.16
   data-parallel group, and every rank reads the tensors of its whole group. For a 7B model with
   tp=2, the first rank needs 3 x 46 GB of memory.
 
-This module writes `fully_reshardable` files, which Megatron can read, but writes them in parallel,
-as in `dp_reshardable`. Each rank updates one range of a flattened parameter. In the unflattened
-tensor, this range consists of a few boxes (axis-aligned blocks), and torch's checkpoints accept
-boxes of any size.
+This module writes files in the `fully_reshardable` format, which Megatron can read. As with
+`dp_reshardable`, all ranks write in parallel. Each rank updates one range of a flattened parameter.
+In the unflattened tensor, this range consists of a few boxes (axis-aligned blocks), and torch's
+checkpoints accept boxes of any size.
 """
 
 import math
@@ -36,7 +36,7 @@ def optimizer_tensors(optimizer: ChainedOptimizer, weights: dict[str, ShardedSta
 
     The result is keyed by checkpoint key and offset. The sharded tensors are views of the
     optimizer's state, so loading fills the state in place. `weights` holds the sharded state dicts
-    of the model's chunks. Padding rows of the vocabulary are left out.
+    of the model's chunks. Padding rows of the vocabulary are omitted.
     """
     whole = {described.data: described for described in nested_values(weights)}
     found = {}
@@ -114,7 +114,7 @@ def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
 
 
 def init_moments(optimizer: ChainedOptimizer) -> None:
-    """Set the moments of all trained parameters to zero.
+    """Set the moments of all trainable parameters to zero.
 
     Does not set AdamW's step count; see `set_step`.
     """
@@ -134,8 +134,8 @@ def reset_optimizer_state(optimizer: ChainedOptimizer) -> None:
 def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
     """Set AdamW's step count to `updates`, the number of updates applied so far.
 
-    Call this function last when loading a checkpoint: it also copies the main weights and moments
-    to the optimizer if the optimizer is on the host.
+    When loading a checkpoint, call this function last. If the optimizer is on the host, the
+    function copies the main weights and moments to the optimizer.
     """
     for part in own_optimizers(optimizer):
         for moments in part.optimizer.state.values():  # read by torch's AdamW

@@ -3,10 +3,10 @@
 Enabled by parallel.overlap_grad_reduce. Megatron (megatron-core 0.16.1,
 distributed/param_and_grad_buffer.py) reduces a bucket as soon as all parameters of the bucket have
 a gradient. Buckets are reduced in the same order on every rank. Megatron raises an AssertionError
-if a parameter has no gradient. In this trainer, parameters can lack a gradient: a micro-batch
+if a parameter has no gradient. In this trainer, parameters can lack a gradient. A micro-batch
 without an image produces no gradient for the vision tower, and a micro-batch without a sampled
-token produces no gradient for the output heads. The ranks therefore agree before every update on
-whether to overlap.
+token produces no gradient for the output heads. Before every update, the ranks therefore decide
+together whether to overlap.
 """
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ class GradReduceOverlap:
         """Decide, collectively over all ranks, whether this update overlaps its gradient reduction.
 
         Overlapping is possible if the last micro-batch of every rank produces a gradient for every
-        trained parameter. If overlapping is not possible, the reduction runs after the backward
-        pass. `is_partial` is True if some trained parameters do not affect the loss.
+        trainable parameter. If overlapping is not possible, the reduction runs after the backward
+        pass. `is_partial` is True if some trainable parameters do not affect the loss.
         """
         last = batches[-1]
         # The vision tower of every tensor-parallel rank needs at least one image.

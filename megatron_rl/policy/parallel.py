@@ -147,8 +147,8 @@ def destroy_layout() -> None:
 def seed_generators(seed: int) -> None:
     """Seed Megatron's random streams for this rank.
 
-    Streams differ between pipeline stages and between data-parallel replicas. Tensor-parallel ranks
-    share one stream, and each tensor-parallel rank also has a stream of its own.
+    Streams differ between pipeline stages and between data-parallel replicas. All tensor-parallel
+    ranks of a replica share one stream. In addition, each tensor-parallel rank has its own stream.
     """
     place = 100 * parallel_state.get_pipeline_model_parallel_rank() + 10_000 * parallel_state.get_data_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(seed + place)

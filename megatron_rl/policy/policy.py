@@ -96,7 +96,7 @@ class Policy(TrainableModel):
             self.reference.copy_to_host()
 
     def pack(self, minibatch: Sequence[PackItem], *, max_tokens: int) -> list[MicroBatch]:
-        """Shard an update's sequences over data-parallel ranks and pack this rank's share.
+        """Shard an update's sequences across data-parallel ranks and pack this rank's share.
 
         Returns at least one micro-batch.
         """
@@ -204,7 +204,6 @@ class Policy(TrainableModel):
         return self.network.update(batches, on_hidden, step=step, is_partial=value_head_only, check=check)
 
     def _logprob_and_entropy(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logprob and entropy of each row."""
         return self.distribution(self.network.chunks[-1].head, hidden_RH, batch.target_T[rows_R])
 
     def restart_optimizer(self) -> None:

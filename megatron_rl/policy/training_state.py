@@ -1,8 +1,8 @@
 """Training state on disk, in Megatron's `torch_dist` format.
 
-All ranks plan the files together, a thread on each rank writes them, and the files can be read with
-any parallel layout. A folder contains the weights under `ParamMapping.checkpoint_key`, optimizer
-tensors under keys with the prefix `optimizer.`, and the file common.pt with everything else: the
+All ranks plan the files together, and a thread on each rank writes that rank's files. The files can
+be read with any parallel layout. The keys of weights are given by `ParamMapping.checkpoint_key`,
+and the keys of optimizer tensors have the prefix `optimizer.`. The file common.pt contains the
 number of updates, the layout, and the states of the random generators of every rank. AdamW's step
 count and the learning rate are not stored, because AdamW's step count equals the number of updates
 and the learning rate depends only on the step of the run.
@@ -13,8 +13,8 @@ because it fails on CPUs with gloo. The persistent worker of AsyncCallsQueue div
 of GPUs and raises ZeroDivisionError. The temporal worker of AsyncCallsQueue is a forked process
 that inherits gloo's sockets. If a rank is killed, the other ranks therefore detect the failure only
 when the forked process exits. In a measurement with a fork that ran for 25 s, the other ranks
-detected the failure after 25 s; without a fork, they detected it immediately. The manager process
-of a killed rank's queue also keeps running.
+detected the failure after 25 s; without a fork, they detected it immediately. In addition, the
+manager process of a killed rank's queue keeps running.
 """
 
 import io
@@ -69,8 +69,8 @@ def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
     """Return one Megatron sharded state dict per model chunk of this rank, keyed by chunk number.
 
     With the returned state dicts, `dist_checkpointing.load` can read checkpoints that were written
-    with any parallel layout. The `_extra_state` entries of linear layers, which are empty unless
-    fp8 is used, are left out, so that files do not depend on the layer spec.
+    with any parallel layout. The `_extra_state` entries of linear layers are omitted, so that files
+    do not depend on the layer spec. These entries are empty unless fp8 is used.
     """
     states = {str(number): chunk.sharded_state_dict(metadata=dict(_METADATA)) for number, chunk in enumerate(chunks)}
     return {number: {name: part for name, part in state.items() if not name.endswith("_extra_state")} for number, state in states.items()}
@@ -118,7 +118,7 @@ class AsyncSave:
         return results, {name: compute_sha256(self._folder / name) for name in sorted(names)}
 
     def is_written(self) -> bool:
-        """Return True once writing has succeeded or failed on every rank.
+        """Return True if writing has succeeded or failed on every rank.
 
         Collective. Once this method has returned True, `finish` does not wait for tensors to be
         written.
@@ -219,8 +219,8 @@ def _vocab_size(state: TrainingState) -> int:
 def _common(state: TrainingState) -> dict[str, object]:
     """Return the content of common.pt: number of updates, layout and states of random generators.
 
-    Collective. The content consists of plain values and byte tensors only, because `_read_common`
-    accepts no other types.
+    Collective. The content consists of plain values and byte tensors, because `_read_common`
+    accepts only these types.
     """
     generators: list = [None] * dist.get_world_size()
     dist.all_gather_object(generators, _generators())
@@ -248,7 +248,7 @@ def _layout_sizes(state: TrainingState) -> dict[str, int]:
 
 
 def _balance_over_ranks(weights: ShardedStateDict) -> None:
-    """Distribute the writing of weights over data-parallel ranks.
+    """Distribute the writing of weights across data-parallel ranks.
 
     Each weight is written by one of the data-parallel ranks that hold a replica of the weight.
     """

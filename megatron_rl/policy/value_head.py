@@ -9,7 +9,7 @@ from torch.nn.functional import linear, silu
 
 
 class ValueHead(nn.Module):
-    """MLP with SiLU activations that is replicated over tensor-parallel ranks.
+    """MLP with SiLU activations that is replicated on all tensor-parallel ranks.
 
     Values are computed in fp32, regardless of the dtype of the weights. The last layer is
     initialized to zero, so a new head predicts 0. With `normalize_returns` the head predicts

@@ -1,8 +1,8 @@
 """Hugging Face's vision tower, replicated on all tensor-parallel ranks of the first pipeline stage.
 
 Each tensor-parallel rank encodes its share of a micro-batch's distinct images, and the embeddings
-are gathered. The vision tower of each rank thus has a partial gradient; Megatron reduces the
-partial gradients (finalize_model_grads).
+are gathered. Each rank therefore computes a partial gradient of the vision tower. Megatron reduces
+the partial gradients (finalize_model_grads).
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,8 @@ class LinearPatchEmbed(nn.Conv3d):
     """Patch embedding as one matrix product instead of a convolution.
 
     The matrix product equals the convolution, because the convolution's kernel is as large as a
-    patch. With torch 2.9 and later, vLLM also replaces the convolution by a matrix product (vLLM
-    0.32.0, model_executor/layers/conv.py), because cuDNN has no efficient engine for this
-    convolution in bfloat16.
+    patch. cuDNN has no efficient engine for this convolution in bfloat16. For this reason, vLLM
+    uses a matrix product with torch 2.9 and later (vLLM 0.32.0, model_executor/layers/conv.py).
     """
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
@@ -59,7 +58,7 @@ class FusedRMSNorm(nn.Module):
 def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
     """Build the vision tower and replace its attention, patch embedding and norms.
 
-    Also adds adapters and recomputation, as configured.
+    Adapters are added if lora.rank is not 0. Recomputation is enabled if the layout requires it.
     """
     tower = spec.build_tower().to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
@@ -131,10 +130,9 @@ def encode_images(
 def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Grid], sizes: VisionSpec) -> torch.Tensor:
     """Return the vision tower's embeddings [V, H] of patches.
 
-    All inputs that depend on the grids are computed here and passed to the tower. If the inputs
-    were not passed, the tower itself would compute the inputs, with about ten device
-    synchronizations plus one for each block. Offsets are passed as `Segments`, which the tower
-    forwards unchanged to `attend_patches`.
+    All inputs that depend on the grids are computed here and passed to the tower. Otherwise, the
+    tower would compute these inputs, with about ten device synchronizations plus one for each
+    block. Offsets are passed as `Segments`, which the tower forwards unchanged to `attend_patches`.
     """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}

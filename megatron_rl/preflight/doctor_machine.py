@@ -169,8 +169,8 @@ def find_version_mismatches(pinned: Mapping[str, str]) -> dict[str, str]:
 def check_memory_plan(settings: Settings, report: CheckReport, plugins: Plugins) -> None:
     """Check that the memory plan fits into host memory and, if there are GPUs, into GPU memory.
 
-    If plan.world_size is set, GPU memory is planned even on a machine without GPUs. The expected
-    time per step is also reported.
+    If plan.world_size is set, GPU memory is planned even on a machine without GPUs. The report
+    includes the expected time per step.
     """
     from megatron_rl.memory_plan.gpu_memory import plan_gpu_memory, require_fit  # imports Megatron
     from megatron_rl.memory_plan.gpu_specs import closest_gpu_name, format_gb

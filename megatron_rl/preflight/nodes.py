@@ -30,11 +30,11 @@ class NodeReport:
     node: int
     num_processes: int
     run_dir_error: str = ""
-    """Reason why this node's run directory is not the one that rank 0 writes to; empty if it is the
-    same directory.
-    """
+    """Error message if this node and rank 0 have different run directories, else empty."""
     file_fingerprints: Mapping[str, Mapping[str, object]]
-    """For each setting, maps the existing files that the setting names to their fingerprints."""
+    """Fingerprints of the files that the settings name, keyed by setting and path; missing files
+    are omitted.
+    """
     sees_judge_cache: bool = False
     """True if the directory of rank 0's judge cache is visible on this node."""
 

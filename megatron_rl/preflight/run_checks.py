@@ -76,8 +76,8 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
 def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:
     """Print the memory plan on the main rank.
 
-    model.path may also be the name of a known model on the Hugging Face Hub; the model's files are
-    then not needed.
+    model.path may also be the name of a known model on the Hugging Face Hub. In this case, the
+    model's files are not needed.
     """
     model, size = load_known_spec(settings.model.path), settings.plan.world_size or world.size
     check_sizes(settings, model, size, plugins)

@@ -40,8 +40,8 @@ def check_settings(settings: Settings, world_size: int, plugins: Plugins = Plugi
 def check_examples(task: Task, splits: tuple[str, ...]) -> None:
     """Raise ValueError if a split has no examples.
 
-    A run checks the evaluation split at startup too, because the first evaluation may take place
-    hours later.
+    The evaluation split is checked at startup, because the first evaluation may take place hours
+    later.
     """
     for split in splits:
         require(len(task.examples(split)) > 0, "task.name", task.name, f"has no examples in split {split}; add at least one")
@@ -57,7 +57,7 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
     compares, drop = algorithms[settings.algo.name].needs_group, settings.filter.drop
     remedy = f"algo.name={settings.algo.name} also learns from groups with equal rewards; leave zero_std out"
     size = settings.batch.group_size
-    require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group of one has no baseline")
+    require(size >= 2 or not compares, "batch.group_size", size, "must be at least 2: a group with one rollout has no baseline")
     require(compares or "zero_std" not in drop, "filter.drop", drop, remedy)
     _check_adaptive_kl(settings)
     if has_critic(settings, plugins):

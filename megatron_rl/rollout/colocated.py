@@ -1,9 +1,9 @@
 """Rollout engine that runs vLLM in the trainer's processes, on one or more ranks.
 
-`run(main)` runs an asyncio event loop, in which episodes await `generate`. A pump task repeatedly
-adds the episodes' new requests to vLLM, runs one vLLM step for all requests (continuous batching),
-wakes each episode when its turn has finished, and yields to the loop. A slow tool therefore delays
-only its own episode.
+`run(main)` runs an asyncio event loop, in which episodes await `generate`. A background task runs
+vLLM. In each iteration, the task adds the episodes' new requests, runs one vLLM step for all
+requests (continuous batching), wakes the episodes whose turn has finished, and yields to the event
+loop. A slow tool therefore delays only its own episode.
 
 An engine that spans several ranks (settings.tp > 1, vLLM's external launcher) has a vLLM scheduler
 on each rank. Only the leader, rank 0 of the engine's group, runs `main`. Before each step, the
@@ -231,7 +231,6 @@ class ColocatedEngine:
                 return
 
     def _run_step(self) -> _StepMessage:
-        """Run one step on every rank: broadcast the message, add and abort requests, step vLLM."""
         news = self._broadcast_message()
         started = time.perf_counter()
         self._add_requests(news)
@@ -244,11 +243,7 @@ class ColocatedEngine:
         return news
 
     def _broadcast_message(self) -> _StepMessage:
-        """Return the message for this step.
-
-        If the engine has several ranks, the leader broadcasts its pending message and the followers
-        receive the message.
-        """
+        """Broadcast the leader's pending message to all ranks of the engine and return it."""
         news, self._pending_message = self._pending_message, _StepMessage()
         if self._group is None:
             return news
@@ -314,8 +309,7 @@ class ColocatedEngine:
     def sleep(self) -> None:
         """Free memory for the trainer.
 
-        On CUDA, the weights are discarded too, because the next weight sync sends all weights
-        again.
+        On CUDA, the memory of the weights is freed, because the next weight sync sends all weights.
         """
         self._core.sleep()
 

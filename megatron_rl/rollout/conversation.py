@@ -2,8 +2,8 @@
 
 An episode adds messages to its conversation and receives the policy's responses as text. The limits
 of a sequence (tokens, images, pixels) are enforced only in this module. The limits are checked
-between turns: a response is never truncated after it has been generated, and an observation that
-does not fit is not added. Large images are rendered in a thread, outside the event loop.
+between turns. A response is never truncated, and an observation that does not fit is not added.
+Large images are rendered in a thread, outside the event loop.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class SequenceLimits:
     max_images: int
     """Maximum number of images in a sequence."""
     max_pixels: int = 0
-    """Maximum total number of pixels of a sequence's images after the resize; 0 sets no limit."""
+    """Maximum total number of pixels of a sequence's resized images; 0 disables the limit."""
 
     def exceeds(self, context: TokenSequence, added: TokenSequence) -> StopReason | None:
         """Return a stop reason if appending `added` to `context` exceeds a limit, else None.
@@ -58,8 +58,8 @@ class Conversation(Protocol):
     async def start(self, messages: Sequence[Message]) -> StopReason | None:
         """Add the prompt; return a stop reason if the prompt exceeds a limit, else None.
 
-        A prompt that exceeds a limit is added too, so that the error message can report the
-        prompt's size.
+        The prompt is added even if it exceeds a limit, so that the error message can report its
+        size.
         """
         ...
 
@@ -214,8 +214,8 @@ class TokenConversation:
 async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messages: Sequence[Message]) -> T:
     """Call `render_fn` and return its result; use a thread if the images in `messages` are large.
 
-    `render_fn` renders `messages`. The call runs in the event loop itself if the images have fewer
-    than Renderer.max_inline_pixels pixels in total.
+    `render_fn` renders `messages`. Images with fewer than Renderer.max_inline_pixels pixels in
+    total are rendered in the event loop.
     """
     pixels = sum(picture.width * picture.height for picture in extract_images(messages))
     return render_fn() if pixels < renderer.max_inline_pixels else await renderer.run_in_thread(render_fn)

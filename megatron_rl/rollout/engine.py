@@ -46,11 +46,11 @@ class Completion:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Logprobs of the sampled tokens under the policy, which is the model's distribution at the
-    sampling temperature, with the banned ids removed.
+    """Logprobs of the sampled tokens under the policy. The policy is the model's distribution at
+    the sampling temperature, without the banned token ids.
     """
     is_stopped: bool
-    """True if the last token is a stop id or completes a stop string; False if max_tokens or
+    """True if the last token is a stop token or completes a stop string; False if max_tokens or
     max_model_len was reached.
     """
     weight_versions: list[int]
@@ -119,11 +119,11 @@ class RolloutEngine(InferenceEngine, Protocol):
 
         Returns the result of `main` on the engine's leader, and None on the engine's other ranks.
 
-        In a colocated engine, tasks that `main` leaves running are paused until the next `run`, and
-        so is the event loop's clock. The requests of these tasks keep the tokens sampled so far,
-        and the next `run` samples the rest with the weights that are current at that time. After
-        `load_weights` or `sleep`, the engine first recomputes the whole sequence of each request.
-        If `main` raises, all requests are aborted.
+        In a colocated engine, tasks that `main` leaves running are paused until the next `run`. The
+        event loop's clock is paused as well. The requests of these tasks keep the tokens sampled so
+        far, and the next `run` samples the rest with the weights that are current at that time.
+        After `load_weights` or `sleep`, the engine first recomputes the whole sequence of each
+        request. If `main` raises, all requests are aborted.
         """
         ...
 

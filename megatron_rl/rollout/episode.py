@@ -40,10 +40,10 @@ class EpisodeSettings(SequenceLimits):
     max_new_tokens: int
     max_seconds: float = 0.0
     """Maximum wall time in seconds for all turns of an episode, checked after every environment
-    step; 0 sets no limit.
+    step; 0 disables the limit.
     """
     env_timeout_s: float = 0.0
-    """Timeout in seconds for each environment call (reset, step, close); 0 sets no limit."""
+    """Timeout in seconds for each environment call (reset, step, close); 0 disables the timeout."""
     stop_on_tool_error: bool = False
     """True to end the episode when a tool call fails."""
     seed: int
@@ -175,7 +175,7 @@ async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
     except TimeoutError as error:
         if not limit.expired():
             raise  # raised by the environment itself
-        raise PermanentInfraError(f"task={task}: its environment took more than {limit_s:g} s (task.env_timeout_s)") from error
+        raise PermanentInfraError(f"task={task}: the environment took more than {limit_s:g} s (task.env_timeout_s)") from error
 
 
 async def _close_env(env: Env, limit_s: float) -> None:
@@ -189,11 +189,7 @@ async def _close_env(env: Env, limit_s: float) -> None:
 
 
 def _prompt_too_large(example: Example, rollout: Rollout, end: StopReason) -> PermanentInfraError:
-    """Return the error for a prompt that exceeds a limit.
-
-    A prompt exceeds a limit because of the settings or the data, not because of the policy. At
-    startup, a run warns about prompts that exceed a limit.
-    """
+    """Return the error for a prompt that exceeds a limit because of the settings or the data."""
     (prompt,) = rollout.sequences
     raised = {
         StopReason.MAX_IMAGES: "engine.max_images",

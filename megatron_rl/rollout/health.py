@@ -1,10 +1,10 @@
 """Monitors the health of the inference servers, with one task per server.
 
 The tasks run in the episodes' event loop and check each server every second. A server is unhealthy
-if it does not report its weight version (because it has crashed or its engine hangs), if its
-weights are not the current weights, or if it reports its version but generates no tokens. A server
-becomes healthy after reporting the expected version and generating a token with this version. If a
-server comes back with different weights, it first receives all current weights.
+in three cases: it does not report its weight version (because it has crashed or its engine hangs),
+its weights are outdated, or it generates no tokens. A server becomes healthy after reporting the
+expected version and generating a token with this version. A server that rejoins with different
+weights first receives all current weights.
 """
 
 import asyncio
@@ -53,16 +53,16 @@ class ServerSupervisor(Protocol):
         """Restart an unhealthy server if the server has exited or is unresponsive.
 
         `is_unresponsive` is ignored until the server has responded for the first time since its
-        start. Before its first response, the server counts as unresponsive once its startup timeout
-        has passed. The server is not restarted during its restart backoff, or after too many
-        restarts.
+        start. Before its first response, the server is considered unresponsive once its startup
+        timeout has passed. The server is not restarted during its restart backoff, or after too
+        many restarts.
         """
         ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class ServerControl:
-    """Objects with which the main rank updates and restarts servers; other ranks have neither."""
+    """Weight sender and supervisor on the main rank; both are None on the other ranks."""
 
     sender: WeightSender | None = None
     """Sends weights to the servers."""
@@ -87,7 +87,7 @@ class HealthMonitor:
             client: Client for probe requests, with settings.health_timeout_s as its timeout.
             expected_label: Returns the label of the current weights, or '' during a weight update.
             cache_salt: Returns the salt of the servers' prefix caches.
-            control: Updates and restarts servers that come back.
+            control: Updates and restarts servers.
             log: Prints one line.
         """
         self._servers, self._settings, self._http, self._client = servers, settings, http, client
@@ -174,7 +174,6 @@ class HealthMonitor:
             return before != await self._read_progress(server)
 
     async def _read_progress(self, server: ServerBackend) -> list[str]:
-        """Return the server's progress counters; an empty list if the server does not respond."""
         try:
             return await server.read_progress(self._http, limit_s=self._settings.health_timeout_s)
         except EndpointError:
@@ -185,7 +184,7 @@ class HealthMonitor:
             await asyncio.wrap_future(run_in_daemon_thread(lambda: self._supervisor.restart(server.url, is_unresponsive=is_unresponsive)))
 
     async def _recover(self, server: ServerBackend) -> None:
-        """Send all current weights to a server that came back, if this process is the sender."""
+        """Send all current weights to a server that rejoins, if this process is the sender."""
         if self._sender is None or server.endpoint.backoff_until > time.monotonic():
             return
         began = time.monotonic()
@@ -204,7 +203,7 @@ class HealthMonitor:
         return await server.read_weight_label(self._http, limit_s=self._settings.health_timeout_s)
 
     def mark_unhealthy(self, server: ServerBackend, reason: str) -> None:
-        """Mark a server as unhealthy until `readmit` is called for it.
+        """Mark a server as unhealthy until `readmit` is called.
 
         The server's requests in flight fail and are sent to other servers.
         """
@@ -219,8 +218,8 @@ class HealthMonitor:
     def update_outage(self) -> None:
         """Update `unhealthy_since`.
 
-        All waiting requests compute the duration of the outage from `unhealthy_since`, so they fail
-        together, no matter when each request started.
+        All waiting requests compute the duration of the outage from `unhealthy_since`. They
+        therefore fail at the same time, no matter when they started.
         """
         if any(server.is_healthy for server in self._servers):
             self.unhealthy_since = None

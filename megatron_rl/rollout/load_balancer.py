@@ -1,10 +1,11 @@
 """Assigns the groups of a generation batch to the engines.
 
-Every engine starts with groups that are chosen by their position in the batch. If the engines have
-capacity for the whole batch, all groups are assigned by position, and the assignment does not
-depend on the engines' speed. If the capacity is too small, some groups remain unassigned at first,
-and engines with free capacity take them later, using a counter that all engines share. All episodes
-of a group run on the same engine, which caches their common prompt.
+Each engine starts with groups that are assigned by their position in the batch. If the engines have
+capacity for the whole batch, all groups are assigned in this way, and the assignment does not
+depend on the engines' speed. Otherwise, some groups remain unassigned at first. An engine takes
+some of the remaining groups whenever it has free capacity. A counter that all engines share ensures
+that each group is taken only once. All episodes of a group run on the same engine, which caches
+their common prompt.
 """
 
 import asyncio
@@ -48,10 +49,10 @@ class EngineRank:
     def assign(self, groups: Sequence[int], sizes: Mapping[int, int], *, assignment_id: int) -> "GroupAssignment":
         """Return the groups of a generation batch that this engine runs.
 
-        An engine starts with as many groups as fit into max_episodes episodes, but never with more
-        than its even share of the groups. An engine starts with at least half of its even share,
-        because some of its episodes will be waiting for tools. A single engine starts with all
-        groups.
+        If there is only one engine, all groups are assigned to it. Otherwise, each engine starts
+        with as many groups as fit into max_episodes episodes. The number is at least half of an
+        even share of the groups, and at most the whole share. The minimum exists because some
+        episodes wait for tools.
 
         Args:
             groups: All groups of the batch.
@@ -70,7 +71,7 @@ class EngineRank:
         )  # fmt: skip
 
     def assign_by_load(self, groups: Sequence[int], *, size: int, loads: Sequence[int]) -> "GroupAssignment":
-        """Return the groups that this engine runs if each group goes to the least loaded engine.
+        """Return this engine's groups if each group is assigned to the least loaded engine.
 
         All groups are assigned at once. A faster engine finishes more groups, so its load is lower
         at the next assignment.

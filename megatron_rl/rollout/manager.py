@@ -57,9 +57,7 @@ class RunCallbacks:
     """Functions of the run that the rollout manager calls."""
 
     run_with_grace: Callable[[MakeCoroutine], Coroutine[object, object, Any]] = run_to_completion
-    """Runs a coroutine and returns its result, or None if it cancelled the coroutine because of a
-    stop signal.
-    """
+    """Runs a coroutine and returns its result, or None if a stop signal cancelled the coroutine."""
     log: Callable[[str], None] = print
     """Prints one line."""
     make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer
@@ -169,12 +167,11 @@ class RolloutManager:
     def _run_groups(
         self, new: Mapping[int, ScheduledGroup], num: int, stale: Sequence[int], *, step: int
     ) -> tuple[dict[int, ScheduledGroup], list[Rollout]]:  # fmt: skip
-        """Run active groups until `num` groups have finished, including all at the staleness limit.
+        """Run active groups until `num` groups finish, including those at the staleness limit.
 
-        Returns the chosen groups and their rollouts. The engines exchange their buffer states once,
-        as soon as they have finished enough groups in total, so that all ranks choose the same
-        groups. An engine that has finished all of its groups waits in this exchange for the other
-        engines.
+        Returns the chosen groups and their rollouts. Once the engines together have finished enough
+        groups, they exchange their buffer states, so that all ranks choose the same groups. An
+        engine that finishes all of its groups earlier waits for this exchange.
         """
         size, waiting = self.generation_settings.group_size, self.scheduler.active_groups
         self._num_assignments += 1
@@ -229,11 +226,11 @@ class RolloutManager:
     def _retry_failed(self, scheduled: Mapping[int, ScheduledGroup], rollouts: list[Rollout]) -> list[Rollout]:
         """Rerun the rollouts that had infrastructure errors; return all rollouts, sorted.
 
-        Rollouts with StopReason.INFRA_ERROR are rerun with unchanged seeds until none of them ends
-        with INFRA_ERROR or generation_settings.outage_timeout_s has passed. The elapsed time is computed from the
-        rollouts' wall times, which are the same on all ranks, so that all ranks stop retrying
-        together. Rollouts with INFRA_TIMEOUT have already waited for a service; they are rerun
-        once, without a pause, in case the service has recovered.
+        Rollouts with StopReason.INFRA_TIMEOUT have already waited for a service and are rerun only
+        once, without a pause. Rollouts with INFRA_ERROR are rerun with unchanged seeds until they
+        succeed or generation_settings.outage_timeout_s has passed. The elapsed time is computed
+        from the rollouts' wall times. All ranks have the same wall times and therefore stop
+        retrying together.
 
         Raises:
             RunDenied: A server rejects this run's key. A rejected key is never retried.
@@ -379,7 +376,7 @@ class RolloutManager:
     def close(self, *, all_ranks: bool = True) -> None:
         """Cancel all episodes, close the task and then the engine.
 
-        `close` must be the last call in a process, because ColocatedEngine.close also destroys the
+        `close` must be the last call in a process, because ColocatedEngine.close destroys the
         process group.
 
         Args:

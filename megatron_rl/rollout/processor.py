@@ -77,7 +77,7 @@ def _check_classes(processor: ProcessorMixin, path: str, *, file: str) -> None:
         ("processor_class", type(processor).__name__, PROCESSORS),
         ("image_processor_type", type(processor.image_processor).__name__, IMAGE_PROCESSORS),
     ):
-        require(found in known, "model.path", path, f"{file} has {kind} {found}; known: {', '.join(known)}")
+        require(found in known, "model.path", path, f"{file} has {kind} {found}; supported: {', '.join(known)}")
     size = {name for name, value in dict(processor.image_processor.size).items() if value is not None}
     remedy = f"{file} has the size keys {', '.join(sorted(size))}; use shortest_edge and longest_edge, in pixels of the whole image"
     require(size in SIZE_FORMS, "model.path", path, remedy)

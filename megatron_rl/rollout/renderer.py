@@ -63,11 +63,12 @@ GROUNDING_TOKENS = tuple(f"<|{name}_{end}|>" for name in ("object_ref", "box", "
 
 
 def max_inline_pixels(engine: EngineSettings) -> int:
-    """Return the smallest pixel count at which images are rendered in a thread.
+    """Return the number of pixels below which images are rendered in the event loop.
 
-    For a colocated engine, smaller images are rendered in the event loop itself, so that the order
-    of requests is always the same and a run on a CPU is bitwise reproducible. For inference
-    servers, all images are rendered in threads, because the order of requests varies in any case.
+    Images with more pixels are rendered in a thread. For a colocated engine, rendering in the event
+    loop keeps the order of requests the same in every run, which makes a run on a CPU bitwise
+    reproducible. For inference servers, the order of requests varies, so all images are rendered in
+    threads.
     """
     return 1 if engine.mode == "server" else MAX_INLINE_PIXELS
 
@@ -136,7 +137,7 @@ class Renderer:
     async def run_in_thread(self, fn: Callable[[], T]) -> T:
         """Run `fn` in a rendering thread and return its result.
 
-        The event loop, which also runs the steps of a colocated engine, is not blocked.
+        The event loop is not blocked and continues to run the steps of a colocated engine.
         """
         return await asyncio.get_running_loop().run_in_executor(self._threads, fn)
 
@@ -176,7 +177,6 @@ class Renderer:
             return self._images.get(key)
 
     def _cache_image(self, image: Image) -> Image:
-        """Cache and return the image; if another thread has already cached it, return that copy."""
         with self._lock:
             if image.key not in self._images:
                 self._images[image.key], self._sources_by_final_key[image.key] = image, set()
@@ -204,17 +204,17 @@ class Renderer:
 
         A resize within these limits does not change an image that already has its final size. The
         limits are wider than [min_pixels, max_pixels], because smart_resize rounds side lengths to
-        multiples of `vision_token_side`: up when it enlarges an image, and down when it reduces an
-        image.
+        multiples of `vision_token_side`. smart_resize rounds up when it enlarges an image, and down
+        when it reduces an image.
 
         The maximum is the largest of three values:
 
-        - max_pixels;
-        - (a + side)(b + side) for an image that is enlarged to a * b = min_pixels;
-        - side * b for an image that is reduced to a * b = max_pixels, if a < side.
+        - max_pixels.
+        - (a + side)(b + side) with a * b = min_pixels, for an enlarged image.
+        - side * b with a * b = max_pixels and a < side, for a reduced image.
 
-        Here, `side` is `vision_token_side`, and b / a is at most 200 (smart_resize of transformers
-        5.19).
+        Here, side is `vision_token_side`, and b / a is 200, the largest aspect ratio that
+        smart_resize accepts (transformers 5.19).
         """
         side, longest = self.vision_token_side, 200**0.5
         enlarged = self.min_pixels + side * (longest + 1 / longest) * self.min_pixels**0.5 + side**2
@@ -299,8 +299,8 @@ class Renderer:
     def char_to_token(self, token_ids: Sequence[int], char: int) -> int:
         """Return the index of the token that contains character `char` of the decoded `token_ids`.
 
-        A token is a sequence of bytes. If a character is split between two tokens, the index of the
-        later token is returned.
+        If the bytes of the character are split between two tokens, the index of the later token is
+        returned.
         """
         decoder, length = codecs.getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(self.tokenizer.convert_ids_to_tokens(token_ids)):

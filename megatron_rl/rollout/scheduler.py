@@ -78,8 +78,9 @@ class PromptScheduler:
     def due_groups(self, step: int, oldest_versions: Mapping[int, int | None]) -> set[int]:
         """Return the groups that will be too stale for any step after `step`.
 
-        `oldest_versions` is described in `drop_stale`. At most num_prompts groups are due, because
-        each step uses num_prompts groups and starts at most num_prompts new groups.
+        `oldest_versions` maps each group number to the oldest weight version that the group has
+        used, or to None before the group's first request. At most num_prompts groups are due,
+        because each step uses num_prompts groups and starts at most num_prompts new groups.
         """
         limit = step - self._settings.max_staleness
         return {group for group in self.active_groups if oldest_versions.get(group) is not None and oldest_versions[group] <= limit}

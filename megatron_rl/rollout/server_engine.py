@@ -5,7 +5,7 @@ server has cached the episode's sequence. If a weight update or a failure interr
 request is sent again with the tokens sampled so far, to the same server or to another server. On
 CPUs, resending does not change the sampling noise, which depends only on seed and position
 (vllm/sampler.py). Weights are identified by a label, which consists of the run's name and the
-weight version. Each server returns the label of its weights with all sampled tokens.
+weight version. With the sampled tokens, a server returns the label of the weights that it used.
 
 The event loop runs in its own thread, so episodes continue while the trainer computes.
 """
@@ -124,9 +124,9 @@ class ServerEngine:
     def metrics(self) -> dict[str, float]:
         """Return the times of the last weight update in seconds.
 
-        weight_sync/pause_s is the time for which requests were paused. weight_sync/transfer_s,
-        which only the rank that sends the weights returns, is the part of the pause that was spent
-        sending the weights.
+        weight_sync/pause_s is the time for which requests were paused. weight_sync/transfer_s is
+        the part of this time that was spent sending the weights; only the rank that sends the
+        weights returns this metric.
         """
         return dict(self._metrics)
 
@@ -171,7 +171,7 @@ class ServerEngine:
         return completion
 
     def _append_part(self, completion: Completion, part: PartialCompletion, sampling: SamplingSettings, *, version: int) -> bool:
-        """Append the tokens of `part`; return True if a stop id or stop string ends the turn."""
+        """Append the tokens of `part`; return True if a stop token or stop string ends the turn."""
         before = len(completion.token_ids) + part.num_from_first_request
         completion.token_ids.extend(part.token_ids)
         completion.logprobs.extend(part.logprobs)
@@ -186,7 +186,7 @@ class ServerEngine:
         """Return the episode's current server if it is healthy, else the least busy healthy server.
 
         The server that failed last is avoided if another server is available. Raises InfraTimeout
-        and AccessDenied like `generate`.
+        and AccessDenied under the same conditions as `generate`.
         """
         task, backing_off_since = asyncio.current_task(), None
         while True:
@@ -256,7 +256,7 @@ class ServerEngine:
     def _update_targets(self) -> list[str]:
         """Return the URLs of the servers that receive an update.
 
-        Servers that do not respond are left out, unless no server responds.
+        Servers that do not respond are skipped, unless no server responds.
         """
         answering = [server.url for server in self._servers if server.is_healthy or server.is_responding]
         return answering or self.urls

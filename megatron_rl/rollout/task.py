@@ -30,14 +30,14 @@ class Step:
     reason: str = ""
     """Reason why the episode ended; used only if `done` is True."""
     tool_call: ToolCall | None = None
-    """Tool call made by the response, or None."""
+    """Tool call in the response, or None."""
     action_char: int | None = None
     """Index of the character in the response at which the action begins, after the thoughts. Used
     by algo.thought_logprob_scale. None if the response is not divided into thoughts and action.
     """
     is_new_prompt: bool = False
-    """True if `messages` are a complete new prompt, which includes the environment's state; False
-    if `messages` continue the sequence.
+    """True if `messages` are a complete prompt, including the environment's state, and start a new
+    sequence; False if `messages` continue the current sequence.
     """
 
 
@@ -52,9 +52,9 @@ class Env(ABC):
     def state(self) -> str:
         """Name of the environment's current state; empty if unknown.
 
-        Equal states of the same example must have the same name in all episodes and at all turns.
-        algo.turn_credit=gigpo compares turns with the same state name; a turn with an empty name is
-        compared with no other turn.
+        Equal states of the same example must have the same name in all episodes and turns.
+        algo.turn_credit=gigpo compares turns with the same state name, except turns with an empty
+        name.
         """
         return ""
 
@@ -125,8 +125,8 @@ class Task(ABC):
         """Return demonstrations of a split for supervised training.
 
         The returned sequence may create each demonstration lazily, since a demonstration is
-        accessed only when it is trained on. The default returns the user's transcripts, which every
-        task supports (sft.py).
+        accessed only when it is trained on. The default implementation reads the transcripts in
+        task.data.demonstrations.
         """
         return load_demonstrations(self.settings.data, split, num=num, seed=seed)
 

@@ -49,7 +49,9 @@ class WeightPublisher:
         self._token = read_token(Path(settings.token_file)) if settings.token_file else ""
 
     def publish_initial(self, tensors: TensorsFn, *, step: int) -> None:
-        """Send an attempt's initial weights. All ranks must call this method together.
+        """Send the weights with which the run starts or resumes.
+
+        All ranks must call this method together.
 
         Raises:
             ValueError: On every rank, if a service did not accept the weights.

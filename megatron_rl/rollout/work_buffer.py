@@ -29,7 +29,7 @@ class StepTarget:
     counter: SharedCounter | None
     """Counter shared by all engines; None for a single engine."""
     due: frozenset[int] = frozenset()
-    """Groups that must have finished for the target to be met."""
+    """Groups that must finish before the target is met."""
     has_reached: int = 0
     """Number of groups that all engines together had finished at the last check."""
     num_due_reached: int = 0

@@ -131,7 +131,7 @@ def _own_rows(rows: list[ParamMapping], placement: ShardLocation, parameters: di
     """Yield the mappings of the parameters on this pipeline stage.
 
     If the embeddings and the output layer are tied and on the same stage, the output layer has no
-    parameter of its own, and its mapping is skipped.
+    separate parameter, and its mapping is skipped.
     """
     for row in rows:
         if placement.owner_stage(row) == placement.pp_rank and (row.is_exported or placement.local_name(row) in parameters):

@@ -79,7 +79,7 @@ MISTAKES = {
     "algo.clip_ratio_low=2": "algo.clip_ratio_low=2.0: must be in [0, 1]",
     "algo.temperature=0": "algo.temperature=0.0: must be in [0.01, 2]: vLLM changes or rejects other values",
     "batch.prompts_per_step=0": "batch.prompts_per_step=0: must be at least 1",
-    "batch.group_size=1": "batch.group_size=1: must be at least 2: a group of one has no baseline",
+    "batch.group_size=1": "batch.group_size=1: must be at least 2: a group with one rollout has no baseline",
     "critic.backbone=owns": "critic.backbone=owns: choose one of shared, own",
     "critic.path=there": "critic.path=there: requires a critic with its own backbone; set critic.backbone=own",
     "critic.lr=1e-3": "critic.lr=0.001: algo.name=grpo has no critic; choose algo=ppo, or leave it out",

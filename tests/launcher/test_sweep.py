@@ -100,7 +100,7 @@ def test_all_are_composed_before_any_begins(bench: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.startswith("error: sweep.yaml: run.dir=runs/run.seed_3: is used by tasks 0, 1; ")
     write("grid: {run.seed: [3]}")
     assert play(bench, "--task", "1") == 1
-    assert capsys.readouterr().err == "error: --task=1: sweep.yaml has tasks 0 to 0; sbatch --array=0-0\n"
+    assert capsys.readouterr().err == "error: --task=1: sweep.yaml has tasks 0 to 0; use sbatch --array=0-0\n"
     assert play(bench, "--task", "0", "--requeue") == 1
     assert capsys.readouterr().err.startswith("error: --requeue: this process is not in a Slurm job; ")
     assert not Path("runs").exists()

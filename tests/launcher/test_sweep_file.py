@@ -135,6 +135,6 @@ def test_an_index_beyond_the_list(tmp_path: Path) -> None:
     sweep = swept(tmp_path, "grid: {a: [1, 2]}")
     assert sweep.task(1).parameters == {"a": "2"}
     for index in (2, -1):
-        told = rf"^--task={index}: {re.escape(str(tmp_path))}/sweep.yaml has tasks 0 to 1; sbatch --array=0-1$"
+        told = rf"^--task={index}: {re.escape(str(tmp_path))}/sweep.yaml has tasks 0 to 1; use sbatch --array=0-1$"
         with pytest.raises(ValueError, match=told):
             sweep.task(index)

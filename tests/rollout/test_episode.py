@@ -230,7 +230,7 @@ def test_an_environment_that_hangs_fails_its_episode_alone(hangs_in: str, render
     hanging = Hanging()
     failed, other = asyncio.run(together())
     assert (failed.status, failed.stop_reason, failed.reward, hanging.closed) == (Status.FAILED, StopReason.PERMANENT_INFRA_ERROR, None, 1)
-    assert failed.reason == "task=looks: its environment took more than 0.3 s (task.env_timeout_s)" and 0.3 <= failed.wall_s < 5
+    assert failed.reason == "task=looks: the environment took more than 0.3 s (task.env_timeout_s)" and 0.3 <= failed.wall_s < 5
     assert (other.status, other.reward) == (Status.COMPLETED, 1.75)
     stays = play(renderer, Staying(turns=3), replace(SETTINGS, env_timeout_s=0.3))
     assert (stays.status, stays.reward) == (Status.COMPLETED, 1.75) and stays.wall_s >= 0.3, "it costs its episode time alone"

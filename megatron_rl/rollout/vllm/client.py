@@ -1,6 +1,6 @@
 """Client that requests one turn from a vLLM server and validates the reply.
 
-`/inference/v1/generate` takes token ids and returns token ids, logprobs and weight versions. An
+`/inference/v1/generate` accepts token ids and returns token ids, logprobs and weight versions. An
 image is sent to each server only once; later requests refer to the image by its key. A turn with a
 new image first sends a separate request for a single token, and other turns with the same image
 wait for this request.
@@ -194,7 +194,7 @@ class GenerateClient:
     def _collapse_image_tokens(self, token_ids: list[int]) -> list[int]:
         """Return the ids with a single placeholder per image.
 
-        The server itself expands the placeholders.
+        The server expands the placeholders.
         """
         own, before = self.special_tokens.image_token_id, [None, *token_ids[:-1]]
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
@@ -209,7 +209,7 @@ class GenerateClient:
 async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIterator[bool]:
     """Yield True if this request must send images that the server lacks.
 
-    First waits for the images that other requests are sending.
+    If other requests are sending images that this request needs, waits for these requests first.
 
     Raises:
         EndpointError: Another request failed to send an image that this request needs, and the

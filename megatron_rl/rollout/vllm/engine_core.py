@@ -67,8 +67,8 @@ def _start_vllm(
 ) -> "LLM":  # fmt: skip
     """Build vLLM's engine.
 
-    Restores torch.set_num_threads, which vLLM 0.32.0 (v1/worker/cpu_worker.py) replaces, so that
-    the caller keeps control of the number of threads.
+    vLLM 0.32.0 replaces torch.set_num_threads (v1/worker/cpu_worker.py). This function restores the
+    original, so that the caller controls the number of threads.
     """
     cuda = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
     require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
@@ -110,9 +110,9 @@ def engine_arguments(
     """Return the arguments for vLLM's EngineArgs.
 
     To profile its largest step and to size the image cache, vLLM 0.32.0 uses the largest image that
-    the processor config allows (model_executor/models/qwen2_vl.py, get_max_image_tokens). With the
-    released processor config, an image yields up to 16,384 tokens (12.8 megapixels), but the images
-    of a run are seldom that large.
+    the processor config allows (model_executor/models/qwen2_vl.py, get_max_image_tokens). The
+    processor config of released models allows 16,384 tokens (12.8 megapixels) per image, but most
+    runs use smaller images.
 
     `pixels` is the (minimum, maximum) number of pixels of an image; if it is None, the limits in
     the model folder apply. `timeout_s` is the timeout of vLLM's process groups in seconds; vLLM's
@@ -156,9 +156,9 @@ def set_shared_memory_name(name: str) -> None:
     """Set a unique name for the shared-memory segment of this engine's ranks.
 
     vLLM 0.32.0 derives the segment's name from the port of the init method, and env:// has no port.
-    Without a unique name, all multi-rank engines on a machine would use the same segment, and an
-    engine could not start while another engine is running, or after another engine was killed
-    (distributed/device_communicators/cpu_communicator.py).
+    Without a unique name, all multi-rank engines on a machine would use the same segment
+    (distributed/device_communicators/cpu_communicator.py). In that case, an engine could not start
+    while another engine is running, or after another engine was killed.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 
@@ -244,7 +244,7 @@ class VllmCore:
     def step(self) -> list[tuple[str, Completion]]:
         """Run one step for all requests; return the id and completion of each request that ended.
 
-        Completion.is_stopped is True if a request ended at a stop id or stop string.
+        Completion.is_stopped is True if a request ended at a stop token or stop string.
         """
         ended = []
         for output in self._engine.step():
@@ -323,8 +323,8 @@ class VllmCore:
     def _reset_caches(self) -> None:
         """Clear the cached prefixes and image embeddings, which depend on the weights.
 
-        The KV cache of requests in progress is cleared too: vLLM preempts these requests as if it
-        had run out of memory, and recomputes their prompts and sampled tokens (vLLM 0.32.0,
+        Requests in progress lose their KV cache. vLLM preempts them, as if it had run out of
+        memory, and recomputes their prompts and sampled tokens (vLLM 0.32.0,
         v1/core/sched/scheduler.py, reset_prefix_cache). On CPUs, preemption does not change the
         sampling noise, which depends only on seed and position (sampler.py).
         """
@@ -336,9 +336,9 @@ class VllmCore:
         """Free memory for the trainer.
 
         On CUDA, this method discards the weights and the KV cache (sleep level 2 of vLLM), because
-        the next load_weights sends all weights. On a CPU, this method clears the caches. The cached
-        image patches are released too, because the trainer prepares its own patches; requests in
-        progress keep their patches.
+        the next load_weights sends all weights. On a CPU, this method clears the caches. The image
+        cache is emptied, because the trainer prepares its own patches. Requests in progress keep
+        their patches.
 
         Until its next step, vLLM's worker keeps the patches of the requests that ended last. An
         idle engine therefore runs one more step, as vLLM's own loop does (0.32.0 v1/engine/core.py,

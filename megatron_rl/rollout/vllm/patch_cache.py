@@ -1,6 +1,6 @@
 """Keeps the image patches of requests that vLLM recomputes.
 
-vLLM recomputes requests after a weight update, and after it has preempted them for lack of memory.
+vLLM recomputes requests after a weight update and after a preemption for lack of memory.
 """
 
 

@@ -106,7 +106,7 @@ class EngineNoise:
         self._generator.manual_seed(number % (1 << 63))
 
     def _forward(self, logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sample a token from softmax(logits) for each row; also return the logprobs.
+        """Sample a token from softmax(logits) for each row; return the tokens and the logprobs.
 
         The sampled token minimizes E / p, where p is the probability of the token and E is an
         exponentially distributed random number.
@@ -118,7 +118,7 @@ class EngineNoise:
 
 
 def use_seeded_noise(runner: "GPUModelRunner") -> None:
-    """Make a CPU model runner derive its Gumbel noise from BanAndSeed, not from generators.
+    """Make a CPU model runner compute its noise from seeds and positions (BanAndSeed.noise_seeds).
 
     Replaces v1/sample/ops/topk_topp_sampler.py::forward_cpu.
     """

@@ -61,7 +61,7 @@ class _Fingerprints(BaseModel):
 class VllmServer:
     """Client of one vLLM server.
 
-    Must be used in the event loop's thread, except for `call` and the methods that use `call`.
+    Only `call`, and the methods that use `call`, may be used outside the event loop's thread.
     """
 
     def __init__(self, url: str, *, token: str = "", is_own: bool = False, max_timeout_s: float = CHECKSUM_TIMEOUT_S) -> None:

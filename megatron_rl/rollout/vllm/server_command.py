@@ -30,12 +30,11 @@ IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version", "dtype", "torch_
 
 
 def server_environment(settings: EngineSettings, *, token_file: str | Path) -> dict[str, str]:
-    """Return the environment variables to set for a server in addition to those that it inherits.
+    """Return the environment variables to set for a server in addition to inherited variables.
 
     vLLM provides the HTTP calls for weight updates only if VLLM_SERVER_DEV_MODE is set. For an
-    engine with one worker, vLLM's multiprocessing is disabled, so that on a CPU the worker runs in
-    the scheduler's process; otherwise vLLM would start a separate worker process (0.32.0,
-    platforms/cpu.py).
+    engine with one worker, vLLM's multiprocessing is disabled. Otherwise, on a CPU, vLLM would
+    start a separate process for the worker (0.32.0, platforms/cpu.py).
     """
     return {
         TOKEN_FILE: str(Path(token_file).absolute()),
@@ -55,8 +54,8 @@ def server_arguments(
 ) -> list[str]:  # fmt: skip
     """Return the arguments of PROGRAM except --host and --port.
 
-    The server reads no weights from disk, because the trainer sends the weights. On GPUs, engines
-    with the same seed sample the same tokens.
+    The server reads no weights from disk, because the trainer sends the weights. On GPUs, each
+    server needs a different `seed`, because servers with the same seed sample the same tokens.
     """
     given = engine_arguments(model_path, settings, cuda=cuda, pixels=pixels, reads_weights=False, timeout_s=timeout_s)
     given = {key: value for key, value in given.items() if key not in ("distributed_executor_backend", "enable_sleep_mode")}

@@ -1,10 +1,11 @@
 """Loads Hugging Face weights into a running vLLM model in place, and verifies them.
 
 vLLM's own loader writes the weights. Independently of the loader, this module maps each HF tensor
-to its location in the engine's memory, including parts of fused q/k/v and gate/up parameters and,
-with engine.tp > 1, this rank's slice. Each tensor is checksummed when it is received and, after
-loading, at its mapped location. The checksums detect errors in the loader and errors in the map.
-Written against vLLM 0.32.0: model_executor/layers/{linear,vocab_parallel_embedding}.py.
+to its location in the engine's memory. The location may be a part of a fused q/k/v or gate/up
+parameter. With engine.tp > 1, only this rank's slice of the tensor is mapped. Each tensor is
+checksummed when it is received and, after loading, at its mapped location. The checksums detect
+errors in the loader and errors in the map. Written against vLLM 0.32.0:
+model_executor/layers/{linear,vocab_parallel_embedding}.py.
 
 On a CPU, vLLM would repack the weights of Linear layers into oneDNN handlers and leave the original
 tensors empty. `disable_weight_packing` prevents this, so that loading is a plain copy and the
@@ -39,7 +40,7 @@ visual.).
 
 
 def disable_weight_packing() -> None:
-    """Make vLLM's CPU Linear layers use `layer.weight` itself instead of a packed copy.
+    """Make vLLM's CPU Linear layers use `layer.weight` instead of a packed copy.
 
     Call this function before the engine is built. The function disables the AMX and oneDNN packing
     that vLLM 0.32.0 tries first in `model_executor/layers/utils.py::dispatch_cpu_unquantized_gemm`.
@@ -103,7 +104,6 @@ class EngineTensorLocation:
 
 
 def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> EngineTensorLocation:
-    """Return the location of a tensor that is split equally over the ranks along `dim`."""
     size = param.shape[dim]
     shape = list(param.shape)
     shape[dim] = size * tp
@@ -111,9 +111,9 @@ def _cut_location(param: torch.Tensor, *, dim: int, rank: int, tp: int) -> Engin
 
 
 def _stacked_locations(param: torch.Tensor, *, sizes: list[int], rank: int, tp: int) -> list[EngineTensorLocation]:
-    """Return the locations of several tensors stacked along dimension 0.
+    """Return the locations of the tensors that are fused along dimension 0 of `param`.
 
-    Each of the stacked tensors is split over the ranks separately.
+    Each of the fused tensors is sharded across ranks separately.
     """
     return [_cut_location(part, dim=0, rank=rank, tp=tp) for part in param.split(sizes)]
 
@@ -157,9 +157,9 @@ def _module_locations(prefix: str, module: nn.Module, kind: str, param: torch.Te
 
 
 def _join_locations(places: list[EngineTensorLocation]) -> EngineTensorLocation:
-    """Return the location of an HF tensor that is itself a stack (the vision tower's qkv).
+    """Return the location of a fused HF tensor, such as the vision tower's qkv.
 
-    q, k and v are each split over the ranks separately.
+    The fused parts are sharded across ranks separately.
     """
     pieces, offset = [], 0
     for place in places:

@@ -1,10 +1,10 @@
 """Sends weights from the trainer to the inference servers.
 
-One process sends the weights; the other ranks only take part in producing the tensors. Each server
-is paused, receives all buckets, and resumes only after the update is finished and labeled. If a
-server fails during an update, it stays unhealthy, so it never generates with partially updated
-weights. The last update is kept in host memory, so that a server that comes back can receive the
-whole update at any time.
+All ranks take part in gathering the weights, and one process sends them. Each server is paused,
+receives all buckets, and resumes only after the update is finished and labeled. If a server fails
+during an update, it stays unhealthy, so it never generates with partially updated weights. The last
+update is kept in host memory, so that a server that rejoins can receive the whole update at any
+time.
 """
 
 import socket
@@ -90,8 +90,8 @@ class Connection:
         """Finish the update, set the weight label, and resume the server.
 
         The image embeddings of the old weights are cleared before the new label is set, because a
-        server with the new label counts as healthy. Cached prefixes are not cleared, because the
-        cache salt separates the prefixes of different weights.
+        server with the new label is considered healthy. Cached prefixes are not cleared, because
+        the cache salt separates the prefixes of different weights.
         """
         self.server.call("/reset_encoder_cache", {}, timeout_s=LOAD_TIMEOUT_S)
         self.server.call("/finish_weight_update", {"weight_version": label}, timeout_s=LOAD_TIMEOUT_S)
@@ -100,7 +100,7 @@ class Connection:
     def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
         """Run `fn` while the server processes the HTTP call; return the result of `fn`.
 
-        If `fn` fails, this method does not wait for the HTTP call to end, and vice versa.
+        If one of the two fails, this method does not wait for the other.
         """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
         done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
@@ -131,8 +131,8 @@ class Connection:
 def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
     """Run `act` in a daemon thread and return its future.
 
-    A daemon thread does not delay the end of the process, even if the thread hangs on a dead
-    server.
+    A daemon thread does not delay the exit of the process, even if the thread waits for a server
+    that does not respond.
     """
     future: Future[object] = Future()
 
@@ -149,9 +149,8 @@ def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
 class WeightSender:
     """Sends weight updates to all servers. Methods may be called from any thread.
 
-    Only one update is sent at a time. An update does not wait for a server that has come back and
-    is still receiving the previous update; this server is left out, and receives the new update
-    later.
+    Only one update is sent at a time. If a server that has rejoined is still receiving the previous
+    update, the new update does not wait for it. The server receives the new update later.
     """
 
     def __init__(
@@ -234,8 +233,7 @@ class WeightSender:
     def _check_same_checksums(self, lines: list[Connection]) -> tuple[list[Connection], dict[str, str]]:
         """Return the connections to servers with the same weight checksums as the first server.
 
-        Also returns the failure reasons of the other servers, keyed by URL. vLLM computes the
-        checksums.
+        The second result contains the failure reasons of the other servers, keyed by URL.
         """
         sums: dict[str, dict[str, str]] = {}
 
@@ -274,7 +272,7 @@ class WeightSender:
         return [line for line in lines if not said[line.server.url]], {url: fault for url, fault in said.items() if fault}
 
     def add_server(self, url: str) -> None:
-        """Send the last update to a server that has come back, in a new process group.
+        """Send the last update to a server that rejoins, in a new process group.
 
         Raises:
             EndpointError: The server fails to receive the update, or no update has been sent yet.
@@ -305,8 +303,8 @@ class WeightSender:
 def require_matching(mine: Mapping[str, str], theirs: Mapping[str, str], *, reference_url: str) -> None:
     """Raise EndpointError if the checksums of two servers differ.
 
-    Servers with different numbers of processes (engine.tp) are not compared, because they split
-    their weights differently and their checksums have different names (dp0:pp0:pcp0:tp0:...).
+    Servers with different tensor-parallel sizes (engine.tp) are not compared. They shard their
+    weights differently, and their checksums have different names (dp0:pp0:pcp0:tp0:...).
     """
     if mine.keys() != theirs.keys():
         return

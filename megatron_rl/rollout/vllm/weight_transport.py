@@ -2,9 +2,9 @@
 
 Each bucket is sent in one broadcast, with gloo on CPUs and with NCCL on GPUs. The trainer has a
 separate process group with each server: the trainer is rank 0, and the server's workers are ranks 1
-and higher. A dead server therefore does not break the groups of other servers. The layout of each
-bucket is sent over HTTP, with vLLM's own `/update_weights` call. The layout of the last bucket
-contains a digest of the whole update.
+and higher. The failure of one server therefore does not affect the groups of the other servers. The
+layout of each bucket is sent over HTTP, with vLLM's own `/update_weights` call. The layout of the
+last bucket contains a digest of the whole update.
 
 Written against vLLM 0.32.0: distributed/weight_transfer/{base,nccl_common}.py. The transport over
 NCCL has not been tested on hardware yet.

@@ -131,7 +131,6 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _is_trainer_alive(transport: Transport) -> bool:
-    """Return True if the trainer's store still responds."""
     try:
         transport.store.check(["alive"])
     except RuntimeError:  # torch.distributed.DistError is a RuntimeError
@@ -145,8 +144,8 @@ class RlWorkerExtension:
     def rl_fingerprint(self) -> dict[str, str]:
         """Return the properties that must match the run (server_command.engine_fingerprint).
 
-        A run calls this method before it uses the engine. On a CPU, this method therefore also
-        switches the engine to seeded noise (sampler.use_seeded_noise).
+        A run calls this method before it uses the engine. On a CPU, the call switches the engine to
+        seeded noise (sampler.use_seeded_noise).
         """
         config = self.vllm_config
         if current_platform.is_cpu():

@@ -2,8 +2,8 @@
 
 The digest is the SHA-256 of the names and shapes of all tensors and of a sample of their values.
 Values are sampled from the last decoder layer, the last block of the vision tower and the vision
-tower's merger: at most 4,096 values per tensor, evenly spread and rounded to bfloat16. A Megatron
-or float32 checkpoint thus has the same digest as the Hugging Face folder that it was converted
+tower's merger: at most 4,096 values per tensor, evenly spread and rounded to bfloat16. Therefore, a
+Megatron or float32 checkpoint has the same digest as the Hugging Face folder that it was converted
 from. For a 7B model, only half a gigabyte is read.
 """
 
@@ -33,7 +33,6 @@ def compute_base_digest(source: TensorSource) -> str:
 
 
 def _sampled(names: Iterable[str]) -> list[str]:
-    """Return the sorted tensor names of the last decoder layer, last vision block and merger."""
     found = sorted(names)
     last = {
         part: max((int(number) for name in found for number in re.findall(pattern, name)), default=0)
@@ -46,8 +45,8 @@ def _sampled(names: Iterable[str]) -> list[str]:
 def check_base(config: dict[str, object], source: TensorSource, *, key: str, adapter: object) -> str:
     """Raise ValueError if an adapter was trained on a different base model than `source`.
 
-    `config` is the content of adapter_config.json. Adapters written by other tools have no digest;
-    for such an adapter, the function returns a warning. Otherwise, it returns ''.
+    `config` is the content of adapter_config.json. Returns a warning if the adapter was written by
+    another tool and has no digest, else ''.
     """
     stated, base = config.get(DIGEST), config.get("base_model_name_or_path")
     if stated is None:

@@ -3,10 +3,10 @@
 A source provides the attribute `specs` and the method `read`. `specs` maps each tensor name, as
 used in released checkpoints, to the tensor's dtype and shape. The tensors are listed in the order
 in which they should be read. Constructing a source reads headers only. The constructor raises
-ValueError unless the checkpoint contains every tensor of the model exactly once and no other
-tensor, and every tensor has the shape required by config.json. There are two exceptions:
-- Vocabulary rows beyond config.vocab_size are padding and are cut off.
-- A stored copy of tied embeddings is accepted if it is bitwise equal to the embeddings.
+ValueError unless the checkpoint contains exactly the tensors of the model, each of them once and
+with the shape required by config.json. Two deviations are accepted:
+- Vocabulary rows beyond config.vocab_size are treated as padding and cut off.
+- A stored copy of tied embeddings must be bitwise equal to the embeddings.
 """
 
 import re
@@ -224,7 +224,6 @@ class MegatronSource:
         return ", ".join(rank.locate(name) for rank in self._ranks)
 
     def _row_specs(self, row: ParamMapping) -> dict[str, TensorSpec]:
-        """Return the specs of a mapping's Hugging Face tensors, computed on the meta device."""
         name = self._names[row.checkpoint_key]
         specs, stored = [rank.specs[name] for rank in self._ranks], f"{self._locate(name)}: {name}"
         if len(set(specs)) > 1:

@@ -1,15 +1,15 @@
 """Reader of Megatron's classic checkpoints.
 
 A checkpoint consists of folders `mp_rank_TT` or `mp_rank_TT_PPP` with one torch.save file each. The
-reader supports the files of Megatron-LM (`model_optim_rng.pt`: the state dict under "model", or
-under "model0", "model1" ... for an interleaved pipeline) and of verl
-(`model/mp_rank_TT_PPP/model.pt`: a list of state dicts, one per model chunk). Optimizer and random
-states in the files are ignored. Layer numbers count from the first layer of a chunk, and the chunks
-of an interleaved pipeline are assigned to the stages cyclically.
+reader supports files of Megatron-LM and of verl. Megatron-LM's file `model_optim_rng.pt` contains
+the state dict under "model", or under "model0", "model1" ... for an interleaved pipeline. verl's
+file `model/mp_rank_TT_PPP/model.pt` contains a list of state dicts, one per model chunk. Optimizer
+and random states in the files are ignored. Layer numbers count from the first layer of a chunk. The
+chunks of an interleaved pipeline are assigned to the stages cyclically.
 
 The language model's parameters are named as in name_mapping.py, with or without the prefix
-`language_model.`; norms may be named as in either the local or the Transformer Engine layer spec.
-The vision tower is on the first stage, and its parameters have the prefix `vision_model.`,
+`language_model.`. The names of norms follow the local layer spec or the Transformer Engine layer
+spec. The vision tower is on the first stage, and its parameters have the prefix `vision_model.`,
 `visual.` or `vision.`. The tower is either Hugging Face's tower, which is replicated on all ranks,
 or a tower of Megatron layers, which is sharded by tensor parallelism (models/megatron_tower.py).
 The reader was written from descriptions of the formats, without access to real files, so an unknown
@@ -105,7 +105,6 @@ def rank_folders(folder: Path) -> list[Path]:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the path of each rank's file, keyed by (tensor-parallel rank, pipeline stage)."""
     files: dict[tuple[int, int], Path] = {}
     for path in rank_folders(folder):
         name = re.fullmatch(r"mp_rank_(\d+)(?:_(\d+))?", path.name)
@@ -124,8 +123,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
 def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
     """Return the state dict of each model chunk in a file.
 
-    Parameter names have the prefixes that name_mapping.py uses. Layer numbers
-    still count from the first layer of the chunk.
+    Parameter names have the prefixes that name_mapping.py uses. Layer numbers count from the first
+    layer of the chunk.
     """
     state = pickle_tensors.load(path)
     if isinstance(state, dict) and "model" in state:
@@ -138,7 +137,7 @@ def _chunks(path: Path) -> list[dict[str, StoredTensor]]:
 
 def _pieces(state: object, path: Path) -> dict[str, StoredTensor]:
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: contains a {type(state).__name__}, expected a state dict")
+        raise ValueError(f"{path}: contains a {type(state).__name__} instead of a state dict")
     pieces: dict[str, StoredTensor] = {}
     spelled: dict[str, str] = {}
     for name, value in state.items():

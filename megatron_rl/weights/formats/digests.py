@@ -65,7 +65,7 @@ class RecordedFiles:
     def find_difference(self, names: Iterable[str]) -> str:
         """Describe the first file that differs from its record; return "" if all files match.
 
-        A file without a record counts as a difference, because the run did not write the file.
+        A file without a record is reported as a difference, because the run did not write the file.
         """
         recorded = [self.prefix + name for name in names]
         unknown = next((name for name in recorded if name not in self.files), "")
@@ -100,7 +100,7 @@ def check_records(files: object) -> Mapping[str, FileRecord]:
     is missing.
     """
     if not isinstance(files, dict):
-        raise TypeError(f"`files` has the type {type(files).__name__}")
+        raise TypeError(f"`files` must be a JSON object, not {type(files).__name__}")
     for name, expected in files.items():
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ValueError(f"{name!r:.80} is not a path inside the checkpoint")

@@ -6,10 +6,10 @@ the mesh. In a (ddp, fsdp) mesh, a sharded DTensor is replicated over the first 
 Ranks are numbered row by row over the mesh, as in init_device_mesh. In rank order, the parts of the
 first replica are therefore followed by the parts of the second replica, and so on.
 
-The reader checks that the sizes of the parts add up to the size of the tensor, and that all
-replicas have the same shapes, before any tensor is read. Only the first replica is read. A tensor
-that is not a DTensor is unsharded. Unsharded tensors occur if the world size is 1, and for
-parameters that FSDP does not manage.
+Before any tensor is read, the reader checks that the sizes of the parts add up to the size of the
+tensor, and that all replicas have the same shapes. Only the first replica is read. A tensor that is
+not a DTensor is unsharded. Unsharded tensors occur if the world size is 1, and for parameters that
+FSDP does not manage.
 """
 
 import re
@@ -70,7 +70,6 @@ def rank_paths(folder: Path) -> list[Path]:
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    """Return the file of every rank, in rank order."""
     numbers = {tuple(map(int, FILE.fullmatch(path.name).groups())): path for path in rank_paths(folder)}
     sizes = {size for size, _ in numbers}
     if len(sizes) > 1:
@@ -89,7 +88,7 @@ def _rank_files(folder: Path) -> list[Path]:
 def _pieces(path: Path) -> dict[str, StoredTensor]:
     state = pickle_tensors.load(path)
     if not isinstance(state, dict):
-        raise ValueError(f"{path}: contains a {type(state).__name__}, expected a state dict")
+        raise ValueError(f"{path}: contains a {type(state).__name__} instead of a state dict")
     pieces: dict[str, StoredTensor] = {}
     for name, value in state.items():
         if not isinstance(value, StoredTensor):

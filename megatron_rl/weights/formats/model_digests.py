@@ -1,6 +1,6 @@
 """Digests of the model that a run started with, recorded in the run's checkpoints.
 
-A resumed run must use the same model. The policy continues from its checkpoint, but the reference
+A resumed run must use the same model. The policy is restored from its checkpoint. The reference
 model of a KL term, the base model of an adapter, the tokenizer and the chat template are read from
 model.path again.
 """

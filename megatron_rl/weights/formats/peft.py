@@ -177,9 +177,7 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     foreign += ["peft_type"] if config.get("peft_type") != "LORA" else []
     if foreign:
         told = ", ".join(f"{name}={config.get(name)}" for name in foreign)
-        raise ValueError(
-            f"{key}={folder}: {told} in its {CONFIG} is not supported (only plain LoRA is); merge the adapter with PEFT itself"
-        )
+        raise ValueError(f"{key}={folder}: {told} in its {CONFIG} is not supported; use plain LoRA, or merge the adapter with PEFT itself")
     start = config.get("init_lora_weights")
     if start not in TARGET_PREFIXES:
         raise ValueError(

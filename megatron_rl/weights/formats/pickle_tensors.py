@@ -182,7 +182,7 @@ class _Archive:
     def _storage(self, pid: object) -> _Storage:
         kind, dtype, key, _, size = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(size) is not int:
-            raise TypeError(f"a storage entry is invalid: its dtype has the type {type(dtype).__name__}")
+            raise TypeError(f"a storage entry has a dtype of the invalid type {type(dtype).__name__}")
         name = f"data/{key}"
         if not 0 <= size * dtype.itemsize <= self._members[name].file_size:
             raise ValueError(f"{name} has {self._members[name].file_size} bytes, too few for {size} elements of {dtype}")

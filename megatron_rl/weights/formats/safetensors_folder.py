@@ -44,7 +44,7 @@ def find_missing_file(folder: Path) -> str:
     """Return the first required file that is missing from a Hugging Face folder, or "".
 
     Required files are config.json, the files listed in the index, and at least one weight file. An
-    invalid index counts as missing.
+    invalid index is treated as missing.
     """
     if not (folder / "config.json").is_file():
         return "config.json"

@@ -53,8 +53,8 @@ def map_tensor(path: Path, *, offset: int, dtype: torch.dtype, shape: torch.Size
     The tensor's part of the file is read immediately and stays mapped as long as the tensor exists.
     Writing to the tensor changes memory, never the file. Set `read_once` to True if no process
     reads the tensor's part of the file again. When the tensor is freed, its part of the file is
-    then dropped from the page cache, so that the kernel need not free other memory for the next
-    tensor. Raises OSError if the disk cannot be read.
+    then dropped from the page cache. This leaves memory for the next tensor. Raises OSError if the
+    disk cannot be read.
     """
     before = offset % mmap.ALLOCATIONGRANULARITY
     num_bytes = shape.numel() * dtype.itemsize
@@ -197,8 +197,8 @@ def list_companions(source: Path) -> list[Path]:
     """Return the config, tokenizer, processor and chat template files of a Hugging Face folder.
 
     Returns all files except weights and hidden files. Raises ValueError if a file is a symbolic
-    link to a target outside the folder, because that target must not be published. Links to the
-    blobs of a Hugging Face cache are accepted.
+    link to a target outside the folder, because a copy of the folder would publish that target.
+    Links to the blobs of a Hugging Face cache are accepted.
     """
     folder = source.resolve()
     found, homes = [], [folder, *(home.parent / "blobs" for home in folder.parents if home.name == "snapshots")]

@@ -35,7 +35,6 @@ class McoreImport:
         self.target_specs = {row.checkpoint_key: self._target_spec(row) for row in self.rows}
 
     def _target_spec(self, row: ParamMapping) -> TensorSpec:
-        """Return the spec of a Megatron tensor, computed on the meta device."""
         specs = [self.source.specs[name] for name in row.hf_names]
         tensors = tuple(torch.empty(spec.shape, dtype=self.dtype or spec.dtype, device="meta") for spec in specs)
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -78,7 +77,6 @@ class McoreImport:
         return row.list_row_slices(tuple(tensor.to(self.dtype or tensor.dtype) for tensor in map(self.source.read, row.hf_names)))
 
     def _check_result(self, into: Path) -> None:
-        """Compare the written folder's metadata with the planned names, specs and total size."""
         result = McoreTensors(into, key="--out")
         check_names(result.specs, self.target_specs, source=str(into), target="the name mapping")
         for key, spec in self.target_specs.items():
@@ -92,9 +90,8 @@ class McoreImport:
 def num_chunks(row: ParamMapping, tp: int) -> int:
     """Return the number of chunks into which a stored parameter is divided.
 
-    Megatron shards a parameter over ranks in equal parts. For a fused gate/up projection, gate and
-    up are sharded separately (megatron-core 0.16.1, transformer/mlp.py,
-    apply_swiglu_sharded_factory).
+    Megatron shards a parameter equally across ranks. For a fused gate/up projection, gate and up
+    are sharded separately (megatron-core 0.16.1, transformer/mlp.py, apply_swiglu_sharded_factory).
     """
     if row.shard_dim is None:
         return 1

@@ -59,7 +59,7 @@ def read_format_metadata(folder: Path, *, key: str) -> object:
 class McoreTensors:
     """Tensors of a torch_dist folder, read one at a time by key.
 
-    The optimizer's tensors are left out by default. Raises ValueError if the chunks of a tensor do
+    By default, the optimizer's tensors are omitted. Raises ValueError if the chunks of a tensor do
     not cover the tensor exactly once, if a chunk extends beyond the end of its file, or if a file
     of a training checkpoint differs from its recorded digest. A tensor file is compared with its
     digest before the first tensor is read from the file.
@@ -280,7 +280,6 @@ class _ChunkBuffer:
 
 
 def _stacked_shape(runs: Tensors) -> torch.Size:
-    """Return the shape of the concatenated slices."""
     return runs[0].shape if len(runs) == 1 else torch.Size((sum(map(len, runs)), *runs[0].shape[1:]))
 
 

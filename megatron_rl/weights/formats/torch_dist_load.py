@@ -1,13 +1,13 @@
 """Loads an untrusted torch_dist folder with dist_checkpointing, but without unsafe unpickling.
 
-With dist_checkpointing alone, megatron-core 0.16.1 and torch 2.13 would unpickle four parts of such
-a folder:
-- `.metadata` (pickle.load, checkpoint/filesystem.py; if that fails, `__R.metadata` of every rank),
-- a chunk (torch.load with weights_only and with classes that Megatron allows for the whole process,
-  safe_globals.py),
-- an entry that the metadata declares as bytes (torch.load without weights_only, default_planner.py,
-  load_bytes),
-- common.pt (strategies/common.py).
+dist_checkpointing alone would unpickle four parts of the folder (megatron-core 0.16.1, torch 2.13).
+- `.metadata` is read with pickle.load. If this fails, `__R.metadata` of every rank is read in the
+  same way (checkpoint/filesystem.py).
+- Chunks are read with torch.load and weights_only. Megatron allows additional classes for the whole
+  process (safe_globals.py).
+- Entries that the metadata declares as bytes are read with torch.load without weights_only
+  (default_planner.py, load_bytes).
+- common.pt is read by strategies/common.py.
 
 This module reads `.metadata`, chunks and common.pt with safe_unpickler.py instead, and never reads
 an entry declared as bytes.

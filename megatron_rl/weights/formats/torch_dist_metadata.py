@@ -2,8 +2,8 @@
 
 The file is a pickled torch Metadata object with the chunks of each tensor and their positions. In
 torch 2.13, the file is read with pickle.load (distributed/checkpoint/filesystem.py, read_metadata).
-This module reads the file with SafeUnpickler instead, which accepts only the classes that torch
-2.13 and megatron-core 0.16.1 write, and checks the types of all used fields.
+This module reads the file with SafeUnpickler instead and accepts only the classes that torch 2.13
+and megatron-core 0.16.1 write. The types of all used fields are checked.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def make_shape(sizes: object = ()) -> torch.Size:
     """
     if not isinstance(sizes, tuple | list) or len(sizes) > 2 * MAX_DIMENSIONS:
         raise ValueError(
-            f"invalid tensor sizes (number or type: {len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__})"
+            f"tensor sizes have an invalid number or type ({len(sizes) if isinstance(sizes, tuple | list) else type(sizes).__name__})"
         )
     return torch.Size(sizes)
 
@@ -103,26 +103,23 @@ def read_metadata(folder: Path, *, key: str) -> metadata.Metadata:
 
 
 def _check(found: object) -> None:
-    """Raise TypeError or ValueError if a field is invalid.
-
-    Checks the types of all used fields, and that file names do not point outside the folder.
-    """
+    """Raise TypeError or ValueError for an invalid field or a file name outside the folder."""
     if not isinstance(found, metadata.Metadata):
         raise TypeError(f"the pickle contains an object of type {type(found).__name__} instead of Metadata")
     for name, entry in found.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(entry, metadata.TensorStorageMetadata | metadata.BytesStorageMetadata):
-            raise TypeError(f"{str(name)[:80]} has an entry of type {type(entry).__name__}")
+            raise TypeError(f"{str(name)[:80]} has an entry of unsupported type {type(entry).__name__}")
         if isinstance(entry, metadata.TensorStorageMetadata):
             _check_tensor(name, entry)
     for index, place in found.storage_data.items():
         if not isinstance(index, metadata.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
-            raise TypeError(f"a storage entry has the type {type(place).__name__}")
+            raise TypeError(f"a storage entry has the unsupported type {type(place).__name__}")
         _check_place(place)
 
 
 def _check_tensor(name: str, entry: metadata.TensorStorageMetadata) -> None:
     if not isinstance(entry.properties.dtype, torch.dtype) or not isinstance(entry.size, torch.Size):
-        raise TypeError(f"{name} has the dtype {entry.properties.dtype} and the size {entry.size}")
+        raise TypeError(f"{name} has an invalid dtype {entry.properties.dtype} or size {entry.size}")
     boxes = [*((chunk.offsets, chunk.sizes) for chunk in entry.chunks), ((0,) * len(entry.size), entry.size)]
     for offsets, sizes in boxes:
         if not isinstance(sizes, torch.Size) or len(offsets) != len(entry.size) or len(sizes) != len(entry.size):
