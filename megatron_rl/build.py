@@ -120,9 +120,9 @@ def build_rollout_manager(
     trainer: Offloadable, renderer: Renderer, world: World, image_exchange: ImageExchange, callbacks: RunCallbacks,
     supervisor: ServerSupervisor | None = None,
 ) -> RolloutManager:  # fmt: skip
-    """Build the rollout manager, with either a colocated engine or a client for inference servers.
+    """Build the rollout manager with a colocated engine or a client for inference servers.
 
-    All ranks must call this together.
+    All ranks must call this function together.
 
     Args:
         settings: Settings of the run.
@@ -154,11 +154,12 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the name of this run in error messages about servers that this run has locked.
+    """Return the owner name that a server in use by this run reports to other runs.
 
-    An example is `runs/mine (4711 on node1, 0a1b2c3d)`. Only the last two components of the run
-    directory's path are included, because vLLM 0.32.0 removes absolute paths from responses
-    (sanitize_message in entrypoints/serve/exception_handling/utils.py).
+    The name consists of run directory, process ID, host and `run_name`. Example: `runs/mine (4711
+    on node1, 0a1b2c3d)`. Only the last two components of the directory's path are included, because
+    vLLM 0.32.0 removes absolute paths from responses (sanitize_message in
+    entrypoints/serve/exception_handling/utils.py).
     """
     return f"{'/'.join(Path(settings.run.dir).absolute().parts[-2:])} ({os.getpid()} on {socket.gethostname()}, {run_name})"
 
@@ -174,8 +175,8 @@ def build_server_engine(
 ) -> ServerEngine:
     """Build this process's client for all inference servers.
 
-    All ranks must call this together. Rank 0 locks the servers for this run and sends weights to
-    them.
+    All ranks must call this function together. Rank 0 locks the servers for this run and sends
+    weights to them.
 
     Args:
         settings: Settings of the run.
@@ -210,7 +211,8 @@ def build_server_engine(
 def build_colocated_engine(settings: Settings, renderer: Renderer, world: World) -> ColocatedEngine:
     """Build this process's engine, or its shard of an engine that spans engine.tp adjacent ranks.
 
-    All ranks must call this together. The engine has no weights until the first weight sync.
+    All ranks must call this function together. The engine has no weights until the
+    first weight sync.
     """
     group, size, timeout_s = None, settings.engine.tp, settings.parallel.timeout_s
     if size > 1:
@@ -300,7 +302,7 @@ class TrainerContext:
         return rollout_manager
 
     def save_progress(self) -> None:
-        """Save a checkpoint after the completed steps, so that the next attempt can resume."""
+        """Save a checkpoint of the completed steps, from which the next attempt can resume."""
         run = self.run
         with run.step_timer("checkpoint"), self.rollout_manager.offloaded() if self.rollout_manager else nullcontext():
             self.checkpoints.save(run.num_done, history=run.history, metrics=run.metrics)
@@ -312,7 +314,8 @@ def build_context(
 ) -> TrainerContext:  # fmt: skip
     """Build all components of a training stage except the rollout engines.
 
-    All ranks must call this together. The function also finds the checkpoint to resume from.
+    All ranks must call this function together. The function determines the
+    checkpoint to resume from.
 
     Raises:
         ValueError: The model or the data have changed since the checkpoint was written, or the chat

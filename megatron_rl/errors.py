@@ -9,7 +9,7 @@ class InfraError(RuntimeError):
 
 
 class PermanentInfraError(InfraError):
-    """An infrastructure error occurred that no retry can fix.
+    """Infrastructure failed with an error that no retry can fix.
 
     Examples: a prompt exceeds the context length, an image is invalid, or an engine has failed.
     """
@@ -34,7 +34,7 @@ class RunFailed(RuntimeError):
 
 
 class InfraOutage(RunFailed):
-    """Too many rollouts failed because infrastructure is down.
+    """Too many rollouts failed because infrastructure is unavailable.
 
     Progress is saved, and the same command resumes the run.
     """

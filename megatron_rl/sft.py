@@ -94,7 +94,7 @@ class RenderedDemonstrations:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if not any(context.loss_mask):
-            raise ValueError(f"{where}: contains no reply with loss; remove this demonstration")
+            raise ValueError(f"{where}: contains no assistant message with a loss; remove this demonstration")
         context.images = [image.without_patches() for image in context.images]
         weighted = PackItem(context, denominator=sum(context.loss_mask))
         self._num_bytes += sum(3 * image.pil.width * image.pil.height for image in context.images)

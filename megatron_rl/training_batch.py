@@ -29,9 +29,10 @@ def prepare_training_batch(
 ) -> list[list[MicroBatch]]:  # fmt: skip
     """Return the micro-batches for each optimizer update, with all loss inputs set.
 
-    Advantages are computed before packing, so that sequences with all-zero advantages can be
-    dropped if the objective has no KL or entropy term. If advantages depend on logprobs or values,
-    all sequences are packed first, and the advantages are computed from the model outputs.
+    If advantages depend on logprobs or values, all sequences are packed, and the advantages are
+    computed from the model outputs after packing. In all other cases, the advantages are computed
+    first. Sequences with all-zero advantages are then dropped before packing, unless the objective
+    has a KL or entropy term.
 
     Args:
         rollouts: Rollouts of the step, the same on every rank.
@@ -84,7 +85,7 @@ def pack_minibatches(
 ) -> list[list[MicroBatch]]:
     """Pack this rank's share of each mini-batch into micro-batches.
 
-    This function also sets `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
+    The micro-batches contain `on_policy_T` if run.max_staleness > 0, and `logprob_scale_T` if
     algo.thought_logprob_scale is not 1.
     """
     packed = [policy.pack_local(shares) for shares in minibatches]

@@ -179,7 +179,7 @@ def adapt_kl(history: History, rollouts: list[Rollout], metrics: Mapping[str, fl
 def has_enough_rollouts(rollouts: list[Rollout], *, settings: Settings, algorithm: Algorithm, run: Run, step: int) -> bool:
     """Return True once the step has enough usable rollouts to train on.
 
-    As a side effect, this filters the rollouts (see `fills_batch`).
+    As a side effect, the rollouts are filtered (see `fills_batch`).
 
     Raises:
         RunFailed: Too many rollouts failed, or a reward or logprob is not finite.
@@ -227,7 +227,7 @@ def make_updaters(
 def raise_on_nonfinite(
     run: Run, policy: Policy, update: Callable[[list[MicroBatch], int], dict[str, float]], step: int, batches: list[MicroBatch]
 ) -> dict[str, float]:
-    """Run one update; if the update raises NonFiniteValue, save its micro-batches.
+    """Run one update; if it raises NonFiniteValue, save the micro-batches and re-raise the error.
 
     The micro-batches are saved in the run directory.
     """

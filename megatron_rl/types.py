@@ -69,19 +69,19 @@ class StopReason(StrEnum):
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SpecialTokens:
-    """Ids of the tokens that the engine and the trainer must treat in the same way."""
+    """Token ids that the engine and the trainer must treat in the same way."""
 
     image_token_id: int
     """Id of the image placeholder token."""
     banned_ids: Sequence[int] = ()
-    """Ids that are never sampled; their probability is 0."""
+    """Ids of tokens that are never sampled; their probability is 0."""
     stop_ids: Sequence[int] = ()
-    """Ids that end a turn."""
+    """Ids of the stop tokens, which end a turn."""
 
 
 @dataclass(slots=True, frozen=True)
 class Example:
-    """One data set example, from which episodes start. Only the task interprets the payload."""
+    """Dataset example from which episodes are started. Only the task interprets the payload."""
 
     id: str
     payload: Mapping[str, object]
@@ -350,7 +350,7 @@ class Rollout:
     source: str = ""
     """Data source of the example (Example.source)."""
     question: str = ""
-    """Question from the data set, with <image> in place of each image; empty for games."""
+    """Question from the dataset, with <image> in place of each image; empty for games."""
     answer: str = ""
     """Reference answer; empty if the task has none."""
     extra: str = ""
@@ -483,8 +483,8 @@ class MicroBatch:
     """
     prefix_S: list[int]
     """Index of the earlier segment that each segment continues, or -1 if the segment starts a
-    sequence. A prefix shared by several sequences is stored as one segment, and the rest of each
-    sequence continues this segment, so the segments form a tree.
+    sequence. A prefix shared by several sequences is stored as one segment. The rest of each
+    sequence continues this segment. The segments thus form a tree.
     """
     origin_S: list[SegmentSource | None]
     """Source of each segment in the rollouts, for mapping per-token results back to sequences. A
@@ -523,7 +523,7 @@ class MicroBatch:
     separate forward pass for old logprobs.
     """
     ref_logprob_T: torch.Tensor | None = None
-    """Logprob of each target under the reference model; None if the step does not use the model."""
+    """Logprob of each target under the reference model; None if no reference model is used."""
     logprob_scale_T: torch.Tensor | None = None
     """Factor by which each target's logprob is multiplied in the policy loss. None means a factor
     of 1.
@@ -592,7 +592,7 @@ class LossInputs:
     rollout_logprob_R: torch.Tensor
     """Logprob of each token under the rollout engine, recorded when the token was sampled."""
     ref_logprob_R: torch.Tensor | None
-    """Logprob of each token under the reference model; None if the step does not use the model."""
+    """Logprob of each token under the reference model; None if no reference model is used."""
     advantage_R: torch.Tensor
     """Advantage of each token."""
     weight_R: torch.Tensor

@@ -63,10 +63,9 @@ def format_error(error: ValueError | OSError, *, out: Path | None = None) -> str
 
 
 def _is_within(path: Path, out: Path) -> bool:
-    """Return True if `path` belongs to `out`.
+    """Return True if `path` equals `out`, is a parent of `out`, or is inside `out`.
 
-    This is the case if `path` equals `out`, is a parent of `out`, or is inside `out` or inside one
-    of the hidden folders in which `out` is built.
+    The hidden folders in which `out` is built count as part of `out`.
     """
     return out.is_relative_to(path) or any(path.is_relative_to(out.with_name(name)) for name in (
         out.name, f".{out.name}.partial", f".{out.name}.replaced",

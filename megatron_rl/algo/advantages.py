@@ -61,7 +61,7 @@ def opo(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
 
 
 def reinforce_pp(rollouts: Sequence[Rollout], algo: AlgoSettings) -> None:
-    """Compute REINFORCE++ advantages: returns-to-go, whitened over all trained tokens of the step.
+    """Compute REINFORCE++ advantages: returns-to-go whitened over all tokens that are trained on.
 
     Source: arXiv 2501.03262. The episode's reward is assigned to the last token. With
     algo.use_kl_in_reward, each token's KL penalty is subtracted from the reward of that token.
@@ -94,10 +94,9 @@ def outcome_and_turn(members: Sequence[Rollout], algo: AlgoSettings) -> list[lis
     only the outcome advantage if it has no score (Turn.step_score is None) or if no other rollout
     of the group has a scored turn with the same index.
 
-    The authors' code of MT-GRPO (arXiv 2505.11821) also adds an outcome advantage and a score
-    advantage. Unlike this function, MT-GRPO normalizes the two advantages separately, so their
-    relative weights are lost. MT-GRPO also adds the score advantages of later turns to each turn's
-    advantage.
+    The authors' code of MT-GRPO (arXiv 2505.11821) differs from this function in two ways. The code
+    normalizes the two advantages separately, so that their relative weights are lost. The code adds
+    the score advantages of later turns to each turn's advantage.
     """
     outcomes = _centered([rollout.outcome_reward - kl_penalty(rollout, algo) for rollout in members])
     credits = [[value] * len(rollout.turns) for rollout, value in zip(members, outcomes, strict=True)]
@@ -273,8 +272,8 @@ def are_nearly_equal(values: Sequence[float]) -> bool:
     """Return True if the values differ only by rounding errors.
 
     Values are nearly equal if their range is at most 1e-9 times the largest absolute value, or at
-    most 1e-12. The absolute bound covers sums that cancel to almost zero. Examples of nearly equal
-    values: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0].
+    most 1e-12. The absolute bound is needed for sums that cancel to almost zero. Examples of
+    nearly equal values: [0.1 + 0.2, 0.3] and [0.1 + 0.2 - 0.3, 0.0].
     """
     largest = max(map(abs, values), default=0.0)
     return not values or max(values) - min(values) <= max(RELATIVE_ROUNDING * largest, ABSOLUTE_ROUNDING)

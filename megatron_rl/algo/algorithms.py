@@ -1,4 +1,4 @@
-"""Table of algorithms, with the functions and flags that define each algorithm.
+"""Table of algorithms, with the functions and properties of each algorithm.
 
 No other module branches on algo.name. To add an algorithm, write an advantage function
 (advantages.py) or a policy loss (policy_losses.py), and add a row to ALGORITHMS. Constants of an
@@ -81,17 +81,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {
 
 
 def check_algorithm(algo: AlgoSettings, algorithms: Mapping[str, Algorithm] = ALGORITHMS) -> None:
-    """Check that the algorithm settings name existing choices and are compatible.
-
-    Raises:
-        ValueError: A setting names an unknown choice, or two settings are incompatible.
-    """
+    """Raise ValueError if a setting has an unknown value or two settings are incompatible."""
     require_choice("algo.name", algo.name, tuple(algorithms))
     require_choice("algo.turn_credit", algo.turn_credit, tuple(TURN_SCHEMES))
     require_choice("algo.kl_estimator", algo.kl_estimator, tuple(ESTIMATORS))
     check_correction(algo)
     by_turn = [name for name, row in algorithms.items() if row.supports_turn_credit]
-    remedy = f"algo.name={algo.name} credits whole episodes; use broadcast, or one of the algorithms {', '.join(by_turn)}"
+    remedy = f"algo.name={algo.name} assigns one advantage per episode; use broadcast, or one of the algorithms {', '.join(by_turn)}"
     require(algo.turn_credit == "broadcast" or algo.name in by_turn, "algo.turn_credit", algo.turn_credit, remedy)
     clips = algo.clip_ratio_c == 0 or algorithms[algo.name].supports_dual_clip
     require(clips, "algo.clip_ratio_c", algo.clip_ratio_c, f"has no effect with algo.name={algo.name}; leave it at 0")

@@ -15,7 +15,7 @@ bound, a single token could dominate the gradient.
 
 
 def k1(logprob_R: torch.Tensor, reference_R: torch.Tensor) -> torch.Tensor:
-    """Return logprob - reference, an unbiased estimate that can have either sign.
+    """Return logprob - reference, an unbiased estimate that may be negative.
 
     The gradient of k1 has mean zero, so k1 has no effect as a loss term.
     """

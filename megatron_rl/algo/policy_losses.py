@@ -1,10 +1,11 @@
 """Policy losses, which return one loss value per sampled token.
 
 Notation: r = exp(logprob - old logprob) is the importance ratio of a token, A is the advantage of
-the token, and sg() stops gradients. Weighting and division are done elsewhere: the objective
-multiplies by LossInputs.weight_R, and the trainer divides by the global denominator. If r = 1
-(on-policy), the gradient of every policy loss is -A * grad(logprob); for gspo and gmpo, only the
-sum over a sequence equals the sum of -A * grad(logprob).
+the token, and sg() stops gradients. The objective multiplies the losses by
+LossInputs.weight_R, and the trainer divides their sum by the global denominator.
+
+If r = 1 (on-policy), the gradient of a token's policy loss is -A * grad(logprob). For gspo and
+gmpo, this equality holds only for the sum over a sequence.
 """
 
 from collections.abc import Callable
@@ -109,8 +110,9 @@ def dppo(rows: LossInputs, algo: AlgoSettings) -> torch.Tensor:
     """Return DPPO's loss: -sg(min(r, MAX_DPPO_RATIO)) A logprob, or 0 outside the trust region.
 
     Source: arXiv 2602.04879 (the variant with total-variation divergence). Let p be the token's
-    current probability and q its probability at the start of the step. The token is inside the
-    trust region if A > 0 and p - q <= clip_ratio_high, or if A <= 0 and p - q >= -clip_ratio_low.
+    current probability, and let q be its probability at the start of the step. The token is inside
+    the trust region if A > 0 and p - q <= clip_ratio_high, or if A <= 0 and
+    p - q >= -clip_ratio_low.
     """
     below_R, above_R = dppo_bounds(rows, algo)
     kept_R = torch.where(rows.advantage_R > 0, ~above_R, ~below_R)
@@ -145,7 +147,7 @@ def log_ratio_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
 def dppo_bounds(rows: LossInputs, algo: AlgoSettings) -> ClipBounds:
     """Return two masks: tokens with p - q < -clip_ratio_low and with p - q > clip_ratio_high.
 
-    p is the token's current probability and q its probability at the start of the step.
+    p is the token's current probability, and q is its probability at the start of the step.
     """
     moved_R = rows.logprob_R.exp() - rows.old_logprob_R.exp()
     return moved_R < -algo.clip_ratio_low, moved_R > algo.clip_ratio_high
@@ -165,8 +167,8 @@ def mean_by_id(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
 def sum_by_id(x_R: torch.Tensor, segment_R: torch.Tensor) -> torch.Tensor:
     """Return, for each token, the sum over all tokens with the same sequence or turn index.
 
-    The sum buffer has one element per token, because reading the number of sequences from the
-    device would block the host.
+    The buffer for the sums has one element per token. A smaller buffer would require reading the
+    number of sequences from the device, which blocks the host.
     """
     place_R = (segment_R.diff(prepend=segment_R[:1]) != 0).cumsum(0)
     return torch.zeros_like(x_R).index_add(0, place_R, x_R)[place_R]

@@ -29,8 +29,8 @@ from megatron_rl.types import LossInputs
 def mismatch_warnings(settings: Settings) -> list[str]:
     """Return a warning for each source of mismatch that is not handled by a configured correction.
 
-    Sources of mismatch are older weights (run.max_staleness) and bfloat16, because engine and
-    trainer round differently.
+    There are two sources of mismatch. Tokens may have been sampled by older weights
+    (run.max_staleness). Engine and trainer round to bfloat16 differently.
     """
     rounds, staleness = "bfloat16" in (settings.model.dtype, settings.engine.dtype), settings.run.max_staleness
     correction, lines = settings.algo.rollout_correction, []
@@ -152,7 +152,7 @@ class Correction:
     weight_fn: Callable[[LossInputs, AlgoSettings], torch.Tensor]
     has_ratio: bool = False
     """True if the correction applies the importance ratio r. At most one of the configured
-    corrections may have this flag.
+    corrections may apply r.
     """
     truncates: bool = False
     """True if the weights are capped at is_weight_cap."""
@@ -180,11 +180,7 @@ def correction_names(algo: AlgoSettings) -> list[str]:
 
 
 def check_correction(algo: AlgoSettings) -> None:
-    """Check that the configured corrections exist and can be combined.
-
-    Raises:
-        ValueError: A name is unknown or repeated, or the corrections cannot be combined.
-    """
+    """Raise ValueError if corrections are unknown, repeated or incompatible with each other."""
     names = correction_names(algo)
     for name in names:
         require_choice("algo.rollout_correction", name, tuple(CORRECTIONS))

@@ -9,8 +9,8 @@ def scale_thought_logprobs(rollouts: Sequence[Rollout], coef: float) -> None:
     """Set `logprob_scale` to `coef` for thought tokens and to 1 for action tokens.
 
     The logprob of a turn is then coef * (logprob of the thoughts) + (logprob of the action). All
-    tokens of a turn without a marked action (Turn.action_start None) have scale 1. Observed tokens
-    have scale 0.
+    tokens of a turn without a marked action (Turn.action_start is None) have scale 1. Observed
+    tokens have scale 0.
     """
     for rollout in rollouts:
         for context in rollout.sequences:

@@ -1,4 +1,7 @@
-"""Value loss of the critic: a sum over actions that the trainer divides by one global integer."""
+"""Value loss of the critic.
+
+The loss is a sum over actions; the trainer divides this sum by one global integer.
+"""
 
 import torch
 
@@ -24,7 +27,7 @@ def make_value_objective(critic: CriticSettings, *, level: str) -> ValueLoss:
 
 
 def clipped_squared_error(rows: ValueLossInputs, clip: float) -> torch.Tensor:
-    """Return max((V - R)^2, (V' - R)^2) / 2, where V is the value and R the return.
+    """Return max((V - R)^2, (V' - R)^2) / 2, where V is the value and R is the return.
 
     V' is V clipped to [old value - clip, old value + clip]. A `clip` of 0 disables clipping.
     Sources: ppo2/model.py in github.com/openai/baselines, and value_loss in verl.

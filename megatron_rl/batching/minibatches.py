@@ -1,4 +1,4 @@
-"""Splits a step's sequences into mini-batches, sets loss weights and shards the data over ranks."""
+"""Splits sequences into mini-batches, sets loss weights and shards the data across ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,10 +108,10 @@ def make_pack_items(rollout: Rollout, settings: BatchSettings, *, index: int) ->
 def cut_minibatches(rollouts: Sequence[Rollout], settings: BatchSettings, *, keep_zero_advantage: bool) -> list[list[PackItem]]:
     """Split a step's training sequences into mini-batches, one per optimizer update.
 
-    A group is never split. Groups are assigned in order, as evenly as possible, and empty
-    mini-batches are left out. If `keep_zero_advantage` is False, sequences with all-zero advantages
-    are dropped but still count towards the denominator. If all sequences of a mini-batch have
-    all-zero advantages, none of them is dropped, so every step can compare engine logprobs with
+    A group is never split. Groups are assigned to mini-batches in order and as evenly as possible;
+    empty mini-batches are left out. If `keep_zero_advantage` is False, sequences with all-zero
+    advantages are dropped but still count towards the denominator. If all sequences of a mini-batch
+    have all-zero advantages, all of them are kept. Every step can thus compare engine logprobs with
     trainer logprobs.
     """
     trained = [(index, rollout) for index, rollout in enumerate(rollouts) if rollout.is_trained_on and rollout.num_sampled]
@@ -157,8 +157,8 @@ class PackCost:
     item: PackItem
     num_tokens_alone: int
     """Number of tokens that the sequence adds to an empty micro-batch: the full length of the
-    sequence. The sequence's last segment attends to all tokens of the sequence and therefore has
-    the same number of attention keys.
+    sequence. This is also the number of attention keys of the sequence's last segment, which
+    attends to all tokens of the sequence.
     """
     num_added_tokens: int
     """Number of tokens that the sequence adds to a micro-batch when packed directly after its
@@ -192,7 +192,7 @@ def pack_costs(minibatch: Sequence[PackItem], image_token_id: int, *, share_prom
 
 
 def token_key(weighted: Sequence[PackItem], image_token_id: int) -> list[TokenKey]:
-    """Return each sequence's token ids, with image placeholders replaced by negative image numbers.
+    """Return each sequence's token ids, with a negative image index at every image placeholder.
 
     If the keys of two sequences have a common prefix, the model's inputs for this prefix are equal,
     including images and rotary positions.
@@ -245,7 +245,7 @@ def common_prefix(before: TokenKey, after: TokenKey) -> int:
 
 
 def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
-    """Give each data-parallel rank a range of adjacent sequences with a similar token count."""
+    """Assign adjacent sequences to each data-parallel rank so that token counts are balanced."""
     total = sum(load.num_added_tokens for load in loads)
     dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0

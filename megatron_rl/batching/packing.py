@@ -28,7 +28,7 @@ def pack(
     With `share_prompts`, the prefix that a sequence shares with its predecessor is stored and
     computed once. The prefix ends before the token that predicts the first sampled token. The rest
     of the sequence is a separate segment that continues the prefix's segment (prefix_S) and attends
-    to that segment and all segments before it in the tree. Example: the sequences [5 6 7], [5 6 8]
+    to that segment and its ancestors in the tree. Example: the sequences [5 6 7], [5 6 8]
     and [5 6 8 3 4], each with only the last token sampled, are packed as follows:
 
         token_T        [5 6 7 6 8 3 4]
@@ -215,8 +215,8 @@ def make_loss_inputs(
 def turn_ids(rows_R: torch.Tensor) -> torch.Tensor:
     """Return the zero-based turn index of each row.
 
-    Rows of one turn have consecutive indices. The rows of two turns are separated by at least one
-    index that is not in `rows_R`: an observed token, or the last entry of a sequence, which has no
+    The row indices of one turn are consecutive. Between two turns, at least one index is missing
+    from `rows_R`: the index of an observed token, or of a sequence's last entry, which has no
     target.
     """
     return (rows_R.diff(prepend=rows_R.new_full((1,), -2)) != 1).cumsum(0) - 1

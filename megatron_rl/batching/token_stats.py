@@ -1,7 +1,7 @@
 """Collects per-token logprobs and entropies for recorded rollouts (rollouts.save=all).
 
-If a step makes only one update, no separate forward pass computes old logprobs, and the logprobs
-from the update's own forward pass are recorded as old logprobs.
+If a step makes several updates, a separate forward pass computes the old logprobs. If a step makes
+only one update, the logprobs from the forward pass of the update are recorded as old logprobs.
 """
 
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ class TokenStats:
 def build_token_stats(settings: Settings) -> TokenStats | None:
     """Return a collector, or None if per-token statistics are not recorded.
 
-    The result is also None if a step makes several updates with bypass: old logprobs are not
-    computed, and only the first update uses the weights at the start of the step.
+    The result is also None if a step makes several updates with bypass. In this case, old logprobs
+    are not computed, and only the first update uses the weights at the start of the step.
     """
     num_updates = settings.batch.minibatches * settings.batch.epochs
     is_of_step = num_updates == 1 or needs_old_logprob_forward(settings.algo, num_updates=num_updates)

@@ -137,7 +137,10 @@ def cli(
 
 
 def exit_with(is_finished: bool) -> None:
-    """Exit with STOPPED_EXIT_CODE if the run is not finished; the main rank exits first."""
+    """Exit with STOPPED_EXIT_CODE if the run is not finished.
+
+    The main rank exits before the other ranks.
+    """
     if not is_finished:
         if not read_world().is_main:
             time.sleep(NON_MAIN_DELAY_S)
@@ -262,9 +265,9 @@ def reject_flags(message: str) -> NoReturn:
 
 
 def flag_to_override(flag: str, arguments: Sequence[str]) -> str:
-    """Return the key=value override for a flag, or an empty string if no setting matches.
+    """Return the key=value override for a command-line flag, or "" if no setting matches.
 
-    Flag names of other trainers are recognized. Example: --model.path 3b -> model.path=3b
+    Flags of other trainers are also recognized. Example: --model.path 3b -> model.path=3b
     """
     name, equals, value = flag.lstrip("-").partition("=")
     leaf = name.replace("-", "_")

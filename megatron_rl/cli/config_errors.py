@@ -182,7 +182,10 @@ def rejoin_split_value(word: str, overrides: Sequence[str]) -> str:
 
 
 def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
-    """Raise ValueError for a key that was added with +key=value but is in no settings dataclass."""
+    """Raise ValueError if `chosen` contains a key that no settings dataclass defines.
+
+    Hydra accepts such a key if it was added with +key=value.
+    """
     known = {field.name for field in fields(OmegaConf.get_type(chosen))}
     for name in map(str, chosen):
         key, value = prefix + name, "???" if OmegaConf.is_missing(chosen, name) else chosen[name]

@@ -105,10 +105,10 @@ class Settings:
         require(not (is_rl and dropout), "lora.dropout", dropout, "must be 0 in stage=rl: the engine samples without dropout")
         self.services.require_asked(self.task)
         mode, rollouts = self.run.mode, self.rollouts
-        require(mode == "train" or is_rl, "run.mode", mode, "is only for stage=rl; leave it out")
-        remedy = "saves every rollout: use rollouts.save=all"
+        require(mode == "train" or is_rl, "run.mode", mode, "requires stage=rl; remove this setting")
+        remedy = "requires rollouts.save=all"
         require(mode != "rollout_only" or rollouts.save == "all", "run.mode", mode, remedy)
-        remedy = "needs rollouts.replay_from=RUN/rollouts of a run with rollouts.save=all"
+        remedy = "requires rollouts.replay_from=RUN/rollouts of a run with rollouts.save=all"
         require(mode != "replay" or bool(rollouts.replay_from), "run.mode", mode, remedy)
         require(
             is_rl or not self.weight_publish.urls,

@@ -15,8 +15,8 @@ class AlgoSettings:
     """Settings of advantages, policy loss, KL term and rollout correction."""
 
     name: str = "grpo"
-    """Algorithm, which determines the advantage function and the policy loss: a key of ALGORITHMS
-    in algo/algorithms.py."""
+    """Name of the algorithm, a key of ALGORITHMS in algo/algorithms.py. The algorithm determines
+    the advantage function and the policy loss."""
     norm_adv_by_std: bool = True
     """Divide advantages by the standard deviation within their group (GRPO); false omits this
     division, as in the preset dr_grpo."""
@@ -36,8 +36,8 @@ class AlgoSettings:
     """Weight of GiGPO's same-state advantage, which turn_credit=gigpo adds to the episode's
     advantage."""
     gae_level: str = "tokens"
-    """Time step of generalized advantage estimation: tokens (each sampled token) or turns (each
-    turn, with the value predicted at the last token of its prompt)."""
+    """Time step of generalized advantage estimation: tokens (one time step per sampled token) or
+    turns (one time step per turn, with the value of the state before the turn)."""
     lam: float = 1.0
     """Lambda of generalized advantage estimation (arXiv 1506.02438): 0 uses the one-step TD error;
     1 uses the full return minus the value."""
@@ -81,9 +81,9 @@ class AlgoSettings:
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     rollout_correction: str = "none"
-    """Correction of the mismatch between rollout and trainer logprobs: keys of CORRECTIONS in
-    algo/rollout_correction.py joined by +, e.g. bypass+geo_mask. Most corrections use r, a token's
-    trainer probability divided by its rollout probability."""
+    """Corrections of the mismatch between rollout and trainer logprobs, joined by +, e.g.
+    bypass+geo_mask. The corrections are the keys of CORRECTIONS in algo/rollout_correction.py. Most
+    corrections use r, a token's trainer probability divided by its rollout probability."""
     rollout_correction_level: str = "sequences"
     """Unit over which a rollout correction aggregates token ratios: sequences (each token sequence)
     or turns (each turn of a token sequence)."""
@@ -109,11 +109,11 @@ class AlgoSettings:
     """Upper bound on the geometric mean of a sequence's trainer/rollout probability ratios:
     geo_mask masks sequences above it."""
     k3_mask_high: float = 0.01
-    """Upper bound on a sequence's mean of r - 1 - log r, where r is the trainer/rollout probability
-    ratio of a token: k3_mask masks sequences above it."""
+    """Upper bound on a sequence's mean of r - 1 - log r: k3_mask masks sequences above it. The
+    letter r denotes a token's trainer/rollout probability ratio."""
     opsm_delta: float = 0.5
-    """Upper bound on a sequence's mean of (rollout logprob - current logprob): if a sequence
-    exceeds it, opsm masks the sequence's tokens with negative advantages."""
+    """Upper bound on a sequence's mean of (rollout logprob - current logprob). If a sequence exceeds
+    the bound, opsm masks every token of the sequence that has a negative advantage."""
     temperature: float = 1.0
     """Softmax temperature of the policy, used both for sampling and for the trainer's logprobs."""
 

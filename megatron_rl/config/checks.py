@@ -19,9 +19,9 @@ def require_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def require_address(key: str, address: str) -> None:
-    """Raise ValueError if `address` contains @, ? or #, which can carry credentials.
+    """Raise ValueError if `address` contains @, ? or #.
 
-    The error message omits the address, because the rejected part may be a secret.
+    Such an address may contain credentials, so the error message omits the address.
     """
     remedy = "contains @, ? or #; give only scheme, host, port and path: a password would appear in config.yaml and in errors"
     require(not set("@?#") & set(address), key, "...", remedy)
@@ -33,5 +33,5 @@ def require_no_key(key: str, words: list[str]) -> None:
     Every spelling and abbreviation of --api-key that vLLM's parser accepts is rejected
     (vllm/utils/argparse_utils.py).
     """
-    remedy = "contains --api-key, which would appear in config.yaml and in the service's log; the run creates a key itself, leave it out"
+    remedy = "contains --api-key, which would appear in config.yaml and logs; the run creates a key itself, so remove this option"
     require(not any(word.replace("_", "-").startswith("--api-k") for word in words), key, "...", remedy)

@@ -19,8 +19,8 @@ class ClientSettings:
     with 0, a request does not wait. The backoff of a server is at most outage_timeout_s, unless the
     server requests a longer backoff."""
     max_attempts: int = 5
-    """Maximum number of attempts per request; if all fail, the rollout or episode counts as failed
-    and gets no reward."""
+    """Maximum number of attempts per request; if all fail, the rollout fails and gets no
+    reward."""
     concurrency: int = 32
     """Maximum total number of concurrent requests to all servers."""
 

@@ -15,8 +15,8 @@ class CriticSettings:
     """Backbone of the value head: shared uses the policy's backbone (one forward pass, one loss and
     one optimizer step for policy and critic); own is a separate network."""
     path: str = ""
-    """Hugging Face directory that initializes the backbone if critic.backbone=own; empty uses
-    model.path. Tokenizer, model family and pixel limits must match the policy's."""
+    """Hugging Face directory with the initial weights of the backbone if critic.backbone=own; empty
+    uses model.path. Tokenizer, model family and pixel limits must match the policy's."""
     lora: LoraSettings = field(default_factory=LoraSettings)
     """LoRA adapters of the critic if critic.backbone=own, with the same keys as lora; a shared
     backbone uses the policy's adapters."""

@@ -37,9 +37,9 @@ class EvaluationSettings(ClientSettings):
         require_choice("evaluation.split", self.split, ("eval", "train"))
         require(self.samples >= 1, "evaluation.samples", self.samples, "must be at least 1")
         require(self.temperature >= 0, "evaluation.temperature", self.temperature, "must not be negative; 0 decodes greedily")
-        remedy = "greedy episodes of an example are all the same: raise evaluation.temperature, or use 1"
+        remedy = "all greedy episodes of an example are equal; raise evaluation.temperature, or use 1"
         require(self.samples == 1 or self.temperature > 0, "evaluation.samples", self.samples, remedy)
         self.check_client("evaluation")
-        remedy = "an endpoint serves its own weights; leave this out"
+        remedy = "an endpoint serves its own weights; remove this setting"
         require(not (self.urls and self.weights), "evaluation.weights", self.weights, remedy)
         require(self.chunk >= 1, "evaluation.chunk", self.chunk, "must be at least 1")

@@ -20,11 +20,11 @@ class FilterSettings:
     equal), no_image (no image in the rollout), stop_reason (stop reason not in keep_stop_reasons).
     Excluded rollouts still contribute to their group's baseline."""
     keep_stop_reasons: list[str] = field(default_factory=lambda: ["done"])
-    """Stop reasons that the filter stop_reason accepts; it excludes rollouts with any other stop
-    reason."""
+    """Stop reasons that the filter stop_reason accepts; rollouts with any other stop reason are
+    excluded."""
     max_num_gen_batches: int = 1
-    """Maximum number of generation batches per step, each of prompts_per_step prompts; a step stops
-    generating once prompts_per_step groups remain after filtering."""
+    """Maximum number of generation batches per step. Each batch contains prompts_per_step prompts. A
+    step stops generating once prompts_per_step groups remain after filtering."""
     prefer_high_std: bool = False
     """If more than prompts_per_step groups remain after filtering, train only on the
     prompts_per_step groups with the largest spread of advantages; false trains on all remaining

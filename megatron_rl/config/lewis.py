@@ -18,8 +18,8 @@ class ListenerSettings(ClientSettings):
     """File with the access token for the listeners; not needed for listeners that the run
     starts."""
     send: str = "files"
-    """Method for sending images to the listener: files uploads each image once and then refers to
-    it by its hash; paths sends paths on a shared file system."""
+    """Method for sending images to the listener. files: upload each image once, then refer to it by
+    its hash. paths: send the path of each image on a shared file system."""
     chunk_size: int = 4
     """Maximum number of descriptions in one request."""
     chunk_delay_s: float = 0.05
@@ -38,8 +38,9 @@ class ListenerSettings(ClientSettings):
     """Use the proxies from the environment variables HTTP_PROXY and NO_PROXY for listeners on other
     machines."""
     partner_is_training: bool = False
-    """Set this if another run is training the listener: the listener's version may then change
-    during the run, each description is scored with the current weights, and no score is cached."""
+    """Set this if another run is training the listener. The version of the listener may then change
+    during the run. Each description is scored with the listener's current weights, and scores are
+    not cached."""
 
     def __post_init__(self) -> None:
         self.check_client("task.listener")
@@ -53,10 +54,10 @@ class ListenerSettings(ClientSettings):
         )
         for key in ("chunk_size", "cache_entries"):
             require(getattr(self, key) >= 1, f"task.listener.{key}", getattr(self, key), "must be at least 1")
-        remedy = "would return outdated scores of a listener in training (task.listener.partner_is_training); leave it out"
+        remedy = "would contain outdated scores of a listener in training (task.listener.partner_is_training); remove this setting"
         require(not (self.partner_is_training and self.cache), "task.listener.cache", self.cache, remedy)
         remedy = (
-            "would receive new weights one after the other; give one URL for a listener in training (task.listener.partner_is_training)"
+            "would receive new weights at different times; set a single URL for a listener in training (task.listener.partner_is_training)"
         )
         require(not self.partner_is_training or len(self.urls) <= 1, "task.listener.urls", self.urls, remedy)
 

@@ -18,7 +18,7 @@ class ModelSettings:
 
     path: str = MISSING
     """Hugging Face directory with the initial policy (Qwen2-VL, Qwen2.5-VL or Qwen3-VL), tokenizer
-    and processor. The initial policy is also the reference model of the KL term."""
+    and processor. The KL term uses the initial policy as the reference model."""
     dtype: str = "float32"
     """Data type of the trainer's weights and activations: float32, or bfloat16 with float32 main
     weights in the optimizer."""
@@ -30,8 +30,8 @@ class ModelSettings:
     multiples of 28 (Qwen3-VL: 32)."""
     max_pixels: int = 1003520
     """Maximum number of pixels of an image: a larger image is shrunk once, to sides that are
-    multiples of 28 (Qwen3-VL: 32). Sides are rounded down, so set a slightly larger value than the
-    intended size: with 12544 (112 * 112), a 300 x 300 image is resized to 84 x 84."""
+    multiples of 28 (Qwen3-VL: 32). Sides are rounded down: with 12544 (112 * 112), a
+    300 x 300 image is resized to 84 x 84. Set a value slightly above the intended size."""
 
     def __post_init__(self) -> None:
         require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
@@ -56,8 +56,8 @@ class LoraSettings:
     """Linear layers with adapters: any of attention and mlp (in the language model), vision (the
     vision blocks) and projector (the merger)."""
     path: str = ""
-    """PEFT directory that initializes the adapters; its rank, alpha and targets must match these
-    settings."""
+    """PEFT directory with the initial weights of the adapters; its rank, alpha and targets must
+    match these settings."""
 
     def __post_init__(self) -> None:
         require(self.rank >= 0, "lora.rank", self.rank, "must not be negative; 0 trains the model without adapters")
@@ -74,14 +74,15 @@ class ParallelSettings:
     """Parallelism of the trainer; the data-parallel size is world_size / (tp * pp)."""
 
     tp: int = 1
-    """Tensor-parallel size: number of ranks that share each layer of the language model."""
+    """Tensor-parallel size: number of ranks across which each layer of the language model is
+    sharded."""
     pp: int = 1
     """Pipeline-parallel size: number of stages over which the language model's layers are split."""
     vpp: int = 1
     """Number of model chunks per pipeline stage; a number above 1 uses the interleaved schedule."""
     sequence_parallel: bool = False
-    """Also split the activations between tensor-parallel layers along the sequence, which saves
-    memory; requires parallel.tp above 1."""
+    """Shard the activations between tensor-parallel layers along the sequence dimension. This saves
+    memory; it requires parallel.tp above 1."""
     recompute: str = "none"
     """Activation recomputation in the backward pass: none, selective (attention), vision (the
     vision blocks), or full (vision blocks and all language-model layers)."""

@@ -18,7 +18,7 @@ class OptimSettings:
     modules, with the same schedule."""
     schedule: str = "constant"
     """Learning-rate schedule after the warmup: constant, linear or cosine. The linear and cosine
-    schedules decay to min_lr and would reach min_lr one step after the last step."""
+    schedules decay towards min_lr; the learning rate of the last step is still above min_lr."""
     warmup_steps: int = 0
     """Number of warmup steps; the learning rate increases during these steps and reaches the peak
     in the last warmup step. All updates of a step use the same learning rate."""

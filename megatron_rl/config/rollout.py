@@ -16,11 +16,11 @@ class EngineSettings:
     """Settings of the vLLM engine that samples the policy's responses."""
 
     mode: str = "colocated"
-    """Location of the engine: colocated runs it in the trainer's processes, where generation and
-    training alternate on the same devices; server uses separate vLLM servers, which generate while
-    the trainer trains."""
+    """Location of the engine. colocated: the engine runs in the trainer's processes, and generation
+    and training alternate on the same devices. server: separate vLLM servers generate rollouts
+    while the trainer trains."""
     urls: list[str] = field(default_factory=list)
-    """URLs of the inference servers with mode=server, e.g. http://node2:8000; start each server
+    """URLs of the inference servers for mode=server, e.g. http://node2:8000; start each server
     with the command that launch/server_command.py prints."""
     token_file: str = ""
     """File with the access token of the servers in engine.urls; the command printed by
@@ -75,13 +75,13 @@ class EngineSettings:
             "is required by engine.mode=server; set the URLs of running servers, or let the run start servers: engine.num_local_servers=2"
         )
         require(self.mode == "colocated" or self.num_endpoints > 0, "engine.urls", self.urls, remedy)
-        remedy = "is only for engine.mode=server; choose it, or leave this out"
+        remedy = "requires engine.mode=server; set this mode, or remove this setting"
         require(not self.urls or self.mode == "server", "engine.urls", self.urls, remedy)
         require(self.num_local_servers == 0 or self.mode == "server", "engine.num_local_servers", self.num_local_servers, remedy)
         require(self.num_local_servers >= 0, "engine.num_local_servers", self.num_local_servers, "must not be negative; 0 starts none")
-        remedy = "starts servers, and engine.urls contains others; set one of the two"
+        remedy = "cannot be combined with engine.urls; set only one of the two"
         require(not (self.num_local_servers and self.urls), "engine.num_local_servers", self.num_local_servers, remedy)
-        remedy = "the run creates the token of its own servers; leave it out"
+        remedy = "must be empty, because the run creates the token of its own servers; remove this setting"
         require(not (self.num_local_servers and self.token_file), "engine.token_file", self.token_file, remedy)
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
         require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
@@ -117,7 +117,8 @@ class SandboxSettings:
 
     url: str = ""
     """URL of a sandbox server (python -m sandbox serve). The server uses its own limits, not the
-    limits in task.sandbox. If empty, each engine starts a local pool of boxes."""
+    limits in task.sandbox. If empty, each engine starts a local pool of boxes, which are
+    isolated Python interpreters."""
     token_file: str = ""
     """File with the access token of the server at task.sandbox.url, required if the server is on
     another machine; not needed for a service that the run starts."""
@@ -225,15 +226,16 @@ class DataSettings:
     max_eval: int = 0
     """Maximum number of examples in an evaluation, taken from the start of the data; 0 uses all."""
     benchmark: str = ""
-    """Published benchmark to which the files in task.data.eval belong; it determines format,
-    scoring and report (docs/evaluation.md): vstar, hrbench, mathverse, mathvista, vsi_bench,
-    tir_bench, visualprobe, mathvision, wemath, dynamath or vlmblind."""
+    """Published benchmark to which the files in task.data.eval belong: vstar, hrbench, mathverse,
+    mathvista, vsi_bench, tir_bench, visualprobe, mathvision, wemath, dynamath or vlmblind. The
+    benchmark determines format, scoring and report (docs/evaluation.md)."""
     shuffle_options: int = 0
     """Random seed for shuffling a benchmark's answer options; 0 keeps the published order."""
     allow_grounding_tokens: bool = False
     """Allow Qwen2-VL's grounding tokens (<|object_ref_start|>, <|box_start|>, <|quad_start|> and
     the matching end tokens) in questions and observations. If false, a blank is inserted into these
-    tokens, as into all special tokens in data, so that they are tokenized as ordinary text."""
+    tokens, so that they are tokenized as ordinary text. All other special tokens in data are always
+    treated in this way."""
     frames: int = 32
     """Maximum number of images per benchmark question. If a question has more images, e.g. the
     frames of a video, evenly spaced images are selected."""
@@ -243,7 +245,7 @@ class DataSettings:
             require(getattr(self, key) >= 0, f"task.data.{key}", getattr(self, key), "must not be negative")
         require_choice("task.data.benchmark", self.benchmark, ("", *BENCHMARKS))
         require(self.frames >= 1, "task.data.frames", self.frames, "must be at least 1")
-        remedy = "is for a published benchmark; name it in task.data.benchmark"
+        remedy = "requires a published benchmark; set task.data.benchmark"
         require(bool(self.benchmark) or not self.shuffle_options, "task.data.shuffle_options", self.shuffle_options, remedy)
 
 
@@ -258,9 +260,9 @@ class TaskSettings:
     """Prompt and tool-call format of a task with tools: pyvision, codev, deepeyes or functions."""
     reward: str = ""
     """Name of the reward function: accuracy, pyvision, deepeyes, codev or tapo for tasks with
-    questions, or the name of a user-defined function. Several names joined by + add up their
-    rewards, e.g. accuracy+mine. Empty uses the task's default, which is accuracy for tasks with
-    questions."""
+    questions, or the name of a user-defined function. Several names can be joined by +, e.g.
+    accuracy+mine; their rewards are summed. Empty uses the task's default, which is accuracy for
+    tasks with questions."""
     options: Any = None
     """Task-specific options, defined by the options dataclass of the game (docs/games.md) or of
     your own task (docs/extend.md)."""

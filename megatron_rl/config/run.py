@@ -38,8 +38,8 @@ class RunSettings:
     or the judge) was unavailable. Rollouts that are still failing after this time count as
     failed."""
     mode: str = "train"
-    """Mode of stage=rl: train; rollout_only, which generates and saves rollouts with the weights in
-    model.path but does not train; or replay, which trains on saved rollouts without an engine."""
+    """Mode of stage=rl. train: train the policy. rollout_only: generate and save rollouts with the
+    weights in model.path, without training. replay: train on saved rollouts, without an engine."""
     overwrite: bool = False
     """If run.dir contains a finished run or a run with other settings, move the old run to a backup
     directory and start a new run; false raises an error instead."""
@@ -87,7 +87,8 @@ class PlanSettings:
     """Settings of the memory plan, including the hardware to plan for."""
 
     only: bool = False
-    """Print the memory plan for GPUs and host, then exit without allocating any of this memory."""
+    """Print the memory plan for GPUs and host, then exit without allocating the planned
+    memory."""
     gpu: str = "h200"
     """GPU model to plan for: l4 (24 GB), l40s (48 GB), a100 (80 GB), h100 (80 GB) or h200 (141
     GB)."""
@@ -120,8 +121,8 @@ class RolloutStoreSettings:
     """Settings for saving rollouts and for replaying saved rollouts."""
 
     save: str = "best"
-    """Rollouts to save: best saves the highest- and lowest-reward rollouts of each step (keep_best,
-    keep_worst); all also saves every rollout in Parquet files."""
+    """Rollouts to save. best: the highest- and lowest-reward rollouts of each step (keep_best,
+    keep_worst). all: the same rollouts and, in Parquet files, every rollout."""
     max_gb: float = 50.0
     """Maximum disk space in GB for the Parquet files of rollouts.save=all; the oldest steps are
     deleted when new steps need the space."""
@@ -158,8 +159,8 @@ class CheckpointSettings:
     ranked by greedy success rate on held-out data; checkpoints without an evaluation are not
     ranked."""
     save_last: bool = True
-    """Write a checkpoint at the last step, so that a finished run can be extended; it takes disk
-    space in addition to RUN/final."""
+    """Write a checkpoint at the last step, so that a finished run can be extended. The checkpoint
+    takes disk space in addition to RUN/final."""
     allow_repeat: bool = False
     """Allow a run that ended cleanly to resume from a checkpoint that is older than the last step
     of the run; false raises an error instead. The steps after the checkpoint are repeated, and
@@ -195,8 +196,9 @@ class TrackioSettings:
     """Settings for local logging with Trackio, in addition to metrics.jsonl and TensorBoard."""
 
     mode: str = "disabled"
-    """Trackio mode: disabled, or local (writes to the directory TRACKIO_DIR or, if this variable is
-    not set, to a directory in HF_HOME; view the metrics with trackio show)."""
+    """Trackio mode: disabled, or local (write to a local directory; view the metrics with trackio
+    show). The directory is given by the environment variable TRACKIO_DIR; if TRACKIO_DIR is not
+    set, a directory in HF_HOME is used."""
     project: str = "megatron-rl"
     """Name of the run's Trackio project."""
 

@@ -23,14 +23,14 @@ class ServiceSettings:
     """Kind of server: vllm (OpenAI-compatible model server), sandbox (python -m sandbox serve),
     listener or speaker (Lewis game, megatron_rl.tasks.lewis.server); empty starts no server."""
     model: str = ""
-    """Model for a vllm, listener or speaker server: a directory, or for vllm also a name on the
-    Hugging Face Hub."""
+    """Directory of the model for a vllm, listener or speaker server. A vllm server also accepts a
+    model name on the Hugging Face Hub."""
     args: list[str] = field(default_factory=list)
     """Additional command-line arguments of the server, e.g. [--max-model-len, 4096]."""
     command: list[str] = field(default_factory=list)
-    """First words of the server's command line, for a server with its own Python environment, e.g.
-    [judge/bin/python, -m, vllm.entrypoints.openai.api_server]; empty uses the trainer's
-    environment."""
+    """Command that starts the server in its own Python environment, e.g. [judge/bin/python, -m,
+    vllm.entrypoints.openai.api_server]; the run appends the server's arguments. Empty uses the
+    trainer's environment."""
     gpus: list[int] = field(default_factory=list)
     """Indices of the GPUs on the server's node that the server may use; empty uses all GPUs visible
     to the run."""
@@ -61,7 +61,7 @@ class ServiceSettings:
         remedy = "contains --token-file: the run creates the token of a service and passes the token to the clients; remove this option"
         has_own = self.kind != "vllm" and any(map(_names_token_file, self.args))
         require(not has_own, f"{key}.args", self.args, remedy)
-        remedy = f"is the model to serve: required by kinds {', '.join(WITH_MODEL)}, and by no others"
+        remedy = f"is required for the kinds {', '.join(WITH_MODEL)} and must be empty for others"
         require(bool(self.model) == (self.kind in WITH_MODEL), f"{key}.model", self.model, remedy)
         require(0 <= self.port <= HIGHEST_PORT, f"{key}.port", self.port, "is not a valid port; 0 selects a free port")
         require(
@@ -100,7 +100,7 @@ class ServicesSettings:
             name = service_of(url)
             remedy = f"no such service is configured; set services.{name if name in kinds else NAMES[kind]}.kind={kind}"
             require(not name or kinds.get(name) == kind, key, url, remedy)
-        token, remedy = task.sandbox.token_file, "is for external servers; the run creates the token of a service, leave it out"
+        token, remedy = task.sandbox.token_file, "must be empty for a service, because the run creates its token; remove this setting"
         require(not (token and service_of(task.sandbox.url)), "task.sandbox.token_file", token, remedy)
         for name, partner in (("judge", task.judge), ("listener", task.listener), ("speaker", task.speaker)):
             own, token = [url for url in partner.urls if service_of(url)], partner.token_file

@@ -14,8 +14,8 @@ class SlurmSettings:
     gpus: int = 0
     """Number of GPUs per node that the job requests (sbatch --gpus-per-node); 0 requests none."""
     processes: int = 0
-    """Number of processes per node; 0 starts one per GPU that Slurm assigns to the node, or a
-    single process if it assigns none."""
+    """Number of processes per node; 0 starts one process per GPU that Slurm assigns to the
+    node, or a single process if Slurm assigns no GPU."""
     time: str = ""
     """Time limit of the job in sbatch's format, e.g. 8:00:00 or 2-0; empty uses the limit of the
     partition."""

@@ -33,7 +33,7 @@ class GameOptions:
 
     def refuse_noop(self) -> None:
         """Raise ValueError if `invalid` is noop, which this game does not support."""
-        require(self.invalid != "noop", "task.options.invalid", self.invalid, "this game has no action that changes nothing; use repeat")
+        require(self.invalid != "noop", "task.options.invalid", self.invalid, "not supported by this game; use repeat")
 
 
 @dataclass
@@ -42,7 +42,7 @@ class NumberLineOptions(GameOptions):
 
     eval_max_number: int = 5
     """Largest number on the number line in evaluations (5..20). With a value above 5, evaluations
-    use only starts with a current or target number above 5, which never occur in training.
+    use only initial states with a current or target number above 5, which never occur in training.
     """
 
     def __post_init__(self) -> None:
@@ -93,7 +93,8 @@ class Points24Options(CardOptions):
     train_hands: int = 4096
     """Number of training hands."""
     eval_hands: int = 500
-    """Number of evaluation hands. Training and evaluation never use the same four numbers."""
+    """Number of evaluation hands. No set of four numbers is used in both training and
+    evaluation."""
     eval_target: int = 24
     """Target number in evaluations (1..100); training uses 24."""
 
@@ -117,11 +118,12 @@ class BlackjackOptions(CardOptions):
     hand) wins unless the dealer also has a natural. The option sab overrides the option natural.
     """
     train_hands: int = 4096
-    """Number of training starts. A start is the player's two cards and the dealer's visible card.
+    """Number of initial hands in training. An initial hand consists of the player's two cards and
+    the dealer's visible card.
     """
     eval_drawings: int = 3
-    """Number of evaluation hands for each of the 280 positions in which the player has a choice.
-    Training starts never use the suit combinations of evaluation hands.
+    """Number of evaluation hands for each of the 280 game states in which the player has a choice.
+    Initial hands in training never use the suit combinations of evaluation hands.
     """
 
     def __post_init__(self) -> None:
@@ -209,8 +211,8 @@ class LewisSpeakerOptions(LewisOptions):
     """
     held_out_listeners: dict[str, str] = field(default_factory=dict)
     """URLs of listeners that only measure accuracy on held-out games and never contribute to the
-    reward, keyed by metric name, e.g. {frozen: http://HOST:9002}. A listener named frozen also
-    defines the metric drift: the partner's accuracy minus the accuracy of frozen.
+    reward, keyed by metric name, e.g. {frozen: http://HOST:9002}. If a listener is
+    named frozen, the metric drift is the partner's accuracy minus the accuracy of frozen.
     """
     held_out_token_files: dict[str, str] = field(default_factory=dict)
     """Files with the access tokens of held-out listeners, keyed by the names in held_out_listeners.
@@ -261,12 +263,12 @@ class LewisListenerOptions(LewisOptions):
     """Options of the Lewis listener."""
 
     reward: str = "consistency"
-    """Question on which the listener is trained. consistency: whether two images show the same
-    object. weighted: like consistency, but with a penalty for wrong answers. selection: which
+    """Question that the listener is trained to answer. consistency: whether two images show the
+    same object. weighted: like consistency, but with a penalty for wrong answers. selection: which
     candidate shows the same object as the query. heard: whether a description fits an image (with
-    the same prompt as the listener service). The data for selection and heard consists of speaker
-    rows. For heard, task.speaker generates the descriptions; without a speaker URL, each
-    description lists the colors of the object.
+    the same prompt as the listener service). The data for selection and heard consists of rows of
+    the speaker's dataset. For heard, task.speaker generates the descriptions; without a speaker
+    URL, each description lists the colors of the object.
     """
 
     def __post_init__(self) -> None:

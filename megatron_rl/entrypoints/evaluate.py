@@ -87,7 +87,7 @@ def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str
         The scores, on every rank. None if a stop was requested; the same command then resumes the
         evaluation.
     """
-    remedy = "is only for training; give running servers in engine.urls, or evaluate with engine.mode=colocated"
+    remedy = "is only supported for training; set engine.urls to running servers, or evaluate with engine.mode=colocated"
     require(not settings.engine.num_local_servers, "engine.num_local_servers", settings.engine.num_local_servers, remedy)
     world = read_world()
     waits = settings.parallel
@@ -123,9 +123,9 @@ def _evaluate_on_ranks(settings: Settings, plugins: Plugins, *, world: World, st
 
 
 def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World) -> tuple[Task, TensorSource | None]:
-    """Check the task and the weights before any engine or service is started, and return both.
+    """Check and return the task and the weights; the weights are None for an endpoint.
 
-    The weights are None if an endpoint is evaluated.
+    Engines and services are started only after this check.
     """
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
@@ -202,8 +202,8 @@ def _generate_or_load(
 ) -> Iterator[Rollout]:  # fmt: skip
     """Yield the rollouts of all examples, without images; chunks that are already saved are loaded.
 
-    All ranks must call this function together. A chunk with failed rollouts is saved too, and the
-    next attempt generates this chunk again.
+    All ranks must call this function together. If a saved chunk contains failed rollouts, the next
+    attempt generates the chunk again.
 
     Raises:
         GracefulStop: A stop of the evaluation was requested.

@@ -259,7 +259,10 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
 
 
 def final_evaluation(settings: Settings, rollout_manager: RolloutManager) -> tuple[dict[str, float], RunFailed | None]:
-    """Run the final evaluation. Return its metrics and the error, if any, to raise after saving."""
+    """Run the final evaluation and return a pair (metrics, error).
+
+    The error is to be raised after the policy is saved; it is None if the evaluation succeeded.
+    """
     try:
         return evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager), None
     except RunFailed as failure:

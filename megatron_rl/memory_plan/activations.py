@@ -5,7 +5,7 @@ autograd and the temporary tensors. The formula assumes the layers of policy/tra
 Transformer Engine) and policy/vision.py with the GPU kernels of policy/fused.py. With Transformer
 Engine, fewer bytes are saved than the formula predicts. The test
 tests/memory_plan/test_activations.py compares the formula with the tensors that autograd actually
-saves; the test replaces the GPU kernels by operations that save the same tensors.
+saves. The test replaces the GPU kernels by operations that save the same tensors.
 
 The sizes per token or patch are denoted by H (hidden), A (queries), K (keys) and F (MLP). Attention
 is flash attention, so attention memory is linear in the sequence length.
@@ -167,9 +167,10 @@ def vision_merger_bytes(model: ModelSpec, *, itemsize: int) -> float:
 
 
 def trains_vision(lora: LoraSettings, frozen: list[str]) -> bool:
-    """Return True if gradients reach the blocks of the vision tower or its merger.
+    """Return True if the blocks of the vision tower or its merger are trained.
 
-    If only the merger is trained, the whole tower counts as trained.
+    The memory plan then counts the activations of the whole vision tower, even if only the merger
+    is trained.
     """
     if lora.rank:
         return bool({"vision", "projector"} & set(lora.targets))

@@ -1,8 +1,8 @@
 """Memory plan of a rollout engine (vLLM) on one GPU, computed before the engine starts.
 
-The test tests/memory_plan/test_engine_memory.py compares the plan with the values that vLLM
-computes on a CPU: the configuration for every recipe, the images in vLLM's profiling run, and the
-peak memory of the vision tower, the layers and the sampler.
+The test tests/memory_plan/test_engine_memory.py compares the plan with vLLM on a CPU. The test
+covers the configuration of every recipe, the images in vLLM's profiling run, and the peak memory of
+the vision tower, the layers and the sampler.
 """
 
 import math
@@ -40,7 +40,7 @@ class EnginePlan:
     weight_bytes: int
     """Bytes of the weights and permanent buffers.
 
-    With DeepStack, the buffers contain the image features that are added to the tokens of a step.
+    With DeepStack, the buffers contain the image features that are added to the hidden states.
     """
     step_bytes: int
     """Bytes of the largest step, which vLLM measures at startup, plus bytes of the CUDA graphs."""

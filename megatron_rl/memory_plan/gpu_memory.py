@@ -128,7 +128,7 @@ def plan_gpu_memory(
 
 
 def require_fit(planned: MemoryPlan) -> str:
-    """Return one line that compares the planned memory with the usable memory of a GPU.
+    """Check that the plan fits and return a one-line comparison of planned and usable memory.
 
     Raises:
         ValueError: the plan does not fit the GPU.

@@ -1,4 +1,4 @@
-"""Plans the maximum host memory of a node's ranks and checks it against the node's memory."""
+"""Plans the host memory of a node's ranks and checks that the node has enough memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -38,8 +38,9 @@ class HostMemoryPlan:
     published_weight_bytes: int = 0
     """Bytes of the last published weights, on the first rank only.
 
-    These weights are kept for remote engines that recover (rollout/vllm/weight_sender.py). The
-    value is an upper bound, because parameters shared by several ranks are counted once per rank.
+    These weights are kept for remote engines that recover from a failure
+    (rollout/vllm/weight_sender.py). The value is an upper bound, because parameters shared by
+    several ranks are counted once per rank.
     """
 
     def node_bytes(self, num_ranks: int) -> int:

@@ -1,16 +1,16 @@
 """Host memory plan for the images of a step on one rank.
 
 The plan assumes that every episode has the maximum number and size of images and that groups are
-distributed evenly. An engine that is faster than the others may get more groups
-(rollout/load_balancer.py).
+distributed evenly. An engine that is faster than the others may get more groups than
+planned (rollout/load_balancer.py).
 
 During the rollout, each image exists as a Pillow image and as the patches passed to vLLM until its
 episode ends. During training, host memory contains the images exchanged with other ranks
 (distributed/image_exchange.py) and the patches of the current and the next micro-batch
 (policy/patches.py). In both phases, the renderer's cache may also contain images from earlier
-steps. Source images are counted once per episode, at the size of the rendered images. Source images
-stay in memory because threads render all images of a generation batch while the engine computes a
-step, before any episode can release its source images.
+steps. Source images are counted once per episode, at the size of the rendered images. All
+images of a generation batch are rendered before the first episode ends, so the source images of all
+episodes are in memory at the same time.
 
 The plan does not count the additional size of large source images, the episodes of an evaluation,
 or the memory of user-defined tasks.

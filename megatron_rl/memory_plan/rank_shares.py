@@ -1,7 +1,8 @@
 """Memory footprint of each rank in a parallel layout, measured on an instance of the model.
 
-The model is built on the meta device in a fake process group. Every (tensor, pipeline) share is
-built for the first data-parallel replica, which has the largest part of the optimizer state.
+The model is built on the meta device in a fake process group. The shares of all
+tensor-parallel and pipeline-parallel ranks are built for the first data-parallel replica, which has
+the largest part of the optimizer state.
 """
 
 from collections.abc import Iterator
@@ -74,7 +75,7 @@ class ModelShare:
 
 
 def compute_model_shares(model: ModelSpec, settings: Settings, *, world_size: int, has_values: bool = False) -> list[ModelShare]:
-    """Return the share of each rank in the first data-parallel replica, stage by stage.
+    """Return the model share of each rank in the first data-parallel replica, ordered by stage.
 
     `has_values` is True if the algorithm needs a critic.
     """

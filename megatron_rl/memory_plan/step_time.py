@@ -1,7 +1,7 @@
 """Step-time model: expected seconds per step by phase, and bytes sent over each link.
 
 The time of each part is computed from its bottleneck (arithmetic, memory or a link), and the times
-of the parts are summed. The model deliberately ignores kernels that are too small to fill a GPU,
+of the parts are summed. The model ignores kernels that are too small to fill a GPU,
 overlap of communication and computation, stragglers, other traffic on the network, additional
 generation batches when filters drop groups, and a critic with its own backbone. The constants are
 in step_time_constants.py. The predictions of the model have not been compared with measurements on
@@ -75,7 +75,7 @@ class StepTimeInputs:
     cache_tokens: int
     """Number of tokens that fit into an engine's KV cache."""
     num_trained_params: int
-    """Number of trained parameters in the whole model."""
+    """Number of trainable parameters in the whole model."""
     speeds: StepTimeConstants = DEFAULT_CONSTANTS
 
     @property
@@ -139,7 +139,7 @@ def make_step_time_inputs(
 ) -> StepTimeInputs:
     """Return the inputs of the step-time model.
 
-    Trained tensors that are replicated across tensor-parallel ranks are counted once per rank.
+    Trainable tensors that are replicated across tensor-parallel ranks are counted once per rank.
     """
     trained = sum(rank.rank_share.num_trained_params for rank in memory_plan.ranks)
     return StepTimeInputs(
@@ -208,7 +208,7 @@ def decode_step_seconds(inputs: StepTimeInputs, *, num_running: float) -> float:
 def prefill_seconds(inputs: StepTimeInputs) -> float:
     """Return the seconds that the engines take to process prompts and images.
 
-    The prompt of a group is computed once, and every environment response is computed separately.
+    The prompt of a group is prefilled once. Every environment response is prefilled separately.
     """
     episode, language, vision = inputs.episode, inputs.param_counts.language, inputs.param_counts.vision
     groups, further = inputs.settings.batch.prompts_per_step, inputs.num_episodes * (episode.num_images - 1) * episode.tokens_per_image

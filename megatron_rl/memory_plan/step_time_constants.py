@@ -169,6 +169,6 @@ def longest_to_mean_ratio(num_episodes: int, speeds: StepTimeConstants = DEFAULT
 
 
 def sensitivity_ranges(speeds: StepTimeConstants = DEFAULT_CONSTANTS) -> dict[str, tuple[float, float]]:
-    """Return (half, double) of each constant's value, keyed by name; fractions are capped at 1."""
+    """Return (value / 2, 2 * value) for each constant, keyed by name; fractions are capped at 1."""
     values = {field.name: getattr(speeds, field.name) for field in fields(StepTimeConstants)}
     return {name: (value / 2, min(2 * value, 1.0) if name.endswith("_share") else 2 * value) for name, value in values.items()}

@@ -35,7 +35,7 @@ def test_turns_are_refused_where_episodes_are_credited(name: str, scheme: str) -
     if scheme == "broadcast" or name not in EPISODES:
         check_algorithm(algo)
         return
-    with pytest.raises(ValueError, match=f"algo.turn_credit={scheme}.*{name} credits whole episodes.*grpo, cispo, sapo, dppo"):
+    with pytest.raises(ValueError, match=f"algo.turn_credit={scheme}.*{name} assigns one advantage per episode.*grpo, cispo, sapo, dppo"):
         check_algorithm(algo)
 
 

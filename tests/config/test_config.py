@@ -75,7 +75,7 @@ def test_the_warm_start_may_have_dropout() -> None:
         ({"rollout_correction": "tis"}, "algo.rollout_correction=tis: choose one of none, bypass, token_tis"),
         (
             {"name": "rloo", "turn_credit": "return_to_go"},
-            "algo.turn_credit=return_to_go: algo.name=rloo credits whole episodes; use broadcast",
+            "algo.turn_credit=return_to_go: algo.name=rloo assigns one advantage per episode; use broadcast",
         ),
     ],
 )
@@ -104,11 +104,11 @@ def settings_by_key(kind: type, prefix: str = "") -> dict[str, type]:
 @pytest.mark.parametrize(
     ("stage", "run", "rollouts", "line"),
     [
-        ("rl", {"mode": "rollout_only"}, {}, "run.mode=rollout_only: saves every rollout: use rollouts.save=all"),
+        ("rl", {"mode": "rollout_only"}, {}, "run.mode=rollout_only: requires rollouts.save=all"),
         ("rl", {"mode": "rollout_only", "max_staleness": 1}, {"save": "all"}, "run.max_staleness=1: "),
-        ("rl", {"mode": "replay"}, {}, "run.mode=replay: needs rollouts.replay_from=RUN/rollouts"),
+        ("rl", {"mode": "replay"}, {}, "run.mode=replay: requires rollouts.replay_from=RUN/rollouts"),
         ("rl", {"mode": "replay", "eval_every": 2}, {"replay_from": "there"}, "run.eval_every=2: a replay has no engine"),
-        ("sft", {"mode": "replay"}, {"replay_from": "there"}, "run.mode=replay: is only for stage=rl"),
+        ("sft", {"mode": "replay"}, {"replay_from": "there"}, "run.mode=replay: requires stage=rl"),
     ],
 )
 def test_a_mode_has_what_it_needs(stage: str, run: dict[str, object], rollouts: dict[str, str], line: str) -> None:

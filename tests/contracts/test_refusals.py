@@ -127,7 +127,7 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
         ),
         (
             ("engine.num_local_servers=1",),
-            "engine.num_local_servers=1: is only for engine.mode=server; choose it, or leave this out",
+            "engine.num_local_servers=1: requires engine.mode=server; set this mode, or remove this setting",
         ),
         (
             ("engine.mode=server", "engine.num_local_servers=-1"),
@@ -136,13 +136,13 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
         ((*REMOTE, "engine.num_local_servers=-1"), "engine.num_local_servers=-1: must not be negative; 0 starts none"),
         (
             (*REMOTE, "engine.num_local_servers=2"),
-            "engine.num_local_servers=2: starts servers, and engine.urls contains others; set one of the two",
+            "engine.num_local_servers=2: cannot be combined with engine.urls; set only one of the two",
         ),
         (
             (*REMOTE[:1], "engine.num_local_servers=2", "engine.startup_timeout_s=nan"),
             "engine.startup_timeout_s=nan: must be a positive, finite number of seconds",
         ),
-        (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: is only for engine.mode=server; choose it, or leave this out"),
+        (("engine.urls=[http://a:1]",), "engine.urls=['http://a:1']: requires engine.mode=server; set this mode, or remove this setting"),
         (("engine.mode=server", "engine.urls=[a:1]"), "engine.urls=a:1: is not a valid URL; use http://HOST:PORT"),
         (
             ("engine.mode=server", "engine.urls=[http://a:1,http://a:1/]"),

@@ -197,7 +197,7 @@ def test_what_is_refused(rows: Path, unbroken: Path, trained: Path, random_model
             "engine.mode=server",
             "engine.num_local_servers=1",
             f"run.dir={tmp_path}/no",
-        ): "engine.num_local_servers=1: is only for training; give running servers",
+        ): "engine.num_local_servers=1: is only supported for training; set engine.urls to running servers",
         ("evaluation.split=train", f"run.dir={tmp_path}/no"): "task.data.train=[]: set the question files",
     }
     for words, line in refusals.items():

@@ -103,7 +103,7 @@ def test_what_is_masked_counts_nothing(renderer: Renderer, random_model: Path, t
 
 ASKED = {"role": "user", "content": "?"}
 LATE = {
-    "nothing learned": ([ASKED, {"role": "assistant", "content": "x", "loss": False}], "contains no reply with loss"),
+    "nothing learned": ([ASKED, {"role": "assistant", "content": "x", "loss": False}], "contains no assistant message with a loss"),
     "a picture in a reply": (
         [ASKED, {"role": "assistant", "content": [{"type": "image", "image": None}]}],
         r"messages\[1\]: the assistant message contains an image",

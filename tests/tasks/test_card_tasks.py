@@ -205,7 +205,7 @@ def test_a_noop_is_a_blank_in_the_formula(name: str) -> None:
     first = json.loads(gold[0])["action"]
     assert f'Current formula: "{first} "' in steps[1].messages[0]["content"][1]["text"]
     for other in ("number_line", "blackjack"):
-        with pytest.raises(ValueError, match="^task.options.invalid=noop: this game has no action that changes nothing; use repeat"):
+        with pytest.raises(ValueError, match="^task.options.invalid=noop: not supported by this game; use repeat"):
             build_card_task(other, invalid="noop")
 
 

@@ -113,10 +113,10 @@ exit codes: 0 the checkpoint is complete; 1 a one-line error, and nothing was wr
     parser.add_argument("--hf", required=True, metavar="DIR", help="Hugging Face folder (safetensors), or a repository name of the Hub")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="tensor-parallel size of the stored shards; any size can load the result"
+        "--tp", type=int, default=1, metavar="N", help="tensor-parallel size of the shards; the checkpoint can be loaded with any size"
     )
     parser.add_argument(
-        "--pp", type=int, default=1, metavar="N", help="pipeline-parallel size of the stored shards; any size can load the result"
+        "--pp", type=int, default=1, metavar="N", help="pipeline-parallel size of the shards; the checkpoint can be loaded with any size"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors in the result; default: as stored")
     parser.add_argument(

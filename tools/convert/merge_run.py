@@ -14,7 +14,7 @@ from tools.convert.merger import MergeOptions, add_options, check_not_input, mer
 
 
 def find_steps(run: Path) -> dict[int, Path]:
-    """Map step numbers to the checkpoints in a run directory or its subfolder checkpoints/.
+    """Return the checkpoints in a run directory or its subfolder checkpoints/, keyed by step.
 
     Raises:
         ValueError: The run directory contains no checkpoint.

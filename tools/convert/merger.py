@@ -165,10 +165,10 @@ def _check_written(folder: Path, specs: dict[str, TensorSpec]) -> None:
     check_names(written.specs, specs, source=f"--out={folder}", target="the checkpoint")
     for name, spec in specs.items():
         if written.specs[name] != spec:
-            raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, expected {spec} as in the checkpoint")
+            raise ValueError(f"--out={folder}: {name} was written as {written.specs[name]}, but the checkpoint has {spec}")
     planned, total = sum(spec.nbytes for spec in specs.values()), read_json(folder / INDEX_FILE)["metadata"]["total_size"]
     if total != planned:
-        raise ValueError(f"--out={folder}: {total} bytes were written, expected {planned} as in the checkpoint")
+        raise ValueError(f"--out={folder}: {total} bytes were written, but the checkpoint has {planned}")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

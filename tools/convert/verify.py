@@ -1,6 +1,6 @@
 """Compares the logits of a Megatron checkpoint with the logits of its Hugging Face folder.
 
-The comparison also finds conversion errors that cancel out when a model is converted to Megatron
+The comparison detects conversion errors that cancel out when a model is converted to Megatron
 and back. Both models run in fp32 in this process, one after the other. The inputs are random token
 ids and image patches from a fixed seed, so no tokenizer or processor is needed. The first prompt
 contains only text, and the second prompt contains two images of different sizes.
@@ -148,6 +148,6 @@ def verify_logits(hf: Path, checkpoint: Path, *, dtype: torch.dtype | None = Non
     account = ", ".join(f"{name} {gap:.1e}" for name, gap in gaps.items())
     require(
         all(gap <= TOLERANCE for gap in gaps.values()), "--verify", checkpoint,
-        f"the logits differ from those of {hf} (largest difference / largest logit: {account}; rounding errors are at most {TOLERANCE:g})",
+        f"the logits differ from those of {hf} (largest difference / largest logit: {account}; the tolerance is {TOLERANCE:g})",
     )  # fmt: skip
     return f"verified: logits match Hugging Face's (largest difference / largest logit: {account})"

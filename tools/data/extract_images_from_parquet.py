@@ -4,13 +4,14 @@ Reads the columns images (a list of {bytes} or {path}) and extra_info.image_file
 list with one name per image).
 
 The images are written to OUT/images/NAME.jpg with JPEG quality 95. The images are rotated upright,
-and transparent pixels are pasted onto a white background. The table is written to
+and transparent areas are filled with white. The table is written to
 OUT/STEM_with_image_paths.parquet. The table contains the input rows, with {path} in the column
 images. The columns image_file_path (relative to the table's folder), image_file_name and
 image_file_size (bytes) are added; they contain lists if the input's image_file_name is a list.
 
-Files are written atomically. If the tool is restarted, it skips images that are already extracted:
-the comment of each JPEG file contains the SHA-256 of its source. Files not written by this tool are
+Files are written atomically. If the tool is restarted, it skips images that are already extracted.
+It recognizes them by the SHA-256 of the source image, which is stored in the comment of each JPEG
+file. Files not written by this tool are
 never overwritten.
 """
 

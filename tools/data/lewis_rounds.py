@@ -101,11 +101,7 @@ def _read_folder(folder: Path, root: Path) -> dict[str, dict[str, list[str]]]:
 
 
 def require_views(catalogue: Catalogue, folder: Path) -> None:
-    """Check that a catalogue has concepts and that each concept has at least two images.
-
-    Raises:
-        ValueError: The catalogue has no concepts, or a concept has only one image.
-    """
+    """Raise ValueError unless there are concepts and each concept has at least two images."""
     require(bool(catalogue), "--pictures", folder, "has no images in folders <category>/<concept>/")
     single = [f"{category}/{concept}" for category, concepts in catalogue.items() for concept, paths in concepts.items() if len(paths) < 2]
     require(not single, "--pictures", folder, f"must have at least two images of each concept; only one found for {', '.join(single[:3])}")
@@ -144,7 +140,7 @@ def open_image(path: Path) -> Picture:
     try:
         return StoredImage(path, str(path)).open()
     except InfraError as error:
-        raise ValueError(f"{error}; remove it or save it again") from error
+        raise ValueError(f"{error}; remove the file, or save the image again") from error
 
 
 def embed_thumbnails(paths: Sequence[Path]) -> np.ndarray:

@@ -240,7 +240,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--things", type=int, default=5, metavar="N", help="objects per game; 0: as in ALFWorld (default 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="TextWorld processes (default: one per core)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the planner per game (default 120)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="time limit of the planner per game, in seconds (default 120)")
     return parser.parse_args(arguments)
 
 

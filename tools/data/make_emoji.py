@@ -96,8 +96,8 @@ def paste_on_background(picture: Picture, background: str) -> Picture:
 def render_view(picture: Picture, *, side: int, rng: random.Random) -> Picture:
     """Render one view of an object on a random plain background.
 
-    The object's size is 65% to 105% of the image's side, its rotation is at most 25 degrees, and
-    its position is random. Parts of the object outside the image are cut off.
+    The object's size is 65% to 105% of the image's side length, its rotation is at most 25 degrees,
+    and its position is random. Parts of the object outside the image are cut off.
     """
     size = round(side * rng.uniform(0.65, 1.05))
     turned = picture.resize((size, size), Image.Resampling.LANCZOS).rotate(rng.uniform(-25, 25), Image.Resampling.BICUBIC)
@@ -129,7 +129,7 @@ def make_folders(out: Path, package: bytes, *, digest: str, num: int | None, vie
         dice = random.Random(f"{seed} {concept}")
         for number in range(views):
             render_view(picture, side=side, rng=dice).save(folder / f"{number}.png")
-    require(any(counts.values()), "--package", found, "contains no object of any category")
+    require(any(counts.values()), "--package", found, "contains no object of the known categories")
     partial.rename(out)
     return sum(counts.values())
 
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write; must not exist")
     parser.add_argument("--num", type=int, metavar="N", help="maximum number of concepts per category; default: all")
     parser.add_argument("--views", type=int, default=6, metavar="N", help="images per concept (default %(default)s)")
-    parser.add_argument("--side", type=int, default=140, metavar="PIXELS", help="side of each image (default %(default)s)")
+    parser.add_argument("--side", type=int, default=140, metavar="PIXELS", help="side length of each image (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--package", type=Path, metavar="FILE", help=".tgz of the package; default: download it with npm")
     given = parser.parse_args(arguments)

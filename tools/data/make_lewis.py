@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--train-share", type=float, default=0.65, help="fraction of each category's concepts for training (default %(default)g)"
     )
     parser.add_argument(
-        "--least-concepts", type=int, default=3, metavar="N", help="skip categories with fewer concepts (default %(default)s)"
+        "--least-concepts", type=int, default=3, metavar="N", help="skip categories with fewer concepts than this (default %(default)s)"
     )
     parser.add_argument("--resplit", action="store_true", help="merge the images of train/ and test/, and split by concept")
     parser.add_argument("--seed", type=int, default=23)

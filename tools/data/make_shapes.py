@@ -2,7 +2,7 @@
 
 The cost of conversion depends only on the names, shapes and sizes of tensors. Tensors are slices of
 one random block, so that generating them takes less time than writing them to the disk. The model
-has no tokenizer and no processor unless --words provides them.
+contains a tokenizer and a processor only if --words provides them.
 """
 
 import argparse

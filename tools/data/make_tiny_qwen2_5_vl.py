@@ -4,10 +4,10 @@ The folder contains the config, weights, tokenizer, processor and chat template,
 atomically.
 
 The preset `nano` has random weights, 140x140 images, and a byte-level BPE tokenizer with Qwen's
-pre-tokenizer. This tool trains the tokenizer; with --words, it is trained on the texts of a file.
-The preset `nano_search` is like `nano`, but its tokenizer is trained on texts of the visual-search
-task. The preset `smollm2` has the language weights and the tokenizer of SmolLM2-135M-Instruct, and
-a random vision tower.
+pre-tokenizer. This tool trains the tokenizer on its own texts or, with --words, on the texts of a
+file. The preset `nano_search` is like `nano`, but its tokenizer is trained on texts of the
+visual-search task. The preset `smollm2` has the language weights and the tokenizer of
+SmolLM2-135M-Instruct, and a random vision tower.
 """
 
 import argparse
@@ -141,7 +141,7 @@ VISION_SIZES = {"vision_depth", "vision_hidden", "vision_heads", "pixels", "wind
 def make_numberline_replies() -> list[str]:
     """Return replies in NumberLine's format for every pair of numbers.
 
-    A tokenizer that is trained on these replies has a single token for each of their words.
+    A tokenizer that is trained on these replies has a single token for each word of the replies.
     """
     replies = []
     for current in range(6):
@@ -413,7 +413,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--force", action="store_true", help="replace an existing checkpoint")
-    parser.add_argument("--words", type=Path, metavar="FILE", help="nano: texts to train the tokenizer on")
+    parser.add_argument("--words", type=Path, metavar="FILE", help="nano: file with texts to train the tokenizer on")
     for field in fields(ModelSizes):
         option = "--" + field.name.replace("_", "-")
         if field.type is bool:

@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--parquet",
         action="store_true",
-        help="write one Parquet file per split that contains the images, instead of JSON lines and images/",
+        help="write one Parquet file per split, including the images, instead of JSON lines and images/",
     )
     options = vars(parser.parse_args(arguments))
     try:

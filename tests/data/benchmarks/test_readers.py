@@ -54,7 +54,7 @@ def test_the_names_are_those_of_the_setting() -> None:
     assert list(NAMES) == list(BENCHMARKS)
     with pytest.raises(ValueError, match="^task.data.benchmark=gqa"):
         DataSettings(benchmark="gqa")
-    with pytest.raises(ValueError, match="^task.data.shuffle_options=3: is for a published benchmark"):
+    with pytest.raises(ValueError, match="^task.data.shuffle_options=3: requires a published benchmark"):
         DataSettings(shuffle_options=3)
 
 
