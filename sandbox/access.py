@@ -2,7 +2,7 @@
 
 request_gate.py applies the checks in this project's servers. megatron_rl/rollout/vllm/http_gate.py
 applies them in a run's vLLM servers. Web pages in a browser on this machine can reach loopback
-ports. The checks also protect the servers from such pages, for these reasons:
+ports. Requests from such pages are rejected for the following reasons:
 
 - The browser adds an Origin or Sec-Fetch-Site header to the page's requests, and the page does not
   know the token.

@@ -28,7 +28,7 @@ class Box:
         self, number: int, *, zygote: "ZygoteManager", limits: BoxLimits, group: "ControlGroup | None",
         start_interpreter: Callable[["Box"], Awaitable[Interpreter]], release_slot: Callable[["Box"], Awaitable[None]],
     ) -> None:  # fmt: skip
-        """Create a box. Called by the pool.
+        """Create a box. Use `SandboxPool.open` instead of this constructor.
 
         Args:
             number: Id of the box.
@@ -133,12 +133,12 @@ class Box:
         await asyncio.shield(self._closing)
 
     async def start(self) -> None:
-        """Start the first interpreter. Called by the pool."""
+        """Start the first interpreter."""
         async with self._lock:
             await self._ensure_interpreter()
 
     def reset_oom_counter(self) -> None:
-        """Reset the OOM-kill counter of the box's control group. Called by the pool.
+        """Reset the OOM-kill counter of the box's control group.
 
         OOM kills counted after the reset are attributed to the current call.
         """
@@ -146,13 +146,13 @@ class Box:
             self._group.reset_oom_counter()
 
     def make_timer(self, interpreter: Interpreter, seconds: float) -> BoxTimer:
-        """Return a timer that limits the interpreter's work to `seconds`."""
+        """Return a timer that limits the run time of one request to `seconds`."""
         layers = self._zygote.layers
         cpus = self._limits.cpus if layers.cgroup else 1.0
         return BoxTimer(seconds, pid=interpreter.pid, group=self._group, cpus=cpus, is_unstoppable=layers.pid_ns and layers.seccomp)
 
     def diagnose_death(self, interpreter: Interpreter, exit_: ExitStatus, *, channel_error: str) -> fault_diagnosis.FaultDiagnosis:
-        """Return the fault, limit and error for an interpreter that died or broke its channel.
+        """Return the fault, limit and error for an interpreter that died or was killed by the pool.
 
         Only OOM kills since the last `reset_oom_counter` are considered.
         """
@@ -182,7 +182,7 @@ class Box:
     async def _handle_early_exit(self) -> None:
         """Diagnose an interpreter that exited between two calls.
 
-        Either a background thread of the code or the host terminated the interpreter.
+        The exit was caused by a background thread of the code, or by the host.
         """
         if self.interpreter is not None and self.interpreter.exit_future.done():
             await self._end_and_diagnose(self.interpreter)
@@ -190,8 +190,8 @@ class Box:
     async def _end_and_diagnose(self, interpreter: Interpreter) -> None:
         """Terminate the interpreter, and record a host fault if the host caused the failure.
 
-        The next call returns the recorded host fault instead of running its code. If the code ran,
-        it would run without the state of earlier calls, and its result would be scored.
+        The next call returns the recorded host fault and does not run its code. Otherwise, the code
+        would run without the state of earlier calls, and its result would be scored.
         """
         exit_ = await self._end_interpreter(interpreter)
         fault, _, error = self.diagnose_death(interpreter, exit_, channel_error="gone")

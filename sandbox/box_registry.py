@@ -53,7 +53,7 @@ class BoxRegistry:
 
     @contextlib.contextmanager
     def hold_open(self, name: str) -> Iterator[OpenBox]:
-        """Return an open box, and keep its idle timer stopped inside the `with` block."""
+        """Yield an open box; the box does not become idle inside the `with` block."""
         room = self.find_box(name)
         if room.idle_timer is not None:
             room.idle_timer.cancel()

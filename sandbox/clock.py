@@ -9,7 +9,7 @@ rules apply:
   not counted.
 - If a check runs late, only the planned interval is counted, because the pool's event loop or the
   whole machine was blocked.
-- A reply that arrived before the last check counts as in time, even if the pool reads it later.
+- A reply is on time if it arrived before the last check, even if the pool reads it later.
 
 Under load, the wall time of a call can exceed the time limit. The call times out at the latest when
 its wall time reaches about MAX_WALL_FACTOR times the limit. After such a timeout, the host is at

@@ -1,10 +1,10 @@
 """Per-connection limits that uvicorn does not provide.
 
 The limits are implemented in a subclass of H11Protocol of uvicorn 0.54
-(protocols/http/h11_impl.py). A client must send the request header, then the announced body, and
-then read the response, each within a time limit. If there are too many connections or too many
-unread bytes, the connections whose clients have been idle longest are aborted first. Therefore,
-idle clients never displace active clients.
+(protocols/http/h11_impl.py). A client must send the request header, send the request body and read
+the response, each within a time limit. If there are too many connections or too many unread
+response bytes, the connections that have been idle longest are aborted first. Therefore, idle
+clients never displace active clients.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """SandboxFusion's `/run_code` endpoint for the sandbox server.
 
-This endpoint lets clients of SandboxFusion use the sandbox server. The opposite case, a client for
-a SandboxFusion server, is in fusion_client.py. Names, defaults and statuses follow SandboxFusion's
-documented REST API. Each response has two statuses:
+This endpoint lets clients of SandboxFusion use the sandbox server. A client for SandboxFusion
+servers is in fusion_client.py. Names, defaults and statuses follow SandboxFusion's documented REST
+API. Each response has two statuses:
 
 - If the program times out, the command status is `TimeLimitExceeded`, and there is no return code.
   Otherwise, the command status is `Finished`, with a return code.
@@ -86,10 +86,11 @@ class RunCodeResponse(BaseModel):
 async def handle_run_code(
     request: RunCodeRequest, *, open_box: Callable[..., Awaitable[Box]], call_timeout_s: float
 ) -> tuple[RunCodeResponse, CallResult | None]:
-    """Run the code in a new box and return a pair: the response, and the result of the call.
+    """Run the code in a new box and return (response, result).
 
-    The result is None if the request is invalid. `call_timeout_s` is an upper bound on the timeout
-    of the call. `open_box` is called with `files` and `preload`, and its exceptions propagate.
+    `result` is the result of the call, or None if the request is invalid. `call_timeout_s` is an
+    upper bound on the timeout of the call. `open_box` is called with `files` and `preload`, and its
+    exceptions propagate.
     """
     if request.language != "python":
         return _error_response(f"this server runs python only, not {request.language[:64]!r}"), None

@@ -217,10 +217,10 @@ class FusionBox:
         return text[:half] + "\n[...]\n" + text[-half:]
 
     def _check_images(self, files: Mapping[str, bytes]) -> tuple[list[ReturnedImage], list[DroppedOutput]]:
-        """Return a pair: the images within the limits as plain PNGs, and records of dropped images.
+        """Return (images, dropped): the images within the limits, and records of dropped images.
 
-        The images are re-encoded, so the result contains only their pixel values and no other data
-        of the response.
+        The images are re-encoded as plain PNGs, so the result contains only their pixel values and
+        no other data of the response.
         """
         limits = self.pool.limits
         taken: list[ReturnedImage] = []

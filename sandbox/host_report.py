@@ -27,8 +27,9 @@ LAYER_DESCRIPTIONS = {
 
 
 def make_report(*, allow_missing: Collection[str] = ()) -> tuple[str, bool]:
-    """Return a pair: the report, and True if a pool with isolation="auto" can start on this host.
+    """Return (report, can_start) for this host.
 
+    `can_start` is True if a pool with isolation="auto" can start on this host.
     `allow_missing` names protections that this host may lack (see `SandboxPool`).
     """
     offers = detect_layers()

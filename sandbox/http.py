@@ -196,7 +196,8 @@ def reserve_connections(other_files: int, *, max_connections: int) -> int:
     """Raise the soft limit on open files, and return the number of connections that fit within it.
 
     The result is at most `max_connections`. `other_files` file descriptors are reserved for other
-    uses. A server that runs out of descriptors serves no client and logs errors endlessly.
+    uses. Without free file descriptors, a server cannot accept connections and logs errors
+    continuously.
 
     Raises:
         ValueError: The hard limit is too low for MIN_CONNECTIONS.

@@ -88,7 +88,7 @@ def check_png(png: bytes) -> tuple[int, int]:
     """Validate a plain PNG and return its width and height.
 
     A valid PNG consists of header, data and end chunks with correct checksums, and contains exactly
-    as many pixels as its header announces. Therefore, any decoder can read a valid PNG. This
+    the number of pixels stated in its header. Therefore, any decoder can read a valid PNG. This
     function decompresses the pixels, so pass the size from `read_png_size` to `check_image_size`
     first.
 

@@ -77,7 +77,7 @@ def _make_image_input(name: str, picture: Image.Image | bytes) -> BoxInput:
         content = bytes(picture)
         suffix = next((suffix for magic, suffix in IMAGE_MAGIC.items() if content.startswith(magic)), "")
         if not suffix:
-            raise ValueError(f"images.{name}: {len(content)} bytes that do not start like a PNG, JPEG, WEBP, GIF, BMP or TIFF file")
+            raise ValueError(f"images.{name}: {len(content)} bytes without the signature of a PNG, JPEG, WEBP, GIF, BMP or TIFF file")
     path = PurePosixPath(name)
     stem = path.stem if _is_variable_name(path.stem) else None
     if path.suffix:

@@ -1,7 +1,7 @@
 """File access rules for a process and its children, set with Landlock (Linux 5.13 and later).
 
-The rules apply to every user, including root. Linux 6.7 and later can also restrict TCP, and Linux
-6.12 and later also signals. Access rights that the running kernel does not support are not
+The rules apply to every user, including root. Linux 6.7 and later can also restrict TCP. Linux 6.12
+and later can also restrict signals. Access rights that the running kernel does not support are not
 restricted. The constants are from include/uapi/linux/landlock.h.
 """
 
@@ -47,9 +47,9 @@ def restrict_paths(*, readable: Sequence[str], writable: Sequence[str]) -> None:
 
     Below the `readable` paths, the processes can read and execute files. Below the `writable`
     paths, the processes have all access rights except creating device files and using ioctl(2) on
-    devices. If the kernel supports these restrictions, TCP, signals to outside processes, and
-    connections to the abstract Unix sockets of outside processes are also refused. The process must
-    have no_new_privs or CAP_SYS_ADMIN. Paths that do not exist are skipped.
+    devices. If the kernel supports it, the rules also deny TCP, signals to outside processes, and
+    connections to abstract Unix sockets of outside processes. The process must have no_new_privs or
+    CAP_SYS_ADMIN. Paths that do not exist are skipped.
     """
     version = read_abi_version()
     handled = 0

@@ -33,9 +33,9 @@ def try_in_child(trial: Callable[[], None]) -> str | None:
 
 
 def probe_layers() -> dict[str, str | None]:
-    """Try to enter each layer.
+    """Try to enter each layer, and return the results keyed by layer name.
 
-    Map the name of each layer to None, or to the reason for the failure.
+    A result is None, or the reason for the failure.
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     outer = Layers() if is_privileged() else Layers(user_ns=True)

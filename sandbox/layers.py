@@ -40,7 +40,7 @@ class Layers:
     mount_ns: bool = False
     """Separate mount namespaces for the zygote and for each box."""
     read_only_root: bool = False
-    """Read-only root that contains only the interpreter, its packages, /usr and a few system files.
+    """Read-only root file system with only the interpreter, its packages, /usr and system files.
 
     Boxes have no /proc and no /sys. Requires mount_ns.
     """

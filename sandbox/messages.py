@@ -51,7 +51,7 @@ class OpenRequest(StrictRequest):
     files: Annotated[dict[str, str], Field(max_length=MAX_INPUTS)] = {}
     preload: str = ""
     wait_s: float | None = Field(default=None, ge=0)
-    """Seconds to wait for a free box, capped at the server's limit; None means that limit."""
+    """Seconds to wait for a free box; the server's limit is the maximum and the default."""
 
 
 class CallRequest(StrictRequest):
@@ -64,7 +64,7 @@ class CallRequest(StrictRequest):
     """
     code: str
     timeout_s: float | None = Field(default=None, gt=0)
-    """Timeout of the call in seconds, capped at the server's limit; None means that limit."""
+    """Timeout of the call in seconds; the server's limit is the maximum and the default."""
 
 
 class FetchRequest(StrictRequest):
@@ -149,7 +149,7 @@ def max_response_chars(limits: BoxLimits) -> int:
 def count_json_delimiters(text: bytes) -> int:
     """Return the number of commas and opening brackets in JSON text.
 
-    The count limits the cost of parsing: apart from the outermost value, JSON text contains at most
-    one key and one value for each delimiter. Base64 contains no delimiters.
+    JSON text with n delimiters contains at most n keys and n + 1 values. Therefore, a limit on the
+    number of delimiters bounds the time and memory for parsing. Base64 contains no delimiters.
     """
     return sum(map(text.count, (b",", b"[", b"{")))

@@ -89,16 +89,17 @@ def parse_fetched_files(frame: Frame, *, number: int, asked: set[str], limits: B
     message, blobs = frame
     names = [_text(name, most=MAX_NAME) for name in _list(message, "names", most=len(blobs))]
     if _integer(message, "id") != number or len(names) != len(blobs) or not asked.issuperset(names):
-        raise MalformedFrame("not the files that were asked for")
+        raise MalformedFrame("not the requested files")
     if any(len(content) > limits.file for content in blobs):
-        raise MalformedFrame("a file above its limit")
+        raise MalformedFrame("a file exceeds its size limit")
     return dict(zip(names, blobs, strict=True))
 
 
 def read_stream(descriptor: int, *, what: str, limits: BoxLimits) -> tuple[str, DroppedOutput | None]:
-    """Return a pair: the text of an output stream, and a record of the omitted part or None.
+    """Return (text, dropped): the text of an output stream, and a record of the omitted part.
 
     If the stream is longer than `limits.text` characters, the middle of the stream is omitted.
+    Otherwise, `dropped` is None.
     """
     size = os.fstat(descriptor).st_size
     most = 4 * limits.text  # at most 4 bytes per character in UTF-8

@@ -1,4 +1,4 @@
-"""ASGI middleware that checks headers, body size and parsing cost before a request is handled.
+"""ASGI middleware that checks request headers and limits the size and complexity of request bodies.
 
 access.py implements the checks of the headers. The middleware reads each body completely before it
 calls the application, so clients that disconnect while sending a body never reach a route.

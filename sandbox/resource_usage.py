@@ -7,8 +7,8 @@ charged to a box:
 - page tables
 - kernel memory: sockets and pipes, each with its full capacity, and mappings
 
-Pages of files and of a tmpfs are not charged. Other limits restrict these pages, and a fork does
-not copy their page table entries.
+Pages of files and of a tmpfs are not charged, because other limits restrict these pages and a fork
+does not copy their page table entries.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class KernelMemoryMonitor:
         self.level_bytes = read_unreclaimable_bytes()
 
     def has_grown(self) -> bool:
-        """Return True if the memory has grown by more than one step.
+        """Return True if the memory has grown by more than `step_bytes`.
 
         The growth is measured from the lowest value since the last detected growth.
         """
@@ -82,7 +82,7 @@ def read_unreclaimable_bytes() -> int:
 def find_exceeded_limit(pid: int, *, limits: BoxLimits, shared_bytes: int, count_mappings: bool) -> str | None:
     """Return the limit that the process tree of `pid` exceeds, or None.
 
-    None is also returned if the processes are gone or cannot be read at the moment.
+    The result is also None if the processes have exited or cannot be read.
     """
     try:
         held = measure_usage(pid, shared_bytes=shared_bytes, count_mappings=count_mappings)

@@ -181,8 +181,8 @@ class SandboxClient:
         """Open a box as `SandboxPool.open` does.
 
         While the server is full, the client repeats the request after the delay in the server's
-        Retry-After header. `PoolFull` is raised if no slot becomes free within `wait_s` seconds;
-        None waits without limit.
+        Retry-After header. `PoolFull` is raised if no slot becomes free within `wait_s` seconds. If
+        `wait_s` is None, there is no limit on the wait.
         """
         pictures, files = {name: encode_image_file(image) for name, image in (images or {}).items()}, files or {}
         collect_inputs(images=pictures, files=files, limits=self.limits)  # validate before sending inputs that the server would refuse

@@ -162,8 +162,8 @@ def _mmap_rule() -> list[Instruction]:
 def _deny_if_among(number: int, *, index: int, values: tuple[int, ...], unless_null: int | None = None) -> list[Instruction]:
     """Refuse call `number` if the low half of its argument `index` is in `values`.
 
-    If `unless_null` is not None, the call is also allowed if the pointer argument with the index
-    `unless_null` is null.
+    `unless_null` is None or the index of a pointer argument. If this argument is null, the call is
+    allowed.
     """
     tests = [(JUMP_EQUAL, len(values) - place, 0, int(value)) for place, value in enumerate(values)]
     body = [_load_argument(index), *tests, _return_value(ALLOW)]
@@ -181,7 +181,7 @@ def _forged_signal_rules() -> list[Instruction]:
     A process may send itself a signal with a siginfo that claims to be from the kernel (SI_KERNEL).
     The kernel accepts this claim and delivers even SIGKILL and SIGSTOP to PID 1 (kernel/signal.c,
     do_rt_sigqueueinfo and send_signal_locked). kill(2) and its variants stay allowed, because PID 1
-    is immune to them. These rules also forbid setting any of the PROTECTED_RLIMITS.
+    is immune to them. The returned rules also deny changes to the limits in PROTECTED_RLIMITS.
     """
     code = _deny_if_among(SETRLIMIT, index=0, values=PROTECTED_RLIMITS) + _deny_if_among(
         PRLIMIT64, index=1, values=PROTECTED_RLIMITS, unless_null=2

@@ -158,7 +158,7 @@ class BoxSession:
             return {}
 
     def _execute(self, code: str, *, name: str) -> tuple[dict[str, object] | None, str | None]:
-        """Execute `code` and return a pair: its error or None, and the exceeded limit or None."""
+        """Execute `code` and return (error, exceeded_limit); each value may be None."""
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
         own, worker = self.data_limits
         resource.setrlimit(resource.RLIMIT_DATA, (own, worker))
@@ -173,7 +173,7 @@ class BoxSession:
         return None, None
 
     def _open_streams(self) -> tuple[TextIO, TextIO]:
-        """Restore descriptors 1 and 2 and Python's streams, in case the previous call changed them."""
+        """Restore descriptors 1 and 2 and Python's streams, which a call can change."""
         for number, stream in enumerate(self.output_fds, start=1):
             os.dup2(stream, number)
         sys.stdout, sys.stderr = (

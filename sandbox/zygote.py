@@ -101,10 +101,10 @@ class Zygote:
         With `pid_ns`, the process is PID 1 of a new PID namespace. When PID 1 dies, the kernel
         kills all other processes in the namespace.
 
-        The zygote calls unshare(CLONE_NEWPID) before the fork, and returns to its original PID
-        namespace with setns(2) after the fork; otherwise, its next unshare(CLONE_NEWPID) would
-        fail. In a user namespace, the zygote lacks the privileges for this setns(2), so a helper
-        process forks the box.
+        The zygote calls unshare(CLONE_NEWPID) before the fork. After the fork, the zygote returns
+        to its original PID namespace with setns(2), because its next unshare(CLONE_NEWPID) would
+        otherwise fail. In a user namespace, the zygote lacks the privileges for this setns(2), so a
+        helper process forks the box.
         """
         if self.layers.pid_ns and self.layers.user_ns:
             return self.fork_box_via_helper(request, descriptors)
@@ -215,7 +215,8 @@ class Zygote:
 def list_other_threads() -> list[str]:
     """Return the names of all threads of this process except the current thread.
 
-    Threads that are about to end, such as Matplotlib's timer, get THREAD_WAIT_S seconds to end.
+    The function waits up to THREAD_WAIT_S seconds for threads that are about to end, such as
+    Matplotlib's timer.
     """
     own, tasks = str(os.getpid()), Path("/proc/self/task")
     for _ in range(THREAD_CHECKS):

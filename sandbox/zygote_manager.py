@@ -224,7 +224,7 @@ class ZygoteManager:
         finally:
             waiting.cancel()
         self.kill_zygote()
-        raise SandboxError(f"the zygote did not respond within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it hangs or was stopped")
+        raise SandboxError(f"the zygote did not respond within {ZYGOTE_REPLY_TIMEOUT_S:g} s: it is hung or was stopped")
 
     def kill_zygote(self) -> None:
         """Kill an unresponsive zygote. The kernel then kills all boxes.
@@ -304,7 +304,6 @@ async def _wait_for_reply(future: asyncio.Future[Any]) -> bool:
 
 
 def _make_directory(undo: contextlib.ExitStack) -> str:
-    """Create the host directory of a box. Raises OSError on failure."""
     directory = tempfile.mkdtemp(prefix="sandbox-")
     undo.callback(_remove_directory, directory)
     os.chmod(directory, 0o755)
@@ -323,7 +322,6 @@ def _remove_directory(directory: str) -> None:
 
 
 def _make_output_memfd(name: str, undo: contextlib.ExitStack) -> int:
-    """Create a memfd for the output of a box. Raises OSError on failure."""
     stream = os.memfd_create(name, os.MFD_CLOEXEC)
     undo.callback(os.close, stream)
     with contextlib.suppress(PermissionError):  # this memfd cannot be sealed at all (vm.memfd_noexec)

@@ -2,9 +2,9 @@
 
 A failed request is retried on another endpoint. A failed endpoint is not used during a backoff,
 which doubles with each consecutive failure; the endpoint may also request a longer backoff.
-`outage_timeout_s` limits how long a request waits for an available endpoint, independently of how
-long a reply may take. The caller passes a coroutine function that takes an endpoint and sends the
-request. An exception raised by this function determines what happens next:
+`outage_timeout_s` is the maximum time that a request waits for an available endpoint. The time
+until the endpoint replies does not count. The caller passes a coroutine function that takes an
+endpoint and sends the request. An exception raised by this function determines what happens next:
 
     EndpointError, TimeoutError   the endpoint has failed: it backs off, and the call is retried
     KeyRefused                    the endpoint works but rejects the key or token: the run ends
@@ -192,7 +192,7 @@ class EndpointPool:
             rest = earliest.backoff_until - now
             if waited + rest > self.outage_timeout_s:
                 raise InfraError(
-                    f"{self.name}: all endpoints are backing off; {earliest.url} is available first, in {rest:.0f} s; "
+                    f"{self.name}: all endpoints are backing off; the next available endpoint is {earliest.url}, in {rest:.0f} s; "
                     f"already waited {waited:.1f} s; the last failure: {earliest.url}: {earliest.last_failure}"
                 )
             await asyncio.sleep(rest)

@@ -1,9 +1,9 @@
 """Clients of OpenAI-compatible servers, with bounded replies and masked keys.
 
 The size limit applies to every body that a server may send: replies, model lists, error pages and
-redirect pages. Requests do not accept compression, and a compressed body is rejected, because a few
-kilobytes may expand to gigabytes. Error messages never contain a server's key. Written against
-openai 3.52.0, httpx2 2.16.
+redirect pages. Requests ask for uncompressed responses, and a compressed body is rejected, because
+a few kilobytes may expand to gigabytes. Error messages never contain a server's key. Written
+against openai 3.52.0, httpx2 2.16.
 """
 
 import os
@@ -101,7 +101,7 @@ def _through(proxy: Proxy, tls: ssl.SSLContext) -> httpx2.AsyncHTTPTransport:
         return httpx2.AsyncHTTPTransport(verify=tls, proxy=proxy.address, limits=openai.DEFAULT_CONNECTION_LIMITS)
     except (ValueError, httpx2.InvalidURL, ImportError) as error:
         remedy = f"use http://HOST:PORT, unset it, or set NO_PROXY={proxy.host}"
-        raise InfraError(f"{proxy.variable}={to_one_line(proxy.address)}: is not a usable proxy; {remedy}") from error
+        raise InfraError(f"{proxy.variable}={to_one_line(proxy.address)}: not a usable proxy; {remedy}") from error
 
 
 def api_key(token_file: str = "") -> str:

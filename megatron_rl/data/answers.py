@@ -93,7 +93,7 @@ def without_lead_in(text: str) -> str:
 
 
 def unmatchable_reason(answer: str) -> str:
-    """Return the reason why no response can match a reference answer, or "" if a response can."""
+    """Return why no response can match a reference answer, or "" if a response can match it."""
     if len(answer) >= MAX_ANSWER_CHARS:
         return f"has {len(answer)} characters, but at most {MAX_ANSWER_CHARS - 1} are allowed in a response; write the short answer alone"
     if tag := PROTOCOL_TAG.search(answer):
@@ -104,7 +104,7 @@ def unmatchable_reason(answer: str) -> str:
 
 
 def find_answer_doubt(answer: str, question: str) -> tuple[str, str] | None:
-    """Describe a likely mistake in a reference answer and the fix; return None if there is none."""
+    """Return (description, remedy) for a likely mistake in a reference answer, or None."""
     options = find_options(question)
     listed = f"but the options of the question are {', '.join(options)}"
     is_option = any(comparison_form(text) == comparison_form(answer) for text in options.values())
@@ -136,12 +136,12 @@ def _as_text(record: DataRecord, value: object) -> str:
             raise record.make_error("answer", f"is {value}, which is not a finite number; remove the row or correct its answer")
         text = decimal_text(value)
         if text is None:
-            raise record.make_error("answer", "has an exponent that is too large to write out; write another number, or words")
+            raise record.make_error("answer", "has an exponent that is too large for decimal notation; write the answer as text")
         return text
     if isinstance(value, datetime.date) and not isinstance(value, datetime.datetime):
         return value.isoformat()
     if not isinstance(value, str | int):
         raise record.make_error(
-            "answer", f"must be text or a number, is {type(value).__name__}; write it as text, in the form expected in a response"
+            "answer", f"must be text or a number, not {type(value).__name__}; write it as text, in the form expected in a response"
         )
     return str(value)

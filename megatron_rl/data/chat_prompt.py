@@ -146,7 +146,7 @@ def _read_text(record: DataRecord, text: object, name: str, images: list[StoredI
 
 def _read_parts(record: DataRecord, content: object, name: str, images: list[StoredImage | None]) -> str:
     if not isinstance(content, list):
-        raise record.make_error(name, f"content must be text or a list of parts, is {type(content).__name__}")
+        raise record.make_error(name, f"content must be text or a list of parts, not {type(content).__name__}")
     words = []
     for number, given in enumerate(content):
         part, place = record.require_mapping(given, f"{name}.content[{number}]"), f"{name}.content[{number}]"

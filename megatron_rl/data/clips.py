@@ -29,7 +29,7 @@ class StoredVideo:
         with open_regular(self.source) as file:
             size, first = os.fstat(file.fileno()).st_size, file.read(16)
         if size > MAX_VIDEO_BYTES:
-            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_VIDEO_BYTES}; shorten it or reduce its size")
+            raise ValueError(f"{self.where}: {size} bytes, more than {MAX_VIDEO_BYTES}; shorten the video or reduce the file size")
         if not any(first[at:].startswith(mark) for at, mark in (MPEG4, MATROSKA, AVI)):
             raise ValueError(f"{self.where}: {shorten(str(self.source))} is not an MP4, Matroska, WebM or AVI file")
 
@@ -63,7 +63,7 @@ def find_stored_videos(hint: Mapping[str, object], *, folder: Path, where: str, 
     clips = []
     for value in paths:
         if not isinstance(value, str) or not value:
-            raise ValueError(f"{where}: must be the path of a video, is {type(value).__name__}")
+            raise ValueError(f"{where}: must be the path of a video, not {type(value).__name__}")
         path = folder / value
         if path.suffix.lower() not in VIDEO_SUFFIXES or not path.is_file():
             raise ValueError(

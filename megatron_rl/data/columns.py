@@ -15,8 +15,7 @@ _IMAGEFOLDER = "metadata"
 class MissingColumn(ValueError):
     """Error for a row without a question or an answer; `name` is "question" or "answer".
 
-    The error stores the row's column names, which allows a survey to report all such rows of a file
-    in one line.
+    `columns` contains the names of the row's columns.
     """
 
     def __init__(self, record: DataRecord, name: str, *, hint: str = "") -> None:
@@ -78,9 +77,9 @@ def picture_columns(record: DataRecord) -> list[str]:
 
 
 def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str, object]:
-    """Return the unread values of image mappings, keyed by names such as `image.bbox`.
+    """Return the values in image mappings under keys other than `bytes` and `path`.
 
-    Only the keys bytes and path of an image mapping are read.
+    The loader does not read these values. The result is keyed by names such as `image.bbox`.
     """
     values = {name: parse_text_list(record.row[name]) for name in columns}
     pictures = [(name, item) for name, value in values.items() for item in (value if isinstance(value, list) else [value])]
@@ -96,7 +95,7 @@ def unread_picture_keys(record: DataRecord, columns: Iterable[str]) -> dict[str,
 def existing_columns(record: DataRecord, columns: Iterable[str]) -> list[str]:
     """Remove the columns that contain only a web address or the name of a missing file.
 
-    A removed column only records the origin of an image in another column.
+    Such a column only states the origin of an image that is stored in another column.
     """
     return [name for name in columns if not _is_absent(record, name)]
 

@@ -71,8 +71,9 @@ def _is_of_split(path: Path, split: str, saved: list[str]) -> bool:
 def _check_compressed(folder: Path, within: list[Path], *, key: str, name: str) -> None:
     """Raise ValueError if the folder contains a compressed data file or an unfinished download.
 
-    If the folder contains readable data files, only files in the formats of these data files are
-    checked. If the folder contains no readable data files, every supported format is checked.
+    If `within` contains data files, only compressed files of the same formats are checked, such as
+    b.jsonl.gz next to a.jsonl. If `within` is empty, compressed files of every supported format are
+    checked.
     """
     wanted = {_suffix(found) for found in within} or {*FORMATS}
     for path in sorted(folder.rglob("*")):
@@ -114,7 +115,7 @@ def _resolve_folder(name: str, *, key: str) -> tuple[Path, Path, str]:
 
 
 def describe_searched_path(name: str) -> str:
-    """Describe the absolute location of a relative path; return "" for an absolute path."""
+    """Return a phrase with the absolute form of a relative path, or "" for an absolute path."""
     return "" if Path(name).is_absolute() else f" (looked at {Path(name).absolute()})"
 
 

@@ -2,8 +2,9 @@
 
 A number in JSON keeps the digits written in the file. A 32-bit or 16-bit float in a Parquet or
 Arrow file is written with the fewest digits that distinguish it from other floats of the same type.
-A 64-bit float is also written with the fewest digits, unless it is a widened 32-bit float: the
-32-bit value 0.1 becomes 0.10000000149011612 in 64 bits, but a response contains 0.1.
+A 64-bit float is also written with the fewest digits. If the 64-bit float was converted from a
+32-bit float, the digits of the 32-bit float are used. For example, 0.10000000149011612 is written
+as 0.1.
 """
 
 import re
@@ -79,7 +80,10 @@ def decimal_text(value: float | Decimal) -> str | None:
 
 
 def looks_widened(text: str) -> bool:
-    """Return True if a text is a 32-bit float with 64-bit digits, such as `0.10000000149011612`."""
+    """Return True if a text looks like a 32-bit float that was printed as a 64-bit float.
+
+    Example: `0.10000000149011612`, which is the 32-bit float 0.1.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -88,9 +92,10 @@ def looks_widened(text: str) -> bool:
 
 
 def _narrow_text(value: float, narrow: type, more_digits: int) -> str:
-    """Return a float as text, with the digits of type `narrow` if this makes the text shorter.
+    """Return a float as text, with the digits of type `narrow` if this saves enough digits.
 
-    The type `narrow` must represent the same value with at least `more_digits` fewer digits.
+    The digits of `narrow` are used only if they represent the same value and at least `more_digits`
+    digits are saved.
     """
     with np.errstate(over="ignore"):
         short = narrow(value)

@@ -24,7 +24,7 @@ _DROPPED_REMEDY = "a response must give that one; write all values into one box,
 
 
 def find_doubts(given: object, payload: Mapping[str, object], *, unread: Mapping[str, object]) -> Iterator[UnreadFinding]:
-    """Yield a finding for each sign that a reference answer is wrong.
+    """Yield a finding for each indication that a reference answer is wrong.
 
     Args:
         given: raw value of the answer in the file.

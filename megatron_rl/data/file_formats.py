@@ -53,7 +53,7 @@ class UnreadableFile(ValueError):
 def check_format(path: Path) -> None:
     """Raise UnreadableFile if the file's suffix or its first bytes are unsupported.
 
-    The message names the fix.
+    The error message suggests a fix.
     """
     suffix = path.suffix.casefold()
     if suffix in COMPRESSED:
@@ -61,7 +61,7 @@ def check_format(path: Path) -> None:
     if suffix in UNSUPPORTED:
         raise UnreadableFile("; ".join(UNSUPPORTED[suffix]))
     if suffix not in FORMATS:
-        raise UnreadableFile(f"ends in {suffix or 'no suffix'}; {FORMATS_TEXT} are supported: convert or rename it")
+        raise UnreadableFile(f"is not in a supported format ({suffix or 'no suffix'}); {FORMATS_TEXT} are supported: convert or rename it")
     with path.open("rb") as file:
         first = file.read(32)
     found = next((told for magic, told in _MAGIC.items() if first.startswith(magic)), None)

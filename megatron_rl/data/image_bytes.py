@@ -74,9 +74,9 @@ def picture_format(head: bytes) -> str:
 
 
 def describe_bytes(head: bytes) -> str:
-    """Describe a file by its first bytes, as the predicate of a sentence about the file.
+    """Return a phrase that describes a file, based on the first bytes of the file.
 
-    Example: `is an SVG; PNG, ... are supported: convert it`.
+    Examples: `is empty` and `is an SVG; PNG, ... are supported: convert it`.
     """
     if not head:
         return "is empty"
@@ -138,7 +138,7 @@ def decode_base64(text: str) -> bytes:
 
 
 def decode_data_url(url: str) -> bytes:
-    """Return the bytes in a `data:` URL (RFC 2397), which are base64 or percent-encoded.
+    """Decode a `data:` URL (RFC 2397), which is base64-encoded or percent-encoded, to bytes.
 
     Raises:
         ValueError: the text is not a valid data: URL.

@@ -166,4 +166,4 @@ def _gray_of_16_bits(picture: Picture, *, bits: int, is_inverted: bool) -> Pictu
 
 def _require_visible(is_visible: bool, bits: int) -> None:
     if not is_visible:
-        raise ValueError(f"has {bits}-bit samples that are all below {1 << (bits - 8)}: scaled to 8 bits, the image is black; {SAVE_AGAIN}")
+        raise ValueError(f"has {bits}-bit samples that are all below {1 << (bits - 8)}: the image would be black in 8 bits; {SAVE_AGAIN}")

@@ -125,10 +125,10 @@ class StoredImage:
         """Raise ValueError if the file is truncated.
 
         For most formats, the last bytes of the file are checked. A file with an unusual end is
-        decoded, because it may still be complete. TIFF files and 16-bit PNG files are always
-        decoded: a TIFF has no fixed last bytes, and a 16-bit PNG is invalid if its samples are so
-        small that the image would be black. Damage in the middle of other files is detected only by
-        `open`.
+        decoded, because it may still be complete. TIFF files are always decoded, because they have
+        no fixed last bytes. 16-bit PNG files are always decoded to detect images that would be
+        black after the conversion to 8 bits. Damage in the middle of other files is detected only
+        by `open`.
         """
         if isinstance(self.source, bytes):
             first, last, length = self.source[:_HEADER], self.source[-12:], len(self.source)
@@ -195,11 +195,11 @@ def _open_image(file: BinaryIO, *, name: str = "") -> Picture:
 
 def _check_bytes(size: int) -> None:
     if size > MAX_FILE_BYTES:
-        raise ValueError(f"{size} bytes, more than {MAX_FILE_BYTES}; make it smaller")
+        raise ValueError(f"{size} bytes, more than {MAX_FILE_BYTES}; reduce the file size")
 
 
 def must_be_decoded(first: bytes) -> bool:
-    """Return True for a TIFF or a 16-bit PNG, judged by its first bytes."""
+    """Return True if the first bytes of a file are the start of a TIFF or of a 16-bit PNG."""
     kind = picture_format(first)
     return kind == "TIFF" or (kind == "PNG" and first[_PNG_DEPTH : _PNG_DEPTH + 1] == b"\x10")
 
@@ -221,9 +221,10 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
     """Return the image given by a value in a row.
 
     Accepted values are {"bytes": ...}, {"path": ...}, bytes, base64, a path, the SHA-256 of a file
-    in `folder`, and URLs with the scheme data or file. Bytes in JSON are base64. Text that names an
-    existing file is a path, even if it could also be base64. Rows may come from an untrusted
-    source, so a file must lie below `folder` or one of `roots` after symbolic links are resolved.
+    in `folder`, and URLs with the scheme data or file. In JSON files, bytes are base64-encoded.
+    Text that names an existing file is a path, even if it could also be base64. Rows may come from
+    an untrusted source, so a file must lie below `folder` or one of `roots` after symbolic links
+    are resolved.
 
     Raises:
         ValueError: the value has none of these forms, the file does not exist, or the file lies
@@ -231,12 +232,12 @@ def make_stored_image(value: object, *, folder: Path, where: str, roots: Sequenc
     """
     if isinstance(value, Mapping):
         if not value.keys() & {"bytes", "path"}:
-            raise ValueError(f'{where}: must have "bytes" or "path", has {shorten(", ".join(map(str, value))) or "nothing"}')
+            raise ValueError(f'{where}: must have "bytes" or "path", but has {shorten(", ".join(map(str, value))) or "nothing"}')
         value = value["path"] if value.get("bytes") is None and "path" in value else _decode_bytes(value["bytes"], where)
     if isinstance(value, bytes):
         return StoredImage(value, where)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{where}: must be a path, bytes or a SHA-256, is {_type_name(value)}")
+        raise ValueError(f"{where}: must be a path, bytes or a SHA-256, but is {_type_name(value)}")
     if re.match(r"\s*data:", value, re.IGNORECASE):
         return StoredImage(_decode_bytes(value, where), where)
     if re.fullmatch("[0-9a-f]{64}", value):
@@ -296,7 +297,7 @@ def check_inside_roots(path: Path, folder: Path, roots: Sequence[Path], where: s
     real = os.path.realpath(path)
     if not any(real.startswith(os.path.join(os.path.realpath(home), "")) for home in (folder, *roots)):
         remedy = f"task.data.image_roots=[{os.path.dirname(real)}] allows images from that folder"
-        raise ValueError(f"{where}: {shorten(str(path))} is outside of {folder}, at {shorten(real)}; {remedy}")
+        raise ValueError(f"{where}: {shorten(str(path))} is outside of {folder} (resolved to {shorten(real)}); {remedy}")
     return path
 
 

@@ -52,7 +52,10 @@ class Media:
 
 
 def find_media(value: object, record: DataRecord, name: str = "", *, depth: int = 0) -> Media | None:
-    """Return the first media in a value down to depth MAX_DEPTH, or None if there are none."""
+    """Return the first media item in a value, or None if there is none.
+
+    Nested values are searched down to depth MAX_DEPTH.
+    """
     feature = record.features.get(name)
     if feature in FEATURES and value not in ("", [], {}):
         return Media(FEATURES[feature], f"has the type {feature} in the file's schema")
@@ -85,9 +88,9 @@ def find_media(value: object, record: DataRecord, name: str = "", *, depth: int 
 def _are_pixels(value: object) -> bool:
     """Return True for nested lists that look like an image.
 
-    An image is either a list of rows of pixels with at least three numbers each, or a list of
-    channels that consist of rows of numbers. All lists at the same nesting level must have the same
-    length, which distinguishes images from bounding boxes.
+    The lists must have the shape [height, width, channels] or [channels, height, width]. All lists
+    at the same nesting level must have the same length, which distinguishes images from bounding
+    boxes.
     """
     if not (isinstance(value, list) and len(value) >= 2 and all(isinstance(row, list) and len(row) >= 2 for row in value)):
         return False

@@ -4,7 +4,7 @@ usage: parquet_copy.py SOURCE COPY
 
 The Arrow file has one record batch per row. This program is started by rows.py and imports nothing
 from this project. A Parquet page may decompress to any size (for example, 1 KB of zstd data to 2.5
-GB), and the sizes stated in a file may be wrong. Memory, disk and processor time are therefore
+GB), and the sizes stated in a file may be wrong. Memory, disk space and CPU time are therefore
 limited in proportion to the size of the file on disk.
 """
 

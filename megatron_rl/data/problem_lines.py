@@ -34,8 +34,11 @@ class _Group:
 class ProblemLines:
     """Problems grouped by kind.
 
-    Problems are of the same kind if they are about the same missing column, are the same finding
-    about an unread column, or have messages that differ only in the row number.
+    Problems are of the same kind in any of these cases:
+
+    - They are about the same missing column.
+    - They are equal findings.
+    - Their messages differ only in the row number.
     """
 
     def __init__(self) -> None:
@@ -83,7 +86,7 @@ class ProblemLines:
                 self.num_rows, others.num_rows = self.num_rows + group.num_rows, others.num_rows - group.num_rows
 
     def num_omitted_rows(self) -> int:
-        """Return the number of rows with problems that no line covers."""
+        """Return the number of rows with problems that are not listed."""
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
     def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:

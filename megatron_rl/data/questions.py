@@ -56,7 +56,7 @@ class QuestionDataset(Sequence[Example]):
     def __init__(self, records: RecordFiles, *, name: str, row_indices: range | None = None, warnings: Sequence[str] = ()) -> None:
         self.records, self.name = records, name
         self.warnings = warnings
-        """Warnings about unread columns, available if every row was surveyed."""
+        """Warnings about columns that are not read, available if every row was surveyed."""
         self._row_indices = range(len(records)) if row_indices is None else row_indices
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class QuestionDataset(Sequence[Example]):
         return self.records.locate(self._row_indices[index])
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return an example, the findings about its row, and the row's unread values."""
+        """Return an example, the findings about its row, and the row's values that are not read."""
         example, record = self._example(self._row_indices[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
         unread |= find_unread_prompts(record, example.payload, question_column=_question_column(record))
@@ -175,7 +175,7 @@ def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
     images = () if videos else _fill_placeholders(record, asked, _images(record))
     index = extra.get("index", row.get("id", row_index))
     if not isinstance(index, str | int):
-        raise record.make_error("index", f"must be text or a whole number, is {type(index).__name__}")
+        raise record.make_error("index", f"must be text or a whole number, not {type(index).__name__}")
     _require_answer(record, extra)
     return {
         "question": _add_placeholders(record, asked.question, num_images=len(images)),
@@ -191,7 +191,7 @@ def build_payload(record: DataRecord, *, row_index: int) -> dict[str, object]:
 
 
 def _unread_values(record: DataRecord) -> dict[str, object]:
-    """Return the unread values of a row, keyed by column name or by `extra_info.KEY`."""
+    """Return the values of a row that are not read, keyed by column or by `extra_info.KEY`."""
     extra = record.require_mapping(record.row.get("extra_info", {}), "extra_info")
     pictures = picture_columns(record)
     empty = [key for key, value in record.row.items() if is_picture_column(key) and value in ("", [], {})]
@@ -200,7 +200,7 @@ def _unread_values(record: DataRecord) -> dict[str, object]:
 
 
 def _unread_keys(record: DataRecord) -> dict[str, object]:
-    """Return the unread keys of mm_hint, reward_model and image mappings, with their values."""
+    """Return the values in mm_hint, reward_model and image mappings that are not read."""
     read = {"mm_hint": ("hint_type",) if picture_columns(record) else ("hint_type", "hint_path"), "reward_model": ("ground_truth", "style")}
     held = {column: record.require_mapping(record.row.get(column, {}), column) for column in read}
     keys = {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}
@@ -307,7 +307,8 @@ def _videos(record: DataRecord) -> tuple[StoredVideo, ...]:
     pictures = picture_columns(record)
     if hint["hint_type"] != "video" or pictures:
         raise record.make_error(
-            "mm_hint", f"hint_type must be image, or video in a row without {', '.join(pictures) or 'pictures'}; it is {hint['hint_type']}"
+            "mm_hint",
+            f"hint_type must be image (or video, if the row has no {', '.join(pictures) or 'pictures'}), but is {hint['hint_type']}",
         )
     return find_stored_videos(hint, folder=record.folder, where=f"{record.where}: mm_hint.hint_path", roots=record.roots)
 

@@ -55,7 +55,7 @@ class DataRecord:
     roots: tuple[Path, ...] = ()
     """Additional folders that may contain the row's images."""
     features: Mapping[str, str] = field(default_factory=dict)
-    """Media types of columns (Image, Video or Audio) that `datasets` stored in the schema."""
+    """Maps columns to media types (Image, Video or Audio) that `datasets` stored in the schema."""
     columns: tuple[str, ...] = ()
     """Names of the row's columns as written in the file."""
     benchmark_info: Mapping[str, object] = field(default_factory=dict)
@@ -72,11 +72,11 @@ class DataRecord:
                 or a special token.
         """
         if not isinstance(value, str):
-            raise self.make_error(name, f"must be text, is {type(value).__name__}")
+            raise self.make_error(name, f"must be text, not {type(value).__name__}")
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise self.make_error(name, f"is not Unicode ({error.reason})") from error
+            raise self.make_error(name, f"cannot be encoded as UTF-8 ({error.reason})") from error
         if "\0" in value:
             raise self.make_error(name, "contains a NUL character; if the file is in UTF-16, convert it to UTF-8")
         found = [token for token in SPECIAL_TOKENS if token in value]
@@ -89,13 +89,13 @@ class DataRecord:
     def require_mapping(self, value: object, name: str) -> Mapping[str, object]:
         """Return the value unchanged; raise ValueError if it is not a mapping."""
         if not isinstance(value, Mapping):
-            raise self.make_error(name, f"must be a mapping, is {type(value).__name__}")
+            raise self.make_error(name, f"must be a mapping, not {type(value).__name__}")
         return value
 
     def require_list(self, value: object, name: str) -> list:
         """Return the value unchanged; raise ValueError if it is not a list."""
         if not isinstance(value, list):
-            raise self.make_error(name, f"must be a list, is {type(value).__name__}")
+            raise self.make_error(name, f"must be a list, not {type(value).__name__}")
         return value
 
     def load_image(self, value: object, name: str) -> StoredImage:
@@ -204,7 +204,7 @@ def configured_columns(columns: ColumnSettings) -> dict[str, str]:
 def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord:
     """Rename a record's configured columns to the trainer's column names.
 
-    Columns that would otherwise be read instead of a configured column are removed.
+    Other columns from which the loader could read the same values are removed.
     """
     if not columns:
         return record
@@ -212,7 +212,7 @@ def rename_columns(record: DataRecord, columns: Mapping[str, str]) -> DataRecord
     chosen = {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
     lacking = [theirs for ours, theirs in columns.items() if ours in REQUIRED_COLUMNS and theirs not in row]
     if lacking:
-        raise record.make_error(lacking[0], f"is missing, but task.data.columns names this column; the row has {', '.join(row)}")
+        raise record.make_error(lacking[0], f"is missing, but task.data.columns names it; the row has the columns {', '.join(row)}")
     instead = {*columns, *columns.values(), *(name for ours in columns for name in ALTERNATIVE_COLUMNS.get(ours, ()))}
     kept = {name: value for name, value in row.items() if name not in instead and not ("images" in columns and is_picture_column(name))}
     if isinstance(kept.get("extra_info"), Mapping):

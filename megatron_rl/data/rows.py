@@ -3,7 +3,7 @@
 Rows are not kept in memory. JSON files and tables (tables.py) are read in place, and only the
 position of each row is kept (16 bytes per row). A Parquet page cannot be read from the middle, so a
 Parquet file is copied once to an Arrow file with one record batch per row. The copies are cached in
-the temporary folder (TMPDIR), and all processes of a machine share this cache. Copying needs
+the temporary folder (TMPDIR), and all processes on a machine share this cache. Copying needs
 several times as much memory as the file's largest page. A page contains 1,024 rows in files written
 by pyarrow. The memory, disk space and time spent on a file are limited in proportion to its size
 (parquet_copy.py).
@@ -118,7 +118,7 @@ class JsonRows(Sequence[JsonRow]):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{self.path.name} row {index}: is not valid JSON ({error})") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{self.path.name} row {index}: must be a JSON object, is {type(row).__name__}")
+            raise ValueError(f"{self.path.name} row {index}: must be a JSON object, not {type(row).__name__}")
         return {"id": str(self._keys[index]), **row} if self._keys else row
 
 
@@ -179,9 +179,9 @@ class ArrowRows(Sequence[JsonRow]):
 
 
 def _object_span(path: Path) -> list[tuple[int, int]]:
-    """Return a list with the byte range of a .json file that has only `{` on its first line.
+    """Return a list with the byte range of a .json file that contains a single row.
 
-    Such a file contains a single row. For any other file, the list is empty.
+    The first line of such a file is `{`. For any other file, the list is empty.
     """
     with path.open("rb") as file:
         is_one = path.suffix.casefold() == ".json" and file.readline(MAX_ROW_BYTES).strip() == b"{"
@@ -225,8 +225,8 @@ def _arrow_copy(path: Path) -> Path:
 def _copy_parquet(path: Path, copy: Path, *, lock: int) -> None:
     """Copy a Parquet file in a child process under kernel resource limits.
 
-    The child process inherits the lock, so no other process can write the same copy, even if this
-    process is killed.
+    The child process inherits the lock. Therefore, no other process can write the same copy while
+    the child process runs, even if this process is killed.
 
     Raises:
         UnreadableFile: the file cannot be read, or expands far beyond its size.
@@ -279,7 +279,8 @@ def _flatbuffer_offset(flat: bytes, table: int, field: int) -> int:
 def _to_json_row(found: pa.Table | pa.RecordBatch, features: Features, *, where: str) -> JsonRow:
     """Convert a one-row slice to JSON values.
 
-    Class labels are replaced by their names, and narrow floats get their decimal forms.
+    Class labels are replaced by their names. 16-bit and 32-bit floats become `WrittenNumber`
+    objects.
 
     Raises:
         ValueError: a map contains a duplicate key.

@@ -41,7 +41,7 @@ class QuestionSource(Protocol):
         ...
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return a question with the findings about its row, including unread values."""
+        """Return a question, the findings about its row, and the row's values that are not read."""
         ...
 
     def locate(self, index: int) -> str:
@@ -67,9 +67,9 @@ class QuestionSurvey:
     num_more_errors: int = 0
     """Number of rows with an error that is not listed in `errors`."""
     column_warnings: list[str] = field(default_factory=list)
-    """Warnings about unread columns that may be important, and about rows without images."""
+    """Warnings about important columns that are not read, and about rows without images."""
     unread_columns: list[str] = field(default_factory=list)
-    """One line that lists all unread columns; the list is empty if all columns are read."""
+    """One line that lists the columns that are not read; empty if all columns are read."""
     warnings: list[str] = field(default_factory=list)
     num_warnings: int = 0
     """Number of rows with a warning."""
@@ -167,7 +167,6 @@ def _image_sizes(row: ExaminedRow | ValueError) -> list[Size | ValueError]:
 
 
 def _video_errors(row: ExaminedRow | ValueError) -> list[ValueError]:
-    """Return the errors of a row's videos."""
     wrong = []
     for clip in () if isinstance(row, ValueError) else row.example.payload["videos"]:
         try:

@@ -82,13 +82,13 @@ _FORMS = "messages, conversations, instruction and output, query and response, o
 
 
 def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
-    """Return a pair: the name of the column with the response to train on, and the conversation.
+    """Return (column, messages), where `column` is the column with the response to train on.
 
     The column `system` becomes the conversation's first message.
 
     Raises:
-        ValueError: the row matches no transcript format or several formats, or an unread column
-            would change the training.
+        ValueError: the row matches no transcript format or several formats, or a column that is not
+            read would change the training.
     """
     row = record.row
     forms = [name for name, columns in FORMS.items() if all(column in row for column in columns)]
@@ -108,7 +108,7 @@ def read_conversation(record: DataRecord) -> tuple[str, list[RawMessage]]:
 
 
 def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[str, object]:
-    """Return the unread columns with their values.
+    """Return the columns that are not read, with their values.
 
     Args:
         record: the row.
@@ -123,7 +123,7 @@ def find_unread_columns(record: DataRecord, *, form: str, images: str) -> dict[s
 
 
 def read_images(record: DataRecord) -> tuple[str, list[StoredImage]]:
-    """Return a pair: the name of the image column, or "" if there is none, and a list of images."""
+    """Return (column, images), where `column` is the image column, or "" if there is none."""
     given = [column for column in record.row if _holds_pictures(record, column)]
     if len(given) > 1:
         given = existing_columns(record, given) or given
@@ -147,7 +147,7 @@ def _holds_pictures(record: DataRecord, column: str) -> bool:
 
 
 def _check_columns(record: DataRecord, read: set[str]) -> None:
-    """Raise ValueError if an unread column contains media or would change the training."""
+    """Raise ValueError if a column outside `read` contains media or would change the training."""
     row = record.row
     for column, told in REFUSED_COLUMNS.items():
         if column not in read and not is_empty(row.get(column, "")):
@@ -159,7 +159,7 @@ def _check_columns(record: DataRecord, read: set[str]) -> None:
             )
     for column in ("label", "kto_tag"):
         if row.get(column, "") in (0, 1):
-            raise record.make_error(column, "states whether a response is good; keep the rows with good responses, and remove this column")
+            raise record.make_error(column, "marks a response as good or bad; keep only rows with good responses, and remove this column")
     rest = {column: value for column, value in row.items() if column not in {*read, *SYSTEM_COLUMNS} and not is_empty(value)}
     shown = {column for column in rest if _holds_pictures(record, column)}
     for column in rest.keys() - shown:
@@ -200,7 +200,7 @@ def _read_history(record: DataRecord) -> list[RawMessage]:
     for number, pair in enumerate(record.require_list(record.row.get("history", []), "history")):
         name = f"history[{number}]"
         if len(record.require_list(pair, name)) != 2:
-            raise record.make_error(name, f"must be a pair of a question and an answer, has {len(pair)} items")
+            raise record.make_error(name, f"must be a pair of a question and an answer, but has {len(pair)} items")
         for place, role in enumerate(("user", "assistant")):
             messages.append(RawMessage(f"{name}[{place}]", role, record.require_text(pair[place], f"{name}[{place}]")))
     return messages
@@ -210,7 +210,7 @@ def _read_prompt_and_completion(record: DataRecord) -> list[RawMessage]:
     for column in ("prompt", "completion"):
         if not isinstance(record.row[column], list):
             remedy = "TRL does not apply the chat template to text, but this trainer always does; write messages"
-            raise record.make_error(column, f"must be a list of messages, is {type(record.row[column]).__name__}: {remedy}")
+            raise record.make_error(column, f"must be a list of messages, not {type(record.row[column]).__name__}: {remedy}")
     return read_messages(record, "prompt", is_learned=False) + read_messages(record, "completion")
 
 

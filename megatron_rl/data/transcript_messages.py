@@ -1,4 +1,4 @@
-"""Parses transcript messages: their keys, their roles, and the flags that mask a response.
+"""Parses the keys and roles of transcript messages, and detects responses that are masked.
 
 Each key of a message is read, ignored or rejected; only keys without an effect are ignored.
 """
@@ -68,11 +68,11 @@ class RawMessage:
 def read_messages(record: DataRecord, column: str, *, is_learned: bool = True) -> list[RawMessage]:
     """Return the messages in a column.
 
-    `is_learned` applies to responses without a loss flag.
+    `is_learned` is the default for responses without a key in LOSS_FLAGS.
     """
     given = parse_messages(record, record.row[column], column)
     if not isinstance(given, list):
-        raise record.make_error(column, f"must be a list of messages with role and content (or from and value), is {type(given).__name__}")
+        raise record.make_error(column, f"must be a list of messages with role and content (or from and value), not {type(given).__name__}")
     return [_read_message(record, message, f"{column}[{number}]", is_learned=is_learned) for number, message in enumerate(given)]
 
 
@@ -110,7 +110,7 @@ def _read_flag(record: DataRecord, message: Mapping[str, object], field: str, ro
     flags = {key: message[key] for key in LOSS_FLAGS if key in message}
     for key, value in flags.items():
         if value not in (0, 1):
-            raise record.make_error(f"{field}.{key}", f"must be 0, 1, true or false, is {shorten(repr(value))}")
+            raise record.make_error(f"{field}.{key}", f"must be 0, 1, true or false, not {shorten(repr(value))}")
         if value and role != "assistant":
             raise record.make_error(
                 f"{field}.{key}", f"is set in a message with the role {role}, but only assistant messages are trained on; remove this key"

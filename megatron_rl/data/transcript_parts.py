@@ -98,7 +98,7 @@ def _read_content(record: DataRecord, message: RawMessage) -> Iterator[ContentPa
         yield from _split_text(record, content, field, message.role)
         return
     if not isinstance(content, list):
-        raise record.make_error(field, f"its content must be text or a list of parts, is {type(content).__name__}")
+        raise record.make_error(field, f"its content must be text or a list of parts, not {type(content).__name__}")
     for number, part in enumerate(content):
         yield from _read_part(record, part, f"{field}.content[{number}]", message.role)
 
@@ -119,7 +119,7 @@ def _read_part(record: DataRecord, value: object, field: str, role: str) -> Iter
         yield {"type": "image"} | _own_picture(record, part, field)
     else:
         told = PART_REMEDIES.get(kind, "") if isinstance(kind, str) else ""
-        among = f"a part must be of type text, image or image_url, is {shorten(repr(kind))}"
+        among = f"a part must be of type text, image or image_url, not {shorten(repr(kind))}"
         raise record.make_error(field, f"a part of type {kind} {told}" if told else among)
 
 

@@ -60,7 +60,7 @@ _THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 @dataclass(slots=True, frozen=True)
 class ParsedTranscript:
-    """The conversation in a row, and the row's unread values."""
+    """The conversation in a row, and the values of the row that are not read."""
 
     messages: list[Message]
     """Messages whose contents are lists of parts; images are StoredImage objects.
@@ -68,7 +68,7 @@ class ParsedTranscript:
     A message with the key loss and the value False is a masked response.
     """
     unread_values: Mapping[str, object]
-    """Unread values, keyed by column."""
+    """Values of the row that are not read, keyed by column."""
     columns: tuple[str, ...]
     """Names of the row's columns."""
     image_column: str
@@ -128,7 +128,7 @@ class TranscriptSurvey:
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings about unread columns, missing images, and responses without an answer."""
+        """Warnings about columns that are not read, missing images, and missing answers."""
         return [*self.pictured.format_lines(), *self._thinking_lines(), *self.unread.format_lines(_READS)]
 
     def _thinking_lines(self) -> list[str]:
@@ -149,8 +149,8 @@ class TranscriptSurvey:
     def errors(self) -> list[str]:
         """Error lines, one for each of the first MAX_LINES kinds of error, with the number of rows.
 
-        If there are more kinds of error, a last line reports the number of rows with the remaining
-        kinds.
+        If there are more kinds of error, a last line reports the number of rows with errors of the
+        remaining kinds.
         """
         lines = [line + self._describe_count(kind) for kind, line in self.first_lines.items()]
         rest = sum(list(self.num_rows_of.values())[MAX_LINES:])

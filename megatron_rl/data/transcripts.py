@@ -80,7 +80,7 @@ class TranscriptDataset(Sequence[list[Message]]):
 def open_transcripts(
     paths: Sequence[str], *, images_root: str, image_roots: Sequence[str] = (), ignored: Sequence[str] = ()
 ) -> TranscriptDataset:  # fmt: skip
-    """Return the conversations in the files without reading them.
+    """Return a data set of the conversations in the files, which are read on access.
 
     Columns listed in `ignored` cause no warnings.
 
@@ -172,7 +172,7 @@ def load_demonstrations(data: DataSettings, split: str, *, num: int, seed: int) 
 
 
 def read_transcript(record: DataRecord) -> ParsedTranscript:
-    """Return the conversation in a row together with the row's unread values.
+    """Return the conversation in a row, and the values of the row that are not read.
 
     Raises:
         ValueError: the row is not a conversation, or has fields that are not read but could change

@@ -1,11 +1,14 @@
 """Preserves letter case in unit symbols, because case distinguishes `5 mW` from `5 MW`.
 
 Other such pairs are `5 pF` and `5 PF`, or `5 Nm` and `5 nm`. The known symbols are units in their
-correct case, combined with all prefixes allowed for the unit. A symbol in a different case (`5 KM`,
-`5 Kg`, `5 Mpa`) is interpreted as the known symbol that has the most letters in the same case. A
-symbol in lower case only, or with two capital letters (`5 MM`), is interpreted as the first
-matching symbol: known symbols without a prefix come first, then symbols with a lowercase prefix,
-then symbols with a capital prefix.
+correct case, combined with all prefixes allowed for the unit. If a symbol is not known in the given
+case, the following rules apply:
+
+- A symbol in lower case (`5 pa`), or of two capital letters (`5 MM`), is interpreted as the first
+  known symbol with the same letters. Symbols without a prefix come first, then symbols with a
+  lowercase prefix, then symbols with a capital prefix.
+- Any other symbol (`5 Kg`, `5 Mpa`) is interpreted as the known symbol with the most letters in the
+  same case.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""Finds unread columns that may affect the question or the training.
+"""Finds columns that the loader does not read but that may affect the question or the training.
 
 Examples are columns with images, videos, audio, choices or loss masks. A column is recognized by
-its type in the file's schema (`datasets` features), by its values, or by its name. Unread values
-are stored under the key `extra` of the payload.
+its type in the file's schema (`datasets` features), by its values, or by its name. Values that are
+not read are stored under the key `extra` of the payload.
 """
 
 import os
@@ -99,7 +99,7 @@ MAX_CHOICES, MAX_CHOICE_CHARS = 26, 200
 
 @dataclass(slots=True, frozen=True)
 class UnreadFinding:
-    """Finding about an unread column of a row; rows with equal findings share one line."""
+    """Finding about a column of a row; rows with equal findings share one line."""
 
     column: str
     description: str
@@ -112,14 +112,14 @@ class UnreadFinding:
 
 @dataclass(slots=True, frozen=True)
 class ExaminedRow:
-    """An example, the findings about its row, and the row's unread values."""
+    """An example, the findings about its row, and the values of the row that are not read."""
 
     example: Example
     findings: tuple[UnreadFinding, ...]
     columns: tuple[str, ...]
     """Names of the row's columns as written in the file."""
     unread_values: Mapping[str, object]
-    """Unread values, keyed by column; keys of structs are named `extra_info.KEY`."""
+    """Values that are not read, keyed by column; keys of structs are named `extra_info.KEY`."""
     image_column: str
     """Name of the column with the row's images or video; "" if the row has neither."""
 
@@ -127,12 +127,12 @@ class ExaminedRow:
 def find_unread(
     record: DataRecord, payload: Mapping[str, object], *, unread_values: Mapping[str, object], question_column: str
 ) -> Iterator[UnreadFinding]:
-    """Yield findings about a row's unread values.
+    """Yield findings about the values of a row that are not read.
 
     Args:
         record: the row.
         payload: payload of the row's example.
-        unread_values: unread values, keyed by column; keys of extra_info are named
+        unread_values: values that are not read, keyed by column; keys of extra_info are named
             `extra_info.KEY`.
         question_column: column with the question.
     """
@@ -194,8 +194,8 @@ def _is_read(value: object, images: Sequence[StoredImage], record: DataRecord) -
 def _text_finding(name: str, value: object, payload: Mapping[str, object]) -> UnreadFinding | None:
     """Return the finding about a text column, or None if there is none.
 
-    A column of choices is recognized by its name or because the choices include the answer. A
-    column that changes the training is recognized by its name.
+    A column of choices is recognized by its name or by its values (`_contains_answer`). A column
+    that changes the training is recognized by its name.
     """
     plain, question = name.removeprefix("extra_info.").casefold(), str(payload["question"])
     options = parse_options(value)
@@ -281,11 +281,11 @@ def _find_other_questions(record: DataRecord, payload: Mapping[str, object], *, 
 
 
 def find_unread_prompts(record: DataRecord, payload: Mapping[str, object], *, question_column: str) -> dict[str, object]:
-    """Return the unread prompts of a row, keyed by column.
+    """Return the prompts and responses of a row that are not read, keyed by column.
 
-    If the question comes from extra_info.question, return each prompt in another column that does
-    not contain the question. If the question comes from messages, return the last response in the
-    messages, unless this response contains the answer.
+    If the question comes from extra_info.question, the result contains the prompts in other columns
+    that do not contain the question's text. If the question comes from messages, the result
+    contains the last response in the messages, unless this response contains the answer.
     """
     if question_column == "extra_info.question":
         asked = _extract_words(payload["question"]).casefold()

@@ -1,4 +1,4 @@
-"""Reports all unread columns in one line, with the setting that ignores them."""
+"""Reports the columns that are not read in one line, with the setting that suppresses this line."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def is_identifier(name: str, value: object) -> bool:
 
 
 class UnreadColumns:
-    """Collects the unread columns of rows.
+    """Collects the names of columns that are not read.
 
     Columns listed in task.data.columns.ignored are left out.
     """
@@ -50,13 +50,13 @@ class UnreadColumns:
         self._first: dict[str, str] = {}
         """Maps a column to the location of the first row with a value in it."""
         self._unread: set[str] = set()
-        """Names of the columns that were unread in at least one row."""
+        """Names of the columns that were not read in at least one row."""
 
     def add(self, unread: Mapping[str, object], where: str) -> None:
-        """Record the non-empty unread columns of a row.
+        """Record the non-empty columns of a row that are not read.
 
         Args:
-            unread: unread values by column.
+            unread: values that are not read, keyed by column.
             where: file and row.
         """
         self._unread |= unread.keys()
@@ -65,7 +65,7 @@ class UnreadColumns:
                 self._first[name] = where
 
     def format_lines(self, remedy: str) -> list[str]:
-        """Return a list with one line about the unread columns, or an empty list if there are none.
+        """Return a list with one line about the columns that are not read, or an empty list.
 
         `remedy` explains how to read the columns.
 
@@ -83,7 +83,7 @@ class UnreadColumns:
         return [f"{where}: {verb[0]} {listed} {verb[1]} not read: {remedy}; {setting} ignores {them}"]
 
     def errors(self, columns: Iterable[str]) -> list[str]:
-        """Return an error for each column in task.data.columns.ignored that is actually read."""
+        """Return an error for each column in task.data.columns.ignored that the loader reads."""
         read = [name for name in self._ignored if name in {*columns} - self._unread]
         return [f"task.data.columns.ignored={name}: the column is read; remove it from this list, or remove the column" for name in read]
 

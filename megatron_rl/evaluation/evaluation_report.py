@@ -29,7 +29,7 @@ tasks without an accuracy term, 1 for a solved episode and 0 for an unsolved epi
 def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
     """Return one record per example with at least one scored episode.
 
-    A record contains the results and replies of the example's scored episodes.
+    A record contains the results and responses of the example's scored episodes.
     """
     lines: dict[int, dict[str, object]] = {}
     for rollout in rollouts:
@@ -71,8 +71,8 @@ def compute_success_statistics(example_results: Sequence[Mapping[str, object]], 
     """Return the confidence interval for the success rate, and pass@k for powers of two.
 
     The values of k are 1, 2, 4, ... up to `samples`. The interval treats the examples as a random
-    sample. The metric pass@k is computed only if `samples` is above 1, and only from examples for
-    which all episodes were scored.
+    sample. The metric pass@k is computed only if `samples` is greater than 1, and only from
+    examples for which all episodes were scored.
     """
     solved = [line["solved"] for line in example_results]
     low, high = bootstrap_interval([sum(each) / len(each) for each in solved])

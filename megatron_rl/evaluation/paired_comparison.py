@@ -28,13 +28,13 @@ class EvaluationResult:
 
     folder: Path
     example_means: Mapping[str, float]
-    """Maps each example id to the mean credit of the example's episodes.
+    """Maps each example ID to the mean score of the example's episodes.
 
-    If all credits are 0 or 1, the mean is the fraction of episodes that solved the example.
+    If all scores are 0 or 1, the mean is the fraction of episodes that solved the example.
     """
     conditions: Mapping[str, str]
     has_fractional_means: bool
-    """True if any credit is neither 0 nor 1, or any example has more than one episode."""
+    """True if any score is neither 0 nor 1, or any example has more than one episode."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ def compare_evaluations(baseline: EvaluationResult, candidate: EvaluationResult)
     """Return the mean difference, `candidate` minus `baseline`, over the common examples.
 
     The interval is computed by bootstrapping over examples. If both evaluations have one episode
-    per example with credit 0 or 1, the p-value is computed by McNemar's exact test, otherwise by a
-    sign-flip test.
+    per example and all scores are 0 or 1, the p-value is computed by McNemar's exact test.
+    Otherwise, the p-value is computed by a sign-flip test.
 
     Raises:
         ValueError: The evaluations have no common example.

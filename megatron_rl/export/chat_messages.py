@@ -27,11 +27,11 @@ class NotConvertible(ValueError):
 
 
 def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_tokens: int) -> list[Message]:
-    """Convert a sequence, up to its last reply, to messages with images.
+    """Convert a sequence, up to its last response, to messages with images.
 
     Raises:
         NotConvertible: The messages would be rendered differently, the sequence contains invalid
-            text or lacks an image, or a reply was cut off at `max_new_tokens`.
+            text or lacks an image, or a response was truncated at `max_new_tokens`.
     """
     if any(last - first >= max_new_tokens and context.token_ids[last - 1] != renderer.end_id for first, last in _reply_spans(context)):
         raise NotConvertible("a response was truncated at task.max_new_tokens")
@@ -65,7 +65,7 @@ def sequence_to_messages(context: TokenSequence, renderer: Renderer, *, max_new_
 def _decode_text(context: TokenSequence, renderer: Renderer) -> str:
     """Decode the sequence to text, with one placeholder per image.
 
-    If the last reply ended with a stop string (Task.stop), the missing end-of-message token is
+    If the last response ended with a stop string (Task.stop), the missing end-of-message token is
     appended.
     """
     sizes, ids, place = iter(context.images), [], 0
@@ -92,9 +92,9 @@ def _reply_spans(context: TokenSequence) -> list[tuple[int, int]]:
 
 
 def _decode_replies(context: TokenSequence, renderer: Renderer) -> list[str]:
-    """Decode the replies to text, without the end-of-message token.
+    """Decode the responses to text, without the end-of-message token.
 
-    Replies are compared as text, because the same text can be tokenized differently and the
+    Responses are compared as text, because the same text can be tokenized differently and the
     end-of-message token may not have been sampled.
     """
     return [renderer.tokenizer.decode(context.token_ids[first:last]).removesuffix(END_OF_MESSAGE) for first, last in _reply_spans(context)]

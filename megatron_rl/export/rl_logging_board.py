@@ -4,8 +4,8 @@
 
 The size of each file is bounded. Each line contains the fields that RL Logging Board reads. The
 tokens are the sampled tokens of all turns. The values in `token_rewards` sum to the rollout's
-reward. The last token of a turn gets the turn's reward delta, and the last token of the rollout
-also gets the outcome reward. `ground_truth` is the recorded reference answer.
+reward. The reward delta of a turn is assigned to the turn's last token. The outcome reward is added
+to the last token of the rollout. `ground_truth` is the recorded reference answer.
 """
 
 from collections.abc import Callable, Iterator

@@ -68,8 +68,8 @@ def export_transcripts(
     """Export each example's best `max_per_example` rollouts since step `first_step`.
 
     Rollouts with a reward below `min_reward` are left out. If several rollouts of an example have
-    the same text, only one is exported. Sequences with a reply that was cut off at `max_new_tokens`
-    are skipped.
+    the same text, only one is exported. Sequences with a response that was truncated at
+    `max_new_tokens` are skipped.
 
     Raises:
         ValueError: A step is damaged, or no steps are recorded.

@@ -1,9 +1,9 @@
 """Readers for untrusted files. Only regular files up to a size limit are accepted.
 
 A FIFO or a device is rejected, because reading it could block. Messages of ValueError omit the
-file's name, which the caller must prepend. An OSError means that the file cannot be read. Parsing
-needs up to about 30 times the file size in memory. YAML aliases are rejected, because they could
-expand a small file to any size.
+file's name, which the caller must prepend. An OSError means that the file cannot be read. Parsing a
+file can use memory of up to about 30 times the file size. YAML aliases are rejected, because they
+could expand a small file to any size.
 """
 
 import os
@@ -46,7 +46,7 @@ def open_regular(path: Path, *, follow_link: bool = True) -> BinaryIO:
 
 
 def is_regular(path: Path, *, follow_link: bool = True) -> bool:
-    """Return True if `path` is an existing regular file; return False for an invalid name."""
+    """Return True if `path` is valid and refers to an existing regular file."""
     try:
         return stat.S_ISREG(os.stat(path, follow_symlinks=follow_link).st_mode)
     except (OSError, ValueError):

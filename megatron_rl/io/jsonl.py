@@ -115,7 +115,10 @@ def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
 
 
 def write_error_line(key: str, path: Path, error: OSError) -> str:
-    """Format the error for a folder or file, set by `key`, that could not be written."""
+    """Return an error message for a folder or file that could not be written.
+
+    `key` is the name of the setting that contains the path.
+    """
     is_broken = any(os.strerror(number) in str(error) for number in (errno.EIO, errno.EROFS))
     remedy = BROKEN_DISK if is_broken else "free space or choose another folder"
     return f"{key}={path}: could not be written ({error}); {remedy}"

@@ -55,8 +55,8 @@ def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str,
 def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
     """Return the rollout that was passed to `to_record`, with Image.patch_PC set to None.
 
-    `load_image` returns the image with a given name, or None if images are not needed. The record
-    is untrusted input.
+    `load_image` is called with the name of each image, and returns the image. `load_image` may
+    return None if images are not needed. The record is untrusted input.
 
     Raises:
         ValueError: The record is damaged or has a different version. The message is one line.

@@ -122,8 +122,8 @@ def publish_address(run: Path, name: str, *, url: str, nonce: str) -> None:
 def can_prove_token(settings: ServiceSettings) -> bool:
     """Return True if the service can prove that it knows its token.
 
-    The service gives the proof (described in sandbox/access.py) before it receives the token. A
-    vLLM server with a custom command (services.X.command) cannot give the proof, because its
+    The service sends the proof (described in sandbox/access.py) before it receives the token. A
+    vLLM server with a custom command (services.X.command) cannot send the proof, because its
     environment may lack the middleware rollout/vllm/http_gate.py.
     """
     return settings.kind != "vllm" or not settings.command
@@ -169,7 +169,7 @@ def is_service_running(url: str, kind: str, *, nonce: str, token: Path, is_gated
 
 
 def has_proven_token(url: str, *, token: str) -> bool:
-    """Return True if the server, without receiving the token, proves that it knows the token.
+    """Return True if the server proves that it knows the token; the token is not sent.
 
     The proof is described in sandbox/access.py.
     """

@@ -60,8 +60,7 @@ class EngineServer:
     token: str
     log: Path
     process: SupervisedProcess | None = None
-    """Process of the server; None before the first start and after the process is known to be dead.
-    """
+    """Process of the server; None before the first start and after a failure."""
     started_at: float = 0.0
     """Time of the last start, as a value of time.monotonic()."""
     is_ready: bool = False
@@ -169,7 +168,8 @@ class EngineServers:
     def report_healthy(self, url: str) -> None:
         """Record that the server is healthy.
 
-        Earlier failures are forgotten once the server has been healthy for STABLE_S seconds.
+        The number of consecutive failures is reset once the server has been healthy for STABLE_S
+        seconds.
         """
         engine, now = self._engines[url], time.monotonic()
         engine.healthy_since = engine.healthy_since or now
@@ -287,11 +287,11 @@ def check_engines(settings: EngineSettings, *, num_ranks: int, num_gpus: int) ->
 def run_engine_servers(
     settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]
 ) -> Iterator[tuple[list[str], EngineServers | None]]:
-    """Run the engine servers inside the block. All ranks must enter the block together.
+    """Start the engine servers, yield their addresses, and stop the servers on exit.
 
-    Yields the servers' addresses, and the EngineServers object (None on ranks other than rank 0).
-    On CPUs, the ranks of rank 0's node are bound to separate cores inside the block, if there are
-    enough cores.
+    All ranks must enter the block together. Yields (addresses, servers), where `servers` is None on
+    ranks other than rank 0. On CPUs, the ranks of rank 0's node are bound to separate cores inside
+    the block, if there are enough cores.
 
     Args:
         settings: Settings of the run.

@@ -161,7 +161,7 @@ def enabled_services(services: ServicesSettings) -> dict[str, ServiceSettings]:
 
 @contextmanager
 def run_services(settings: Settings, world: World, *, raise_if_stopped: Callable[[], None]) -> Iterator[dict[str, str]]:
-    """Run the services inside the block and yield their addresses, keyed by name.
+    """Start the services, yield their addresses keyed by name, and stop the services on exit.
 
     All ranks must enter the block together. `raise_if_stopped` is called while waiting for the
     services, and may raise an exception to end the wait.
@@ -191,7 +191,8 @@ def are_ready(services: Sequence[LaunchedService]) -> bool:
 def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path) -> TaskSettings:
     """Return the task's settings with the names of services replaced by their addresses.
 
-    In the settings that use these services, token_file is also set.
+    If the sandbox, judge, listener or speaker uses a service of the run, its token_file is set to
+    the token file of this service.
     """
     sandbox, name = task.sandbox, service_of(task.sandbox.url)
     if name:

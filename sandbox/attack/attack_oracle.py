@@ -107,9 +107,9 @@ class AttackOracle:
         os.set_inheritable(inherited, True)
 
     def _create_locked_files(self, stack: contextlib.ExitStack) -> None:
-        """Choose two files of the standard library that boxes can read, and lock one of them.
+        """Choose two standard library files that boxes can read, and set file locks on one of them.
 
-        The thread started by `_start_listeners` regularly reads the file that is not locked.
+        The thread started by `_start_listeners` regularly reads the other file.
         """
         folder = Path(os.path.realpath(os.__file__)).parent
         self.shared, locked = folder / "this.py", folder / "antigravity.py"
@@ -164,8 +164,8 @@ class AttackOracle:
             """Record all data that the listeners receive.
 
             At least every 50 ms, also send the secret over the loopback interface and read
-            `self.shared`, because some attacks eavesdrop on the loopback interface or set a watch
-            on this file.
+            `self.shared`. Some attacks try to capture the loopback traffic or to observe accesses
+            to this file.
             """
             while not stopped.is_set():
                 self.shared.read_bytes()

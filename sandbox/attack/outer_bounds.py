@@ -100,7 +100,7 @@ def _wait_for_child(child: int, *, timeout_s: float) -> int:
 def _mount_fresh(target: str, *, mode: str) -> None:
     """Mount a small new tmpfs over `target`.
 
-    The paths of the interpreter and of this package, if below `target`, are bind-mounted into the
+    Paths of the interpreter and of this package that are below `target` are bind-mounted into the
     new tmpfs.
     """
     own = str(Path(__file__).resolve().parents[1])

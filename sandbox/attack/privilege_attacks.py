@@ -1,6 +1,6 @@
 """Attacks on privileged kernel interfaces.
 
-The interfaces are mounts, namespaces, devices, and other system calls that are used to escape
+The interfaces are mounts, namespaces, devices, and system calls that can be used to escape
 containers.
 """
 

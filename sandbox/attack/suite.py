@@ -33,7 +33,7 @@ class AttackResult:
 
     @property
     def has_passed(self) -> bool:
-        """True if the attack failed without a host fault, and its control, if run, succeeded."""
+        """True if the attack failed without a host fault, and its control did not fail."""
         return not self.defended.succeeded and not self.defended.host_fault and (self.control is None or self.control.succeeded)
 
 
@@ -135,5 +135,5 @@ def main(names: Sequence[str]) -> int:
     skipped = sum(row.control is None for row in rows)
     failed = sum(row.control is not None and not row.control.succeeded for row in rows)
     print(f"\n{format_summary(rows)}\n")
-    print(f"{len(rows)} probes: {breaches} breached, {failed} controls failed, {skipped} controls skipped on this host")
+    print(f"{len(rows)} probes: {breaches} attacks succeeded, {failed} controls failed, {skipped} controls skipped on this host")
     return 0 if all(row.has_passed for row in rows) else 1

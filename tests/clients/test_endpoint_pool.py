@@ -108,7 +108,7 @@ def test_what_a_call_raises_tells_how_it_went(error: Exception, tries: int, rest
 def test_a_rest_that_a_server_asks_for_is_waited_for_or_told() -> None:
     made = servers("http://a", outage_timeout_s=1.0)
     assert outcome(made, raising(EndpointError("busy", retry_after_s=600))) == (
-        "listener: all endpoints are backing off; http://a is available first, in 600 s; "
+        "listener: all endpoints are backing off; the next available endpoint is http://a, in 600 s; "
         "already waited 0.0 s; the last failure: http://a: busy"
     )
     made, times = servers("http://a"), []

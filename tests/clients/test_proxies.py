@@ -87,7 +87,7 @@ def test_a_proxy_that_is_none_harms_nobody_who_needs_it_not(wrong: str, monkeypa
     with serve_judge(answer_correct) as server:
         assert run_judge(make_judge_settings(server), lambda judge: judge.score(PROMPT, fields=prompt_fields())).endpoints.failures == 0
     server.url = "http://judge.invalid/v1"
-    with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: is not a usable proxy; .*NO_PROXY=judge.invalid"):
+    with pytest.raises(InfraError, match=rf"^HTTP_PROXY={wrong}: not a usable proxy; .*NO_PROXY=judge.invalid"):
         start(Judge(make_judge_settings(server)))
 
 

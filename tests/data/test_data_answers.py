@@ -86,7 +86,7 @@ def test_decimal_text_has_no_exponent_and_the_same_value(value: float) -> None:
         (" ", "is empty"),
         ("<answer> </answer>", "is empty"),
         (True, "is true; write the expected word"),
-        (["B"], "must be text or a number, is list; write it as text, in the form expected in a response"),
+        (["B"], "must be text or a number, not list; write it as text, in the form expected in a response"),
         (float("nan"), "is nan, which is not a finite number; remove"),
     ],
 )

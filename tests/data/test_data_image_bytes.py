@@ -145,7 +145,7 @@ REFUSED = {
     "a web address in capitals": ("HTTPS://host/a.png", "is a URL, which is not supported; download"),
     "a bucket": ("s3://bucket/a.png", "is a URL, which is not supported; download"),
     "another machine's file": ("file://server/share/a.png", "names a file on the machine server"),
-    "nothing": ("", "must be a path, bytes or a SHA-256, is empty"),
+    "nothing": ("", "must be a path, bytes or a SHA-256, but is empty"),
 }  # fmt: skip
 
 

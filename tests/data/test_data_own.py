@@ -103,7 +103,7 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
     payload = one(columns, row)
     assert (payload["question"], payload["answer"], payload["extra"]) == ("<image>\nWhat?", "4", {"kept": 1})
     assert payload["images"][0].open().getpixel((0, 0)) == (0, 255, 0)
-    with pytest.raises(ValueError, match=r"^own.jsonl row 1: a: is missing, but task.data.columns names this column; the row has q"):
+    with pytest.raises(ValueError, match=r"^own.jsonl row 1: a: is missing, but task.data.columns names it; the row has the columns q"):
         one(columns, row, {"q": "What?"})
     with pytest.raises(ValueError, match=r"^task.data.columns.images=pcs: no row has that column; columns: question, answer$"):
         one(ColumnSettings(images="pcs"), {"question": "?", "answer": "4"})

@@ -150,17 +150,17 @@ def test_where_a_question_shows_its_pictures(tmp_path: Path) -> None:
 
 TALK = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
 BAD = {
-    "reward_model": ("red", r"reward_model: must be a mapping, is str"),
+    "reward_model": ("red", r"reward_model: must be a mapping, not str"),
     "prompt": ([], r"question: is missing"),
-    "data_source": (3, r"data_source: must be text, is int"),
+    "data_source": (3, r"data_source: must be text, not int"),
     "extra_info": ({"question": "a <image> and <image>"}, r"question: has 2 <image> placeholders for 1 images"),
-    "ability": ("\ud800", r"ability: is not Unicode"),
+    "ability": ("\ud800", r"ability: cannot be encoded as UTF-8"),
     "images": ([{"path": "no.png"}], r"images\[0\]: no such file .*no.png; task.data.images is the folder"),
     "env_name": ("<|image_pad|>", r"env_name: contains <\|image_pad\|>; write <image> for an image"),
     "image": (["a.png"], r"images and image: each contain images"),
     "mm_hint": (
         {"hint_type": "video", "hint_path": "a.mp4"},
-        r"mm_hint: hint_type must be image, or video in a row without images; it is video",
+        r"mm_hint: hint_type must be image \(or video, if the row has no images\), but is video",
     ),
 }
 
@@ -181,11 +181,11 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
     [
         ({"question": "?", "answer": "  "}, "answer: is empty"),
         ({"question": "?"}, "answer: is missing"),
-        ({"question": "?", "answer": ["a", "b"]}, "answer: must be text or a number, is list"),
+        ({"question": "?", "answer": ["a", "b"]}, "answer: must be text or a number, not list"),
         ({"question": " ", "answer": "a"}, "question: is empty"),
-        ({"question": "?", "answer": "a", "extra_info": {"index": [1]}}, "index: must be text or a whole number, is list"),
-        ({"question": "?", "answer": "a", "images": [5]}, r"images\[0\]: must be a path, bytes or a SHA-256, is int"),
-        ({"question": "?", "answer": "a", "images": [{"url": "x"}]}, r'images\[0\]: must have "bytes" or "path", has url'),
+        ({"question": "?", "answer": "a", "extra_info": {"index": [1]}}, "index: must be text or a whole number, not list"),
+        ({"question": "?", "answer": "a", "images": [5]}, r"images\[0\]: must be a path, bytes or a SHA-256, but is int"),
+        ({"question": "?", "answer": "a", "images": [{"url": "x"}]}, r'images\[0\]: must have "bytes" or "path", but has url'),
         (
             {"question": "?", "answer": "a", "images": [{"bytes": "not base64!"}]},
             r"images\[0\]: the key bytes must contain raw bytes, or base64 in JSON",
@@ -193,7 +193,7 @@ def test_a_bad_row_is_named(column: str, tmp_path: Path) -> None:
         ({"question": "?", "answer": "a", "images": ["a\0b"]}, r"images\[0\]: no such file"),
         ({"question": "?", "answer": "a", "images": ["0" * 64]}, r"images\[0\]: .* contains no file with the SHA-256 0000"),
         ({"prompt": [{"role": "system", "content": "x"}], "answer": "a"}, "prompt: has no user message"),
-        ({"prompt": 3, "answer": "a"}, "prompt: must be text, is int"),
+        ({"prompt": 3, "answer": "a"}, "prompt: must be text, not int"),
         ({"prompt": TALK, "answer": "a"}, "prompt: has user messages after an assistant message; the"),
     ],
 )

@@ -143,7 +143,7 @@ def test_a_row_that_is_no_json_is_named_when_it_is_read(tmp_path: Path) -> None:
     read = open_rows(path)
     assert read[0] == {"a": 1} and read[5] == {"a": 2}
     for place, said in enumerate(
-        ("is not valid JSON", "must be a JSON object, is list", "is not valid JSON", "is not valid JSON"), start=1
+        ("is not valid JSON", "must be a JSON object, not list", "is not valid JSON", "is not valid JSON"), start=1
     ):
         with pytest.raises(ValueError, match=f"^bad.jsonl row {place}: {said}"):
             read[place]

@@ -10,7 +10,7 @@ from tests.support.data_files import make_png
 from tests.support.transcripts import REPLY, SHAREGPT_MESSAGES, USER, assistant_row, load_conversation, reply_pair_row, user_row
 
 CHAT, IMAGE = [USER, REPLY], {"type": "image"}
-LEARNED = r"must be 0, 1, true or false, is"
+LEARNED = r"must be 0, 1, true or false, not"
 VIDEO, MEDIA = r"is not read; .*videos and audio are not supported", r"is not read; images belong in the column images"
 REFUSED = {
     # loss flags
@@ -68,7 +68,7 @@ REFUSED = {
     ),
     "turns of pairs": ({"conversation": [{"human": "a", "assistant": "b"}]}, r"conversation\[0\].human: is unknown; a message has"),
     "no content": ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\].content: is missing"),
-    "a number": (user_row(7), r"messages\[0\]: its content must be text or a list of parts, is int"),
+    "a number": (user_row(7), r"messages\[0\]: its content must be text or a list of parts, not int"),
     "a call as a role": (
         {"conversations": [SHAREGPT_MESSAGES[0], {"from": "function_call", "value": "{}"}]},
         r"conversations\[1\].from: role 'function_call' is",
@@ -81,20 +81,20 @@ REFUSED = {
         {"conversations": SHAREGPT_MESSAGES, "chosen": SHAREGPT_MESSAGES[1], "rejected": SHAREGPT_MESSAGES[1]},
         "chosen: is preference data, but a warm start",
     ),
-    "kto_tag": ({"kto_tag": True, "messages": CHAT}, "kto_tag: states whether a response is good; keep"),
-    "label of KTO": ({"label": False, "messages": CHAT}, "label: states whether a response is good; keep the rows"),
+    "kto_tag": ({"kto_tag": True, "messages": CHAT}, "kto_tag: marks a response as good or bad; keep"),
+    "label of KTO": ({"label": False, "messages": CHAT}, "label: marks a response as good or bad; keep only rows"),
     "functions": ({"functions": [{"name": "crop"}], "messages": CHAT}, "functions: are not read"),
     "a template's arguments": ({"chat_template_kwargs": {"enable_thinking": False}, "messages": CHAT}, "chat_template_kwargs: is not read"),
     "a switch of a template": ({"enable_thinking": True, "messages": CHAT}, "enable_thinking: is not read; write what the policy"),
     "documents": ({"documents": [{"text": "x"}], "messages": CHAT}, "documents: is not read; write what the policy should read into"),
     "labels of tokens": ({"input_ids": [1], "labels": [-100], "messages": CHAT}, "input_ids: is not read: the messages are tokenized"),
-    "no list": ({"messages": "User: hi"}, "messages: must be a list of messages .*, is str"),
+    "no list": ({"messages": "User: hi"}, "messages: must be a list of messages .*, not str"),
     "a list as text, cut off": ({"messages": '[{"role": "user", "content"'}, "messages: looks like messages but is not valid"),
-    "lists in a mapping": ({"messages": {"role": ["user"], "content": ["x"]}}, "messages: must be a list of messages .*, is dict"),
+    "lists in a mapping": ({"messages": {"role": ["user"], "content": ["x"]}}, "messages: must be a list of messages .*, not dict"),
     "a reply that is not to be seen": (assistant_row("\u200b\u00a0"), r"messages\[1\]: the assistant message is empty and would"),
     "a history of messages": ({"history": [["a", "b"]], "messages": CHAT}, "history: is read only together with instruction or query"),
     "a history of one": ({"history": [["a"]], "query": "a", "response": "b"}, r"history\[0\]: must be a pair .* has 1 items"),
-    "two answers": ({"instruction": "a", "output": ["b", "c"]}, "output: must be text, is list"),
+    "two answers": ({"instruction": "a", "output": ["b", "c"]}, "output: must be text, not list"),
     "two forms": ({"messages": CHAT, "instruction": "a", "output": "b"}, "messages and output: each contain a conversation; keep one"),
     "two systems": (
         {"system": "a", "system_prompt": "b", "messages": CHAT},
@@ -102,7 +102,7 @@ REFUSED = {
     ),
     "plain text of TRL": (
         {"prompt": "a", "completion": "b"},
-        "prompt: must be a list of messages, is str: TRL does not apply the chat template to",
+        "prompt: must be a list of messages, not str: TRL does not apply the chat template to",
     ),
     "question and answer": ({"question": "a", "answer": "b"}, "messages: is missing; .*; this row has question, answer"),
     "objects of ms-swift": (user_row("x", objects={"bbox": [[1, 2, 3, 4]]}), "objects: is not read, nor are <bbox> and <ref-object>"),

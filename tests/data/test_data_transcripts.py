@@ -159,7 +159,7 @@ BAD = {
         turns("system", "user", "assistant") | {"system": "s"},
         "system: the system message is also given elsewhere; keep only one",
     ),
-    "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, is list"),
+    "a system of parts": (turns("user", "assistant") | {"system": ["s"]}, "system: must be text, not list"),
     "tools": (
         {"conversations": GPT, "tools": '[{"name": "crop"}]'},
         "tools: are not read; write tool calls into the assistant's content, .* remove this column",

@@ -239,8 +239,9 @@ def packed(path: Path) -> Path:
         ("a.json.xz", "is compressed; unpack it: unxz"), ("a.csv.zst", "is compressed; unpack it: unzstd a.csv.zst"),
         ("a.zip", "is compressed; unpack it: unzip a.zip"), ("a.TAR", "is compressed; unpack it: tar -xf a.TAR"),
         ("a.pkl", "is a pickle, which could run code; write it as Parquet or JSON lines$"), ("a.xlsx", "is a spreadsheet; save it as CSV"),
-        ("a.db", "is a SQLite database; export it as CSV"), ("a.txt", "ends in .txt; Parquet .*convert or rename it$"),
-        ("a", "ends in no suffix; Parquet"), ("a.yaml", "ends in .yaml; Parquet "),
+        ("a.db", "is a SQLite database; export it as CSV"),
+        ("a.txt", r"is not in a supported format \(.txt\); Parquet .*convert or rename it$"),
+        ("a", r"is not in a supported format \(no suffix\); Parquet"), ("a.yaml", r"is not in a supported format \(.yaml\); Parquet "),
     ],
 )  # fmt: skip
 def test_formats_that_are_not_read_are_named(name: str, said: str, tmp_path: Path) -> None:

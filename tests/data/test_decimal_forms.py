@@ -95,7 +95,7 @@ def test_numbers_of_json_keep_their_digits(tmp_path: Path) -> None:
 def test_an_exponent_that_cannot_be_written_out_is_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text(f'{{"question": "q", "answer": {text}}}')
-    with pytest.raises(ValueError, match=r"^q.jsonl row 0: answer: has an exponent that is too large to write out; "):
+    with pytest.raises(ValueError, match=r"^q.jsonl row 0: answer: has an exponent that is too large for decimal notation; "):
         load_questions([str(path)], images_root="", name="train")
 
 

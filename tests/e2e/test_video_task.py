@@ -140,9 +140,9 @@ def test_frames_are_those_that_were_written(codec: str, suffix: str, tmp_path: P
             r"mm_hint.hint_path: .*words.mp4 is not an MP4, Matroska, WebM or AVI file",
         ),
         ({"hint_type": "video", "hint_path": "../away/clip.mp4"}, r"mm_hint.hint_path: .* is outside of "),
-        ({"hint_type": "video", "hint_path": 3}, r"mm_hint.hint_path: must be the path of a video, is int"),
-        ({"hint_type": "video"}, r"mm_hint.hint_path: must be the path of a video, is NoneType"),
-        ({"hint_type": "sound", "hint_path": "clip.mp4"}, r"mm_hint: hint_type must be image, or video"),
+        ({"hint_type": "video", "hint_path": 3}, r"mm_hint.hint_path: must be the path of a video, not int"),
+        ({"hint_type": "video"}, r"mm_hint.hint_path: must be the path of a video, not NoneType"),
+        ({"hint_type": "sound", "hint_path": "clip.mp4"}, r"mm_hint: hint_type must be image \(or video"),
     ],
 )
 def test_a_bad_video_is_one_line(hint: dict, said: str, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_attacks_are_held_without_privilege() -> None:
     command = (sys.executable, ROOT / "tests/support/unprivileged.py", sys.executable, "-m", "sandbox", "attack", *UNPRIVILEGED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=False, env=environment)
-    summary = f"{len(UNPRIVILEGED)} probes: 0 breached, 0 controls failed, 0 controls skipped on this host"
+    summary = f"{len(UNPRIVILEGED)} probes: 0 attacks succeeded, 0 controls failed, 0 controls skipped on this host"
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, summary), done.stdout + done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Benchmark metrics computed from the credit of each item."""
+"""Benchmark metrics computed from the scores of items."""
 
 import math
 import re
@@ -14,7 +14,7 @@ INTERVAL_PERCENTILES = (2.5, 97.5)
 """Percentiles of a 95% confidence interval."""
 MIN_CORRECT_CREDIT = 0.5
 ACCURACY_TERM = "accuracy"
-"""Name of the reward term that contains a rollout's credit."""
+"""Name of the reward term that contains a rollout's score."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -24,7 +24,7 @@ class ItemScore:
     unit_id: str
     labels: Mapping[str, str]
     credit: float
-    """Credit from 0 to 1."""
+    """Score from 0 to 1."""
 
 
 HeadlineMetric = Callable[[Sequence[ItemScore]], float]
@@ -32,15 +32,15 @@ HeadlineMetric = Callable[[Sequence[ItemScore]], float]
 
 
 def mean_credit(scores: Sequence[ItemScore]) -> float:
-    """Return the mean credit of the items."""
+    """Return the mean score of the items."""
     return sum(each.credit for each in scores) / len(scores)
 
 
 def mean_over_label(label: str, *, merged: Mapping[str, str] | None = None) -> HeadlineMetric:
-    """Return a metric that computes the mean credit for each label value and averages these means.
+    """Return a metric that averages the scores for each label value, then averages these means.
 
-    The means of label values that `merged` maps to the same name are averaged first and count as
-    one value.
+    If `merged` maps several label values to the same name, the means of these values are first
+    averaged into one mean.
     """
 
     def headline(scored: Sequence[ItemScore]) -> float:
@@ -77,13 +77,18 @@ def worst_case_accuracy(scores: Sequence[ItemScore]) -> float:
 def we_math_metrics(scores: Sequence[ItemScore], *, strict: bool) -> dict[str, float]:
     """Return the four metrics of We-Math (arXiv 2407.01284, section 3) and its score.
 
-    Only problems with scores for all their steps and for the composite question count. If the
-    composite question of a problem is solved, the problem counts as mastered if all its steps are
-    correct (in the loose variant, if any step is correct), else as memorized. If the composite
-    question is not solved, the problem counts as not generalized if all steps are correct, else as
-    lacking knowledge. The score is mastered + not_generalized / 2. The metric `memorized` is a
-    fraction of the problems with a solved composite question; the other metrics are fractions of
-    all problems.
+    A problem is skipped if one of its steps or its composite question has no score. Every other
+    problem belongs to one class:
+
+    - `mastered`: the composite question is solved, and all steps are solved. In the loose variant,
+      one solved step is sufficient.
+    - `memorized`: the composite question is solved, but the problem is not mastered.
+    - `not_generalized`: the composite question is not solved, but all steps are solved.
+    - `lacking`: any other problem.
+
+    The score is mastered + not_generalized / 2. The metric `memorized` is a fraction of the
+    problems with a solved composite question. The other metrics are fractions of all problems that
+    were not skipped.
     """
     counts = dict.fromkeys(("mastered", "memorized", "not_generalized", "lacking"), 0)
     for unit in group_by_unit(scores).values():
@@ -124,9 +129,9 @@ def collect_item_scores(examples: Sequence[Example], rollouts: Sequence[Rollout]
 
 
 def bootstrap_headline_interval(samples: Sequence[Sequence[ItemScore]], headline: HeadlineMetric) -> tuple[float, float]:
-    """Return a 95% confidence interval of the headline metric by bootstrap over units (Efron 1979).
+    """Return a 95% bootstrap confidence interval of the headline metric (Efron 1979).
 
-    All items of a unit are resampled together. The random seed is fixed.
+    Units are resampled with replacement, each with all its items. The random seed is fixed.
     """
     cut = [group_by_unit(scored) for scored in samples]
     names = list(dict.fromkeys(name for units in cut for name in units))

@@ -93,7 +93,7 @@ def read_text_column(record: DataRecord, *names: str, default: str | None = None
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return record.require_text(str(value), name).strip()
     if default is None:
-        raise record.make_error(names[0], f"is missing; the row has {', '.join(record.row)[:200]}")
+        raise record.make_error(names[0], f"is missing; the row has the columns {', '.join(record.row)[:200]}")
     return default
 
 

@@ -27,8 +27,8 @@ TIR_CORRECTIONS = {"60.jpg": "mobi", "62.jpg": "aires"}
 def read_vstar(record: DataRecord) -> BenchmarkItem:
     """Read a row of V*.
 
-    Files: folders of images with one JSON file per image (the correct option is listed first),
-    test_questions.jsonl, or a table.
+    Files: folders that contain images and one JSON file per image, test_questions.jsonl, or a
+    table. In the JSON files, the first option is the correct option.
     """
     if "options" in record.row:
         options = tuple(str(option) for option in record.require_list(record.row["options"], "options"))
@@ -190,8 +190,8 @@ def read_mathvision(record: DataRecord) -> BenchmarkItem:
 def read_wemath(record: DataRecord) -> BenchmarkItem:
     """Read a row of We-Math.
 
-    File: testmini. The file contains problems with two or three steps; each step is also a separate
-    problem, with the ID of the whole problem.
+    File: testmini. Each problem has two or three steps. The steps and the composite question of a
+    problem are separate rows with the same ID.
     """
     options = read_lettered_options(record) or split_options(read_text_column(record, "option"), INLINE_MARKER)
     key, answer = read_text_column(record, "key"), read_text_column(record, "answer")

@@ -262,7 +262,9 @@ def test_vlmblind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("benchmark", NAMES)
 def test_rows_of_something_else_are_one_line(benchmark: str, tmp_path: Path) -> None:
     path = lines(tmp_path / "mine.jsonl", [{"something": "else"}])
-    with pytest.raises(ValueError, match=r"^mine.jsonl row 0: \w+: is missing; the row has something$|^mine.jsonl row 0: \w+: "):
+    with pytest.raises(
+        ValueError, match=r"^mine.jsonl row 0: \w+: is missing; the row has the columns something$|^mine.jsonl row 0: \w+: "
+    ):
         payloads(benchmark, path)
 
 
