@@ -154,7 +154,7 @@ def build_rollout_manager(
 
 
 def make_owner_name(settings: Settings, run_name: str) -> str:
-    """Return the owner name that a server in use by this run reports to other runs.
+    """Return the owner name of this run, which its servers report to other runs.
 
     The name consists of run directory, process ID, host and `run_name`. Example: `runs/mine (4711
     on node1, 0a1b2c3d)`. Only the last two components of the directory's path are included, because

@@ -67,8 +67,8 @@ class ImageCapture:
     def finish_call(self, stdout_text: str) -> dict[str, int]:
         """Add the remaining images of a call and return the sizes of its new and changed files.
 
-        The remaining images are open figures, then saved image files, then existing image files
-        that are named in `stdout_text`. Sizes are in bytes, keyed by file name.
+        The remaining images are added in this order: open figures, saved image files, existing
+        image files that are named in `stdout_text`. Sizes are in bytes, keyed by file name.
         """
         for figure in _open_figures():
             if figure not in self.captured_figures or figure.stale:

@@ -1,7 +1,7 @@
 """Detection and selection of isolation layers, and the protections that the layers provide.
 
-The zygote enters user_ns and mount_ns with read_only_root once. Each box then enters pid_ns,
-net_ns, ipc_ns, mount_ns with private_tmp, cgroup, rlimits, drop_uid, capabilities, landlock and
+The zygote enters user_ns and mount_ns with read_only_root once. Each box then applies pid_ns,
+net_ns, ipc_ns, mount_ns (with private_tmp), cgroup, rlimits, drop_uid, capabilities, landlock and
 seccomp. confine.py defines the exact order.
 """
 

@@ -218,7 +218,7 @@ class SandboxPool:
             exit_ = await asyncio.shield(self._end_interpreter(life))
             if life.exceeded_limit is not None and isinstance(error, Exception):
                 shown = fault_diagnosis.LIMIT_MESSAGES[life.exceeded_limit].format(limits=self.limits)
-                raise ValueError(f"opening a box failed, because {shown}: check preload and images") from error
+                raise ValueError(f"failed to open a box: {shown}; check preload and images") from error
             if isinstance(error, TimeoutError) and clock.was_starved:
                 raise SandboxError(f"{fault_diagnosis.STARVED_MESSAGE}: the box was not opened in time") from error
             if isinstance(error, TimeoutError):

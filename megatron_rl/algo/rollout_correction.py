@@ -147,7 +147,7 @@ def _within(x_R: torch.Tensor, low: float, high: float) -> torch.Tensor:
 
 @dataclass(slots=True, frozen=True)
 class Correction:
-    """A rollout correction, with its weight function and properties."""
+    """Method of rollout correction: a weight function, and flags that describe it."""
 
     weight_fn: Callable[[LossInputs, AlgoSettings], torch.Tensor]
     has_ratio: bool = False

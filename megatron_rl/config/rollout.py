@@ -28,7 +28,7 @@ class EngineSettings:
     run starts."""
     num_local_servers: int = 0
     """Number of inference servers that the run itself starts when mode=server; 0 starts none. The
-    servers run on rank 0's node, on the GPUs that follow the GPUs of the node's ranks."""
+    servers run on rank 0's node and use the GPUs after those of the node's ranks."""
     startup_timeout_s: float = 900.0
     """Maximum startup time in seconds of a server that the run starts."""
     tp: int = 1
@@ -193,8 +193,8 @@ class ColumnSettings:
     id: str = ""
     """Column with the row's identifier (text or a number); empty uses the column id."""
     data_source: str = ""
-    """Column with the data source, which selects the rule for comparing answers; empty uses the
-    column data_source."""
+    """Column with the data source, which selects the rule for comparing answers. If empty, the
+    column `data_source` is used."""
     ignored: list[str] = field(default_factory=list)
     """Columns of question and transcript files that are ignored without a warning; a key of the
     column extra_info is written as extra_info.KEY."""

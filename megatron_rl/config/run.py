@@ -50,8 +50,8 @@ class RunSettings:
     """Exit with an error unless the mean return of the last 10 steps is above the mean return of
     the first 10."""
     trace: int = 0
-    """Number of initial steps of each attempt to trace for Perfetto: spans, episodes and tool calls
-    are written to RUN/trace. 0 disables tracing."""
+    """Number of steps to trace at the start of each attempt. Spans, episodes and tool calls are
+    written to RUN/trace in a format that Perfetto reads. 0 disables tracing."""
 
     def __post_init__(self) -> None:
         require_choice("run.mode", self.mode, ("train", "rollout_only", "replay"))
@@ -143,7 +143,7 @@ class RolloutStoreSettings:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointSettings:
-    """Checkpoints in run.dir/checkpoints: weights, optimizer, schedule, RNGs and run state."""
+    """Checkpoints in run.dir/checkpoints: weights, optimizer, learning rate, RNG and run state."""
 
     every: int = 0
     """Number of steps between checkpoints; with 0, only checkpoint.every_s determines the

@@ -90,7 +90,7 @@ class ProblemLines:
         return self.num_rows - sum(group.num_rows for group in self._groups.values())
 
     def _add(self, problem: str | UnreadFinding | tuple[str, str], where: str, *, hint: str = "") -> _Group | None:
-        """Count a row with a problem; return the problem's group, or None if it is not listed."""
+        """Count a row with a problem; return the problem's group, or None if the list is full."""
         self.num_rows += 1
         file, _, row = where.rpartition(" row ")
         group = self._groups.get(problem)

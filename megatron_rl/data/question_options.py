@@ -23,9 +23,9 @@ _LAST_WORD = re.compile(r"[\s;,(]*(?:\b(?:or|and)\s*)?\Z")
 def find_options(question: str) -> dict[str, str]:
     """Return the options that a question lists, keyed by capital letter or by number.
 
-    Labels start at A or 1 and have no gaps. Capital letters are written as in `A. red`, `(A) red`,
-    `A) red` or `A: red`; lowercase letters and numbers are written as in `(a) red`, `a) red`, or
-    `a. red` on its own line. An option ends at the next label or at the end of its line. The result
+    Labels start at A or 1 and have no gaps. Recognized forms with capital letters are `A. red`,
+    `(A) red`, `A) red` and `A: red`. Recognized forms with lowercase letters and numbers are
+    `(a) red` and `a) red`, and on a separate line `a. red`. An option ends at the next label or at the end of its line. The result
     is empty if fewer than two options are listed.
     """
     question = question.translate(_FULL_WIDTH)

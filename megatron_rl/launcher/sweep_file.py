@@ -87,7 +87,7 @@ def read_sweep(path: Path) -> Sweep:
     )
     require(isinstance(folder, str), f"{path}: folder", folder, "expects a folder name")
     points = list(EXPANDERS[kinds[0]](given[kinds[0]], f"{path}: {kinds[0]}"))
-    require(bool(points), f"{path}: {kinds[0]}", given[kinds[0]], "is empty and defines no run; give keys with values")
+    require(bool(points), f"{path}: {kinds[0]}", given[kinds[0]], "is empty and defines no runs; add at least one key with its values")
     tasks = [_make_task(index, own, common, Path(folder)) for index, own in enumerate(points)]
     _check_folders(tasks, path)
     return Sweep(path=path, folder=Path(folder), num_processes=int(processes), tasks=tasks)

@@ -76,9 +76,10 @@ def score_mathvision(truth: str, answer: str, item: Mapping[str, object]) -> flo
 def score_mathvista(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score choices, numbers and lists as in MathVista (calculate_score.py).
 
-    A choice is the selected option, or the option with the smallest edit distance if none is
-    selected. Numbers are truncated to integers or rounded to the item's precision. Lists are
-    compared as text without whitespace.
+    For multiple-choice questions, the prediction is the selected option. If no option is selected,
+    the prediction is the option with the smallest edit distance to the answer. Numbers are
+    truncated to integers or rounded to the item's precision. Lists are compared as text without
+    whitespace.
     """
     kind = item["answer_type"]
     if kind == "choice":

@@ -150,8 +150,9 @@ class Rubric:
         bonuses = await asyncio.gather(*(self.terms[name].reward_fn(reward_input) for name in earned))
         rewards |= {name: float(value) for name, value in zip(earned, bonuses, strict=True) if value is not None}
         if self.terms and not self.turn_terms and not rewards:
+            example = reward_input.rollout.example_id
             raise PermanentInfraError(
-                f"rewards {', '.join(self.terms)}: all returned None for {reward_input.rollout.example_id}; one must return a number"
+                f"rewards {', '.join(self.terms)}: all returned None for {example}; at least one must return a number"
             )
         held = [name for name, veto in self.vetoes.items() if veto(reward_input)]
         if held:

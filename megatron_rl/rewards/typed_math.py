@@ -1,7 +1,7 @@
 """Conversion of mathematics typed as plain text into LaTeX that math-verify can read.
 
 Examples of plain text are `sqrt(2)/2`, `x**2`, `2*pi`, `1e-5`, `90 degrees`, `<=`, `1 1/2`.
-Math-verify 0.9.0 parses only LaTeX. It would treat a typed name as a product of letters, and it
+Math-verify 0.9.0 parses only LaTeX. In plain text, it reads a name as a product of letters, and it
 drops or rejects some characters.
 """
 

@@ -3,7 +3,7 @@
 An episode adds messages to its conversation and receives the policy's responses as text. The limits
 of a sequence (tokens, images, pixels) are enforced only in this module. The limits are checked
 between turns. A response is never truncated, and an observation that does not fit is not added.
-Large images are rendered in a thread, outside the event loop.
+Large images are rendered in a worker thread, so that they do not block the event loop.
 """
 
 import asyncio

@@ -71,7 +71,7 @@ class EngineRank:
         )  # fmt: skip
 
     def assign_by_load(self, groups: Sequence[int], *, size: int, loads: Sequence[int]) -> "GroupAssignment":
-        """Return this engine's groups if each group is assigned to the least loaded engine.
+        """Assign each group to the least loaded engine; return this engine's groups.
 
         All groups are assigned at once. A faster engine finishes more groups, so its load is lower
         at the next assignment.

@@ -13,8 +13,9 @@
 
 A run is finished if its directory contains eval.json and a folder final/ with all weights. If only
 final/ is missing, the run is not finished, but all its steps count as completed. A run that stopped
-gracefully leaves ended.json with the step of its last checkpoint. After a kill or an error, the
-steps after the newest checkpoint are repeated, and run/superseded_steps.py keeps their old records.
+gracefully leaves ended.json with the step of its last checkpoint. A run that was
+killed or failed repeats the steps since its newest checkpoint when it is resumed.
+run/superseded_steps.py keeps the old records of these steps.
 
 The new settings are compared with the settings in config.yaml. A setting counts as changed if its
 value differs, or if only one of the two contains the setting. The lock is an fcntl
@@ -214,7 +215,7 @@ def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseExce
 
 
 def newest_saved_step(folder: Path) -> int:
-    """Return the step of a run's newest checkpoint, or 0 without a checkpoint."""
+    """Return the step of a run's newest checkpoint, or 0 if there is none."""
     return max(map(step_of, list_checkpoints(folder / CHECKPOINTS_FOLDER)), default=0)
 
 

@@ -70,7 +70,7 @@ def run_bounded(work: Callable[[], None], *, timeout_s: float) -> int:
 
 
 def _make_outer_group() -> cgroups.ControlGroups | None:
-    """Create a control group in which the pool of a control can create its own groups.
+    """Create a cgroup in which the pool of an unprotected run can create its own cgroups.
 
     Returns None if this process may not create control groups, or if the host uses control groups
     v2, which do not allow this nesting.

@@ -78,8 +78,8 @@ def test_a_name_needs_no_quotes() -> None:
 
 
 MISTAKES = [  # the yaml, and what its line says after the path
-    ("grid: {}", ": grid={}: is empty and defines no run; give keys with values"),
-    ("list: []", ": list=[]: is empty and defines no run; give keys with values"),
+    ("grid: {}", ": grid={}: is empty and defines no runs; add at least one key with its values"),
+    ("list: []", ": list=[]: is empty and defines no runs; add at least one key with its values"),
     ("grid: {optim.lr: [], algo: [grpo]}", ": grid.optim.lr=[]: is empty: an empty grid defines no run; give values, or leave the key out"),
     ("grid: {optim.lr: 1e-4}", ": grid.optim.lr=1e-4: expects a list of values; write [1e-4]"),
     ("grid: {optim: [{lr: 1e-4}]}", ": grid.optim={'lr': '1e-4'}: expects a value or a list; write a nested key with dots, a.b: value"),

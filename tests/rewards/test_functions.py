@@ -125,5 +125,5 @@ def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
     PermanentInfraError is raised."""
     assert total("accuracy+short", short=lambda: None) == (1.5, {"accuracy": 0.75, "veto empty": 0.0}, True)
     assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
-    with pytest.raises(PermanentInfraError, match=r"^rewards short, long: all returned None for e0; one must return a number$"):
+    with pytest.raises(PermanentInfraError, match=r"^rewards short, long: all returned None for e0; at least one must return a number$"):
         total("short+long", short=lambda: None, long=lambda: None)

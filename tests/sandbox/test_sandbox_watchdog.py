@@ -44,7 +44,7 @@ def room() -> Iterator[PoolRunner]:
 
 def test_a_box_that_outgrows_its_memory_while_it_opens_is_killed(room: PoolRunner):
     began = time.monotonic()
-    with pytest.raises(ValueError, match="opening a box failed, because the code used more than 134217728 bytes of memory"):
+    with pytest.raises(ValueError, match="failed to open a box: the code used more than 134217728 bytes of memory"):
         room.run_coroutine(room.pool.open(preload=GREEDY))
     assert time.monotonic() - began < 10, "long before its time is over"
     assert room.pool.num_open == 0

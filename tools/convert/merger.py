@@ -211,7 +211,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify", action="store_true", help="compare the logits of the result (transformers) and of the checkpoint (Megatron)"
     )
-    parser.add_argument("--force", action="store_true", help="replace a Hugging Face folder at --out")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing Hugging Face checkpoint at --out")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -67,7 +67,7 @@ def _read_package(path: Path) -> Iterator[tuple[str, Picture]]:
 
 
 def load_noto_emojis(source: Path | None) -> Sprites:
-    """Return the pictograms of the font file `source`, keyed by Unicode name."""
+    """Return the emojis in the font file `source`, keyed by Unicode name."""
     require(source is not None and source.is_file(), "--source", source, "must be the path of NotoColorEmoji.ttf")
     font = ImageFont.truetype(source, NOTO_SIZE, layout_engine=ImageFont.Layout.BASIC)
     missing = _draw_glyph(font, "\uffff")

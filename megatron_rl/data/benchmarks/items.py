@@ -1,4 +1,4 @@
-"""Common form of the rows of published benchmarks, and its conversion to questions."""
+"""Common format for rows of published benchmarks, and its conversion to questions."""
 
 import random
 import re

@@ -177,8 +177,8 @@ def read_visualprobe(record: DataRecord) -> BenchmarkItem:
 def read_mathvision(record: DataRecord) -> BenchmarkItem:
     """Read a row of MathVision.
 
-    Files: the splits test and testmini. Rows have options or a free-form answer; image placeholders
-    are numbered.
+    The reader accepts the test and testmini splits. Rows have options or a free-form answer; image
+    placeholders are numbered.
     """
     options = tuple(str(option) for option in record.require_list(record.row.get("options", []), "options"))
     labels = {"subject": read_text_column(record, "subject", default="any"), "level": read_text_column(record, "level", default="any")}

@@ -7,7 +7,7 @@ The policy receives an image and the rules, and replies with one JSON object:
 An example from the train split specifies the initially visible cards. The episode's seed determines
 all later cards and is the same for all rollouts of a group.
 
-An evaluation on the eval split does not run games. Instead, the policy chooses one action in each
+Evaluation on the eval split does not play games. Instead, the policy chooses one action in each
 of the 280 positions, for hands with suit combinations that training never uses. The expected
 outcome of full games with these actions is then computed exactly (blackjack_table.evaluate_policy),
 so the metrics have no sampling noise from the cards.
@@ -72,7 +72,7 @@ class PositionEnv(Env):
         self.game_state, self.style, self.options = game_state, style, options
 
     async def reset(self, seed: int) -> list[Message]:
-        """Return the observation of the position. The seed is not used."""
+        """Return the initial observation of the hand. The seed is not used."""
         return [make_user_message(draw_state(self.game_state, self.style), PROMPT)]
 
     async def step(self, text: str) -> Step:

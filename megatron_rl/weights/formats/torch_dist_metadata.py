@@ -139,9 +139,9 @@ def _check_place(place: filesystem._StorageInfo) -> None:
 def chunks_cover_tensor(whole: torch.Size, chunks: list[metadata.ChunkStorageMetadata]) -> bool:
     """Return True if the chunks cover the tensor exactly once, without gap or overlap.
 
-    The mixed difference of a box's indicator function is +1 or -1 at each corner of the box and 0
-    elsewhere. The chunks cover the tensor exactly once if the signed corners of all chunks add up
-    to the signed corners of the tensor.
+    Each corner of a box has a sign (+1 or -1) that alternates along every dimension. The chunks
+    cover the tensor exactly once if, at every point, the signs of the chunks' corners sum to the
+    sign of the tensor's corner (0 if the point is not a corner of the tensor).
     """
     corners: Counter[tuple[int, ...]] = Counter()
     boxes = [((0,) * len(whole), whole, -1), *((chunk.offsets, chunk.sizes, 1) for chunk in chunks)]
