@@ -12,9 +12,9 @@ rules apply:
 - A reply is on time if it arrived before the last check, even if the pool reads it later.
 
 Under load, the wall time of a call can exceed the time limit. The call times out at the latest when
-its wall time reaches about MAX_WALL_FACTOR times the limit. After such a timeout, the host is at
-fault if the box was unable to run for at least as long as the limit; otherwise, the code is at
-fault.
+its wall time reaches about MAX_WALL_FACTOR times the limit. The timeout is attributed to
+the host if, in total, the box could not run for at least as long as the limit. Otherwise, the
+timeout is attributed to the code.
 """
 
 import asyncio

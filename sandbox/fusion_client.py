@@ -247,7 +247,7 @@ class FusionBox:
     async def fetch_files(self, names: Sequence[str]) -> dict[str, bytes]:
         """Return the requested files that are inputs of the box.
 
-        Files written by the code are lost when the process of the call ends.
+        Files that the code writes are lost when the call's process ends.
         """
         return {name: decode_base64(self.inputs[name]) for name in names if name in self.inputs}
 

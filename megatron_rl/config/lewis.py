@@ -9,7 +9,7 @@ from megatron_rl.config.client import ClientSettings
 
 @dataclass(kw_only=True, slots=True)
 class ListenerSettings(ClientSettings):
-    """Settings of clients for Lewis listeners (megatron_rl.tasks.lewis.server.listener_app)."""
+    """Settings of the clients that query Lewis listeners (tasks/lewis/server/listener_app.py)."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of replicas of one listener, e.g. http://listener:9000; each request goes to the least
@@ -64,7 +64,7 @@ class ListenerSettings(ClientSettings):
 
 @dataclass(kw_only=True, slots=True)
 class SpeakerSettings(ClientSettings):
-    """Settings of clients for Lewis speakers (megatron_rl.tasks.lewis.server.speaker_app)."""
+    """Settings of the clients that query Lewis speakers (tasks/lewis/server/speaker_app.py)."""
 
     urls: list[str] = field(default_factory=list)
     """URLs of replicas of one speaker, e.g. http://speaker:9001; each request goes to the least

@@ -42,7 +42,7 @@ _MOST_PIXELS = 64
 
 @dataclass(slots=True, frozen=True)
 class Media:
-    """Media found in a value."""
+    """Pictures, videos or audio that `find_media` found in a value."""
 
     kind: str
     """Kind of media: "pictures", "videos" or "audio"."""

@@ -82,7 +82,7 @@ class QuestionDataset(Sequence[Example]):
         return self.records.locate(self._row_indices[index])
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return an example, the findings about its row, and the row's values that are not read."""
+        """Return an example, the findings about its row, and the values in the row that are ignored."""
         example, record = self._example(self._row_indices[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
         unread |= find_unread_prompts(record, example.payload, question_column=_question_column(record))
@@ -200,7 +200,7 @@ def _unread_values(record: DataRecord) -> dict[str, object]:
 
 
 def _unread_keys(record: DataRecord) -> dict[str, object]:
-    """Return the values in mm_hint, reward_model and image mappings that are not read."""
+    """Return the values in mm_hint, reward_model and image mappings that the loader ignores."""
     read = {"mm_hint": ("hint_type",) if picture_columns(record) else ("hint_type", "hint_path"), "reward_model": ("ground_truth", "style")}
     held = {column: record.require_mapping(record.row.get(column, {}), column) for column in read}
     keys = {f"{column}.{key}": value for column, struct in held.items() for key, value in struct.items() if key not in read[column]}

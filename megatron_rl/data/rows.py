@@ -1,4 +1,4 @@
-"""Reads the rows of JSON, JSON Lines, table, Parquet and Arrow files one at a time.
+"""Reads the rows of JSON, JSON Lines, CSV, TSV, Parquet and Arrow files one at a time.
 
 Rows are not kept in memory. JSON files and tables (tables.py) are read in place, and only the
 position of each row is kept (16 bytes per row). A Parquet page cannot be read from the middle, so a

@@ -19,7 +19,7 @@ Its arguments are the messages and the size (width, height) of each image.
 
 
 class TranscriptMeasurer(Protocol):
-    """Subset of the renderer's interface that a survey uses."""
+    """Part of the renderer's interface that the checks of transcripts need."""
 
     max_positions: int
     """Maximum sequence length of the model in tokens."""

@@ -102,9 +102,9 @@ class ImageColumnCounts:
         self._first = ""
 
     def add(self, column: str, where: str) -> None:
-        """Count a row with or without images.
+        """Count a row by its image column.
 
-        `column` is the row's image column, or "" if the row has no images.
+        `column` is "" if the row has no images.
         """
         self._num_rows += 1
         if column:

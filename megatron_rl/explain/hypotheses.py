@@ -244,7 +244,7 @@ def _position_hypotheses(case: MismatchCase, inputs: HypothesisInputs, to_logpro
 
 
 def alternative_rope_sections(sections: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the incorrect rope sections to test.
+    """Return plausible incorrect values of the model's mrope sections.
 
     Incorrect sections are permutations of the correct sections, and sections in which some
     dimensions are moved from one axis to another.

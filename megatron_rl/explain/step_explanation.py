@@ -109,8 +109,8 @@ def _run_replay(
 ) -> None:  # fmt: skip
     """Replay the step's sequences on the first rank, and then on all ranks together.
 
-    The first rank runs Hugging Face's model and the trainer in one process. All ranks together run
-    the trainer with its parallel layout, and then the engine.
+    The first rank runs Hugging Face's model and the trainer in one process. Then all ranks together
+    run the trainer with its parallel layout. The engine runs last.
     """
     waiting = long_timeout_group(timeout_s=RANK_TIMEOUT_S)
     played: ReplayResult = run_on_rank_zero(lambda: forward_replay.compare_recorded(sequences), group=waiting)

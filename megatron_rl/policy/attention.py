@@ -230,9 +230,9 @@ class PackedCoreAttention(MegatronModule):
     """Implementation of Megatron's `core_attention` for packed tokens.
 
     This class has the interface of DotProductAttention in megatron-core 0.16.1. The packed tokens
-    are passed to Megatron as one sequence [T, 1, N, D] in the format sbhd. In the format sbhd,
+    are passed to Megatron as one sequence [T, 1, N, D] in the SBHD format. In the SBHD format,
     Megatron applies the rotary embedding to all positions without reading sequence lengths. In the
-    format thd, Megatron would read the sequence lengths from the device three times for queries and
+    THD format, Megatron would read the sequence lengths from the device three times for queries and
     three times for keys (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd).
     """
 

@@ -193,7 +193,7 @@ def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
 def _naming_errors(folder: Path) -> Iterator[None]:
     """Convert errors raised by Megatron and torch to a one-line ValueError that names the folder.
 
-    Errors of collectives and GPU out-of-memory errors are re-raised unchanged.
+    Errors from collectives and GPU out-of-memory errors are re-raised unchanged.
     """
     try:
         yield

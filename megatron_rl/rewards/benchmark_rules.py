@@ -200,7 +200,7 @@ def _nearest_option(answer: str, options: Sequence[str]) -> str:
 def _score_letters(truth: str, answer: str, item: Mapping[str, object]) -> float | None:
     """Score an answer that is a letter, several letters or a word.
 
-    Several letters may be in any order and have any separators.
+    If the answer has several letters, neither their order nor their separators matter.
     """
     if len(truth) == 1:
         given = find_option(answer, _choices(item))

@@ -80,7 +80,7 @@ def same_label(truth: str, answer: str) -> bool | None:
 
     Two sizes are equal if their numbers are equal and in the same order, so `1920 x 1080` does not
     equal `1080 x 1920`. The kind of multiplication sign does not matter. If only one of the texts
-    is a size, the size counts as a product and not as a label.
+    is a size, it is read as a product of numbers instead of a label.
     """
     size, other_size = _read_size(truth), _read_size(answer)
     if size and other_size:

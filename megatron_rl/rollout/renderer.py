@@ -221,7 +221,7 @@ class Renderer:
         return side**2, max(self.max_pixels, math.ceil(enlarged), math.ceil(side * longest * self.max_pixels**0.5))
 
     def count_tokens(self, text: str) -> int:
-        """Return the number of tokens of a text."""
+        """Return the number of tokens in a text."""
         return len(self._tokenize(text))
 
     def describe_sequence(self, context: TokenSequence) -> str:

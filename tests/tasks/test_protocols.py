@@ -222,7 +222,7 @@ def test_a_prompt_places_pictures_and_states_their_sizes(protocol: ToolProtocol,
     unplaced = flat(protocol.write_prompt("What?", PICTURES))[0]
     assert unplaced.index(shown[: shown.index(" and")]) < unplaced.index("What?")
     assert "pixels (" not in flat(protocol.write_prompt("No picture?", []))[0]
-    with pytest.raises(ValueError, match="1 places .* 2 pictures"):
+    with pytest.raises(ValueError, match="1 image placeholders .* 2 images"):
         protocol.write_prompt("What is <image>?", PICTURES)
 
 

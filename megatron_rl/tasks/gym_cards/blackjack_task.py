@@ -51,7 +51,7 @@ DEALT_VALUES = (*range(1, 10), 10, 10, 10, 10)
 
 
 def get_position(state: BlackjackState) -> Position:
-    """Return the position of a state: player's points, is_soft, value of the dealer's card."""
+    """Return (player's points, True if the hand is soft, value of the dealer's card)."""
     return *hand_total(state.player), state.dealer[0].value
 
 

@@ -84,7 +84,7 @@ class FormulaPlan(NamedTuple):
 
 
 def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
-    """Return a reply that states the cards and the formula correctly and appends the next token."""
+    """Return a reply with the correct cards and formula, whose action is the formula's next token."""
     symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
@@ -110,8 +110,8 @@ def held_out_numbers(*, faces_are_ten: bool) -> frozenset[tuple[int, ...]]:
 class PointsTask(GameTask):
     """Base class of the EZPoints and Points24 tasks.
 
-    An episode succeeds if its return is above 0. A correct formula has reward 10 and each penalty
-    is -1, so a successful episode has fewer than ten penalties.
+    An episode succeeds if its return is above 0. The reward is 10 for a correct formula and -1 for
+    each penalty. A successful episode therefore has a correct formula and at most nine penalties.
     """
 
     def __init__(self, settings: TaskSettings, rules: PointsRules) -> None:

@@ -175,7 +175,7 @@ class TorchDistWriter:
     """Writer of a torch_dist folder: call `add` for every tensor, then call `finish`.
 
     Use the writer as a context manager. If the block ends before `finish`, files are closed, but
-    the folder is not a valid checkpoint. If the disk is full, the call that fails raises OSError.
+    the folder is not a valid checkpoint. Methods that write raise OSError if the disk is full.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30) -> None:
