@@ -13,8 +13,8 @@ MUTANTS = (
     Mutant(
         "the key of a sample of sentences has the order of the folders",
         "benchmarks/prose_sample.py",
-        "{folder}\\n\" for number, (folder, _, _) in enumerate(drawn, 1)",
-        "{folder}\\n\" for number, (folder, _, _) in enumerate(sorted(drawn), 1)",
+        '{folder}\\n" for number, (folder, _, _) in enumerate(drawn, 1)',
+        '{folder}\\n" for number, (folder, _, _) in enumerate(sorted(drawn), 1)',
         "tests/benchmarks/test_prose_sample.py -k key_names",
     ),
 )
