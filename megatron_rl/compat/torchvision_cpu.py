@@ -24,7 +24,8 @@ def declare_operators() -> None:
     if _libraries or torch.version.cuda is not None or torch.version.hip is not None:
         return
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or "+cu" not in (Path(spec.submodule_search_locations[0]) / "version.py").read_text():
+    folders = spec.submodule_search_locations if spec is not None else None
+    if folders is None or "+cu" not in (Path(folders[0]) / "version.py").read_text():
         return
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in ("nms", "qnms"):

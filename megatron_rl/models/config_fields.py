@@ -9,6 +9,7 @@ configuration_utils.py) and from files written by versions 4.41 to 4.57.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 ANY = None
 """Marks a field for which every value is accepted, because the field is read elsewhere
@@ -102,7 +103,7 @@ _ROPE: Fields = {
 _TOWER_ROPE: Fields = {"rope_type": ("axial", "default"), "type": ("axial", "default"), "rope_theta": (10000,)}
 
 
-def find_unsupported(stored: Mapping[str, object], *, text: Fields, vision: Fields, is_flat: bool, architecture: str) -> list[str]:
+def find_unsupported(stored: Mapping[str, Any], *, text: Fields, vision: Fields, is_flat: bool, architecture: str) -> list[str]:
     """Return one phrase per unsupported field of a config.json, with the field's path and value.
 
     Args:
@@ -129,14 +130,14 @@ def find_unsupported(stored: Mapping[str, object], *, text: Fields, vision: Fiel
     return [*found, *_find_rope_conflicts(stored, nested)]
 
 
-def _find_unaccepted(stored: Mapping[str, object], fields: Fields, path: str) -> Iterator[str]:
+def _find_unaccepted(stored: Mapping[str, Any], fields: Fields, path: str) -> Iterator[str]:
     for name, value in stored.items():
         if value is None:
             continue
         if name not in fields:
             yield f"{path}{name} is {_short(value)}, an unknown field"
-        elif fields[name] is not ANY and not any(_equal(value, each) for each in fields[name]):
-            known = " or ".join(map(str, fields[name])) or "none"
+        elif (accepted := fields[name]) is not None and not any(_equal(value, each) for each in accepted):
+            known = " or ".join(map(str, accepted)) or "none"
             yield f"{path}{name} is {_short(value)}, supported: {known}"
 
 
@@ -150,7 +151,7 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator[str]:
+def _find_language_problems(stored: Mapping[str, Any], path: str) -> Iterator[str]:
     """Yield a phrase for unsupported layer types and for each unsupported rotary setting."""
     layers = stored.get("layer_types")
     if layers is not None and (not isinstance(layers, list) or any(layer != "full_attention" for layer in layers)):
@@ -161,7 +162,7 @@ def _find_language_problems(stored: Mapping[str, object], path: str) -> Iterator
             yield from _find_unaccepted(stored[name], _ROPE, f"{path}{name}.")
 
 
-def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
+def _find_tower_problems(vision: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(vision.get("rope_parameters"), dict):
         yield from _find_unaccepted(vision["rope_parameters"], _TOWER_ROPE, "vision_config.rope_parameters.")
     for name, (original, default) in _VISION_COPIES.items():
@@ -170,7 +171,7 @@ def _find_tower_problems(vision: Mapping[str, object]) -> Iterator[str]:
             yield f"vision_config.{name} is {_short(vision[name])}, but {original}, which is used, is {_short(stated)}"
 
 
-def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
+def _find_size_conflicts(stored: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
     """Yield a phrase for each size at the top level that differs from the size in text_config.
 
     Only the size in text_config is read by transformers.
@@ -180,7 +181,7 @@ def _find_size_conflicts(stored: Mapping[str, object], text: Mapping[str, object
             yield f"{name} is {_short(stored[name])}, but text_config.{name}, which is used, is {_short(text.get(name))}"
 
 
-def _find_rope_conflicts(stored: Mapping[str, object], text: Mapping[str, object]) -> Iterator[str]:
+def _find_rope_conflicts(stored: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
     """Yield a phrase for each rotary setting that has conflicting values in a config.
 
     Such a config is ambiguous, because libraries read the setting from different places.

@@ -5,7 +5,9 @@ The language model's fields may be at the top level of the file (flat, transform
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -41,7 +43,7 @@ def read_spec(folder: str | Path, *, key: str = "model.path") -> ModelSpec:
     return parse_spec(stored, folder=folder, key=key)
 
 
-def parse_spec(stored: dict[str, object], *, folder: str | Path, key: str) -> ModelSpec:
+def parse_spec(stored: object, *, folder: str | Path, key: str) -> ModelSpec:
     """Return the spec described by the content of a config.json.
 
     `folder` and `key` are only used in error messages. Raises ValueError if the model is not
@@ -111,11 +113,10 @@ def _find_config_error(config: PreTrainedConfig, family: ModelFamily) -> str:
     return ""
 
 
-def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: ModelFamily) -> str:
+def _find_head_mismatch(text: Mapping[str, Any], vision: VisionSpec, family: ModelFamily) -> str:
     """Describe the first contradiction between sizes in a config; return '' if there is none."""
-    hidden, heads, key_heads, head_dim = (
-        text.get(name) for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    hidden, heads, key_heads = (text[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    head_dim = text.get("head_dim")
     if (head_dim is None or not family.has_head_dim) and hidden % heads:
         return f"num_attention_heads is {heads}, which does not divide hidden_size, {hidden}"
     if head_dim is not None and not family.has_head_dim and head_dim * heads != hidden:
@@ -132,7 +133,7 @@ def _find_head_mismatch(text: dict[str, object], vision: VisionSpec, family: Mod
     return ""
 
 
-def _head_dim(text: dict[str, object]) -> int:
+def _head_dim(text: Mapping[str, Any]) -> int:
     return text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
 
 

@@ -15,7 +15,7 @@ _TABLE = {
         "2B": (2048, 6144, 28, 16, 8), "4B": (2560, 9728, 36, 32, 8), "8B": (4096, 12288, 36, 32, 8), "32B": (5120, 25600, 64, 64, 8),
     },
 }  # fmt: skip
-RELEASED_SIZES = {
+RELEASED_SIZES: dict[str, dict[str, dict[str, int]]] = {
     family: {size: dict(zip(_NAMES, numbers, strict=True)) for size, numbers in sizes.items()} for family, sizes in _TABLE.items()
 }  # fmt: skip
 """Sizes of the language models, keyed by model_type and model size."""

@@ -6,6 +6,7 @@ Code outside models/ uses ModelSpec instead of transformers' configs.
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,7 +115,7 @@ class ModelFamily:
     """Names of the vision_config fields that `read_vision_spec` reads; each must be a positive
     integer.
     """
-    read_vision_spec: Callable[[PreTrainedConfig], VisionSpec]
+    read_vision_spec: Callable[[Any], VisionSpec]
     """Function that builds a VisionSpec from a vision_config."""
     layer_mappings: Callable[[int, AttentionHeads], list[ParamMapping]]
     """Function (global layer number, heads) -> name mappings of one decoder layer."""
@@ -122,7 +123,7 @@ class ModelFamily:
     """Function that returns the name mappings of a vision tower built from Megatron's layers, as
     found in classic checkpoints of other trainers (models/megatron_tower.py).
     """
-    megatron_config: Mapping[str, object]
+    megatron_config: Mapping[str, Any]
     """Additional arguments for Megatron's TransformerConfig (policy/transformer.py)."""
     uses_nested_names: bool
     """True if released checkpoints use the newer tensor names (name_mapping.nested_name). For a

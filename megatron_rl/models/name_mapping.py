@@ -15,6 +15,7 @@ of the rank's rows of gate, followed by the rank's rows of up.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -87,6 +88,7 @@ class ParamMapping:
         """Convert full Hugging Face tensors to the Megatron shard of one tensor-parallel rank."""
         if self.shard_dim is not None and self.fuse_shards:
             tensors = tuple(_shard(tensor, self.shard_dim, rank, size) for tensor in tensors)
+            assert self.fuse is not None
             return self.fuse(tensors)
         whole = self.fuse(tensors) if self.fuse else tensors[0]
         return whole if self.shard_dim is None else _shard(whole, self.shard_dim, rank, size, pads=self.vocab_rows > 0)
@@ -115,8 +117,9 @@ class ParamMapping:
         if self.shard_dim is None:
             return (shards[0],)
         if self.fuse_shards:
+            assert self.split is not None
             parts = zip(*(self.split(shard) for shard in shards), strict=True)
-            return tuple(torch.cat(part, self.shard_dim) if len(part) > 1 else part[0] for part in parts)
+            return tuple(part[0] if len(part) == 1 else torch.cat(part, self.shard_dim) for part in parts)
         whole = torch.cat(tuple(shards), self.shard_dim) if len(shards) > 1 else shards[0]
         if self.vocab_rows:
             return (whole[: self.vocab_rows],)
@@ -166,7 +169,7 @@ def name_table(
     `visual.`.
     """
     rows = [ParamMapping(f"vision.{name}", (f"visual.{name}",), "first") for name in vision_names]
-    words = {"shard_dim": 0, "vocab_rows": vocab_size}
+    words: dict[str, Any] = {"shard_dim": 0, "vocab_rows": vocab_size}
     rows.append(ParamMapping("language.embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "first", **words))
     for layer in range(num_layers):
         rows.extend(layer_mappings(layer, heads))

@@ -1,7 +1,8 @@
 """Compares a tokenizer's token ids with config.vocab_size and the number of embedding rows."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.io.jsonl import read_json
 
@@ -26,17 +27,17 @@ def count_token_ids(folder: Path) -> int:
     return largest + 1
 
 
-def _tokenizer_ids(stored: Mapping[str, object]) -> Iterator[int]:
+def _tokenizer_ids(stored: Mapping[str, Any]) -> Iterator[int]:
     vocab = stored["model"]["vocab"]
     yield from vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     yield from (token["id"] for token in stored.get("added_tokens") or [])
 
 
-def _added_token_ids(stored: Mapping[str, object]) -> Iterable[int]:
+def _added_token_ids(stored: Mapping[str, Any]) -> Iterable[int]:
     return map(int, stored.get("added_tokens_decoder") or {})
 
 
-_READERS = {
+_READERS: dict[str, Callable[[Any], Iterable[int]]] = {
     "tokenizer.json": _tokenizer_ids, "vocab.json": lambda stored: stored.values(), "added_tokens.json": lambda stored: stored.values(),
     "tokenizer_config.json": _added_token_ids,
 }  # fmt: skip

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -202,10 +203,11 @@ def varlen_attention(
     """
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(
+    out_TND = varlen_attn(
         q_TND, k_KMD, v_KMD, gathered.cu_query_S1, gathered.cu_key_S1, gathered.max_query_length, gathered.max_key_length,
         scale=scale, window_size=(-1, 0) if causal else (-1, -1), enable_gqa=q_TND.shape[1] != k_KMD.shape[1],
     )  # fmt: skip
+    return cast("torch.Tensor", out_TND)
 
 
 def require_prefix_attention(kernel: VarlenKernel, device: torch.device, dtype: torch.dtype) -> None:
@@ -241,6 +243,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        assert config.kv_channels is not None
         self.scale = config.kv_channels**-0.5
 
     def forward(
@@ -256,6 +259,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the attention output [T, 1, N * D]."""
         q_TND, k_TKD, v_TKD = (x.squeeze(1) for x in (query, key, value))
+        assert packed_seq_params.segments is not None
         out_TND = packed_attention(q_TND, k_TKD, v_TKD, packed_seq_params.segments, causal=True, scale=self.scale)
         return out_TND.flatten(1)[:, None]
 

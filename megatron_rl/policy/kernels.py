@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.optimizer import Adam, clip_grads
+from megatron.core.optimizer import Adam, clip_grads  # pyright: ignore[reportAttributeAccessIssue] (one of three classes)
 from megatron.core.tensor_parallel import layers
 
 from megatron_rl.config import LoraSettings

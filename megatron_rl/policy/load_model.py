@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings
@@ -13,7 +12,7 @@ from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import ParamMapping
 from megatron_rl.policy.kernels import uses_transformer_engine
 from megatron_rl.policy.parallel import Layout
-from megatron_rl.policy.transformer import HeadConfig, build_chunks
+from megatron_rl.policy.transformer import HeadConfig, ModelChunks, build_chunks
 from megatron_rl.weights.formats.base_digest import check_base
 from megatron_rl.weights.formats.checkpoint_source import describe_skipped
 from megatron_rl.weights.formats.open_checkpoint import open_source
@@ -25,7 +24,7 @@ from megatron_rl.weights.stream import ShardLocation, is_of_output_layer, load_h
 class LoadedModel:
     """Model chunks of this rank, with mappings between Megatron and Hugging Face names."""
 
-    chunks: nn.ModuleList
+    chunks: ModelChunks
     rows: list[ParamMapping]
     """Name mappings of the base model, used to load and to export its weights."""
     adapter_rows: list[ParamMapping]
@@ -68,6 +67,7 @@ def load_model(
         load_peft(chunks, adapter_rows, placement, Path(lora.path), rank=lora.rank, alpha=lora.alpha)
     else:
         init_adapters(chunks, adapter_rows, placement, seed=seed)
-    if chunks[-1].value_head is not None:
-        chunks[-1].value_head.reset_parameters(seed)
+    head = chunks[-1].value_head
+    if head is not None:
+        head.reset_parameters(seed)
     return LoadedModel(chunks=chunks, rows=rows, adapter_rows=adapter_rows, placement=placement)

@@ -15,14 +15,15 @@ Adapter parameters are named `<linear>.adapter.lora_a.<projection>` and
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    get_cuda_rng_tracker,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -35,6 +36,7 @@ from torch.nn.functional import dropout, linear
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.name_mapping import AttentionHeads, Tensors, fuse_halves, fuse_qkv
+from megatron_rl.policy.parallel import rng_tracker
 from megatron_rl.weights.formats.peft import is_vision_target, projection_name
 
 FuseFn = Callable[[Tensors], torch.Tensor]
@@ -47,11 +49,11 @@ def _shared_rng() -> AbstractContextManager:
 
     Recomputation draws the same numbers again (megatron-core 0.16.1, tensor_parallel/random.py).
     """
-    return get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name())
+    return rng_tracker().fork(get_data_parallel_rng_tracker_name())
 
 
 def _rank_rng() -> AbstractContextManager:
-    return get_cuda_rng_tracker().fork()
+    return rng_tracker().fork()
 
 
 class LoraAdapter(nn.Module):
@@ -116,9 +118,11 @@ class LoraColumnParallelLinear(ColumnParallelLinear):
     B is sharded like the outputs; A is replicated.
     """
 
+    tp_group: dist.ProcessGroup
+
     def __init__(
         self, input_size: int, output_size: int, *,
-        config: TransformerConfig, lora: LoraSettings, num_outputs: dict[str, int], fuse: FuseFn, **options: object,
+        config: TransformerConfig, lora: LoraSettings, num_outputs: dict[str, int], fuse: FuseFn, **options: Any,
     ) -> None:  # fmt: skip
         super().__init__(input_size, output_size, config=config, **options)
         assert sum(num_outputs.values()) == self.output_size_per_partition
@@ -149,8 +153,10 @@ class LoraRowParallelLinear(RowParallelLinear):
     A is sharded like the inputs; B is replicated.
     """
 
+    tp_group: dist.ProcessGroup
+
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, lora: LoraSettings, name: str, **options: object
+        self, input_size: int, output_size: int, *, config: TransformerConfig, lora: LoraSettings, name: str, **options: Any
     ) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
@@ -173,8 +179,9 @@ class LoraRowParallelLinear(RowParallelLinear):
 
 
 def _make_sharded_state(
-    module: LoraColumnParallelLinear | LoraRowParallelLinear, axes: dict[str, int], prefix: str, offsets: tuple, metadata: dict
+    module: LoraColumnParallelLinear | LoraRowParallelLinear, axes: dict[str, int], prefix: str, offsets: tuple, metadata: dict | None
 ) -> dict:
+    assert metadata is not None
     state = module.state_dict(prefix="", keep_vars=True)
     return make_sharded_tensors_for_checkpoint(state, prefix, axes, offsets, tp_group=module.tp_group, dp_cp_group=metadata["dp_cp_group"])
 
@@ -201,6 +208,7 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
     `layer`, Megatron's local spec of a decoder layer, is modified in place.
     """
     tp, dim = config.tensor_model_parallel_size, config.kv_channels
+    assert dim is not None and config.num_query_groups is not None and config.ffn_hidden_size is not None
     heads = AttentionHeads(config.num_attention_heads // tp, config.num_query_groups // tp, dim)
 
     def column(num_outputs: dict[str, int], fuse: FuseFn) -> ModuleSpec:
@@ -209,7 +217,8 @@ def adapt_layers(layer: ModuleSpec, lora: LoraSettings, config: TransformerConfi
     def row(name: str) -> ModuleSpec:
         return ModuleSpec(LoraRowParallelLinear, params={"lora": lora, "name": name})
 
-    attention, mlp = layer.submodules.self_attention.submodules, layer.submodules.mlp.submodules
+    parts = cast("Any", layer.submodules)
+    attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
     if "attention" in lora.targets:
         outputs = {"q_proj": heads.num_query_heads * dim, "k_proj": heads.num_kv_heads * dim, "v_proj": heads.num_kv_heads * dim}
         attention.linear_qkv, attention.linear_proj = column(outputs, partial(fuse_qkv, heads=heads)), row("o_proj")
@@ -226,6 +235,7 @@ def adapt_vision(tower: nn.Module, lora: LoraSettings, vision_lora: Mapping[str,
     """
     for name, module in list(tower.named_modules()):
         if is_vision_target(name, lora.targets, vision_lora):
+            assert isinstance(module, nn.Linear)
             tower.set_submodule(name, LoraLinear(module, lora, name=projection_name(name)))
 
 
@@ -252,4 +262,5 @@ def merged_weight_fns(chunks: nn.Module) -> dict[str, Callable[[], torch.Tensor]
     Each function returns this rank's shard of the weight with the adapters merged in.
     """
     linears = ((name.removesuffix(".adapter"), adapter) for name, adapter in _adapters(chunks))
-    return {f"{name}.weight": partial(adapter.merge_into, chunks.get_submodule(name).weight) for name, adapter in linears}
+    weights = ((name, cast("torch.Tensor", chunks.get_submodule(name).weight), adapter) for name, adapter in linears)
+    return {f"{name}.weight": partial(adapter.merge_into, weight) for name, weight, adapter in weights}

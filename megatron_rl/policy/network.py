@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import nn
 
@@ -30,7 +32,9 @@ from megatron_rl.policy.overlap import GradReduceOverlap
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.patches import ImagePatchFn, attach_patches, patch_bytes, prefetch
 from megatron_rl.policy.training_state import AsyncSave, TrainingState, load
+from megatron_rl.policy.transformer import ModelChunks
 from megatron_rl.types import LossMetrics, MicroBatch
+from megatron_rl.weights.stream import MegatronParameter
 
 HiddenReader = Callable[[MicroBatch, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function (batch, rows_R, hidden_RH) -> [R] that computes one number for each sampled target.
@@ -65,7 +69,7 @@ class Network:
     @with_megatron_on_cpu
     def __init__(
         self,
-        chunks: nn.ModuleList,
+        chunks: ModelChunks,
         layout: Layout,
         *,
         training: TrainingSettings,
@@ -168,7 +172,8 @@ class Network:
         def summed(batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
             value, metrics = on_hidden(batch, rows_R, hidden_RH)
             metrics.losses["loss"] = value.detach()
-            metrics.sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
+            sums = cast("dict[str, torch.Tensor | float]", metrics.sums)
+            sums.update({"tokens": float(rows_R.numel()), "denominator": float(batch.denominator)})
             collected.append(metrics)
             return value, value.new_full((), batch.denominator, dtype=torch.int), {}
 
@@ -214,7 +219,7 @@ class Network:
         results = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=[coming(chunk) for chunk in self.chunks],
-            model=self.model,
+            model=cast("list[nn.Module]", self.model),
             num_microbatches=len(padded),
             seq_length=max(batch.num_tokens for batch in padded),
             micro_batch_size=1,
@@ -235,11 +240,11 @@ class Network:
 
     def _gradient_error(self) -> str:
         """Return an error message if a gradient of this rank is not finite, otherwise ''."""
-        buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in chunk.buffers]
+        buffers = [buffer.grad_data.norm() for chunk in self.model for buffer in cast("list[_ParamAndGradBuffer]", chunk.buffers)]
         if not buffers or torch.stack(buffers).isfinite().all():
             return ""
         for name, parameter in self.chunks.named_parameters():
-            if parameter.requires_grad and not parameter.main_grad.isfinite().all():
+            if parameter.requires_grad and not cast("MegatronParameter", parameter).main_grad.isfinite().all():
                 return f"the gradient of {name} is not finite"
         return "the gradient norm overflows"
 

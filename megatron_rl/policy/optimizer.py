@@ -7,19 +7,20 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
-from torch import nn
+from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.config import LoraSettings, OptimSettings, require
 from megatron_rl.distributed.world import read_world
 from megatron_rl.policy.parallel import is_fake_group
-from megatron_rl.policy.transformer import ModelChunk
+from megatron_rl.policy.transformer import ModelChunk, ModelChunks
 from megatron_rl.weights.stream import is_adapter, is_of_value_head
 
 
@@ -38,7 +39,7 @@ def freeze_parameters(chunk: ModelChunk, parts: list[str], *, all_but_adapters: 
 
 
 def wrap_with_grad_buffers(
-    chunks: nn.ModuleList, frozen: list[str], *, lora: LoraSettings, overlap: bool = False
+    chunks: ModelChunks, frozen: list[str], *, lora: LoraSettings, overlap: bool = False
 ) -> list[DistributedDataParallel]:
     """Freeze parameters and wrap the chunks with gradient buffers for the trainable parameters.
 
@@ -56,7 +57,7 @@ def wrap_with_grad_buffers(
 
 def build_optimizer(
     settings: OptimSettings, chunks: list[DistributedDataParallel], *, offload: bool, head_lr: float = 0.0
-) -> MegatronOptimizer:
+) -> ChainedOptimizer:
     """Build Megatron's distributed AdamW, with state sharded across data-parallel ranks.
 
     For bfloat16 parameters, the main weights and the moments are fp32. Parts of the model can have
@@ -83,13 +84,15 @@ def build_optimizer(
         optimizer_cpu_offload=offload,
         optimizer_offload_fraction=1.0 if offload else 0.0,
     )
-    names = chunks[0].module.spec.family.part_patterns
+    names = cast("ModelChunk", chunks[0].module).spec.family.part_patterns
     overrides = get_standard_config_overrides(config) | {
-        ParamKey(name=tuple(f"*module.{pattern}" for pattern in names[part])): ParamGroupOverride(max_lr=lr)
+        _param_key(*(f"*module.{pattern}" for pattern in names[part])): cast("ParamGroupOverride", {"max_lr": lr})
         for part, lr in settings.lr_by_module.items()
     }
-    overrides[ParamKey(name=("*module.value_head.*",))] = ParamGroupOverride(max_lr=head_lr)
-    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides, use_gloo_process_groups=not is_fake_group())
+    overrides[_param_key("*module.value_head.*")] = cast("ParamGroupOverride", {"max_lr": head_lr})
+    wrapped = cast("list[MegatronModule]", chunks)
+    built = get_megatron_optimizer(config, wrapped, config_overrides=overrides, use_gloo_process_groups=not is_fake_group())
+    optimizer = cast("ChainedOptimizer", built)
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             # The main weights passed to this optimizer are already fp32. If this flag were True,
@@ -99,6 +102,10 @@ def build_optimizer(
     if offload:
         _release_buffers()
     return optimizer
+
+
+def _param_key(*patterns: str) -> ParamKey:
+    return ParamKey(name=cast("tuple[str]", patterns))
 
 
 def _release_buffers() -> None:
@@ -114,7 +121,7 @@ def _release_buffers() -> None:
         torch._C._host_emptyCache()  # torch 2.13, cuda/graphs.py
 
 
-def take_step(optimizer: MegatronOptimizer) -> float:
+def take_step(optimizer: ChainedOptimizer) -> float:
     """Run one optimizer step and return the gradient norm before clipping.
 
     An optimizer on the host uses this rank's share of the CPU cores.
@@ -123,6 +130,7 @@ def take_step(optimizer: MegatronOptimizer) -> float:
     with _using_own_cores() if is_on_host else nullcontext():
         succeeded, norm, _ = optimizer.step()
     assert succeeded, "the optimizer skipped a step"
+    assert norm is not None
     return float(norm)
 
 
@@ -135,7 +143,7 @@ def _using_own_cores() -> Iterator[None]:
     """
     before = torch.get_num_threads()
     # A rank may be bound to a subset of the node's cores.
-    allowed, share = len(os.sched_getaffinity(0)), os.cpu_count() // read_world().local_size
+    allowed, share = len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // read_world().local_size
     torch.set_num_threads(max(before, min(allowed, share)))
     try:
         yield
@@ -143,7 +151,7 @@ def _using_own_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def build_schedule(optimizer: MegatronOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
+def build_schedule(optimizer: ChainedOptimizer, settings: OptimSettings, num_steps: int) -> OptimizerParamScheduler:
     """Build the learning-rate schedule; steps of the schedule are numbered from 1.
 
     The learning rate peaks at step warmup_steps, or at step 1 if warmup_steps is 0. After the peak,

@@ -17,6 +17,7 @@ checkpoints accept boxes of any size.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -65,6 +66,7 @@ def _boxes_of_tensor(
     a SwiGLU are built from one fused weight. Data-parallel ranks hold different entries, not
     replicas, so replica ids contain only the tensor- and pipeline-parallel rank.
     """
+    assert whole.data is not None
     blank = torch.empty(whole.data.shape, dtype=whole.data.dtype, device="meta")
     blank_whole = replace(whole, data=blank)
     leaves = nested_values([blank_whole.build() if isinstance(blank_whole, ShardedTensorFactory) else blank_whole])
@@ -108,7 +110,7 @@ def split_into_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tu
 
 def own_optimizers(optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
     """Return this rank's optimizer as a list; the list is empty if all parameters are frozen."""
-    parts = [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    parts = [part for part in cast("list[DistributedOptimizer]", optimizer.chained_optimizers) if not part.is_stub_optimizer]
     assert len(parts) <= 1, "expected one distributed optimizer for all dense parameters"
     return parts
 
@@ -119,9 +121,9 @@ def init_moments(optimizer: ChainedOptimizer) -> None:
     Does not set AdamW's step count; see `set_step`.
     """
     for part in own_optimizers(optimizer):
-        where = {"device": "cpu"} if isinstance(part.optimizer, HybridDeviceOptimizer) else {}
+        device = "cpu" if isinstance(part.optimizer, HybridDeviceOptimizer) else None
         for main in (main for group in part.optimizer.param_groups for main in group["params"]):
-            part.optimizer.state[main] = {name: torch.zeros_like(main, **where) for name in ("exp_avg", "exp_avg_sq")}
+            part.optimizer.state[main] = {name: torch.zeros_like(main, device=device) for name in ("exp_avg", "exp_avg_sq")}
 
 
 @torch.no_grad()

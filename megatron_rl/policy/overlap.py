@@ -11,11 +11,14 @@ together whether to overlap.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from torch import nn
 
+from megatron_rl.policy.transformer import ModelChunk
 from megatron_rl.types import MicroBatch
 
 
@@ -24,10 +27,12 @@ class GradReduceOverlap:
 
     def __init__(self, chunk: DistributedDataParallel, *, tp: int) -> None:
         self._chunk, self._tp = chunk, tp
-        self._needs_pictures = any(parameter.requires_grad for parameter in chunk.module.vision.parameters())
+        module = cast("ModelChunk", chunk.module)
+        assert module.vision is not None
+        self._needs_pictures = any(parameter.requires_grad for parameter in module.vision.parameters())
         self._is_possible = False
-        chunk.module.config.no_sync_func = self._no_sync
-        chunk.module.config.finalize_model_grads_func = self._finalize
+        module.config.no_sync_func = self._no_sync
+        module.config.finalize_model_grads_func = self._finalize
 
     def require_same_counts(self, batches: list[MicroBatch], *, is_partial: bool) -> None:
         """Decide, collectively over all ranks, whether this update overlaps its gradient reduction.
@@ -54,7 +59,7 @@ class GradReduceOverlap:
         for group in self._chunk.bucket_groups:
             group.is_last_microbatch = self._is_possible
 
-    def _finalize(self, model: list[DistributedDataParallel], *arguments: object, **options: object) -> None:
+    def _finalize(self, model: list[nn.Module], *arguments: Any, **options: Any) -> None:
         if not self._is_possible:
             self._chunk.start_grad_sync()
         finalize_model_grads(model, *arguments, **options)

@@ -6,11 +6,14 @@ no padding rows, so checkpoints can be read with any parallel layout.
 """
 
 from dataclasses import replace
+from typing import TypeVar, cast
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import nn
+
+Part = TypeVar("Part")
 
 PADDED_KEYS = ("language.embedding.word_embeddings.weight", "language.output_layer.weight")
 """Keys of the tensors with one row per vocabulary entry."""
@@ -18,10 +21,10 @@ PADDED_KEYS = ("language.embedding.word_embeddings.weight", "language.output_lay
 
 def strip_padding(weights: ShardedStateDict, vocab_size: int) -> ShardedStateDict:
     """Return a model's sharded state dict without padding rows."""
-    return dict_list_map_outplace(lambda part: strip_tensor_padding(part, vocab_size), weights)
+    return cast("ShardedStateDict", dict_list_map_outplace(lambda part: strip_tensor_padding(part, vocab_size), weights))
 
 
-def strip_tensor_padding(part: object, vocab_size: int) -> object:
+def strip_tensor_padding(part: Part, vocab_size: int) -> Part:
     """Return a sharded tensor without its padding rows.
 
     Any object other than a padded vocabulary tensor is returned unchanged.
@@ -30,6 +33,7 @@ def strip_tensor_padding(part: object, vocab_size: int) -> object:
         return part
     rows = min(part.local_shape[0], vocab_size - part.global_offset[0])
     assert rows > 0, f"{part.key}: the shard from row {part.global_offset[0]} on is only padding, vocab_size={vocab_size}"
+    assert part.data is not None
     # The shards of different ranks now differ in size, so they do not form a regular grid
     # (megatron-core 0.16.1, dist_checkpointing/mapping.py, has_regular_grid).
     return replace(

@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import gcd
+from typing import cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import ParallelSettings, require
@@ -127,8 +129,8 @@ def build_layout(parallel: ParallelSettings, *, seed: int) -> Layout:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         dp_rank=parallel_state.get_data_parallel_rank(),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        tp_group=cast("dist.ProcessGroup", parallel_state.get_tensor_model_parallel_group()),
+        pp_group=cast("dist.ProcessGroup", parallel_state.get_pipeline_model_parallel_group()),
         vpp=parallel.vpp,
         sequence_parallel=parallel.sequence_parallel,
         recompute=parallel.recompute,
@@ -142,6 +144,11 @@ def destroy_layout() -> None:
     references to them.
     """
     parallel_state.destroy_model_parallel()
+
+
+def rng_tracker() -> CudaRNGStatesTracker:
+    """Return Megatron's random streams of this rank."""
+    return cast("CudaRNGStatesTracker", tensor_parallel.get_cuda_rng_tracker())
 
 
 def seed_generators(seed: int) -> None:

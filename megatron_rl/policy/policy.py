@@ -257,7 +257,7 @@ def can_share_prompts(device: torch.device, dtype: torch.dtype) -> bool:
     return can
 
 
-def write_on_rank_zero(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], None]) -> None:
+def write_on_rank_zero(stream: Iterator[tuple[str, torch.Tensor]], write: Callable[[Iterator[tuple[str, torch.Tensor]]], object]) -> None:
     """On rank 0, call `write` with the stream; on all other ranks, exhaust the stream.
 
     Producing the tensors is collective, so every rank iterates the stream to its end. If `write`

@@ -38,6 +38,7 @@ class TrainableModel:
 
     def _value_R(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> torch.Tensor:
         head = self.network.chunks[-1].value_head
+        assert head is not None
         return head.denormalize(head(hidden_RH))
 
     def _value_loss_inputs(self, batch: MicroBatch, rows_R: torch.Tensor, hidden_RH: torch.Tensor) -> ValueLossInputs:
@@ -46,6 +47,7 @@ class TrainableModel:
         Values and returns are normalized if the value head normalizes returns.
         """
         head = self.network.chunks[-1].value_head
+        assert head is not None and batch.old_value_T is not None and batch.return_T is not None
         return ValueLossInputs(
             value_R=head(hidden_RH),
             old_value_R=head.normalize(batch.old_value_T[rows_R]),

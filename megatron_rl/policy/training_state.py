@@ -24,28 +24,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedStateDict, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import distribute_main_replicas_with_precomputed_distribution
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner, mcore_to_pyt_state_dict
 from megatron.core.optimizer import ChainedOptimizer
-from torch import nn
-from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_rl.distributed.world import is_collective_error, run_on_rank_zero
 from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.optimizer_state import init_moments, optimizer_tensors, reset_optimizer_state, set_step
 from megatron_rl.policy.padding import add_padding, strip_padding
-from megatron_rl.policy.parallel import Layout, seed_generators
+from megatron_rl.policy.parallel import Layout, rng_tracker, seed_generators
+from megatron_rl.policy.transformer import ModelChunks
 from megatron_rl.weights.formats import torch_dist_load
 from megatron_rl.weights.formats.digests import compute_sha256
 
@@ -57,7 +60,7 @@ _METADATA = {"non_homogeneous_layers": True}
 class TrainingState:
     """References to the model and the optimizer for saving or loading a training state."""
 
-    chunks: nn.ModuleList
+    chunks: ModelChunks
     """Unwrapped model chunks of this rank, in the order of the virtual pipeline."""
     optimizer: ChainedOptimizer
     layout: Layout
@@ -65,7 +68,7 @@ class TrainingState:
     """Number of optimizer updates so far."""
 
 
-def sharded_weights(chunks: nn.ModuleList) -> dict[str, ShardedStateDict]:
+def sharded_weights(chunks: ModelChunks) -> dict[str, ShardedStateDict]:
     """Return one Megatron sharded state dict per model chunk of this rank, keyed by chunk number.
 
     With the returned state dicts, `dist_checkpointing.load` can read checkpoints that were written
@@ -100,7 +103,8 @@ class AsyncSave:
         torch.save(_common(state), self._common)
         weights = sharded_weights(state.chunks)
         moments = optimizer_tensors(state.optimizer, weights, vocab_size=_vocab_size(state))
-        sharded, _ = save_preprocess({"weights": strip_padding(weights, _vocab_size(state))} | ({"optimizer": moments} if moments else {}))
+        parts = {"weights": strip_padding(weights, _vocab_size(state))} | ({"optimizer": moments} if moments else {})
+        sharded = cast("ShardedStateDict", save_preprocess(parts)[0])
         _balance_over_ranks(sharded["weights"])
         self._writer = FileSystemWriter(folder)
         planner = MCoreSavePlanner(flatten_state_dict=False)
@@ -139,11 +143,12 @@ class AsyncSave:
         failed = [text for text in errors if text]
         if failed:
             raise OSError(failed[0])
-        written = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        written: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(self._written.result(), written, group=group)
         run_on_rank_zero(partial(self._complete, written), group=group)
 
-    def _complete(self, written: list[tuple[list[WriteResult], dict[str, str]]]) -> None:
+    def _complete(self, written: list[tuple[list[WriteResult], dict[str, str]]] | None) -> None:
+        assert written is not None and self._metadata is not None
         self._writer.finish(self._metadata, [results for results, _ in written])
         self.digests = {self._folder / name: sha256 for _, digests in written for name, sha256 in digests.items()}
         (self._folder / torch_dist_load.COMMON).write_bytes(self._common.getvalue())
@@ -177,7 +182,7 @@ def load(state: TrainingState, folder: Path, *, seed: int) -> int:
 
 
 @torch.no_grad()
-def load_weights(chunks: nn.ModuleList, folder: Path, *, key: str) -> None:
+def load_weights(chunks: ModelChunks, folder: Path, *, key: str) -> None:
     """Load the weights of a checkpoint into model chunks.
 
     `key` is the config key that contains `folder`, used in error messages. Raises ValueError if the
@@ -205,7 +210,7 @@ def _naming_errors(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder}: cannot be loaded into this model; use the settings with which it was saved ({reason})") from error
 
 
-def _fill(chunks: nn.ModuleList, weights: dict[str, dict]) -> None:
+def _fill(chunks: ModelChunks, weights: dict[str, dict]) -> None:
     for number, chunk in enumerate(chunks):
         num_rows = padded_vocab(chunk.spec.vocab_size, chunk.layout.tp) // chunk.layout.tp
         unfilled = chunk.load_state_dict(add_padding(weights[str(number)], num_rows), strict=False)
@@ -227,7 +232,7 @@ def _common(state: TrainingState) -> dict[str, object]:
     return {"updates": state.num_updates, "layout": _layout_sizes(state), "generators": generators}
 
 
-def _read_common(folder: Path) -> dict[str, object]:
+def _read_common(folder: Path) -> dict[str, Any]:
     """Read common.pt, which holds the result of `_common`, from a checkpoint folder.
 
     Raises ValueError if the file is missing or has different keys or types.
@@ -236,8 +241,8 @@ def _read_common(folder: Path) -> dict[str, object]:
     if not path.is_file():
         raise ValueError(f"{folder}: {path.name} is missing; copy the whole checkpoint")
     common = torch_dist_load.read_common(folder)
-    kinds = {key: type(value) for key, value in common.items()} if isinstance(common, dict) else {}
-    if kinds != {"updates": int, "layout": dict, "generators": list}:
+    kinds = {"updates": int, "layout": dict, "generators": list}
+    if not isinstance(common, dict) or {key: type(value) for key, value in common.items()} != kinds:
         raise ValueError(f"{path}: has unexpected content; copy the checkpoint again")
     return common
 
@@ -252,22 +257,23 @@ def _balance_over_ranks(weights: ShardedStateDict) -> None:
 
     Each weight is written by one of the data-parallel ranks that hold a replica of the weight.
     """
-    group = parallel_state.get_data_parallel_group()
+    group = cast("dist.ProcessGroup", parallel_state.get_data_parallel_group())
     dealt = determine_main_replica_uniform_distribution(weights, group)
     distribute_main_replicas_with_precomputed_distribution(weights, group, dealt)
 
 
-def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedTensor | ShardedObject]]:
+def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedBase]]:
     """Return the tensors (in host memory) and objects that this rank writes, grouped by key.
 
     Only the main replica of a tensor or object is written. If `copy` is True, tensors that are
     already on the host are copied.
     """
-    own: dict[str, list[ShardedTensor | ShardedObject]] = {}
+    own: dict[str, list[ShardedBase]] = {}
     for part in nested_values(sharded):
         if not is_main_replica(part.replica_id):
             continue
         if isinstance(part, ShardedTensor):
+            assert part.data is not None
             part.data = part.data.detach().to("cpu", copy=copy)
         own.setdefault(part.key if isinstance(part, ShardedTensor) else part.unique_key, []).append(part)
     return own
@@ -282,10 +288,10 @@ def _make_save_plan(writer: FileSystemWriter, planner: MCoreSavePlanner) -> tupl
     """
     is_main = dist.get_rank() == 0
     writer.set_up_storage_writer(is_main)
-    plans = [None] * dist.get_world_size() if is_main else None
+    plans: list | None = [None] * dist.get_world_size() if is_main else None
     dist.gather_object(writer.prepare_local_plan(planner.create_local_plan()), plans)
     metadata = None
-    if is_main:
+    if plans is not None:
         plans, metadata = planner.create_global_plan(plans)
         plans = writer.prepare_global_plan(plans)
     mine: list = [None]
@@ -309,7 +315,7 @@ def _generators() -> dict[str, torch.Tensor]:
 
     Megatron's random streams are used for dropout under tensor parallelism.
     """
-    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
+    streams = rng_tracker().get_states()
     return {"host": torch.get_rng_state(), "device": torch.cuda.get_rng_state(), **{f"stream {name}": s for name, s in streams.items()}}
 
 
@@ -317,4 +323,4 @@ def _set_generators(states: dict[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["host"])
     torch.cuda.set_rng_state(states["device"])
     streams = {name.removeprefix("stream "): s for name, s in states.items() if name.startswith("stream ")}
-    tensor_parallel.get_cuda_rng_tracker().set_states(streams)
+    rng_tracker().set_states(streams)

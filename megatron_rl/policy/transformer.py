@@ -3,9 +3,10 @@
 A rank holds the whole model, or one or more pipeline chunks of the model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.enums import ModelType
@@ -31,6 +32,7 @@ from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.value_head import ValueHead
 from megatron_rl.policy.vision import build_vision_tower, encode_images
 from megatron_rl.types import MicroBatch
+from megatron_rl.weights.stream import MegatronParameter
 
 
 class RMSNorm(nn.Module):
@@ -44,7 +46,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
+        cast("MegatronParameter", self.weight).sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` normalized over its last dimension, in the dtype of `x`."""
@@ -100,7 +102,7 @@ def megatron_config(spec: ModelSpec, layout: Layout, dtype: torch.dtype) -> Tran
     )
 
 
-def _recompute(mode: str) -> dict[str, object]:
+def _recompute(mode: str) -> dict[str, Any]:
     """Return Megatron's recomputation options for a value of parallel.recompute.
 
     The value "selective" recomputes attention, and "full" recomputes every layer. The values "none"
@@ -118,16 +120,17 @@ def _layer_specs(num_layers: int, config: TransformerConfig, lora: LoraSettings)
         from megatron.core.extensions.transformer_engine import TENorm
 
         te_layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return TransformerBlockSubmodules(layer_specs=[te_layer] * num_layers, layer_norm=TENorm)
+        return TransformerBlockSubmodules(layer_specs=[te_layer] * num_layers, layer_norm=cast("Any", TENorm))
     layer: ModuleSpec = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
+    parts = cast("Any", layer.submodules)
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if lora.rank:
         adapt_layers(layer, lora, config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=cast("Any", RMSNorm))
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -165,14 +168,14 @@ class ModelChunk(MegatronModule):
         self.share_embeddings_and_output_weights = spec.tie_word_embeddings and heads.has_lm_head
         self.language = GPTModel(
             config,
-            _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora),
+            cast("Any", _layer_specs(spec.num_layers // (layout.pp * layout.vpp), config, lora)),
             vocab_size=padded_vocab(spec.vocab_size, layout.tp),
             max_sequence_length=spec.max_positions,
             pre_process=self.pre_process,
             post_process=self.post_process,
             share_embeddings_and_output_weights=spec.tie_word_embeddings and heads.has_lm_head,
             position_embedding_type="mrope",
-            rotary_base=spec.rope_theta,
+            rotary_base=cast("Any", spec.rope_theta),
             scatter_embedding_sequence_parallel=False,
             vp_stage=number if layout.vpp > 1 else None,
         )
@@ -193,7 +196,7 @@ class ModelChunk(MegatronModule):
 
     def set_input_tensor(self, input_tensor: torch.Tensor | list[torch.Tensor]) -> None:
         """Set the hidden states received from the previous chunk; called by Megatron's schedule."""
-        self.language.set_input_tensor(input_tensor)
+        self.language.set_input_tensor(cast("Any", input_tensor))
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor:
         """Return the weight of the token embeddings.
@@ -232,8 +235,10 @@ class ModelChunk(MegatronModule):
         The input consists of token embeddings, with image embeddings at the placeholder positions.
         Under sequence parallelism the input is [T / tp, 1, H].
         """
+        assert self.vision is not None
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
         if batch.grid_I3.shape[0]:
+            assert batch.patch_PC is not None
             patch_PC = batch.patch_PC.to(embedded, non_blocking=True)
             vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, sizes=self.spec.vision)
             self.num_images_encoded += encoded
@@ -260,13 +265,25 @@ class ModelChunk(MegatronModule):
         segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
         if not self.uses_transformer_engine:
             return SharedPromptParams(qkv_format="sbhd", segments=segments, stacked=stacked)
-        offsets = {name: batch.cu_seqlens_S1 for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")}
-        longest = {"max_seqlen_q": segments.max_length, "max_seqlen_kv": segments.max_length}
-        return SharedPromptParams(qkv_format="thd", **offsets, **longest, stacked=stacked)
+        offsets, longest = batch.cu_seqlens_S1, segments.max_length
+        return SharedPromptParams(
+            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, cu_seqlens_q_padded=offsets, cu_seqlens_kv_padded=offsets,
+            max_seqlen_q=longest, max_seqlen_kv=longest, stacked=stacked,
+        )  # fmt: skip
+
+
+class ModelChunks(nn.ModuleList):
+    """Model chunks of this rank, in the order of the virtual pipeline."""
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[ModelChunk]: ...
+
+        def __getitem__(self, idx: int) -> ModelChunk: ...
 
 
 def build_chunks(
     spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings, heads: HeadConfig = HeadConfig()
-) -> nn.ModuleList:
+) -> ModelChunks:
     """Build the `layout.vpp` model chunks of this rank."""
-    return nn.ModuleList(ModelChunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))
+    return ModelChunks(ModelChunk(spec, layout, dtype, lora=lora, heads=heads, number=number) for number in range(layout.vpp))

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn.functional import linear, silu
+
+from megatron_rl.weights.stream import MegatronParameter
 
 
 class ValueHead(nn.Module):
@@ -17,6 +20,8 @@ class ValueHead(nn.Module):
     seen so far. Without `normalize_returns`, the head predicts unnormalized returns.
     """
 
+    seen: torch.Tensor
+
     def __init__(self, hidden_size: int, head_sizes: Sequence[int], *, dtype: torch.dtype, normalize_returns: bool) -> None:
         """Create uninitialized parameters; `reset_parameters` initializes them."""
         super().__init__()
@@ -24,7 +29,7 @@ class ValueHead(nn.Module):
         self.weights = nn.ParameterList(nn.Parameter(torch.empty(rows, columns, dtype=dtype)) for columns, rows in pairwise(sizes))
         self.biases = nn.ParameterList(nn.Parameter(torch.empty(size, dtype=dtype)) for size in sizes[1:])
         for parameter in self.parameters():
-            parameter.tensor_model_parallel = False
+            cast("MegatronParameter", parameter).tensor_model_parallel = False
         self.normalize_returns = normalize_returns
         self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
         """Number of returns seen, their mean, and the sum of squared deviations from the mean."""

@@ -7,6 +7,7 @@ the partial gradients (finalize_model_grads).
 
 from collections.abc import Sequence
 from math import isqrt, prod
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -50,6 +51,9 @@ class FusedRMSNorm(nn.Module):
     ModelFamily.tower_norm_class to this class. The modules keep their weights.
     """
 
+    weight: torch.Tensor
+    variance_epsilon: float
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the normalized hidden states."""
         return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
@@ -60,7 +64,7 @@ def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, l
 
     Adapters are added if lora.rank is not 0. Recomputation is enabled if the layout requires it.
     """
-    tower = spec.build_tower().to(dtype)
+    tower = cast("Any", spec.build_tower()).to(dtype)
     tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = LinearPatchEmbed
     for module in tower.modules():

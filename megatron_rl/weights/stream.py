@@ -6,12 +6,22 @@ streaming use the name mappings of models/name_mapping.py.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from megatron_rl.models.name_mapping import ParamMapping, Tensors
+
+
+class MegatronParameter(nn.Parameter):
+    """Type of a parameter with the attributes that Megatron reads or sets; used only in casts."""
+
+    sequence_parallel: bool
+    tensor_model_parallel: bool
+    average_gradients_across_tp_domain: bool
+    main_grad: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,7 +133,7 @@ def fill_parameters(
             parameter.copy_(value)
         # Megatron's initialization would set this attribute, but is skipped. The gradient norm
         # treats parameters without the attribute as replicas.
-        parameter.tensor_model_parallel = row.shard_dim is not None
+        cast("MegatronParameter", parameter).tensor_model_parallel = row.shard_dim is not None
     assert not left, f"parameters without a name mapping: {sorted(left)}"
 
 

@@ -45,7 +45,7 @@ class Card:
 
     @property
     def symbol(self) -> str:
-        """Rank as printed on the card: a number from 2 to 10 or one of the letters A, J, Q and K."""
+        """Rank as printed on the card: a number from 2 to 10, or A, J, Q or K."""
         return RANKS[self.rank - 1]
 
     @property

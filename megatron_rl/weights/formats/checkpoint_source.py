@@ -78,6 +78,7 @@ class StoredTensors(Protocol):
 
     def locate(self, name: str) -> str:
         """Return the location of a tensor (paths of files or of a folder) for error messages."""
+        ...
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor with the given stored name."""
@@ -142,6 +143,9 @@ def trim_vocabulary(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 class HfNamedSource:
     """Source of tensors that are stored under Hugging Face names."""
 
+    specs: Mapping[str, TensorSpec]
+    skipped: Sequence[str]
+
     def __init__(self, stored: StoredTensors, shapes: Mapping[str, torch.Size], *, num_token_ids: int = 0) -> None:
         """Compare the stored tensors with the model's names and shapes.
 
@@ -175,6 +179,9 @@ class MegatronSource:
     All Hugging Face tensors of one Megatron parameter are computed together. Each tensor can be
     read only once.
     """
+
+    specs: Mapping[str, TensorSpec]
+    skipped: Sequence[str]
 
     def __init__(
         self, ranks: Sequence[StoredTensors], rows: list[ParamMapping], shapes: Mapping[str, torch.Size], *,
@@ -262,6 +269,7 @@ class MegatronSource:
         return [first]
 
     def _check_copy(self, shards: list[torch.Tensor]) -> None:
+        assert self._tied_copy is not None
         copy = self._names[self._tied_copy]
         for rank, shard in zip(self._ranks, shards, strict=True):
             if not torch.equal(shard, rank.read(copy)):

@@ -17,6 +17,7 @@ name raises an error instead of being skipped.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -35,6 +36,8 @@ LAYER = re.compile(r"^(language\.decoder\.layers\.)(\d+)(\..*)$")
 
 class ClassicRank:
     """Parameters of one tensor-parallel rank on all pipeline stages, with global layer numbers."""
+
+    specs: Mapping[str, TensorSpec]
 
     def __init__(self, folder: Path, pieces: dict[str, StoredTensor]) -> None:
         self.folder, self._pieces = folder, pieces

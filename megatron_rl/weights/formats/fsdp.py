@@ -13,6 +13,7 @@ FSDP does not manage.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,6 +31,8 @@ class FsdpTensors:
 
     Raises ValueError for a missing rank, tensor or part, and for unsupported layouts.
     """
+
+    specs: Mapping[str, TensorSpec]
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -54,6 +57,7 @@ class FsdpTensors:
         if len(parts) == 1:
             return parts[0].read()
         dimension = _shard_dimension(parts[0])
+        assert dimension is not None
         tensor, start = torch.empty(spec.shape, dtype=spec.dtype), 0
         for part in parts:
             tensor.narrow(dimension, start, part.shape[dimension]).copy_(part.read())
@@ -70,7 +74,8 @@ def rank_paths(folder: Path) -> list[Path]:
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    numbers = {tuple(map(int, FILE.fullmatch(path.name).groups())): path for path in rank_paths(folder)}
+    matches = ((FILE.fullmatch(path.name), path) for path in rank_paths(folder))
+    numbers = {tuple(map(int, match.groups())): path for match, path in matches if match is not None}
     sizes = {size for size, _ in numbers}
     if len(sizes) > 1:
         raise ValueError(

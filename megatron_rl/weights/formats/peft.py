@@ -12,6 +12,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
@@ -187,7 +188,7 @@ def read_peft_config(folder: Path, *, key: str) -> dict:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise ValueError(f"{key}={folder}: r={rank} in its {CONFIG} is not a positive integer; copy the file again")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if type(alpha) not in (int, float) or not math.isfinite(cast("float", alpha)):
         raise ValueError(f"{key}={folder}: lora_alpha={alpha} in its {CONFIG} is not a finite number; copy the file again")
     return config
 

@@ -14,9 +14,10 @@ of memory maps grows with the size of the file.
 import io
 import math
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, cast
 
 import torch
 
@@ -66,7 +67,7 @@ class StoredTensor:
         if not self.shape.numel():
             return torch.empty(self.shape, dtype=self.dtype)
         flat = torch.empty(_num_spanned(self.shape, self.stride), dtype=self.dtype)
-        data = memoryview(flat.view(torch.uint8).numpy())
+        data = flat.view(torch.uint8).numpy().data
         with self.path.open("rb") as file:
             file.seek(self.offset)
             if file.readinto(data) != len(data):
@@ -94,7 +95,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
     try:
         with open_regular(path) as file:
             length = file.seek(0, 2) - start if length is None else length
-            return _Archive(path, file, start, length).load()
+            return _Archive(path, cast("io.BufferedReader", file), start, length).load()
     except (*UNPICKLING_ERRORS, zipfile.BadZipFile, NotImplementedError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise ValueError(f"{path}: is corrupt or was not written by torch.save ({why}); copy it again") from error
@@ -103,7 +104,7 @@ def load(path: Path, *, start: int = 0, length: int | None = None) -> object:
 class _FileSlice(io.RawIOBase):
     """File object that contains only a part of another file."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
     def readable(self) -> bool:
@@ -128,7 +129,7 @@ class _FileSlice(io.RawIOBase):
 
 
 class _Archive:
-    def __init__(self, path: Path, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, path: Path, file: io.BufferedReader, start: int, length: int) -> None:
         self._path, self._start, self._length = path, start, length
         self._file = _FileSlice(file, start, length)
         self._zip = zipfile.ZipFile(self._file)
@@ -179,7 +180,7 @@ class _Archive:
         }  # fmt: skip
         return known.get((module, name), make_record_maker(module, name))
 
-    def _storage(self, pid: object) -> _Storage:
+    def _storage(self, pid: Any) -> _Storage:
         kind, dtype, key, _, size = pid
         if kind != "storage" or not isinstance(dtype, torch.dtype) or type(size) is not int:
             raise TypeError(f"a storage entry has a dtype of the invalid type {type(dtype).__name__}")
@@ -215,7 +216,7 @@ def _first_argument(tensor: object, *_: object) -> object:
     return tensor
 
 
-def _rebuild_typed(function: object, kind: object, arguments: tuple, state: object) -> object:
+def _rebuild_typed(function: Callable[..., object], kind: Callable[[], Any], arguments: tuple, state: object) -> object:
     """Rebuild a tensor that has attributes or is an instance of a tensor subclass.
 
     For a DTensor, returns the local part saved by the rank that wrote the file.

@@ -8,6 +8,7 @@ both counted in pixels per image; older files use the fields min_pixels and max_
 
 import json
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.io.jsonl import read_json
 
@@ -20,7 +21,8 @@ def read_pixel_limits(folder: Path) -> tuple[int, int] | None:
     Returns None unless the folder's files contain both limits.
     """
     stored = _read(folder / PROCESSOR_FILE).get("image_processor") or _read(folder / IMAGE_PROCESSOR_FILE)
-    size = stored.get("size") if isinstance(stored.get("size"), dict) else {}
+    stated = stored.get("size")
+    size = stated if isinstance(stated, dict) else {}
     least = stored.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
     most = stored.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
     return (least, most) if isinstance(least, int) and isinstance(most, int) else None
@@ -48,7 +50,7 @@ def _with_limits(stored: dict[str, object], limits: tuple[int, int]) -> dict[str
     return {**stored, "size": {"longest_edge": most, "shortest_edge": least}, **older}
 
 
-def _read(path: Path) -> dict[str, object]:
+def _read(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; {} if the file is missing or contains no JSON object.
 
     Damaged files are ignored here, because loading the model rejects them.

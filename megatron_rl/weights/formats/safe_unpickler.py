@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from types import NoneType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 UNPICKLING_ERRORS = (
     pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError,
@@ -60,6 +60,8 @@ class SafeUnpickler(pickle._Unpickler):
     `load` raises one of UNPICKLING_ERRORS for invalid data.
     """
 
+    stack: list[Any]
+    pop_mark: Callable[[], list]
     dispatch: ClassVar[dict[int, Callable]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(
@@ -155,5 +157,5 @@ def make_blank_maker(kind: type) -> Maker:
     return partial(_blank, kind)
 
 
-def _blank(kind: type) -> object:
+def _blank(kind: type[object]) -> object:
     return kind.__new__(kind)

@@ -9,7 +9,7 @@ its final name.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,6 +76,8 @@ class HfTensors:
     The constructor checks the headers and the index. Raises ValueError if the folder is incomplete
     or damaged; the message names `key`, the setting or option that contains the folder.
     """
+
+    specs: Mapping[str, TensorSpec]
 
     def __init__(self, folder: str | Path, *, key: str = "model.path", read_once: bool = False) -> None:
         """Read and check the headers and the index.

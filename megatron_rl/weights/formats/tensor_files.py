@@ -24,7 +24,7 @@ import torch
 from megatron_rl.weights.formats.pixel_limits import write_pixel_limits
 
 Item = TypeVar("Item")
-MadeItem = TypeVar("Made")
+MadeItem = TypeVar("MadeItem")
 
 POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14 (include/uapi/asm-generic/mman-common.h), not defined by Python
@@ -124,7 +124,7 @@ class FlushedFile(io.FileIO):
 
     def write_tensor(self, tensor: torch.Tensor) -> None:
         """Write the data of a CPU tensor in row-major order."""
-        self.write(memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+        self.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         """Wait until the whole file is on disk, then close it."""

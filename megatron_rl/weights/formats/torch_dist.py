@@ -14,10 +14,10 @@ all tensors at once. The writer's files have the same format as the files of Fil
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
@@ -64,6 +64,8 @@ class McoreTensors:
     of a training checkpoint differs from its recorded digest. A tensor file is compared with its
     digest before the first tensor is read from the file.
     """
+
+    specs: Mapping[str, TensorSpec]
 
     def __init__(
         self,
@@ -230,11 +232,11 @@ class TorchDistWriter:
         """
         file = self._open_file()
         offset = file.tell()
-        filled = _ChunkBuffer(file, content, runs) if runs else None
+        filled = _ChunkBuffer(file, cast("torch.Tensor", content), runs) if runs else None
         try:
             # torch.load does not check CRC32 (torch.serialization.set_crc32_options).
-            with config.patch({"save.compute_crc32": False}):
-                torch.save(content, file if filled is None else filled)
+            with cast("Any", config).patch({"save.compute_crc32": False}):
+                torch.save(content, cast("IO[bytes]", file if filled is None else filled))
         except RuntimeError as error:  # raised by torch's zip writer after an OSError of the file
             raise (error.__context__ if isinstance(error.__context__, OSError) else error) from error
         assert filled is None or filled.is_done, f"torch.save did not write the numbers of {index.fqn} in one piece"
@@ -249,6 +251,7 @@ class TorchDistWriter:
         return self._file
 
     def _close_file(self) -> None:
+        assert self._file is not None
         self._file.finish()
         self._file = None
 

@@ -16,6 +16,7 @@ an entry declared as bytes.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 
 import torch
 from megatron.core import dist_checkpointing
@@ -24,9 +25,9 @@ from megatron.core.dist_checkpointing.strategies import torch as strategy
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, Metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from megatron_rl.weights.formats import pickle_tensors
@@ -54,7 +55,8 @@ def load(wanted: ShardedStateDict, folder: Path, *, key: str, with_optimizer: bo
         raise ValueError(f"{key}={folder}: {no_tensor} is a bytes entry, but a training state contains only tensors; copy it again")
     strict = StrictHandling.RAISE_ALL if with_optimizer else StrictHandling.ASSUME_OK_UNEXPECTED
     with _using_reader(_Reader(stored)):
-        return dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _EmptyCommonState(), strict=strict)
+        found = dist_checkpointing.load(wanted, str(folder), strategy.TorchDistLoadShardedStrategy(), _EmptyCommonState(), strict=strict)
+    return cast("StateDict", found)
 
 
 def read_common(folder: Path) -> object:
@@ -92,6 +94,7 @@ class _Reader(FileSystemReader):
         for item in plan.items:
             if item.type is not LoadItemType.TENSOR:
                 raise ValueError(f"{item.storage_index.fqn} is a bytes entry in the checkpoint, but a tensor in the model")
+            assert item.storage_index.offset is not None
             chunk = self._stored.read_chunk(item.storage_index.fqn, item.storage_index.offset)
             target = planner.resolve_tensor(item).detach()
             target.copy_(narrow_tensor_by_index(chunk, item.storage_offsets, item.lengths))

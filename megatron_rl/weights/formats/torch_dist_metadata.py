@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner
@@ -65,7 +66,7 @@ def _find_known(module: str, name: str) -> object:
     return _KNOWN[module, name]
 
 
-def _fill(made: object, state: object) -> None:
+def _fill(made: Any, state: Any) -> None:
     """Set the state of an unpickled object (opcode BUILD).
 
     Raises TypeError for an object of a class that does not belong to the format.
