@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # environments and rewards create these records without importing torch
     import torch
     from PIL.Image import Image as Picture
 
 
-Message = Mapping[str, object]
+Message = Mapping[str, Any]
 """One chat message in the format of Hugging Face chat templates: {"role": ..., "content": ...}. The
 content is a string or a list of parts. A part is {"type": "text", "text": ...} or
 {"type": "image", "image": a PIL image}.
@@ -84,7 +84,7 @@ class Example:
     """Dataset example from which episodes are started. Only the task interprets the payload."""
 
     id: str
-    payload: Mapping[str, object]
+    payload: Mapping[str, Any]
     probability: float | None = None
     """Probability of drawing this example, or None if unknown. Evaluation weights the example's
     results by this probability.

@@ -199,7 +199,7 @@ class EndpointPool:
             waited += rest
 
 
-def describe_error(error: Exception, *, secret: str = "") -> str:
+def describe_error(error: BaseException, *, secret: str = "") -> str:
     """Return an error as one short line; mask `secret`, which a server may have echoed."""
     text = str(error)
     return f"{type(error).__name__}: {to_one_line(text.replace(secret, '***') if secret else text)}"

@@ -61,6 +61,7 @@ async def _bound_response(response: httpx2.Response) -> None:
         raise UnreadBody(f"the response is compressed ({encoding[:20]!r}), although no compression was requested")
     if length.isascii() and length.isdigit() and (len(length) > 19 or int(length) > MAX_BODY_BYTES):
         raise UnreadBody(f"the response has {length[:20]} bytes, more than {MAX_BODY_BYTES}")
+    assert isinstance(response.stream, httpx2.AsyncByteStream), "the client is asynchronous"
     response.stream = _BoundedStream(response.stream)
 
 

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import (
+    getproxies_environment,
+    proxy_bypass_environment,  # pyright: ignore[reportAttributeAccessIssue]  # missing from typeshed
+)
 
 import psutil
 

@@ -310,7 +310,7 @@ def _verify_in_fork(truth: str, answer: str, chains: Chains) -> bool | None:
         status = _UNDECIDED
         try:
             os.close(sys.stdout.fileno())  # otherwise the caller would not notice if the helper exits while this fork runs
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MIB << 20,) * 2)
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_MIB << 20, MEMORY_LIMIT_MIB << 20))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             # SIGPROF and SIGALRM have no handlers here, so they always end the process
             signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)

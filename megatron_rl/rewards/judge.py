@@ -17,8 +17,10 @@ import io
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import openai
+from openai.types.chat import ChatCompletionContentPartParam, ChatCompletionMessageParam
 from PIL import Image
 from PIL.Image import Image as Picture
 
@@ -151,6 +153,7 @@ class Judge:
         """
         urls = await asyncio.to_thread(lambda: [encode_data_url(picture) for picture in images])
         key = cache_key(self.model, prompt, fields, urls)
+        assert self._cache is not None, "judged before start"
         found = self._cache.find(key)
         self.cache_hits += found is not None or key in self._pending
         if found is not None:
@@ -168,10 +171,15 @@ class Judge:
 
     async def _request(self, key: str, prompt: JudgePrompt, fields: Mapping[str, str], urls: list[str]) -> Judgement:
         text = prompt.render(fields)
-        parts = [{"type": "text", "text": text}, *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
-        messages = [{"role": "system", "content": prompt.system}, {"role": "user", "content": parts if urls else text}]
+        parts: list[ChatCompletionContentPartParam] = [{"type": "text", "text": text}]
+        parts.extend({"type": "image_url", "image_url": {"url": url}} for url in urls)
+        messages: list[ChatCompletionMessageParam] = [
+            {"role": "system", "content": prompt.system},
+            {"role": "user", "content": parts if urls else text},
+        ]
         verdict, words = await self.endpoints.request(lambda endpoint: self._request_with_schema(endpoint, prompt, messages))
         self.num_requests += 1
+        assert self._cache is not None, "judged before start"
         self._cache.store(key, model=self.model, prompt=f"{prompt.name} {prompt.version}", fields=json.dumps(dict(fields)), verdict=verdict)
         if words:
             self._reasonings[key] = words
@@ -179,7 +187,7 @@ class Judge:
                 del self._reasonings[next(iter(self._reasonings))]
         return verdict, words
 
-    async def _request_with_schema(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[dict[str, object]]) -> Judgement:
+    async def _request_with_schema(self, endpoint: Endpoint, prompt: JudgePrompt, messages: list[ChatCompletionMessageParam]) -> Judgement:
         wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": prompt.schema}}
         if endpoint.url not in self._without_schema:
             try:
@@ -192,7 +200,7 @@ class Judge:
                 return parse_judgement(reply, prompt, secret=self._api_key)
         return parse_judgement(await self._chat_completion(endpoint, messages), prompt, secret=self._api_key)
 
-    async def _chat_completion(self, endpoint: Endpoint, messages: list[dict[str, object]], **options: object) -> ChatMessage:
+    async def _chat_completion(self, endpoint: Endpoint, messages: list[ChatCompletionMessageParam], **options: Any) -> ChatMessage:
         with translate_errors(self._api_key, token_file=self.settings.token_file):
             raw = await self._clients[endpoint.url].chat.completions.with_raw_response.create(
                 model=self.model,
@@ -267,7 +275,8 @@ def encode_data_url(picture: Picture) -> str:
         picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
     picture = picture.convert("RGB")
     if shrink < 1:
-        picture = picture.resize(tuple(max(min(side, MIN_IMAGE_SIDE), round(side * shrink)) for side in picture.size))
+        width, height = (max(min(side, MIN_IMAGE_SIDE), round(side * shrink)) for side in picture.size)
+        picture = picture.resize((width, height))
     file = io.BytesIO()
     picture.save(file, "JPEG", quality=85)
     return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"

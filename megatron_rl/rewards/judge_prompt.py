@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
 import yaml
 
@@ -70,6 +71,7 @@ class JudgePrompt:
             MalformedVerdict: The reply is not exactly one JSON object with the prompt's key and one
                 of its values.
         """
+        pairs: tuple[Any, ...]
         try:
             pairs = json.loads(reply, object_pairs_hook=tuple) if len(reply) <= MAX_VERDICT_CHARS else ()
         except (ValueError, RecursionError):
@@ -102,6 +104,6 @@ def load_judge_prompt(name: str, *, examples: str = "") -> JudgePrompt:
     return JudgePrompt(name, written["version"], key, tuple(written["values"]), f"{written['system']} {QUOTING_LEGEND}", user)
 
 
-def _format_example(example: Mapping[str, object], key: str) -> str:
+def _format_example(example: Mapping[str, Any], key: str) -> str:
     shown = [f"{name}: {quote_text(value)}" for name, value in example.items() if name != key]
     return "\n".join([*shown, json.dumps({key: example[key]})])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
-from sympy import Expr
+from sympy import Basic, Expr
 
 from megatron_rl.rewards import parsed_math as checks
 from megatron_rl.rewards.equations import rounding_of
@@ -35,13 +35,19 @@ def verdict(truth: str, answer: str, chains: Sequence[tuple[str, str, bool]] = (
     return None if are_unevaluated else False
 
 
-def _parsed(text: str) -> Expr | None:
+def _parsed(text: str) -> Basic | None:
     as_written = replace(LatexExtractionConfig().normalization_config, units=False)
     reader = [LatexExtractionConfig(normalization_config=as_written)]
-    return next(iter(parse(_quoted(text), reader, fallback_mode="no_fallback", parsing_timeout=None)), None)
+    found = parse(
+        _quoted(text),
+        reader,
+        fallback_mode="no_fallback",
+        parsing_timeout=None,  # pyright: ignore[reportArgumentType]  # None is documented, but missing from the annotation
+    )
+    return next(iter(found), None)
 
 
-def _are_same(one: Expr, other: Expr) -> bool:
+def _are_same(one: Basic, other: Basic) -> bool:
     return all(verify(*pair, allow_set_relation_comp=True, timeout_seconds=None) for pair in ((one, other), (other, one)))
 
 
@@ -54,6 +60,7 @@ def _agree(one: str, other: str, is_last: bool) -> bool:
     if value is None or next_value is None:
         return not is_last
     if checks.are_numbers(value, next_value):
+        assert isinstance(value, Expr) and isinstance(next_value, Expr)
         return not checks.differ_beyond(value, next_value, rounding_of(one, other))
     return not is_last or _are_same(value, next_value)
 

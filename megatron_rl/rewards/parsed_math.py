@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from sympy import (
     Abs,
     And,
+    Basic,
     Derivative,
     Equality,
     Expr,
@@ -45,7 +46,7 @@ RELATIVE_TOLERANCE = 1e-6
 _UNEVALUATED = (AppliedUndef, Derivative, Integral, Limit, Product, Sum)
 
 
-def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
+def replace_unevaluated(sides: Sequence[Basic]) -> tuple[list[Basic], bool]:
     """Replace each unevaluated part of the expressions with a symbol.
 
     Equal parts are replaced with the same symbol. The second return value is True if any part was
@@ -56,7 +57,7 @@ def replace_unevaluated(sides: Sequence[Expr]) -> tuple[list[Expr], bool]:
     return [side.xreplace(symbols) for side in sides], bool(parts)
 
 
-def is_undefined(side: Expr) -> bool:
+def is_undefined(side: Basic) -> bool:
     """Return True if an expression has no value.
 
     Expressions without a value are divisions by zero, empty intervals, and statements that SymPy
@@ -65,13 +66,13 @@ def is_undefined(side: Expr) -> bool:
     return isinstance(side, BooleanAtom | EmptySet) or side.has(nan, zoo)
 
 
-def is_always_or_never_true(side: Expr) -> bool:
+def is_always_or_never_true(side: Basic) -> bool:
     """Return True if a relation in the expression holds for all real values or for none."""
     relations = side.atoms(Relational)
     return any(map(_is_trivial, [each for each in relations if each.free_symbols] or relations))
 
 
-def with_exact_exponents(side: Expr) -> Expr:
+def with_exact_exponents(side: Basic) -> Basic:
     r"""Return the expression with fractions instead of decimals in exponents.
 
     Without this conversion, SymPy would not recognize that x^{1.5} equals x\sqrt{x}.
@@ -80,7 +81,7 @@ def with_exact_exponents(side: Expr) -> Expr:
     return side.xreplace({power: Pow(power.base, nsimplify(power.exp, rational=True)) for power in powers})
 
 
-def are_numbers(*sides: Expr) -> bool:
+def are_numbers(*sides: Basic) -> bool:
     """Return True if all expressions are finite numbers."""
     return all(isinstance(side, Expr) and side.is_number and side.is_finite for side in sides)
 
@@ -95,7 +96,7 @@ def differ_beyond(one: Expr, other: Expr, margin: float | None) -> bool:
     return bool(size > (RELATIVE_TOLERANCE * Max(Abs(one), Abs(other)).evalf() if margin is None else margin * (1 + RELATIVE_TOLERANCE)))
 
 
-def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
+def differ_beyond_tolerance(truth: Basic, answer: Basic) -> bool:
     """Return True if corresponding numbers differ by more than RELATIVE_TOLERANCE.
 
     The expressions may be numbers, lists, sets, intervals or named values. This check is needed
@@ -108,7 +109,7 @@ def differ_beyond_tolerance(truth: Expr, answer: Expr) -> bool:
     return any(differ_beyond(one, other, None) for one, other in zip(values, others, strict=True))
 
 
-def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
+def are_lost_in_rounding(truth: Basic, answer: Basic) -> bool:
     """Return True if two formulas differ and at least one contains a number that rounds to 0.
 
     Math-verify would treat such formulas as equal, because it rounds to six decimal places.
@@ -118,7 +119,7 @@ def are_lost_in_rounding(truth: Expr, answer: Expr) -> bool:
     return any(map(_holds_tiny, (truth, answer))) and truth.doit() != answer.doit()
 
 
-def are_interval_and_list(truth: Expr, answer: Expr) -> bool:
+def are_interval_and_list(truth: Basic, answer: Basic) -> bool:
     r"""Return True if one expression is an interval and the other a list of numbers.
 
     Examples of an interval and a list are `2<x<5` and `2, 5`, or `(-3,3)` and `x=\pm3`. Math-verify
@@ -127,7 +128,7 @@ def are_interval_and_list(truth: Expr, answer: Expr) -> bool:
     return {_form(truth), _form(answer)} in ({"range", "values"}, {"range", "list"}, {"interval", "values"})
 
 
-def _form(side: Expr) -> str:
+def _form(side: Basic) -> str:
     if side.atoms(Relational) - side.atoms(Equality) or (isinstance(side, Equality) and side.has(Interval)):
         return "range"
     if isinstance(side, FiniteSet | Tuple | Equality):
@@ -135,7 +136,7 @@ def _form(side: Expr) -> str:
     return "interval" if isinstance(side, Interval | Union) else ""
 
 
-def _values(side: Expr) -> list[Expr] | None:
+def _values(side: Basic) -> list[Expr] | None:
     """Return the finite numbers in an expression, or None for a formula.
 
     The expression may be a number, named value, list, set or interval.
@@ -143,8 +144,8 @@ def _values(side: Expr) -> list[Expr] | None:
     if isinstance(side, Interval):
         return _values_of(side.args[:2])
     if isinstance(side, FiniteSet | Union | And):
-        found = [_values(part) for part in side.args]
-        return None if None in found else [value for values in sorted(found, key=_sizes) for value in values]
+        found = [values for part in side.args if (values := _values(part)) is not None]
+        return [value for values in sorted(found, key=_sizes) for value in values] if len(found) == len(side.args) else None
     if isinstance(side, Tuple):
         return _values_of(side.args)
     if isinstance(side, Relational):
@@ -154,21 +155,21 @@ def _values(side: Expr) -> list[Expr] | None:
     return None
 
 
-def _values_of(parts: Sequence[Expr]) -> list[Expr] | None:
-    found = [_values(part) for part in parts]
-    return None if None in found else [value for values in found for value in values]
+def _values_of(parts: Sequence[Basic]) -> list[Expr] | None:
+    found = [values for part in parts if (values := _values(part)) is not None]
+    return [value for values in found for value in values] if len(found) == len(parts) else None
 
 
 def _sizes(values: Sequence[Expr]) -> list[tuple[Expr, Expr]]:
     return [value.evalf().as_real_imag() for value in values]
 
 
-def _holds_tiny(side: Expr) -> bool:
+def _holds_tiny(side: Basic) -> bool:
     numbers = [part for part in preorder_traversal(side) if isinstance(part, Expr) and part.is_number and part.is_finite]
     return any(0 < Abs(part).evalf() < RELATIVE_TOLERANCE for part in numbers)
 
 
-def _unevaluated_parts(side: Expr) -> set[Expr]:
+def _unevaluated_parts(side: Basic) -> set[Basic]:
     if isinstance(side, _UNEVALUATED):
         return {side}
     return set().union(*(_unevaluated_parts(part) for part in side.args))

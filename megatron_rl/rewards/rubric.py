@@ -15,6 +15,7 @@ Rubric(
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.types import Image, Rollout, StopReason, Turn
@@ -24,7 +25,7 @@ from megatron_rl.types import Image, Rollout, StopReason, Turn
 class RewardInput:
     """Input of a reward function: the example's payload and the finished episode."""
 
-    payload: Mapping[str, object]
+    payload: Mapping[str, Any]
     rollout: Rollout
     """Rollout to score; its reward is not set yet."""
     prompt_images: list[Image] = field(default_factory=list)
@@ -178,7 +179,10 @@ class Rubric:
 
     def is_solved(self, rollout: Rollout) -> bool:
         """Return True if a rollout scored by this rubric is solved."""
-        return rollout.reward_terms.get(self.solved_term, 0.0) >= CORRECT_THRESHOLD if self.solved_term else rollout.reward > 0
+        if self.solved_term:
+            return rollout.reward_terms.get(self.solved_term, 0.0) >= CORRECT_THRESHOLD
+        assert rollout.reward is not None, "not scored yet"
+        return rollout.reward > 0
 
 
 def cumulative(steps: Sequence[float | None], *, mean: bool) -> list[float]:

@@ -15,7 +15,10 @@ remain.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from PIL.Image import Image as Picture
 
 from megatron_rl.config.checks import require, require_choice
 from megatron_rl.rewards.accuracy import MATHS_SOURCES, AccuracyReward, get_data_source
@@ -32,6 +35,7 @@ from megatron_rl.rewards.tool_use import (
     image_returned_reward,
     step_violations,
 )
+from megatron_rl.types import Image
 
 SEARCH_SOURCES = ("vstar", "chart", "high_res", "visual_search")
 COUNTING_SOURCES = ("iconqa",)
@@ -83,7 +87,7 @@ def deepeyes_terms(accuracy: RewardFn) -> dict[str, RewardTerm]:
     """
 
     def for_maths(reward: RewardFn, *, wanted: bool = True) -> RewardFn:
-        async def routed(outcome: RewardInput) -> float:
+        async def routed(outcome: RewardInput) -> float | None:
             return await reward(outcome) if get_data_source(outcome).startswith(MATHS_SOURCES) == wanted else 0.0
 
         return routed
@@ -113,9 +117,9 @@ class ToolUseJudgeReward:
         kind = "search" if source.startswith(SEARCH_SOURCES) else "counting" if source.startswith(COUNTING_SOURCES) else "calculation"
         if kind != "calculation" and not await count_executed_code(reward_input):
             return 0.0  # search and counting require executed code, so no judge is needed here
-        made = [image.pil for turn in reward_input.turns for image in turn.images][:MAX_PROCESS_IMAGES]
+        made = [image for turn in reward_input.turns for image in turn.images][:MAX_PROCESS_IMAGES]
         fields = {"question": str(reward_input.payload["question"]), "response": "\n".join(reward_input.replies)[-MAX_RESPONSE_CHARS:]}
-        shown = [*(image.pil for image in reward_input.prompt_images[:1]), *made]
+        shown = _get_pictures([*reward_input.prompt_images[:1], *made])
         return await self.judge.score_rollout(reward_input.rollout, load_judge_prompt(f"process_{kind}"), fields=fields, images=shown)
 
 
@@ -142,12 +146,18 @@ class TapoStepReward:
             return VIOLATION_REWARD
         if not turn.images:
             return 0.0
-        sizes = ", ".join(f"{width} x {height}" for width, height in (image.pil.size for image in turn.images))
+        sizes = ", ".join(f"{picture.width} x {picture.height}" for picture in _get_pictures(turn.images))
         fields = {
             "question": str(reward_input.payload["question"]),
             "metadata": f"{turn.tool_call.tool}; pictures that came back: {len(turn.images)}, of {sizes} pixels",
         }
-        pictures = [image.pil for image in (*reward_input.prompt_images[:1], *turn.images)]
+        pictures = _get_pictures([*reward_input.prompt_images[:1], *turn.images])
         return await self.judge.score_rollout(
             reward_input.rollout, load_judge_prompt("step_evidence"), fields=fields, images=pictures, turn=turn_index
         )
+
+
+def _get_pictures(images: Sequence[Image]) -> list[Picture]:
+    pictures = [image.pil for image in images if image.pil is not None]
+    assert len(pictures) == len(images), "the images of an episode have pixels until it is scored"
+    return pictures

@@ -180,5 +180,7 @@ def has_proven_token(url: str, *, token: str) -> bool:
         )
     except NoResponse:
         return False
-    expected = compute_proof(token, challenge, port=urlsplit(url).port)
+    port = urlsplit(url).port
+    assert port is not None, url
+    expected = compute_proof(token, challenge, port=port)
     return hmac.compare_digest(answer.headers.get(PROOF_HEADER, "").encode(), expected.encode())

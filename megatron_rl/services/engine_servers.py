@@ -12,7 +12,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -143,6 +143,7 @@ class EngineServers:
         for engine in self._engines.values():
             if engine.is_ready:
                 continue
+            assert engine.process is not None, "not started"
             code, passed = engine.process.exit_code(), time.monotonic() - engine.started_at
             if code is not None:
                 told = f"{engine.name} exited with code {code}; {engine.process.log_tail()}"
@@ -156,6 +157,7 @@ class EngineServers:
                 )
         late = [engine for engine in self._engines.values() if not engine.is_ready]
         if late and time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
+            assert late[0].process is not None
             self._reported_at = time.monotonic()
             told = f"after {self._reported_at - late[0].started_at:.0f} s; {late[0].process.log_tail()}"
             print(f"{', '.join(engine.name for engine in late)}: no response yet, {told}", flush=True)
@@ -189,6 +191,7 @@ class EngineServers:
 
     def _stop_if_failed(self, engine: EngineServer, now: float, *, is_unresponsive: bool) -> None:
         """Kill all processes of a server that has exited or hangs, and set its backoff."""
+        assert engine.process is not None
         code = engine.process.exit_code()
         if code is not None:
             why = f"exited with code {code}"
@@ -323,7 +326,7 @@ def run_engine_servers(
         yield run_on_rank_zero(lambda: own[0].urls), own[0] if own else None
 
 
-def bind_threads(core_ids: Sequence[int]) -> None:
+def bind_threads(core_ids: Collection[int]) -> None:
     """Bind all existing and future threads of this process to these cores."""
     for thread in os.listdir("/proc/self/task"):
         try:

@@ -131,6 +131,7 @@ class LaunchedService:
         return self._address
 
     def _require_alive(self) -> None:
+        assert self._process is not None
         code = self._process.exit_code()
         if code is not None:
             self._fail("kind", self._settings.kind, f"its server exited with code {code}")
@@ -142,6 +143,7 @@ class LaunchedService:
         """Return the last line of the service's log, or a hint if the service is external."""
         if self._settings.external:
             return f"{address_file(self._run, self.name)} must be written by launch/serve.py in another job"
+        assert self._process is not None
         return self._process.log_tail()
 
     def stop(self) -> None:
@@ -197,7 +199,8 @@ def resolve_addresses(task: TaskSettings, urls: Mapping[str, str], *, run: Path)
     sandbox, name = task.sandbox, service_of(task.sandbox.url)
     if name:
         sandbox = replace(sandbox, url=urls[name], token_file=str(token_file(run, name)))
-    judge, listener, speaker = (_resolve_partner(each, urls, run=run) for each in (task.judge, task.listener, task.speaker))
+    judge, listener = _resolve_partner(task.judge, urls, run=run), _resolve_partner(task.listener, urls, run=run)
+    speaker = _resolve_partner(task.speaker, urls, run=run)
     return replace(task, judge=judge, sandbox=sandbox, listener=listener, speaker=speaker)
 
 

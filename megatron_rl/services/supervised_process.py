@@ -63,6 +63,7 @@ class SupervisedProcess:
 
     def stop(self) -> None:
         """Terminate the process gracefully; kill the process if it does not exit in time."""
+        assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
         try:
             self._supervisor.wait(STOP_TIMEOUT_S)

@@ -20,7 +20,7 @@ MUTANTS = (
     Mutant(
         "a listener hears one way of saying yes",
         "megatron_rl/tasks/lewis/server/listener_app.py",
-        "tokenizer.decode([number]).strip().casefold() == word",
+        "cast(str, tokenizer.decode([number])).strip().casefold() == word",
         "tokenizer.decode([number]) == word",
         "tests/services/test_listener_walls.py -k every_way",
     ),

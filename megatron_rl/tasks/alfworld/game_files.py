@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import DataSettings, require
 from megatron_rl.io.bounded_files import is_regular, read_bytes
@@ -115,5 +116,5 @@ def make_example(folder: Path, *, picture: str) -> Example:
 @lru_cache(maxsize=4096)
 def load_transcript(folder: Path, player: str = "planner") -> GameTranscript:
     """Return a demonstrator's transcript of a game. The result is cached."""
-    read = read_json(folder / TRANSCRIPT_FILES[player])
+    read: Any = read_json(folder / TRANSCRIPT_FILES[player])
     return GameTranscript(read["task"], [TranscriptTurn(**turn) for turn in read["turns"]])

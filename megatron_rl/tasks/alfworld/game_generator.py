@@ -108,6 +108,7 @@ def find_alfworld_package() -> AlfworldPackage:
     """
     spec = importlib.util.find_spec("alfworld")
     require(spec is not None, "alfworld", "missing", "required to generate games; run: pip install --no-deps alfworld==0.4.2")
+    assert spec is not None and spec.submodule_search_locations is not None
     return AlfworldPackage(Path(spec.submodule_search_locations[0]))
 
 

@@ -14,6 +14,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.errors import InfraError, PermanentInfraError
 
@@ -43,7 +44,7 @@ class PlayerProcess:
     num_games: int = 0
     """Number of games that this player process has started."""
 
-    async def send_request(self, **question: object) -> dict[str, object]:
+    async def send_request(self, **question: object) -> dict[str, Any]:
         """Send one request to the player and return its answer (see player_server.serve_player).
 
         Raises:
@@ -141,6 +142,7 @@ class PlayerPool:
         async with self._spawn_lock:
             if self._server is None or self._server.poll() is not None:
                 await self._start_server(game)
+            assert self._control is not None
             ours, theirs = socket.socketpair()
             with theirs:
                 try:

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 # TextWorld 1.7.0 imports the package jericho in envs/zmachine/jericho.py. PDDL games do not use
 # jericho, which must be compiled, so an empty stub replaces it.
-jericho = ModuleType("jericho")
+jericho: Any = ModuleType("jericho")
 jericho.UnsupportedGameWarning = jericho.TruncatedInputActionWarning = type("JerichoWarning", (Warning,), {})
 sys.modules.setdefault("jericho", jericho)
 
@@ -88,7 +89,7 @@ class TextWorldGame:
         self.state = PddlState(TextWorldGame.library, data["pddl_problem"], self.logic)
         self.entity_infos = {each.name: EntityInfo(each.name, each.type) for fact in self.state.facts for each in fact.arguments}
         for each, name in assign_names(self.entity_infos).items():
-            info = self.entity_infos[each]
+            info: Any = self.entity_infos[each]  # TextWorld declares the attributes as None
             info.name, info.definite, info.indefinite = name, "the", "a"
         self.command_texts: dict[tuple[str, ...], str] = {}
         """Cached command text of each action that has been admissible so far. Caching is correct
@@ -109,7 +110,7 @@ class TextWorldGame:
             return self._observe("Nothing happens.")
         action = self.actions[command]
         self.state.apply(action)
-        return self._observe(self._derive_text(action.feedback_rule, action))
+        return self._observe(self._derive_text(cast(str, action.feedback_rule), action))
 
     def plan_commands(self) -> list[str]:
         """Return commands, found by the planner, that win the game from the current state.
@@ -138,7 +139,7 @@ class TextWorldGame:
     def _command_text(self, action: Action) -> str:
         key = (action.name, *(each.name for each in action.mapping.values()))
         if key not in self.command_texts:
-            self.command_texts[key] = self._derive_text(action.command_template, action)
+            self.command_texts[key] = self._derive_text(cast(str, action.command_template), action)
         return self.command_texts[key]
 
     def _derive_text(self, rule: str, action: Action | None = None) -> str:

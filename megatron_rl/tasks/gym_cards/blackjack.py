@@ -98,10 +98,11 @@ def draw_state(state: BlackjackState, style: CardStyle = ("large", 1.0)) -> Imag
 
 
 def _paste_cards(drawn: Image.Image, cards: Sequence[Card | None], *, top: int, gap: int, height: int, style: CardStyle) -> None:
-    columns, *size = next(each for each in ROW_LAYOUTS if len(cards) <= each[0] * (height // (each[2] + gap)))
+    columns, width, card_height = next(each for each in ROW_LAYOUTS if len(cards) <= each[0] * (height // (each[2] + gap)))
     for number, card in enumerate(cards):
         row, column = divmod(number, columns)
-        paste_card(drawn, card, (5 + column * (size[0] + gap), top + row * (size[1] + gap)), size=tuple(size), style=style)
+        corner = 5 + column * (width + gap), top + row * (card_height + gap)
+        paste_card(drawn, card, corner, size=(width, card_height), style=style)
 
 
 BlackjackObservation = NDArray[np.uint8] | tuple[int, int, int]
@@ -117,6 +118,7 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    action_space: gymnasium.spaces.Discrete
 
     def __init__(
         self, *, natural: bool = False, sab: bool = False, symbolic: bool = False,
@@ -127,7 +129,7 @@ class Blackjack(gymnasium.Env[BlackjackObservation, int]):
         self.state: BlackjackState | None = None
 
     @cached_property
-    def observation_space(self) -> gymnasium.Space[BlackjackObservation]:
+    def observation_space(self) -> gymnasium.spaces.Tuple[np.int64] | gymnasium.spaces.Box[np.uint8]:
         """Space of image or symbolic observations."""
         spaces = gymnasium.spaces
         return spaces.Tuple((spaces.Discrete(32), spaces.Discrete(11), spaces.Discrete(2))) if self.symbolic else pixels_space()
@@ -177,4 +179,5 @@ def _read_fixed_start(options: Mapping[str, object]) -> tuple[list[Card], Card]:
     remedy = "must contain exactly the keys player (a list of two cards) and dealer (a card)"
     is_start = options.keys() == {"player", "dealer"} and isinstance(player, list | tuple) and len(player) == 2
     require(is_start, "options", dict(options), remedy)
+    assert isinstance(player, list | tuple)
     return [Card.from_name(name) for name in player], Card.from_name(options["dealer"])

@@ -141,6 +141,7 @@ class BlackjackTask(GameTask):
         said: dict[Position, list[str]] = defaultdict(list)
         for rollout in rollouts:
             call = rollout.turns[0].tool_call
+            assert call is not None, "every step of the game has a call"
             said[examples[rollout.group].payload["position"]].append(call.source if call.ran else "")
         hits = {position: said[position].count("hit") / max(len(said[position]), 1) for position in POSITIONS}
         stands = {position: said[position].count("stand") / max(len(said[position]), 1) for position in POSITIONS}

@@ -38,6 +38,7 @@ class Card:
         """
         known = isinstance(name, str) and name[:-1] in RANKS and name[-1] in SUITS
         require(known, "card", name, "use a rank followed by a suit, e.g. AS, 10H, KD or 3C")
+        assert isinstance(name, str)
         return cls(RANKS.index(name[:-1]) + 1, name[-1])
 
     def __str__(self) -> str:

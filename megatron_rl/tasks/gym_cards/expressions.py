@@ -13,7 +13,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Number = Fraction | int | float
 MAX_TOKENS = 64
@@ -30,7 +30,7 @@ class _InvalidFormula(ValueError):
 
 class _Operator(NamedTuple):
     precedence: int
-    function: Callable[[Number, Number], Number]
+    function: Callable[[Any, Any], Number]
     is_right: bool = False
     """True if the operator is right-associative, i.e. a op b op c means a op (b op c)."""
 
@@ -105,7 +105,9 @@ def evaluate(tokens: Sequence[str]) -> Fraction | None:
 
     Blank tokens are ignored. Example: 8 / ( 3 - 8 / 3 ) is 24.
     """
-    return _evaluate_tokens([token for token in tokens if token.strip()], STRICT_OPERATORS, Fraction)
+    value = _evaluate_tokens([token for token in tokens if token.strip()], STRICT_OPERATORS, Fraction)
+    assert value is None or isinstance(value, Fraction)
+    return value
 
 
 def evaluate_as_python(tokens: Sequence[str]) -> Number | None:

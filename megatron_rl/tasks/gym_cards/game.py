@@ -19,7 +19,7 @@ task.options.invalid determines the reward and the next state:
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import gymnasium
 from PIL.Image import Image as Picture
@@ -128,7 +128,7 @@ class GameEnv(Env):
         """
         _, reward, is_over, _, _ = self.game.step(action)
         if is_over:
-            return Step(messages=[], reward=float(reward), done=True, reason="goal" if reward > 0 else "over", tool_call=call)
+            return Step(messages=[], reward=float(reward), done=True, reason="goal" if float(reward) > 0 else "over", tool_call=call)
         return Step(messages=[self._observation()], reward=float(reward), done=False, tool_call=call, is_new_prompt=True)
 
 
@@ -138,7 +138,7 @@ class GameTask(Task):
     An episode succeeds if its return is above 0.
     """
 
-    Options = GameOptions
+    Options: ClassVar[type[GameOptions]] = GameOptions
     appends_to_sequence = False
 
     def __init__(self, settings: TaskSettings) -> None:

@@ -28,7 +28,7 @@ MAX_NUMBER = 5
 MAX_STEPS = 2 * MAX_NUMBER
 IMAGE_SIZE = 300
 FONT_FILE = Path(__file__).parent / "fonts" / "DejaVuSans-Bold.ttf"
-NUMBER_PAIRS: tuple[NumberLineState, ...] = tuple(product(range(MAX_NUMBER + 1), repeat=2))
+NUMBER_PAIRS: tuple[NumberLineState, ...] = tuple(product(range(MAX_NUMBER + 1), range(MAX_NUMBER + 1)))
 STATES: tuple[NumberLineState, ...] = tuple((current, target) for current, target in NUMBER_PAIRS if current != target)
 """All 30 states in which the current number differs from the target."""
 
@@ -123,7 +123,7 @@ def state_pixels(state: NumberLineState) -> NDArray[np.uint8]:
     return np.array(draw_state(state))
 
 
-def pixels_space() -> gymnasium.spaces.Box:
+def pixels_space() -> gymnasium.spaces.Box[np.uint8]:
     """Return the observation space of a game with image observations.
 
     The space stores bounds for every pixel, so its construction takes 0.2 ms. Games therefore
@@ -141,6 +141,7 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    action_space: gymnasium.spaces.Discrete
 
     def __init__(self, *, max_number: int = MAX_NUMBER, render_mode: str | None = None) -> None:
         self.action_space = gymnasium.spaces.Discrete(len(ACTIONS))
@@ -184,6 +185,6 @@ class NumberLine(gymnasium.Env[NDArray[np.uint8], int]):
 def _read_fixed_start(options: Mapping[str, object], max_number: int) -> NumberLineState:
     require(options.keys() == {"current", "target"}, "options", dict(options), "must contain exactly the keys current and target")
     numbers = range(max_number + 1)
-    chosen = [state for state in product(numbers, repeat=2) if state == (options["current"], options["target"]) and state[0] != state[1]]
+    chosen = [state for state in product(numbers, numbers) if state == (options["current"], options["target"]) and state[0] != state[1]]
     require(len(chosen) == 1, "options", dict(options), f"current and target must be different integers in 0..{max_number}")
     return chosen[0]

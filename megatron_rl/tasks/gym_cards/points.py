@@ -168,6 +168,7 @@ class PointsGame(gymnasium.Env[NDArray[np.uint8], int]):
     """
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 1}
+    action_space: gymnasium.spaces.Discrete
 
     def __init__(self, rules: PointsRules, *, style: CardStyle = ("large", 1.0), render_mode: str | None = None) -> None:
         self.rules, self.style, self.render_mode = rules, style, render_mode
@@ -260,4 +261,5 @@ def _read_fixed_hand(rules: PointsRules, options: Mapping[str, object]) -> tuple
     require(
         options.keys() == {"cards"} and isinstance(names, list | tuple) and len(names) == rules.num_cards, "options", dict(options), remedy
     )
+    assert isinstance(names, list | tuple)
     return tuple(map(Card.from_name, names))

@@ -224,7 +224,7 @@ class EZPointsTask(PointsTask):
     def deal_training_hands(self, rng: np.random.Generator) -> Iterator[tuple[Card, ...]]:
         """Yield an infinite sequence of random hands from the train split."""
         examples = self.examples("train")
-        shares = [example.probability for example in examples]
+        shares = [example.probability for example in examples if example.probability is not None]
         while True:
             yield tuple(map(Card.from_name, examples[rng.choice(len(examples), p=shares)].payload["cards"]))
 

@@ -1,6 +1,6 @@
 """Solvers for EZPoints and Points24: exhaustive search over formulas, in integer arithmetic."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
@@ -95,7 +95,7 @@ def find_partner_numbers(target: int, first: int) -> tuple[int, ...]:
 def pair_probabilities(target: int = 12) -> dict[tuple[int, int], Fraction]:
     """Return the exact probability with which EZPoints deals each ordered pair of ranks."""
     first_cards = [first for first in range(2, 14) if find_partner_numbers(target, min(first, 10))]
-    dealt: Counter[tuple[int, int]] = Counter()
+    dealt: defaultdict[tuple[int, int], Fraction] = defaultdict(Fraction)
     for first in first_cards:
         choices = find_partner_numbers(target, min(first, 10))
         for second in choices:

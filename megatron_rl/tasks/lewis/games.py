@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from io import TextIOWrapper
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import DataSettings, require
 from megatron_rl.data.images import StoredImage
@@ -25,7 +26,7 @@ from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES
 from megatron_rl.tasks.visual_python.message_parts import make_message
 from megatron_rl.types import Example, Message
 
-Payload = Mapping[str, object]
+Payload = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 COMPARE_PROMPT = (
     "Image 1: <image>\nImage 2: <image>\n{problem}\nAnswer with one JSON object in a fenced block and nothing else: "

@@ -156,9 +156,10 @@ class ListenerClient:
         if len(shown) < len(images):
             raise PermanentInfraError("listener: two of the candidates are the same image")
         known = {digest: None if self.settings.partner_is_training else self._find_cached(digest, question) for digest in shown}
-        if None not in known.values():
+        found = [logprob for logprob in known.values() if logprob is not None]
+        if len(found) == len(known):
             self.cache_hits += 1
-            return make_listener_score(list(known.values()))
+            return make_listener_score(found)
         key = (question, frozenset(shown))
         self.cache_hits += key in self._pending
         if key not in self._pending:

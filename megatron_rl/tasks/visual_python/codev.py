@@ -16,6 +16,7 @@ Differences from the original implementation:
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import ClassVar
 
 from PIL.Image import Image as Picture
 
@@ -52,7 +53,7 @@ class CodeVProtocol:
     entry is named by its index: image_0.png, image_1.png, ...
     """
     name = "codev"
-    stop = ("</code>",)
+    stop: ClassVar[tuple[str, ...]] = ("</code>",)
 
     def write_prompt(self, question: str, images: Sequence[Picture]) -> list[Message]:
         """Return a system message with the rules and a user message with the question.

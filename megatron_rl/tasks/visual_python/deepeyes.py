@@ -19,6 +19,7 @@ original, such a reply always ends the episode.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from PIL.Image import Image as Picture
 
@@ -71,7 +72,7 @@ class DeepEyesProtocol:
     """Tool protocol of DeepEyes."""
 
     name = "deepeyes"
-    stop = ()
+    stop: ClassVar[tuple[str, ...]] = ()
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """Return a system message with the tools and a user message with the question.

@@ -12,6 +12,7 @@ messages. A reply may contain only one call, and generation stops at the closing
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from PIL.Image import Image as Picture
 
@@ -38,7 +39,7 @@ class FunctionsProtocol:
     """Tool protocol with OpenAI-style function calls."""
 
     name = "functions"
-    stop = ("</tool_call>",)
+    stop: ClassVar[tuple[str, ...]] = ("</tool_call>",)
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """Return a system message with the functions and a user message with the question.

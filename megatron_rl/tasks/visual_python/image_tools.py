@@ -15,6 +15,7 @@ Here the minimum is checked before clamping, so a clamped box may be small enoug
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from PIL import Image
 from PIL.Image import Image as Picture
@@ -122,7 +123,7 @@ IMAGE_TOOLS: Mapping[str, ImageTool] = {
 }
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     """Return True for a non-boolean number with an absolute value of at most 1e9."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 

@@ -5,6 +5,7 @@ turn the name into that token.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from PIL.Image import Image as Picture
 
@@ -19,7 +20,7 @@ def make_message(role: str, *parts: MessagePart) -> Message:
 
     Consecutive texts are merged into one part, because the renderer checks each part separately.
     """
-    content: list[dict[str, object]] = []
+    content: list[dict[str, Any]] = []
     text = ""
     for part in parts:
         if isinstance(part, str):

@@ -22,6 +22,7 @@ reply ends the episode.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from PIL.Image import Image as Picture
 
@@ -77,7 +78,7 @@ class PyVisionProtocol:
     """System message. The word IMAGES is replaced with an explanation of the image or video names.
     """
     name = "pyvision"
-    stop = ("</code>",)
+    stop: ClassVar[tuple[str, ...]] = ("</code>",)
 
     def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
         """Return a system message with the rules and a user message with the question.

@@ -136,9 +136,10 @@ def parse_tool_reply(reply: str, *, allow_several: bool) -> FinalAnswer | ToolAc
         return parse_answer(found.bodies[0])
     if not found.tag:
         return make_no_action_error("tool_call")
-    if len(found.bodies) > 1 and not allow_several:
+    *earlier, last = found.bodies
+    if earlier and not allow_several:
         return MalformedReply("call one function at a time")
-    return parse_tool_call(found.bodies[-1])
+    return parse_tool_call(last)
 
 
 def _strip_fence(body: str) -> str:

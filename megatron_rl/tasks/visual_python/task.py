@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
+from typing import Any
 
 from PIL.Image import Image as Picture
 
@@ -27,7 +28,7 @@ MAX_INPUT_BYTES = 512 << 20
 """Maximum total size of an episode's images in PNG format, in bytes. The limit is large enough for
 two images of random noise with the maximum size that data/images.py accepts.
 """
-Payload = Mapping[str, object]
+Payload = Mapping[str, Any]
 MAX_OUTPUT_CHARS = 8192
 """Maximum number of characters kept from each output stream (stdout and stderr) of a call. The
 maximum corresponds to about 3,000 tokens. If a stream is longer, its first and last

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from PIL.Image import Image as Picture
 
@@ -60,10 +60,10 @@ class ToolProtocol(Protocol):
 
     name: str
     """Name of the protocol in task.tool_format."""
-    stop: tuple[str, ...]
+    stop: ClassVar[tuple[str, ...]]
     """Stop strings for generation. A generated stop string is kept at the end of the reply."""
 
-    def write_prompt(self, question: str, pictures: Sequence[Picture]) -> list[Message]:
+    def write_prompt(self, question: str, pictures: Sequence[Picture], /) -> list[Message]:
         """Return the messages of the prompt at the start of an episode.
 
         Raises:

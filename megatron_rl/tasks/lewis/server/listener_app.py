@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import FastAPI, Request
 
@@ -70,7 +70,7 @@ of 401,408 pixels takes 14 MB.
 
 def find_word_tokens(tokenizer: "PreTrainedTokenizerBase", word: str) -> list[int]:
     """Return the ids of all tokens that match `word`, ignoring case and surrounding whitespace."""
-    return [number for number in range(len(tokenizer)) if tokenizer.decode([number]).strip().casefold() == word]
+    return [number for number in range(len(tokenizer)) if cast(str, tokenizer.decode([number])).strip().casefold() == word]
 
 
 def logsumexp(logprobs: Sequence[float]) -> float:

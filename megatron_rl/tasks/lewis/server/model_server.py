@@ -12,10 +12,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
+from starlette.types import ExceptionHandler
 
 from megatron_rl.config import EngineSettings, ModelSettings, require
 from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES, MAX_ITEMS
@@ -69,12 +71,12 @@ def make_application(
     )
     if receiver is not None:
         app.post("/weights", openapi_extra=openapi_body(WeightPart))(receiver.handle_weight_part)
-    app.add_exception_handler(StarletteException, handle_http_error)
-    app.add_exception_handler(ClientDisconnect, handle_disconnect)
+    app.add_exception_handler(StarletteException, cast(ExceptionHandler, handle_http_error))
+    app.add_exception_handler(ClientDisconnect, cast(ExceptionHandler, handle_disconnect))
     return app
 
 
-def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
+def build_parser(description: str | None, *, port: int, variables: Mapping[str, str]) -> argparse.ArgumentParser:
     """Return the command-line parser, with defaults from the environment `variables`."""
     log = variables.get("LOG_PATH") if variables.get("DEBUG_MODE", "").casefold() in TRUE_VALUES else None
     own = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -129,7 +131,7 @@ def build_parser(description: str, *, port: int, variables: Mapping[str, str]) -
     return own
 
 
-def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str, port: int, arguments: Sequence[str] | None) -> int:
+def run_server(name: str, make_app: Callable[..., FastAPI], *, description: str | None, port: int, arguments: Sequence[str] | None) -> int:
     """Run a server until a shutdown signal arrives.
 
     Args:

@@ -94,4 +94,4 @@ async def render_prompts(
     unknown = [each.args[0] for each in found if isinstance(each, UnknownImage)]
     if unknown:
         raise HTTPException(404, {"unknown": unknown, "what": "no cached files have these hashes; send the files as base64"})
-    return list(found)
+    return [each for each in found if not isinstance(each, UnknownImage)]

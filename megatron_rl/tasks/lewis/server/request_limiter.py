@@ -62,14 +62,15 @@ class RequestLimiter:
         self._slots = asyncio.Semaphore(limits.concurrency)
         self._waiting = 0
         self.registry = CollectorRegistry()
-        registry = {"registry": self.registry}
-        Gauge(f"{name}_waiting", "Requests that wait for a slot", **registry).set_function(lambda: self._waiting)
-        Gauge(f"{name}_engine_seconds", "Total busy time of the engine in seconds", **registry).set_function(busy_s)
-        self.items = Counter(f"{name}_items", "Items answered", **registry)
-        self.pictures = Counter(f"{name}_pictures", "Images processed for these items", **registry)
-        self.refused = Counter(f"{name}_refused", "Rejected or failed requests, by reason (full, late, engine)", ["reason"], **registry)
+        Gauge(f"{name}_waiting", "Requests that wait for a slot", registry=self.registry).set_function(lambda: self._waiting)
+        Gauge(f"{name}_engine_seconds", "Total busy time of the engine in seconds", registry=self.registry).set_function(busy_s)
+        self.items = Counter(f"{name}_items", "Items answered", registry=self.registry)
+        self.pictures = Counter(f"{name}_pictures", "Images processed for these items", registry=self.registry)
+        self.refused = Counter(
+            f"{name}_refused", "Rejected or failed requests, by reason (full, late, engine)", ["reason"], registry=self.registry
+        )
         self.seconds = Histogram(
-            f"{name}_seconds", "Seconds to process a request, excluding the wait", buckets=LATENCY_BUCKETS_S, **registry
+            f"{name}_seconds", "Seconds to process a request, excluding the wait", buckets=LATENCY_BUCKETS_S, registry=self.registry
         )
 
     @asynccontextmanager
