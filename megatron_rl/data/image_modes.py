@@ -6,6 +6,7 @@ profiles are not applied. The conversion with Pillow 13.0 was checked against ra
 """
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from PIL import Image, TiffImagePlugin
@@ -27,7 +28,7 @@ The modes I and F (32 bits) and LAB are excluded.
 """
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
-_UPRIGHT = {
+_UPRIGHT: Mapping[object, Transpose] = {
     2: Transpose.FLIP_LEFT_RIGHT,
     3: Transpose.ROTATE_180,
     4: Transpose.FLIP_TOP_BOTTOM,
@@ -146,7 +147,8 @@ def orientation(picture: Picture) -> object:
 def upright_size(picture: Picture) -> tuple[int, int]:
     """Compute from the header the width and height that `convert_to_rgb` would produce."""
     is_turned = isinstance(picture, TiffImageFile) and picture.tag_v2.get(_ORIENTATION) in _SIDEWAYS  # already rotated
-    return picture.size[::-1] if (orientation(picture) in _SIDEWAYS) != is_turned else picture.size
+    width, height = picture.size
+    return (height, width) if (orientation(picture) in _SIDEWAYS) != is_turned else (width, height)
 
 
 def _gray_of_16_bits(picture: Picture, *, bits: int, is_inverted: bool) -> Picture:

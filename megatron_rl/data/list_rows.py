@@ -40,7 +40,7 @@ def list_spans(path: Path, *, max_row_bytes: int) -> Iterator[tuple[int, int]]:
                 is_whole, reason = end < len(text), "the closing ] is missing"  # a number at the end of the text may continue
             except (ValueError, RecursionError) as error:
                 is_whole, reason = False, str(error)
-            if is_whole:
+            if is_whole and start is not None:
                 yield base + start, base + end
                 at, num_rows = end, num_rows + 1
                 continue
@@ -59,16 +59,23 @@ def _row_start(text: str, at: int, base: int, num_rows: int) -> int | None:
     Raises:
         UnreadableFile: the next text is neither a row nor the closing bracket.
     """
-    at = _SPACE.match(text, at).end()
+    at = _skip_space(text, at)
     if at == len(text) or text[at] == "]":
         return at if at < len(text) else None
     if num_rows:
         if text[at] != ",":
             raise UnreadableFile(f"is not a JSON list: no comma between row {num_rows - 1} and the text at byte {base + at}; {_REMEDY}")
-        at = _SPACE.match(text, at + 1).end()
+        at = _skip_space(text, at + 1)
     if text[at : at + 1] in (",", "]"):
         raise UnreadableFile(f"is not a JSON list: no row before the {text[at]} at byte {base + at}; add the row, or remove the comma")
     return at if at < len(text) else None
+
+
+def _skip_space(text: str, at: int) -> int:
+    """Return the position of the first character from `at` on that is not white space."""
+    found = _SPACE.match(text, at)
+    assert found is not None, "the pattern matches an empty text too"
+    return found.end()
 
 
 def _check_end(file: BinaryIO, rest: str, at: int) -> None:
@@ -76,7 +83,7 @@ def _check_end(file: BinaryIO, rest: str, at: int) -> None:
 
     `rest` is the text that was already read after the list; it begins at byte `at`.
     """
-    while (blank := _SPACE.match(rest).end()) == len(rest):
+    while (blank := _skip_space(rest, 0)) == len(rest):
         at += len(rest)
         rest = file.read(_CHUNK).decode("latin-1")
         if not rest:

@@ -25,6 +25,7 @@ The payload of an example has the same keys for every format:
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import overload
 
 from megatron_rl.config import ColumnSettings, DataSettings, require
 from megatron_rl.data.answers import extract_answer, given_answer, reference_answer
@@ -61,6 +62,12 @@ class QuestionDataset(Sequence[Example]):
 
     def __len__(self) -> int:
         return len(self._row_indices)
+
+    @overload
+    def __getitem__(self, index: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "QuestionDataset": ...
 
     def __getitem__(self, index: int | slice) -> "Example | QuestionDataset":
         if isinstance(index, slice):

@@ -23,6 +23,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
@@ -36,7 +37,7 @@ from megatron_rl.data.keyed_rows import find_row_spans, is_keyed_json
 from megatron_rl.data.list_rows import list_spans
 from megatron_rl.data.tables import SEPARATORS, TableRows, UnreadableFile, file_fingerprint
 
-JsonRow = Mapping[str, object]
+JsonRow = Mapping[str, Any]
 MAX_ROW_BYTES = 256 << 20
 """Maximum size of a JSON row in bytes.
 
@@ -47,7 +48,7 @@ _ARROW_MAGIC = b"ARROW1"
 _SPACE = " \t\r\n"
 
 
-def open_rows(path: Path, *, key: str = "task.data") -> Sequence[JsonRow]:
+def open_rows(path: Path, *, key: str = "task.data") -> "JsonRows | TableRows | ParquetRows | ArrowRows":
     """Return the rows of a file.
 
     A row that is not a JSON object raises an error only when the row is read.
@@ -313,7 +314,7 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def drop_nulls(value: object) -> object:
+def drop_nulls(value: Any) -> Any:
     """Remove the keys with null values, at any depth."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}

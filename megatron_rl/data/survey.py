@@ -31,10 +31,15 @@ QuestionCheck = Callable[[Example, list[Size]], list[str]]
 class QuestionSource(Protocol):
     """Methods and attributes of a question data set that a survey needs."""
 
-    column_mapping: Mapping[str, str]
-    """Maps the trainer's column names to the names given in task.data.columns."""
-    ignored_columns: Sequence[str]
-    """Columns that never cause a warning."""
+    @property
+    def column_mapping(self) -> Mapping[str, str]:
+        """Maps the trainer's column names to the names given in task.data.columns."""
+        ...
+
+    @property
+    def ignored_columns(self) -> Sequence[str]:
+        """Columns that never cause a warning."""
+        ...
 
     def __len__(self) -> int:
         """Return the number of questions."""
@@ -100,9 +105,10 @@ def survey_questions(examples: QuestionSource, *, check_question: QuestionCheck 
             read = [_examine_row(examples, place) for place in places]
             for row, sizes in zip(read, pool.map(_image_sizes, read), strict=True):
                 broken = [broken for broken in (row, *sizes, *_video_errors(row)) if isinstance(broken, ValueError)]
-                if broken:
+                if isinstance(row, ValueError) or broken:
                     errors.add_error(broken[0])
                     continue
+                sizes = [size for size in sizes if not isinstance(size, ValueError)]
                 _count(row.example, sizes, found)
                 names |= dict.fromkeys(row.columns)
                 unread.add(row.unread_values, row.example.where)

@@ -7,13 +7,14 @@ other media raise an error.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megatron_rl.data.images import StoredImage, shorten
 from megatron_rl.data.media_places import PARTS_AS_TEXT, find_media_placeholder, find_object_placeholder
 from megatron_rl.data.records import IMAGE_PLACEHOLDER, DataRecord
 from megatron_rl.data.transcript_messages import RawMessage, is_empty
 
-ContentPart = dict[str, object]
+ContentPart = dict[str, Any]
 """Content part {"type": "text", "text": str} or {"type": "image", "image": StoredImage}.
 
 An image part without the key "image" is a placeholder that has not been filled yet.

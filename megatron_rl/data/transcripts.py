@@ -189,7 +189,7 @@ def read_transcript(record: DataRecord) -> ParsedTranscript:
             raise record.make_error(message.location, "the assistant message is empty and would be trained on; add text or remove the row")
         if message.role == "user" and not has_words and all(part["type"] == "text" for part in parts):
             raise record.make_error(message.location, "the user message has neither text nor images; add text or remove the row")
-    messages = [
+    messages: list[Message] = [
         {"role": message.role, "content": parts} | ({} if message.is_learned or message.role != "assistant" else {"loss": False})
         for message, parts in zip(given, contents, strict=True)
     ]

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_rl.data.chat_prompt import parse_messages
 from megatron_rl.data.column_names import MESSAGE_COLUMNS, QUESTION_COLUMNS
@@ -155,7 +156,7 @@ def _make_finding(name: str, description: str, remedy: str, *, is_error: bool) -
     return UnreadFinding(name, f"{description} and is not read", remedy, is_error)
 
 
-def _media_finding(media: Media, name: str, value: object, payload: Mapping[str, object], record: DataRecord) -> UnreadFinding | None:
+def _media_finding(media: Media, name: str, value: object, payload: Mapping[str, Any], record: DataRecord) -> UnreadFinding | None:
     images: Sequence[StoredImage] = payload["images"]
     if media.kind == "videos":
         remedy = "name videos in mm_hint: {hint_type: video, hint_path: clip.mp4}, or remove the column"

@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, cast
 
 import yaml
 from scipy.stats import spearmanr
@@ -154,7 +155,9 @@ async def rescore_rollout(task: Task, example: Example, rollout: Rollout, image_
     )
     bare = replace(bare, **example_fields(example.payload))  # question, answer and other fields may have changed
     clock = asyncio.get_running_loop().time
-    for tried in range(1, MAX_ATTEMPTS + 1):
+    tried = 0
+    while True:
+        tried += 1
         started = clock()
         try:
             score = await task.rubric.score(
@@ -210,7 +213,7 @@ def _write_summary(pairs: Sequence[tuple[Path, Path]], out: Path) -> dict[str, f
             "changed": sum(one != other for one, other in zip(before, after, strict=True)) / len(before),
         }
     if len(set(before)) > 1 and len(set(after)) > 1:
-        found["rank_correlation"] = float(spearmanr(before, after).statistic)
+        found["rank_correlation"] = float(cast(Any, spearmanr(before, after)).statistic)
     with explain_write_errors(out):
         write_bytes_atomically(out / SCORES_FILE, (json.dumps(found, indent=1) + "\n").encode())
     print("\n".join(f"{name:<18}{value:.4g}" for name, value in found.items()))

@@ -11,8 +11,10 @@ import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import cast
 
 import openai
+from openai.types.chat import ChatCompletionMessageParam
 from PIL import Image as Pictures
 from PIL.Image import Image as Picture
 from pydantic import BaseModel, Field
@@ -92,7 +94,7 @@ class EndpointClient:
         with translate_errors(self._secret):
             raw = await client.chat.completions.with_raw_response.create(
                 model=self.model.path,
-                messages=list(messages),
+                messages=cast(list[ChatCompletionMessageParam], list(messages)),
                 temperature=sampling.temperature,
                 max_completion_tokens=sampling.max_tokens,
                 seed=sampling.seed,
@@ -198,6 +200,7 @@ def _to_openai_part(part: Mapping[str, object], images: Iterator[Image]) -> dict
 def encode_png_url(image: Image) -> str:
     """Encode an image as a PNG data URL."""
     encoded = io.BytesIO()
+    assert image.pil is not None, "prepare_image keeps the pixels"
     image.pil.save(encoded, "PNG")
     return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
 

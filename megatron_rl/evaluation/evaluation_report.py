@@ -7,6 +7,7 @@ alone can change a score by 7 points.
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -26,12 +27,12 @@ tasks without an accuracy term, 1 for a solved episode and 0 for an unsolved epi
 """
 
 
-def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, object]]:
+def collect_example_results(task: Task, examples: Sequence[Example], rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
     """Return one record per example with at least one scored episode.
 
     A record contains the results and responses of the example's scored episodes.
     """
-    lines: dict[int, dict[str, object]] = {}
+    lines: dict[int, dict[str, Any]] = {}
     for rollout in rollouts:
         if not rollout.is_scored:
             continue
@@ -67,7 +68,7 @@ def pass_at_k(k: int, solved: Sequence[Sequence[float]]) -> float:
     return sum(1 - math.comb(n - c, k) / math.comb(n, k) for n, c in counts) / len(counts)
 
 
-def compute_success_statistics(example_results: Sequence[Mapping[str, object]], *, samples: int) -> dict[str, float]:
+def compute_success_statistics(example_results: Sequence[Mapping[str, Any]], *, samples: int) -> dict[str, float]:
     """Return the confidence interval for the success rate, and pass@k for powers of two.
 
     The values of k are 1, 2, 4, ... up to `samples`. The interval treats the examples as a random

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_rl.config import Settings
-from megatron_rl.observe.step_metrics import group_by_source
+from megatron_rl.observe.step_metrics import group_by_source, reward_of
 from megatron_rl.rollout.manager import RolloutManager
 from megatron_rl.rollout.task import Task
 from megatron_rl.run.failure_checks import make_failure, require_finite
@@ -59,7 +59,7 @@ def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[
     weights = [1.0 if example.probability is None else example.probability for example in examples]
     total = sum(weights[rollout.group] for rollout in scored)
     success = sum(weights[rollout.group] * task.success(rollout) for rollout in scored)
-    returns = sum(weights[rollout.group] * rollout.reward for rollout in scored)
+    returns = sum(weights[rollout.group] * reward_of(rollout) for rollout in scored)
     users = sum(weights[rollout.group] * rollout.used_tool for rollout in scored)
     shares = {"success": success / total, "return": returns / total, "tool_use": users / total}
     for name in dict.fromkeys(name for rollout in scored for name in rollout.reward_terms):

@@ -202,9 +202,11 @@ def _resize_candidates(image: Image, renderer: Renderer) -> list[tuple[int, int]
     The candidates are the size within the run's pixel limits, the size within the checkpoint's own
     pixel limits, and half of the image's size.
     """
-    width, height = image.pil.size
+    picture = image.pil
+    assert picture is not None, "a replayed sequence has its images"
+    width, height = picture.size
     processor = renderer.processor.image_processor
-    again = processor(images=[image.pil], do_resize=True, return_tensors="pt")["image_grid_thw"][0].tolist()
+    again = processor(images=[picture], do_resize=True, return_tensors="pt")["image_grid_thw"][0].tolist()
     sizes = [
         renderer.final_size(width, height),
         (again[2] * renderer.patch_size, again[1] * renderer.patch_size),
@@ -218,9 +220,11 @@ def _resize_and_back(image: Image, size: tuple[int, int], *, scale_of: Image) ->
 
     The horizontal and vertical scale factors are the factors that resize `scale_of` to `size`.
     """
-    (width, height), (own_width, own_height) = scale_of.pil.size, image.pil.size
+    own = image.pil
+    assert own is not None and scale_of.pil is not None, "a replayed sequence has its images"
+    (width, height), (own_width, own_height) = scale_of.pil.size, own.size
     there = (max(1, round(size[0] * own_width / width)), max(1, round(size[1] * own_height / height)))
-    picture = image.pil.resize(there, Resampling.BICUBIC).resize(image.pil.size, Resampling.BICUBIC)
+    picture = own.resize(there, Resampling.BICUBIC).resize(own.size, Resampling.BICUBIC)
     return replace(image, pil=picture, patch_PC=None, key=f"{image.key}x{size[0]}x{size[1]}")
 
 

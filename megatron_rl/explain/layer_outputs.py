@@ -10,6 +10,7 @@ therefore includes the features that Qwen3-VL adds between the layers.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from megatron_rl.explain.findings import LAYER_TOLERANCE, relative_row_diffs
 
 LayerOutputs = dict[str, torch.Tensor]
 """Maps a name to a tensor [rows, ...]. Each row is a patch, a vision token or a sequence token."""
-ToRows = Callable[[object], torch.Tensor]
+ToRows = Callable[[Any], torch.Tensor]
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class ProbePoints:
 
     tower: nn.Module | None
     rotary: nn.Module | None
-    layers: Sequence[nn.Module]
+    layers: nn.ModuleList
     """Decoder layers, each with a module `mlp` and an attention module named `attention_name`."""
     attention_name: str
     norm: nn.Module | None
@@ -66,16 +67,16 @@ def record_outputs(probes: ProbePoints) -> Iterator[LayerOutputs]:
 
         if probes.tower is not None:
             input_of(probes.tower, "patches", first_tensor)
-            output_of(probes.tower.patch_embed, "tower patches", first_tensor)
-            for number, block in enumerate(probes.tower.blocks):
+            output_of(probes.tower.get_submodule("patch_embed"), "tower patches", first_tensor)
+            for number, block in enumerate(probes.tower.get_submodule("blocks").children()):
                 output_of(block, f"tower block {number}", first_tensor)
-            output_of(probes.tower.merger, "tower output", first_tensor)
+            output_of(probes.tower.get_submodule("merger"), "tower output", first_tensor)
         if probes.rotary is not None:
             output_of(probes.rotary, "rotary angles", probes.angle_rows)
         for number, layer in enumerate(probes.layers, probes.first_layer):
             input_of(layer, _input_name(number), probes.hidden_rows)
             output_of(layer.get_submodule(probes.attention_name), f"layer {number} attention", probes.hidden_rows)
-            output_of(layer.mlp, f"layer {number} mlp", probes.hidden_rows)
+            output_of(layer.get_submodule("mlp"), f"layer {number} mlp", probes.hidden_rows)
         if probes.norm is not None:
             input_of(probes.norm, _input_name(probes.first_layer + len(probes.layers)), probes.hidden_rows)
             output_of(probes.norm, "last norm", probes.hidden_rows)
@@ -100,7 +101,7 @@ def copy_to_cpu(value: torch.Tensor) -> torch.Tensor:
     return value.detach().float().cpu().clone()
 
 
-def first_tensor(value: object) -> torch.Tensor:
+def first_tensor(value: Any) -> torch.Tensor:
     """Return the first element of `value` if it is a tuple, else `value` itself.
 
     `value` is the input or output of a module.

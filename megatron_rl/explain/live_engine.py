@@ -9,6 +9,7 @@ other engines stay idle.
 import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class LiveEngine:
         if settings.tp > 1:
             firsts = range(0, world.size, settings.tp)
             groups = [dist.new_group(list(range(first, first + settings.tp)), backend="gloo") for first in firsts]
-            group = groups[world.rank // settings.tp]
+            group = cast(dist.ProcessGroup, groups[world.rank // settings.tp])  # this rank is a member
         self._engine = ColocatedEngine(
             model_path, settings, special_tokens=renderer.special_tokens,
             group=group, pixels=renderer.final_pixels, reads_weights=False,

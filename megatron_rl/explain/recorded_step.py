@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings
 from megatron_rl.evaluation.results_directory import EVALUATION_FILE
@@ -107,7 +108,7 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
         ValueError: The run directory has no valid settings.
     """
     try:
-        found = read_settings(run / CONFIG_FILE)
+        found: dict[str, Any] = read_settings(run / CONFIG_FILE)
         given, engine, sampled, start = found["model"], found["engine"], found["algo"]["temperature"], ""
         is_evaluation = (run / EVALUATION_FILE).is_file()
         if is_evaluation:  # greedy evaluations record logprobs at temperature 1

@@ -76,6 +76,11 @@ class ForwardReplay:
         """True if the trainer's whole network fits into one process."""
         return sum(spec.shape.numel() for spec in self.source.specs.values()) * torch.float32.itemsize <= self.max_model_bytes
 
+    @property
+    def _built_reference(self) -> HfReferenceModel:
+        assert self.reference is not None, "compare_recorded builds the reference"
+        return self.reference
+
     def compare_recorded(self, sequences: Sequence[RecordedSequence]) -> ReplayResult:
         """Run Hugging Face's model in this process and compare the recorded logprobs with it."""
         reference = self.reference = HfReferenceModel(
@@ -179,12 +184,9 @@ class ForwardReplay:
 
         Return the index of the first sequence that differs, or None if all sequences agree.
         """
-        known = [number for number, said_R in enumerate(observed) if said_R is not None]
-        cases = list(
-            self._build_cases(
-                [sequences[number] for number in known], [observed[number] for number in known], tolerance, name == RECORDED_ENGINE
-            )
-        )
+        said = {number: said_R for number, said_R in enumerate(observed) if said_R is not None}
+        known = list(said)
+        cases = list(self._build_cases([sequences[number] for number in known], list(said.values()), tolerance, name == RECORDED_ENGINE))
         pairs = [(case, result.reference_logprobs[number]) for case, number in zip(cases, known, strict=True)]
         gaps = [case.abs_diffs(expected) for case, expected in pairs]
         compared = LogprobComparison(name=name, abs_diffs=[gap for each in gaps for gap in each], tolerance=tolerance)
@@ -196,14 +198,16 @@ class ForwardReplay:
         wrong = wrong or [max(range(len(gaps)), key=lambda number: max(gaps[number], default=0.0))]
         told = self._describe_first_difference(*pairs[wrong[0]])
         result.comparisons.append(replace(compared, first_difference=told))
-        suspicion = HypothesisInputs(reference=self.reference, renderer=self.renderer, images=self.images, older_source=self.older_source)
+        suspicion = HypothesisInputs(
+            reference=self._built_reference, renderer=self.renderer, images=self.images, older_source=self.older_source
+        )
         for number in wrong[:MAX_EXPLAINED]:
             found = find_explanation(cases[number], suspicion)
             result.explanations.append(f"{name}, {cases[number].sequence}: {found or 'no hypothesis reproduces these logprobs'}")
         return known[wrong[0]]
 
     def _build_cases(
-        self, sequences: Sequence[RecordedSequence], observed: SampledLogprobs, tolerance: LogprobTolerance, is_engine: bool
+        self, sequences: Sequence[RecordedSequence], observed: Sequence[torch.Tensor], tolerance: LogprobTolerance, is_engine: bool
     ) -> Iterator[MismatchCase]:
         for each, said_R in zip(sequences, observed, strict=True):
             versions = [each.tokens.weight_versions[row + 1] == self.version or not is_engine for row in each.sampled_rows]
@@ -232,7 +236,7 @@ class ForwardReplay:
 
     def _compare_layers(self, name: str, sequence: RecordedSequence, outputs: LayerOutputs) -> list[str]:
         """Describe the first layer that differs from Hugging Face's model for a sequence."""
-        spec, right = self.spec, self.reference.record_layer_outputs(sequence)
+        spec, right = self.spec, self._built_reference.record_layer_outputs(sequence)
         names = layer_names(spec.vision.num_blocks, spec.num_layers)
         are_distinct = len({image.key for image in sequence.tokens.images}) == len(sequence.tokens.images)
         names = names if are_distinct else [each for each in names if not is_vision_output(each)]  # the trainer encodes equal images once
@@ -254,9 +258,9 @@ class ForwardReplay:
         return f"{sequence} image {number} ({sequence.tokens.images[number].key[:8]})"
 
     def _check_positions(self, sequences: Sequence[RecordedSequence]) -> CheckResult:
-        result = CheckResult("rotary positions", num_checked=len(sequences))
+        result, reference = CheckResult("rotary positions", num_checked=len(sequences)), self._built_reference
         for each in sequences:
-            ours, theirs = self.spec.rope_positions(each.tokens.token_ids, each.tokens.images), self.reference.compute_positions(each)
+            ours, theirs = self.spec.rope_positions(each.tokens.token_ids, each.tokens.images), reference.compute_positions(each)
             wrong = (ours != theirs.cpu()).any(0).nonzero()
             if len(wrong):
                 place = int(wrong[0])
@@ -286,7 +290,7 @@ class ForwardReplay:
         """Report tensors that equal the older weights if nearly all other tensors have changed."""
         if self.older_source is None or self.settings.trains_subset:
             return []
-        weights = self.reference.weights
+        weights = self._built_reference.weights
         moved = set(find_changed_tensors(weights, self.older_source))
         still = sorted(set(weights.names) - moved)
         result = CheckResult("changed weights", num_checked=len(moved), unit="tensors")

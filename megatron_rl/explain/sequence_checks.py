@@ -149,10 +149,11 @@ def check_patches(images: Mapping[str, Image], renderer: Renderer) -> CheckResul
     """Check that the renderer and `compute_patches` compute the same patches from an image."""
     result = CheckResult("recomputed patches", unit="pictures")
     for key, image in images.items():
-        if image.pil is None or image.pil.size != (image.grid[2] * renderer.patch_size, image.grid[1] * renderer.patch_size):
+        picture = image.pil
+        if picture is None or picture.size != (image.grid[2] * renderer.patch_size, image.grid[1] * renderer.patch_size):
             continue
         result.num_checked += 1
-        made, expected = renderer.patches(image, lambda each: each.pil), compute_patches(image.pil, renderer)
+        made, expected = renderer.patches(image, lambda _, picture=picture: picture), compute_patches(picture, renderer)
         if made.shape != expected.shape:
             result.problems.append(f"image {key[:8]}: {list(made.shape)} patches, its pixels require {list(expected.shape)}")
             continue

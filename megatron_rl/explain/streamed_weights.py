@@ -67,11 +67,11 @@ class StreamedModel:
         """
 
         def come(module: nn.Module, _: tuple) -> None:
-            for key, (name, _) in own.items():
+            for key, (name, _blank) in own.items():
                 setattr(module, key, nn.Parameter(self.get_tensor(name), requires_grad=False))
 
         def go(module: nn.Module, _: tuple, __: object) -> None:
-            for key, (_, blank) in own.items():
+            for key, (_name, blank) in own.items():
                 setattr(module, key, blank)
 
         module.register_forward_pre_hook(come)

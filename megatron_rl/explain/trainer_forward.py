@@ -5,12 +5,14 @@ policy/. Pipeline stages run one after the other, so every layer can be recorded
 call every method.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from megatron_rl.batching.minibatches import PackItem, pack_costs, split_by_cost
 from megatron_rl.batching.packing import pack, scatter_to_rollouts
@@ -89,7 +91,8 @@ class TrainerForward:
         mine: LayerOutputs = {}
         with ExitStack() as closing:
             parts = [
-                closing.enter_context(record_outputs(self.make_probe_points(number, chunk))) for number, chunk in enumerate(self.chunks)
+                closing.enter_context(record_outputs(self.make_probe_points(number, chunk)))
+                for number, chunk in enumerate(self._model_chunks())
             ]
             self._forward_logprobs(self._pack_sequences([PackItem(sequence.tokens)], False))
         for part in parts:
@@ -97,6 +100,9 @@ class TrainerForward:
         everyones = all_gather_object(mine if self.layout.tp_rank == 0 and self.layout.dp_rank == 0 else {})
         length = len(sequence.tokens.token_ids)
         return {name: tensor if is_vision_output(name) else tensor[:length] for each in everyones for name, tensor in each.items()}
+
+    def _model_chunks(self) -> Iterable[ModelChunk]:
+        return cast(Iterable[ModelChunk], self.chunks)  # a ModuleList does not state what it contains
 
     def _pack_sequences(self, weighted: Sequence[PackItem], shares: bool) -> MicroBatch:
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
@@ -109,7 +115,7 @@ class TrainerForward:
         """Return the logprob of each target as a tensor [T]; other positions are 0."""
         rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
-        for chunk in self.chunks:
+        for chunk in self._model_chunks():
             if chunk.pre_process:
                 batch = attach_patches(batch, self._patches, self.layout, like=next(chunk.parameters()))
             else:
@@ -137,7 +143,7 @@ class TrainerForward:
             rotary=chunk.language.rotary_pos_emb,
             layers=chunk.language.decoder.layers, attention_name="self_attention",
             first_layer=per_chunk * (chunk_index * self.layout.pp + self.layout.pp_rank),
-            norm=chunk.language.decoder.final_layernorm if chunk.post_process else None,
+            norm=cast(nn.Module, chunk.language.decoder.final_layernorm) if chunk.post_process else None,
             hidden_rows=partial(gather_sequence, layout=self.layout), angle_rows=lambda value: first_tensor(value)[:, 0, 0].cos(),
         )  # fmt: skip
 

@@ -54,7 +54,8 @@ def _file_path(out: Path, number: int) -> Path:
 def _board_record(rollout: Rollout, step: int, renderer: Renderer, decode_token: Callable[[int], str]) -> dict[str, object]:
     sampled = list(_sampled_tokens(rollout))
     first = rollout.sequences[0]
-    ids, logprobs, values, rewards = ([each[part] for each in sampled] for part in range(4))
+    ids, logprobs = [each[0] for each in sampled], [each[1] for each in sampled]
+    values, rewards = [each[2] for each in sampled], [each[3] for each in sampled]
     rewards[-1] += rollout.outcome_reward
     line = {
         "step": step,

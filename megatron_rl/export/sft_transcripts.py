@@ -19,6 +19,7 @@ from megatron_rl.export.chat_messages import NotConvertible, sequence_to_message
 from megatron_rl.io.jsonl import write_lines_atomically
 from megatron_rl.observe.recorder import image_file_name
 from megatron_rl.observe.rollout_store import list_step_files, read_columns, read_rollouts, step_number
+from megatron_rl.observe.step_metrics import reward_of
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Message, Rollout, Status
 
@@ -111,7 +112,7 @@ def _transcript_records(
     for step, path in paths.items():
         places = [each.row_index for each in chosen if each.step == step]
         for rollout in read_rollouts(path, places):
-            summary.rewards.append(rollout.reward)
+            summary.rewards.append(reward_of(rollout))
             for messages in _convert_rollout(rollout, conversion, summary):
                 link_images(path.parent, out, (image.key for image in rollout.images))
                 summary.num_transcripts += 1

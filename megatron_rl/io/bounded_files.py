@@ -8,10 +8,12 @@ could expand a small file to any size.
 
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import yaml
+from yaml.composer import Composer
 
 MAX_YAML_BYTES = 512 << 10
 """Maximum size of a YAML file in bytes. A run's settings are about 10 KB; parsing a file of the
@@ -87,7 +89,7 @@ def read_tail(path: Path, *, num_bytes: int = TAIL_BYTES, start: int = 0) -> str
         return file.read(num_bytes).decode(errors="replace")
 
 
-def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = False) -> object:
+def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = False) -> Any:
     """Return the content of a YAML file.
 
     Raises:
@@ -96,7 +98,7 @@ def read_yaml(path: Path, *, at_most: int = MAX_YAML_BYTES, as_text: bool = Fals
     return parse_yaml(read_text(path, at_most=at_most), as_text=as_text)
 
 
-def parse_yaml(text: str, *, as_text: bool = False) -> object:
+def parse_yaml(text: str, *, as_text: bool = False) -> Any:
     """Parse YAML text into plain Python values; with `as_text`, every scalar remains a string.
 
     Raises:
@@ -119,8 +121,12 @@ def to_printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
 
 
-class _NoAliasComposer(yaml.composer.Composer):
-    def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node:
+class _NoAliasComposer(Composer):
+    check_event: Callable[..., bool]
+    """Methods of the parser, with which every loader is combined."""
+    peek_event: Callable[[], Any]
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
             raise yaml.MarkedYAMLError(
@@ -130,7 +136,7 @@ class _NoAliasComposer(yaml.composer.Composer):
 
 
 class _PlainLoader(_NoAliasComposer, yaml.SafeLoader):
-    def construct_scalar(self, node: yaml.Node) -> str:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         if node.tag in _NUMBERS and len(node.value) > MAX_NUMBER_CHARACTERS:
             problem = f"a number of {len(node.value)} characters, more than {MAX_NUMBER_CHARACTERS}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)

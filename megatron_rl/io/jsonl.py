@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.io.bounded_files import open_regular, read_bytes
 
@@ -92,7 +93,7 @@ def read_lines(path: Path, *, max_line_bytes: int = MAX_LINE_BYTES) -> list[dict
     return records
 
 
-def read_json(path: Path, *, at_most: int = 16 << 20) -> object:
+def read_json(path: Path, *, at_most: int = 16 << 20) -> Any:
     """Return the content of an untrusted JSON file.
 
     Raises:

@@ -52,7 +52,7 @@ def to_record(rollout: Rollout, save_image: Callable[[Image], str]) -> dict[str,
     return {"version": VERSION, "images": pictures, **fields}
 
 
-def from_record(record: object, load_image: Callable[[str], "Picture | None"]) -> Rollout:
+def from_record(record: Any, load_image: Callable[[str], "Picture | None"]) -> Rollout:
     """Return the rollout that was passed to `to_record`, with Image.patch_PC set to None.
 
     `load_image` is called with the name of each image, and returns the image. `load_image` may

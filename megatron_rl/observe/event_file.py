@@ -27,7 +27,9 @@ class EventFile:
         If earlier files in the folder contain data for steps >= `start_step`, readers discard this
         data.
         """
-        from tensorboard.compat.proto.event_pb2 import Event  # ranks without a log do not need TensorBoard
+        from tensorboard.compat.proto.event_pb2 import (  # ranks without a log do not need TensorBoard
+            Event,  # pyright: ignore[reportAttributeAccessIssue]  the module creates its classes when it is imported
+        )
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ class CountedJudge(Protocol):
 
     def get_counts(self) -> Counts:
         """Return the counts since this process started, keyed by the names in COUNTERS."""
+        ...
 
 
 class JudgeStats:

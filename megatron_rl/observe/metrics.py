@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, Literal, cast
 
 from megatron_rl.config import TrackioSettings, WandbSettings, require
 from megatron_rl.io.bounded_files import read_text
@@ -44,8 +45,9 @@ class MetricsLog:
         self._lines = path.open("a", encoding="ascii")
         self._tensorboard = EventFile(run_dir / "tensorboard", start_step=start_step)
         self._wandb = None if wandb_settings.mode == "disabled" else _start_wandb(run_dir, wandb_settings, config)
-        has_trackio = trackio_settings is not None and trackio_settings.mode == "local"
-        self._trackio = _start_trackio(run_dir, trackio_settings, config, past=read_metrics(path)) if has_trackio else None
+        self._trackio = None
+        if trackio_settings is not None and trackio_settings.mode == "local":
+            self._trackio = _start_trackio(run_dir, trackio_settings, config, past=read_metrics(path))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step.
@@ -79,13 +81,13 @@ class MetricsLog:
             return
         import wandb
 
-        def row(kind: str, rollout: Rollout) -> list[object]:
+        def row(kind: str, rollout: Rollout) -> list[Any]:
             files = [image_folder / f"{image.key}.png" for image in rollout.images[:1]]
             first = next((wandb.Image(str(file)) for file in files if file.exists()), None)
             said = "\n".join(turn.text for turn in rollout.turns)
             return [step, kind, rollout.example_id, rollout.sample_index, rollout.reward, str(rollout.stop_reason), first, said]
 
-        rows = [row(kind, rollout) for kind, rollouts in rollouts_by_kind.items() for rollout in rollouts]
+        rows: list[Any] = [row(kind, rollout) for kind, rollouts in rollouts_by_kind.items() for rollout in rollouts]
         self._wandb.log({"step": step, "predictions": wandb.Table(columns=list(PREDICTION_COLUMNS), data=rows)})
 
     def close(self) -> None:
@@ -131,11 +133,12 @@ def check_wandb(settings: WandbSettings) -> None:
     if settings.mode != "online":
         return
     import wandb
+    from wandb.errors import AuthenticationError
     from wandb.sdk.lib.wbauth import authenticate_session
 
     try:
         known = authenticate_session(host=wandb.setup().settings.base_url, source="", prompt=False, update_session=False)
-    except wandb.errors.AuthenticationError as error:
+    except AuthenticationError as error:
         raise ValueError(f"wandb.mode=online: {str(error).rstrip('.')}; run wandb login, or use wandb.mode=offline") from error
     remedy = "no API key: run wandb login, or set WANDB_API_KEY, or use offline (wandb sync uploads the run later)"
     require(known is not None, "wandb.mode", settings.mode, remedy)
@@ -153,8 +156,8 @@ def _start_wandb(run_dir: Path, settings: WandbSettings, config: dict[str, objec
     if not id_file.exists():
         write_bytes_atomically(id_file, uuid.uuid4().hex[:8].encode("ascii"))
     run = wandb.init(
-        mode=settings.mode, project=settings.project, name=run_dir.name, dir=str(run_dir), config=config,
-        id=read_text(id_file, at_most=MAX_ID_BYTES), resume="allow" if settings.mode == "online" else None,
+        mode=cast(Literal["offline", "online"], settings.mode), project=settings.project, name=run_dir.name, dir=str(run_dir),
+        config=config, id=read_text(id_file, at_most=MAX_ID_BYTES), resume="allow" if settings.mode == "online" else None,
     )  # fmt: skip
     run.define_metric("*", step_metric="step")
     return run

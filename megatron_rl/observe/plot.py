@@ -52,14 +52,14 @@ def plot_reward_curves(runs: Mapping[str, Path], out_png: Path, *, window: int =
     returns.set_xlabel("step")
     returns.set_ylabel("mean return of the step's episodes")
     returns.grid(alpha=0.3)
-    handles, labels = (a + b for a, b in zip(returns.get_legend_handles_labels(), successes.get_legend_handles_labels(), strict=True))
+    (handles, labels), (more_handles, more_labels) = returns.get_legend_handles_labels(), successes.get_legend_handles_labels()
     if successes.lines:
         successes.set_ylabel("greedy success")
         successes.set_ylim(-0.02, 1.04)
         successes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     else:
         successes.set_axis_off()
-    returns.legend(handles, labels, loc="lower right", framealpha=0.9)
+    returns.legend(handles + more_handles, labels + more_labels, loc="lower right", framealpha=0.9)
     partial = out_png.with_name(f".{out_png.name}.partial")
     figure.savefig(partial, format="png")
     partial.replace(out_png)

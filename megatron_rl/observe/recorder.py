@@ -27,6 +27,7 @@ from PIL.Image import Image as Picture
 from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.io.jsonl import MAX_LINES_BYTES, read_lines, write_bytes_atomically, write_lines_atomically
 from megatron_rl.io.rollout_codec import from_record, to_record
+from megatron_rl.observe.step_metrics import reward_of
 from megatron_rl.types import Image, Rollout
 
 ROLLOUTS_FOLDER = "rollouts"
@@ -90,7 +91,7 @@ def select_best_and_worst(rollouts: Sequence[Rollout], *, num_best: int, num_wor
     No rollout is in both lists. Rollouts with equal rewards are ordered by group and sample index.
     """
     scored = [rollout for rollout in rollouts if rollout.is_scored]
-    best_first = sorted(scored, key=lambda rollout: (-rollout.reward, rollout.group, rollout.sample_index))
+    best_first = sorted(scored, key=lambda rollout: (-reward_of(rollout), rollout.group, rollout.sample_index))
     return {"best": best_first[:num_best], "worst": best_first[num_best:][::-1][:num_worst]}
 
 
@@ -129,6 +130,7 @@ def save_images(folder: Path, rollouts: Sequence[Rollout]) -> None:
 
 def _save_image(folder: Path, image: Image) -> None:
     encoded = io.BytesIO()
+    assert image.pil is not None, "save_images selects images with pixels"
     image.pil.save(encoded, format="PNG")
     write_bytes_atomically(folder / image_file_name(image.key), encoded.getvalue())
 

@@ -24,8 +24,8 @@ def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[st
     scored = [rollout for rollout in rollouts if rollout.is_scored]
     groups, moving = groups_with_advantages(rollouts)
     metrics = {
-        "reward/mean": statistics.fmean(rollout.reward for rollout in scored),
-        "reward/std": statistics.pstdev(rollout.reward for rollout in scored),
+        "reward/mean": statistics.fmean(map(reward_of, scored)),
+        "reward/std": statistics.pstdev(map(reward_of, scored)),
         "rollout/turns": statistics.fmean(len(rollout.turns) for rollout in scored),
         **_length_metrics(scored),
         "rollout/zero_std_fraction": len(groups - moving) / max(len(groups), 1),
@@ -45,13 +45,19 @@ def rollout_metrics(rollouts: list[Rollout], *, num_gen_batches: int) -> dict[st
     metrics["time/episode_scoring"] = statistics.fmean(rollout.scoring_s for rollout in scored)
     metrics |= {f"reward/{name}": value for name, value in _mean_rewards(scored).items()}
     for source, members in group_by_source(scored).items():
-        metrics[f"source/{source}/reward"] = statistics.fmean(rollout.reward for rollout in members)
+        metrics[f"source/{source}/reward"] = statistics.fmean(map(reward_of, members))
         metrics |= {f"source/{source}/{name}": value for name, value in _mean_rewards(members).items()}
     for status in Status:
         metrics[f"rollout/{status}"] = float(sum(rollout.status is status for rollout in rollouts))
     for end in StopReason:
         metrics[f"rollout/stop_{end}"] = float(sum(rollout.stop_reason is end for rollout in rollouts))
     return metrics
+
+
+def reward_of(rollout: Rollout) -> float:
+    """Return the reward of a scored rollout."""
+    assert rollout.reward is not None, f"rollout {rollout.example_id}#{rollout.sample_index} is {rollout.status} but was never scored"
+    return rollout.reward
 
 
 def _length_metrics(scored: Sequence[Rollout]) -> dict[str, float]:
@@ -204,6 +210,7 @@ def add_effective_sample_size(update: Mapping[str, float]) -> dict[str, float]:
     importance, squared = metrics.pop("rollout_mismatch/importance", None), metrics.pop("rollout_mismatch/importance_squared", None)
     mean, square = (corrected, square) if square is not None else (importance, squared)
     if square is not None:
+        assert mean is not None, "an update reports a mean together with its mean square"
         metrics["rollout_mismatch/is_eff_sample_size"] = mean**2 / square if square > 0 else 0.0
     return metrics
 

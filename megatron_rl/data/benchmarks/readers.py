@@ -164,8 +164,8 @@ def read_visualprobe(record: DataRecord) -> BenchmarkItem:
     Files: val.json or Parquet for the levels easy, medium and hard. Image names begin with the name
     of the data set.
     """
-    given = record.row.get("images") or [record.row.get("image", "")]
-    images = tuple(_strip_dataset_folder(record, image) for image in record.require_list(given, "images"))
+    given = record.require_list(record.row.get("images") or [record.row.get("image", "")], "images")
+    images = tuple(_strip_dataset_folder(record, image) for image in given)
     named = (
         f"{read_text_column(record, 'data_source', default='')} {given[0] if isinstance(given[0], str) else ''} {record.path}".casefold()
     )

@@ -14,6 +14,7 @@ from megatron_rl.io.jsonl import write_lines_atomically
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, save_images
 from megatron_rl.observe.rollout_store import step_path, write_step
+from megatron_rl.observe.step_metrics import reward_of
 from megatron_rl.types import Image, JudgeResult, Rollout, StopReason, TokenSequence, ToolCall, Turn
 
 NUM_STEPS, NUM_GROUPS, GROUP_SIZE = 12, 4, 4
@@ -28,14 +29,14 @@ def make_demo_run(run: Path) -> None:
         dice = random.Random(step)
         rollouts = [_make_rollout(dice, step, group, sample) for group in range(NUM_GROUPS) for sample in range(GROUP_SIZE)]
         for rollout in rollouts:
-            mean = sum(each.reward for each in rollouts if each.group == rollout.group) / GROUP_SIZE
+            mean = sum(reward_of(each) for each in rollouts if each.group == rollout.group) / GROUP_SIZE
             context = rollout.sequences[0]
             context.set_column("old_logprobs", [logprob + dice.gauss(0, 1e-5) * mask for logprob, mask in _logprobs_and_mask(context)])
             context.set_column("entropies", [-0.7 * logprob for logprob in context.rollout_logprobs])
-            context.set_column("advantages", [(rollout.reward - mean) * mask for mask in context.loss_mask])
+            context.set_column("advantages", [(reward_of(rollout) - mean) * mask for mask in context.loss_mask])
         save_images(run / ROLLOUTS_FOLDER, rollouts)
         write_step(step_path(run / ROLLOUTS_FOLDER, step), rollouts, step=step, num_gen_batches=1)
-        reward = sum(rollout.reward for rollout in rollouts) / len(rollouts)
+        reward = sum(map(reward_of, rollouts)) / len(rollouts)
         lines.append(
             {"step": step, "reward/mean": reward, "loss": dice.uniform(0.1, 0.3), "policy/entropy": 1.5 - step / 20, "time/total": 9.0}
         )
@@ -55,7 +56,7 @@ def _make_rollout(dice: random.Random, step: int, group: int, sample: int) -> Ro
     said = color if is_right else dice.choice([each for each in COLORS if each != color])
     shift = 0 if is_right else IMAGE_SIDE // 4
     box = [max(0, left - shift), max(0, top - shift), max(0, left - shift) + SQUARE_SIDE, max(0, top - shift) + SQUARE_SIDE]
-    shown, crop = _make_image(canvas), _make_image(canvas.crop(box))
+    shown, crop = _make_image(canvas), _make_image(canvas.crop((box[0], box[1], box[2], box[3])))
     context = TokenSequence()
     context.extend([1] * 8 + [2] * shown.num_tokens + [3] * 12, images=(shown,))
     spans = []

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import pyarrow as pa
-import pyarrow.compute as pc
+from pyarrow import compute
 from pydantic import BaseModel, Field
 
 from megatron_rl.io.bounded_files import is_regular, read_bytes, read_yaml
@@ -32,6 +32,7 @@ from megatron_rl.observe.rollout_store import (
 )
 from megatron_rl.types import Rollout
 
+pc = cast(Any, compute)  # pyarrow creates these functions when it is imported, so their types are unknown
 TABLE_COLUMNS = (
     "step", "row_index", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
     "num_turns", "num_tokens",

@@ -80,6 +80,7 @@ class TokenDecoder:
     def _last_error(self, num_bytes: int) -> str:
         if num_bytes == MAX_RESPONSE_BYTES:
             return f"the decoded texts exceed {MAX_RESPONSE_BYTES} bytes"
+        assert self._errors is not None and self._process is not None, "the process was started"
         self._errors.seek(0)
         lines = self._errors.read(1 << 20).decode(errors="replace").split("\n")
         said = next((line.strip() for line in reversed(lines) if line.strip()), "")
@@ -87,6 +88,7 @@ class TokenDecoder:
 
     def _stop_process(self) -> None:
         if self._process is not None:
+            assert self._process.stdin is not None and self._process.stdout is not None and self._errors is not None, "they are pipes"
             self._process.kill()
             self._process.wait()
             self._process.stdin.close()
@@ -100,6 +102,7 @@ def _send_request(process: subprocess.Popen[bytes], request: bytes) -> bytes:
 
     The line has no newline if the process ended or the line is too long.
     """
+    assert process.stdin is not None and process.stdout is not None, "they are pipes"
     try:
         process.stdin.write(request)
         process.stdin.flush()

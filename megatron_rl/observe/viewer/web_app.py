@@ -13,11 +13,11 @@ from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-import pyarrow.compute as pc
 from fastapi import FastAPI, HTTPException, Query, Request, Response
 from fastapi.staticfiles import StaticFiles
+from pyarrow import compute
 from pydantic import Field
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -28,6 +28,7 @@ from megatron_rl.observe.viewer.token_access import TokenAccess
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, Turn
 
+pc = cast(Any, compute)  # pyarrow creates these functions when it is imported, so their types are unknown
 STATIC = Path(__file__).parent / "static"
 SECURITY_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -42,6 +43,10 @@ OTHER_SITES = ("cross-site", "same-site")
 Such requests are rejected unless they result from following a link.
 """
 SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "responses"))
+if TYPE_CHECKING:
+    SortColumn = str
+else:
+    SortColumn = Literal[SORTABLE_COLUMNS]
 MAX_ROWS = 500
 TOKENIZER_FILE = "tokenizer.json"
 PAD_TOKEN_RUN = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
@@ -51,7 +56,7 @@ class RolloutPageQuery(RolloutFilters):
     """Request for one page of the rollout table."""
 
     run: str
-    sort: Literal[SORTABLE_COLUMNS] = "step"
+    sort: SortColumn = "step"
     descending: bool = False
     offset: int = Field(0, ge=0)
     limit: int = Field(50, ge=1, le=MAX_ROWS)
@@ -289,7 +294,7 @@ def _sequence_record(context: TokenSequence, texts: Mapping[int, str]) -> dict[s
     }
 
 
-def _finite_or_none(value: object) -> object:
+def _finite_or_none(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
