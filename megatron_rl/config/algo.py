@@ -112,8 +112,8 @@ class AlgoSettings:
     """Upper bound on a sequence's mean of r - 1 - log r: k3_mask masks sequences above it. The
     letter r denotes a token's trainer/rollout probability ratio."""
     opsm_delta: float = 0.5
-    """Upper bound on a sequence's mean of (rollout logprob - current logprob). If a sequence exceeds
-    the bound, opsm masks every token of the sequence that has a negative advantage."""
+    """Upper bound on a sequence's mean of (rollout logprob - current logprob). If a sequence
+    exceeds the bound, opsm masks every token of the sequence that has a negative advantage."""
     temperature: float = 1.0
     """Softmax temperature of the policy, used both for sampling and for the trainer's logprobs."""
 

@@ -23,8 +23,8 @@ class FilterSettings:
     """Stop reasons that the filter stop_reason accepts; rollouts with any other stop reason are
     excluded."""
     max_num_gen_batches: int = 1
-    """Maximum number of generation batches per step. Each batch contains prompts_per_step prompts. A
-    step stops generating once prompts_per_step groups remain after filtering."""
+    """Maximum number of generation batches per step. Each batch contains prompts_per_step prompts.
+    A step stops generating once prompts_per_step groups remain after filtering."""
     prefer_high_std: bool = False
     """If more than prompts_per_step groups remain after filtering, train only on the
     prompts_per_step groups with the largest spread of advantages; false trains on all remaining

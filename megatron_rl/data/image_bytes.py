@@ -76,7 +76,7 @@ def picture_format(head: bytes) -> str:
 def describe_bytes(head: bytes) -> str:
     """Return a phrase that describes a file, based on the first bytes of the file.
 
-    Two examples of the returned phrase: `is empty`; `is an SVG; PNG, ... are supported: convert it`.
+    Two examples of the phrase: `is empty`; `is an SVG; PNG, ... are supported: convert it`.
     """
     if not head:
         return "is empty"

@@ -25,8 +25,8 @@ def find_options(question: str) -> dict[str, str]:
 
     Labels start at A or 1 and have no gaps. Recognized forms with capital letters are `A. red`,
     `(A) red`, `A) red` and `A: red`. Recognized forms with lowercase letters and numbers are
-    `(a) red` and `a) red`, and on a separate line `a. red`. An option ends at the next label or at the end of its line. The result
-    is empty if fewer than two options are listed.
+    `(a) red` and `a) red`, and on a separate line `a. red`. An option ends at the next label
+    or at the end of its line. The result is empty if fewer than two options are listed.
     """
     question = question.translate(_FULL_WIDTH)
     return next((options for mark, labels in _MARKS if (options := _find_listed(question, mark, labels))), {})

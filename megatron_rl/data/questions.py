@@ -89,7 +89,7 @@ class QuestionDataset(Sequence[Example]):
         return self.records.locate(self._row_indices[index])
 
     def examine_row(self, index: int) -> ExaminedRow:
-        """Return an example, the findings about its row, and the values in the row that are ignored."""
+        """Return an example, the findings about its row, and the ignored values of the row."""
         example, record = self._example(self._row_indices[index])
         unread = _unread_values(record) | _unread_keys(record) | _other_answers(record, str(example.payload["answer"]))
         unread |= find_unread_prompts(record, example.payload, question_column=_question_column(record))

@@ -229,8 +229,8 @@ class RolloutManager:
         Rollouts with StopReason.INFRA_TIMEOUT have already waited for a service and are rerun only
         once, without a pause. Rollouts with INFRA_ERROR are rerun with unchanged seeds until they
         succeed or generation_settings.outage_timeout_s has passed. The elapsed time is computed
-        from the wall times of the gathered rollouts, which are the same on all ranks. Therefore, all
-        ranks stop retrying together.
+        from the wall times of the gathered rollouts, which are the same on all ranks.
+        Therefore, all ranks stop retrying together.
 
         Raises:
             RunDenied: A server rejects this run's key. A rejected key is never retried.

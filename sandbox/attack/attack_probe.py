@@ -1,4 +1,4 @@
-"""Definition of an attack: its code, the layers and limits it targets, and its success criterion."""
+"""Definition of an attack: its code, its target layers and limits, and its success criterion."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum

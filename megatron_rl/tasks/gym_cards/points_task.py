@@ -84,7 +84,7 @@ class FormulaPlan(NamedTuple):
 
 
 def write_reply(rules: PointsRules, plan: FormulaPlan) -> str:
-    """Return a reply with the correct cards and formula, whose action is the formula's next token."""
+    """Return a correct reply, whose action is the next token of the planned formula."""
     symbols, thoughts = [card.symbol for card in plan.cards], "".join(plan.tokens) + str(rules.target)
     action = plan.tokens[plan.num_written]
     return json.dumps({"cards": symbols, "current formula": plan.state.formula_text, "thoughts": thoughts, "action": action})
