@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch.distributed as dist
 
@@ -200,7 +201,7 @@ def build_server_engine(
             kind="nccl" if world.device.type == "cuda" else "gloo", bucket_bytes=int(given.bucket_mib * 2**20),
             timeout_s=longest_s,
         )  # fmt: skip
-    run_on_rank_zero(lambda: sender.lock_servers() if not is_own else None)
+    run_on_rank_zero(lambda: sender.lock_servers() if sender is not None and not is_own else None)
     return ServerEngine(
         servers, given, name=name, special_tokens=renderer.special_tokens,
         decode_tokens=renderer.tokenizer.decode,
@@ -218,7 +219,7 @@ def build_colocated_engine(settings: Settings, renderer: Renderer, world: World)
     if size > 1:
         limit = timedelta(seconds=timeout_s)
         groups = [dist.new_group(list(range(first, first + size)), backend="gloo", timeout=limit) for first in range(0, world.size, size)]
-        group = groups[world.rank // size]
+        group = cast(dist.ProcessGroup, groups[world.rank // size])  # this rank is a member
     return ColocatedEngine(
         settings.model.path, settings.engine, special_tokens=renderer.special_tokens, group=group, pixels=renderer.final_pixels,
         reads_weights=False, timeout_s=timeout_s,

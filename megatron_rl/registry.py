@@ -90,7 +90,7 @@ def uses_sandbox(settings: Settings, plugins: Plugins = Plugins()) -> bool:
 
 def _is_plain_value(options: object) -> bool:
     try:
-        yaml.safe_dump(asdict(options) if is_dataclass(options) else options)
+        yaml.safe_dump(asdict(options) if is_dataclass(options) and not isinstance(options, type) else options)
     except yaml.YAMLError:
         return False
     return True

@@ -97,7 +97,7 @@ class RenderedDemonstrations:
             raise ValueError(f"{where}: contains no assistant message with a loss; remove this demonstration")
         context.images = [image.without_patches() for image in context.images]
         weighted = PackItem(context, denominator=sum(context.loss_mask))
-        self._num_bytes += sum(3 * image.pil.width * image.pil.height for image in context.images)
+        self._num_bytes += sum(3 * image.num_pixels for image in context.images)
         if self._num_bytes <= CACHE_BYTES:
             self._cached[number] = weighted
         return weighted

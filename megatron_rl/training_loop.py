@@ -145,6 +145,7 @@ def evaluate_and_record(
     metrics, is_last = run.history.pending_metrics, step + 1 == settings.run.steps
     if settings.run.eval_every and (step + 1) % settings.run.eval_every == 0 and not is_last:
         with run.step_timer("evaluate"):
+            assert not isinstance(rollout_manager, RolloutReplay), "a replay has no evaluation"
             metrics = metrics | evaluate_in_run(rollout_manager.task, settings, rollout_manager=rollout_manager)
     with run.step_timer("record"):
         run.record(step, metrics)

@@ -146,6 +146,12 @@ class Image:
         frames, rows, columns = self.grid
         return frames * rows * columns
 
+    @property
+    def num_pixels(self) -> int:
+        """Width times height of `pil`, which must not be None."""
+        assert self.pil is not None
+        return self.pil.width * self.pil.height
+
     def without_patches(self) -> Image:
         """Return a copy without `patch_PC`."""
         return replace(self, patch_PC=None)

@@ -201,6 +201,7 @@ def split_into_groups(rollouts: Sequence[Rollout]) -> dict[int, list[Rollout]]:
 
 def penalized_reward(rollout: Rollout, algo: AlgoSettings) -> float:
     """Return the episode's reward minus its KL penalty."""
+    assert rollout.reward is not None, "only scored rollouts have a reward"
     return rollout.reward - kl_penalty(rollout, algo)
 
 
@@ -338,6 +339,7 @@ def _rewards_to_go(rewards: Sequence[float], discount: float) -> list[float]:
 
 def _token_returns(rollout: Rollout, algo: AlgoSettings) -> list[list[float]]:
     """Return the returns-to-go of the sampled tokens in each sequence, minus KL costs."""
+    assert rollout.reward is not None, "only scored rollouts have a reward"
     later, contexts = rollout.reward, []
     for context in reversed(rollout.sequences):
         values: list[float] = []

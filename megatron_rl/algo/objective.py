@@ -34,6 +34,7 @@ def make_policy_objective(algo: AlgoSettings, algorithms: Mapping[str, Algorithm
         compared = replace(rows, old_logprob_R=rows.rollout_logprob_R) if is_bypass else rows
         loss_R = correction_R * algorithm.policy_loss(compared, algo)
         if has_kl_term:
+            assert rows.ref_logprob_R is not None
             loss_R = loss_R + algo.kl_coef * estimate(rows.logprob_R, rows.ref_logprob_R)
         if algo.entropy_coef > 0:
             loss_R = loss_R - algo.entropy_coef * rows.entropy_R

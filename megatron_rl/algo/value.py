@@ -49,6 +49,7 @@ def shared_value_loss(policy: Loss, value: ValueLoss, coef: float) -> Loss:
     """Return the loss function policy + coef * value, for a critic that shares the backbone."""
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
+        assert rows.values is not None
         total, metrics = policy(rows)
         more, of_values = value(rows.values)
         metrics.losses.update(of_values.losses)
@@ -64,6 +65,7 @@ def warmup_value_loss(policy: Loss, value: ValueLoss) -> Loss:
     """
 
     def loss(rows: LossInputs) -> tuple[torch.Tensor, LossMetrics]:
+        assert rows.values is not None
         _, metrics = policy(rows)
         total, of_values = value(rows.values)
         metrics.losses.update(of_values.losses)

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -39,6 +39,9 @@ from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
 from megatron_rl.run.shutdown import EXIT_INTERRUPTED, die_with_parent
+
+if TYPE_CHECKING:  # imports torch
+    from megatron_rl.algo.algorithms import Algorithm
 
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
 NON_MAIN_DELAY_S = 20.0
@@ -74,7 +77,7 @@ Plugins.instance().register(RelativeConfigPath)
 
 def cli(
     *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
-    algorithms: Mapping[str, object] | None = None,
+    algorithms: "Mapping[str, Algorithm] | None" = None,
 ) -> None:  # fmt: skip
     """Run the command given by this process's command-line arguments.
 
@@ -224,7 +227,7 @@ def block_wandb_import(is_disabled: bool) -> None:
     """
     loaded = sys.modules.pop("wandb", None)
     if is_disabled or loaded is not None:
-        sys.modules["wandb"] = loaded
+        sys.modules["wandb"] = cast(Any, loaded)  # None blocks the import
 
 
 def exit_with_error(error: Exception, world: World, *, is_dry: bool = False) -> NoReturn:
@@ -292,7 +295,7 @@ def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProx
             given = OmegaConf.select(chosen, "task.options")
             OmegaConf.update(chosen, "task.options", OmegaConf.merge(OmegaConf.structured(task_type.Options), given or {}), merge=False)
         reject_unknown_keys(chosen)
-        return OmegaConf.to_object(chosen)
+        return cast(Settings, OmegaConf.to_object(chosen))
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: has no default; set it on the command line") from error
     except OmegaConfBaseException as error:

@@ -65,10 +65,10 @@ def error_line(error: HydraException | OmegaConfBaseException | YAMLError, overr
     if isinstance(error, ConfigCompositionException):
         return composition_error_line(error, overrides)
     if isinstance(error, OmegaConfBaseException):
-        return f"{format_typed(error.full_key, dict(map(split_override, overrides)))}: {first_line(error)}"
+        return f"{format_typed(str(error.full_key), dict(map(split_override, overrides)))}: {first_line(error)}"
     if isinstance(error, SearchPathException):
         return f"--config-dir: {first_line(error)}"
-    if isinstance(error, MarkedYAMLError):
+    if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         return f"{error.problem_mark.name}: line {error.problem_mark.line + 1} is not valid YAML: {error.problem}"
     return first_line(error)
 
@@ -83,7 +83,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
     where = f"{place[1]}.yaml: " if place else ""
     typed = {} if place else dict(map(split_override, overrides))
     if isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        key = next((key for key in typed if f"'{key}'" in str(error)), cause.full_key)
+        key = next((key for key in typed if f"'{key}'" in str(error)), str(cause.full_key))
         if get_origin(cause.ref_type) is dict:
             return f"{where}{format_typed(key, typed)}: a new name is added with a plus sign; write +{cause.full_key}=VALUE"
         return f"{where}{unknown_key_line(key, format_typed(key, typed))}"
@@ -91,7 +91,7 @@ def composition_error_line(error: ConfigCompositionException, overrides: Sequenc
         inner = next((key for key in typed if key.startswith(f"{cause.full_key}.")), "")
         if inner:
             return unknown_key_line(inner, format_typed(inner, typed))
-        value = typed.get(cause.full_key, cause.value)
+        value = typed.get(str(cause.full_key), cause.value)
         return f"{where}{cause.full_key}={value}: {describe_expected_value(cause, value)}"
     removed = re.search(r"override ~(\S+)|delete from config. '(.+)' does not", str(error))
     if removed:
@@ -112,7 +112,7 @@ def describe_expected_value(error: ValidationError, value: object) -> str:
     if is_dataclass(kind):
         return f"is a group of settings; set one of {', '.join(f'{error.full_key}.{field.name}' for field in fields(kind))}"
     if get_origin(kind) is list:
-        return f"expects a list; write {quote_override(error.full_key, str(value))}"
+        return f"expects a list; write {quote_override(str(error.full_key), str(value))}"
     if get_origin(kind) is dict:
         return f"expects names with values; write +{error.full_key}.NAME={value}"
     return f"expects {TYPE_DESCRIPTIONS[kind]}"
@@ -186,7 +186,9 @@ def reject_unknown_keys(chosen: DictConfig, prefix: str = "") -> None:
 
     Hydra accepts such a key if it was added with +key=value.
     """
-    known = {field.name for field in fields(OmegaConf.get_type(chosen))}
+    schema = OmegaConf.get_type(chosen)
+    assert schema is not None, "the settings have a dataclass"
+    known = {field.name for field in fields(schema)}
     for name in map(str, chosen):
         key, value = prefix + name, "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
         if name not in known:
@@ -219,7 +221,7 @@ def closest_key(key: str) -> str:
 def setting_keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Yield the dotted keys of all settings, excluding the groups themselves."""
     for field in fields(schema):
-        if is_dataclass(field.type):
+        if isinstance(field.type, type) and is_dataclass(field.type):
             yield from setting_keys(field.type, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name

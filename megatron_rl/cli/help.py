@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import pairwise
+from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -79,7 +80,9 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
 
 def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield (dotted key, value in command-line syntax, description) for every setting."""
-    docs = read_field_docs(OmegaConf.get_type(chosen))
+    schema = OmegaConf.get_type(chosen)
+    assert schema is not None, "the settings have a dataclass"
+    docs = read_field_docs(schema)
     for name in map(str, chosen):
         value = "???" if OmegaConf.is_missing(chosen, name) else chosen[name]
         if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
@@ -95,16 +98,17 @@ def read_field_docs(schema: type) -> dict[str, str]:
     dataclass.
     """
     sources = [inspect.getsource(each) for each in reversed(schema.__mro__) if is_dataclass(each)]
-    body = [node for source in sources for node in [*ast.parse(textwrap.dedent(source)).body[0].body, ast.Pass()]]
+    classes = [ast.parse(textwrap.dedent(source)).body[0] for source in sources]
+    body = [node for each in classes if isinstance(each, ast.ClassDef) for node in [*each.body, ast.Pass()]]
     docs = {field.name: str(field.type.__doc__) if is_dataclass(field.type) else "" for field in fields(schema)}
     for node, below in pairwise(body):
-        is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-        if isinstance(node, ast.AnnAssign) and is_text:
-            docs[node.target.id] = str(below.value.value)
+        match node, below:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                docs[name] = str(text)
     return {name: " ".join(doc.split()) for name, doc in docs.items()}
 
 
-def format_value(value: object) -> str:
+def format_value(value: Any) -> str:
     """Return a value in command-line syntax, such as `true`, `[a,b]` or `''`."""
     if isinstance(value, bool):
         return str(value).lower()

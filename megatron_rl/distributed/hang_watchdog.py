@@ -34,6 +34,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  torch documents this class; its types omit the export
 
 from megatron_rl.distributed.world import World, first_line, is_collective_error, round_up_to_minutes
 from megatron_rl.errors import PeerLost
@@ -102,7 +103,7 @@ class HangWatchdog:
         if self._world.size > 1:
             address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             patience = timedelta(seconds=REPLY_TIMEOUT_S)
-            self._store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+            self._store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
             self._last_request = self._store.compare_set("watch/asked", "", _NO_REQUEST)
             self._publish_report("here", RankReport(node=self._node))
             self._store.set(f"watch/heard/{self._world.rank}", str(_request_number(self._last_request)))
@@ -118,6 +119,7 @@ class HangWatchdog:
         self._is_leaving.set()
         self._thread.join(EXIT_TIMEOUT_S)
         if self._thread.is_alive() and parts:
+            assert error is not None
             self._given_up.set()
             _print_to_stderr(f"error: {self._exceeded_timeout(error)}the first node, which hosts the store of all ranks, does not respond")
         if parts:
@@ -137,6 +139,7 @@ class HangWatchdog:
         """Publish this rank's last report; after a failed collective, also print the diagnosis."""
         try:
             if parts:
+                assert error is not None
                 self._publish_report(
                     "last", RankReport(node=self._node, location=innermost_place(list(traceback.walk_tb(trace))), is_waiting=True)
                 )

@@ -93,6 +93,7 @@ class ImageExchange:
             if words is None:
                 continue
             part = mine if rank == self._rank else _decode_rollouts(words)
+            assert part is not None, "a rank without rollouts sends no words"
             self._rank_by_rollout.update(((rollout.group, rollout.sample_index), rank) for rollout in part)
             rollouts += part
         return rollouts

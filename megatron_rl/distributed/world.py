@@ -9,10 +9,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  torch documents this class; its types omit the export
+from torch.distributed.distributed_c10d import Store
 
 from megatron_rl.errors import InfraError, RunFailed
 
@@ -90,7 +92,7 @@ def connect(world: World, *, timeout_s: float) -> None:
         torch.cuda.set_device(world.device)
     if world.size == 1 and os.environ.get("MASTER_PORT", "0") == "0":  # no launcher; an earlier run in this process may have set port 0
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         try:
             dist.init_process_group(backend, timeout=timeout)
@@ -192,7 +194,9 @@ def long_timeout_group(*, timeout_s: float) -> dist.ProcessGroup | None:
     stands for the default group. Despite the long timeout, a collective in this group fails
     immediately if a rank dies.
     """
-    return None if dist.get_world_size() == 1 else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    if dist.get_world_size() == 1:
+        return None
+    return cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))  # every rank is a member
 
 
 def round_up_to_minutes(timeout_s: float) -> int:
@@ -214,9 +218,11 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """Return the default process group's store, for sharing values without a collective."""
-    return dist.group.WORLD.get_group_store()
+    world = dist.group.WORLD
+    assert world is not None, "the process group exists"
+    return world.get_group_store()
 
 
 def all_gather_object(local_value: T, *, group: dist.ProcessGroup | None = None) -> list[T]:
@@ -242,7 +248,7 @@ def all_gather_large_object(local_value: T, *, group: dist.ProcessGroup | None =
     parts = everyones.split(size_W.tolist())
     parts[dist.get_rank()].copy_(said)
     dist.all_reduce(everyones, group=group)
-    return [pickle.loads(part.numpy()) for part in parts]
+    return [pickle.loads(part.numpy().data) for part in parts]
 
 
 class SharedValueError(ValueError):
@@ -259,19 +265,20 @@ def raise_on_all_ranks(fn: Callable[[], T], *, group: dist.ProcessGroup | None =
     This applies only to OSError and ValueError. If `fn` fails on several ranks, the error of the
     lowest of these ranks is raised. The message names this rank, unless `fn` failed on all ranks.
     """
-    result, met = None, None
+    results: list[T] = []
+    met: tuple[type[SharedOSError | SharedValueError], str] | None = None
     try:
-        result = fn()
+        results.append(fn())
     except OSError as reason:
         met = (SharedOSError, str(reason))
     except ValueError as reason:
         met = (SharedValueError, str(reason))
     everyones = all_gather_object((met, socket.gethostname()), group=group)
-    troubles = [(rank, host, *trouble) for rank, (trouble, host) in enumerate(everyones) if trouble is not None]
+    troubles = [(rank, host, trouble) for rank, (trouble, host) in enumerate(everyones) if trouble is not None]
     if troubles:
-        rank, host, kind, text = troubles[0]
+        rank, host, (kind, text) = troubles[0]
         raise kind(text if len(troubles) == len(everyones) else f"{text} (rank {rank} on {host})")
-    return result
+    return results[0]
 
 
 def first_line(error: BaseException) -> str:

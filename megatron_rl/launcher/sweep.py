@@ -114,7 +114,7 @@ class SweepRunner:
                 time.sleep(_POLL_S)
                 for attempt in [attempt for attempt in self._running if attempt.poll() is not None]:
                     self._finish(attempt, signals)
-                    if self._bar:
+                    if self._bar and shown is not None:
                         self._bar.advance(shown)
         if waiting:
             self.exit_codes.append(os.EX_TEMPFAIL)
@@ -132,7 +132,9 @@ class SweepRunner:
     def _finish(self, attempt: ManagedProcess, signals: SignalForwarder) -> None:
         task = self._running.pop(attempt)
         signals.processes.remove(attempt)
-        self.exit_codes.append(attempt.poll())
+        code = attempt.poll()
+        assert code is not None, "the process has exited"
+        self.exit_codes.append(code)
         self._print_line(f"{task.index:>3}  {attempt.last_line() or f'exited with code {attempt.poll()}'}  ({task.folder})")
 
     def _print_line(self, line: str) -> None:

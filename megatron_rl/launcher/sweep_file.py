@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.config import require
 from megatron_rl.io.bounded_files import read_yaml
@@ -93,7 +94,7 @@ def read_sweep(path: Path) -> Sweep:
     return Sweep(path=path, folder=Path(folder), num_processes=int(processes), tasks=tasks)
 
 
-def _read_yaml(path: Path) -> dict[str, object]:
+def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         given = read_yaml(path, as_text=True)
     except FileNotFoundError as error:
@@ -104,7 +105,7 @@ def _read_yaml(path: Path) -> dict[str, object]:
     return given
 
 
-def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
+def expand_grid(given: Any, location: str) -> Iterator[dict[str, str]]:
     """Yield the parameters of each run in a grid: every combination of the values.
 
     Example: {a: [1, 2], b: [x, y]} -> a=1 b=x, a=1 b=y, a=2 b=x, a=2 b=y.
@@ -118,7 +119,7 @@ def expand_grid(given: object, location: str) -> Iterator[dict[str, str]]:
             yield {key: _to_override_text(value, f"{location}.{key}") for key, value in zip(given, values, strict=True)}
 
 
-def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
+def expand_list(given: Any, location: str) -> Iterator[dict[str, str]]:
     """Yield the parameters of each listed run."""
     require(isinstance(given, list), location, given, "expects a list of {key: value, ...}")
     for number, own in enumerate(given):
@@ -126,7 +127,7 @@ def expand_list(given: object, location: str) -> Iterator[dict[str, str]]:
         yield {key: _to_override_text(value, f"{location}[{number}].{key}") for key, value in own.items()}
 
 
-def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
+def expand_random(given: Any, location: str) -> Iterator[dict[str, str]]:
     """Yield the parameters of randomly drawn runs, with one random generator per key.
 
     Values are drawn uniformly, log-uniformly, or from a list.
@@ -144,7 +145,7 @@ def expand_random(given: object, location: str) -> Iterator[dict[str, str]]:
 EXPANDERS = {"grid": expand_grid, "list": expand_list, "random": expand_random}
 
 
-def _parse_range(candidates: object, where: str) -> list[str] | tuple[str, float, float]:
+def _parse_range(candidates: Any, where: str) -> list[str] | tuple[str, float, float]:
     if isinstance(candidates, list):
         require(bool(candidates), where, "[]", "is empty; give values to choose from")
         return [_to_override_text(value, where) for value in candidates]
@@ -169,7 +170,7 @@ def _draw_value(candidates: list[str] | tuple[str, float, float], generator: ran
     return f"{value:.3g}"
 
 
-def _to_override_text(value: object, where: str) -> str:
+def _to_override_text(value: Any, where: str) -> str:
     """Convert a YAML value to Hydra's command-line syntax.
 
     Example: [vision, merger] -> [vision,merger].

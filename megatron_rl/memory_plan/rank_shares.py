@@ -8,6 +8,7 @@ the largest part of the optimizer state.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -150,7 +151,7 @@ def measure_footprint(chunks: list[DistributedDataParallel], optimizer: Megatron
     Parameters that share a buffer are counted once, with the size of the whole buffer.
     """
     parameters = {storage._cdata: storage.nbytes() for chunk in chunks for p in chunk.parameters() for storage in [p.untyped_storage()]}
-    buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+    buffers = [buffer for chunk in chunks for buffer in cast("list[Any]", chunk.buffers)]  # a list, not the method of nn.Module
     parts = [p for group in optimizer.param_groups for p in group["params"]]
     own = {p.untyped_storage()._cdata: p for p in parts}
     return MemoryFootprint(

@@ -206,7 +206,7 @@ class StepTimer:
 
     def __init__(
         self, *, clock: Callable[[], float] = time.perf_counter, on_span: Callable[[str], None] | None = None,
-        trace: Callable[[str], AbstractContextManager[None]] = nullcontext,
+        trace: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:  # fmt: skip
         """Create a timer.
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.cuda.nccl
 
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import max_open_files, raise_file_limit, read_world

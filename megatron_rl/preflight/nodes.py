@@ -99,7 +99,7 @@ def source_files(settings: Settings) -> dict[str, list[str]]:
     return {key: paths for key, paths in given.items() if any(paths)}
 
 
-def describe_path(path: Path) -> dict[str, object]:
+def describe_path(path: Path) -> dict[str, str | int]:
     """Return the fingerprint of a file, or of each file in a model directory, keyed by path.
 
     A fingerprint is the size of a file, or the digest of a model's config file. The result is empty

@@ -39,9 +39,10 @@ def _report_first_prompt(settings: Settings, prompt: TokenSequence, *, rollout_m
     log(f"first prompt, {len(prompt.token_ids)} tokens:\n{indent(short.rstrip(), '    ')}")
     questions = {split: rollout_manager.task.examples(split) for split in ("train", "eval")}
     report_column_warnings(questions, log=log)
-    if all(isinstance(of_split, QuestionDataset) for of_split in questions.values()):
-        report_blanked_tokens(questions, rollout_manager=rollout_manager, log=log)
-        report_long_prompts(settings, questions, prompt, rollout_manager=rollout_manager, log=log)
+    datasets = {split: of_split for split, of_split in questions.items() if isinstance(of_split, QuestionDataset)}
+    if datasets.keys() == questions.keys():
+        report_blanked_tokens(datasets, rollout_manager=rollout_manager, log=log)
+        report_long_prompts(settings, datasets, prompt, rollout_manager=rollout_manager, log=log)
 
 
 def report_blanked_tokens(questions: dict[str, QuestionDataset], *, rollout_manager: RolloutManager, log: Callable[[str], None]) -> None:

@@ -189,7 +189,9 @@ class ColocatedEngine:
         try:
             await asyncio.wait({episodes, pump}, return_when=asyncio.FIRST_COMPLETED)
             if pump.done():
-                self._fail(pump.exception())
+                failure = pump.exception()
+                assert failure is not None, "the pump ends only by an error"
+                self._fail(failure)
             return await episodes
         finally:
             pump.cancel()

@@ -223,4 +223,4 @@ async def render_off_loop(renderer: Renderer, render_fn: Callable[[], T], messag
 
 def count_pixels(images: Sequence[Image]) -> int:
     """Return the total number of pixels of the images."""
-    return sum(image.pil.width * image.pil.height for image in images)
+    return sum(image.num_pixels for image in images)

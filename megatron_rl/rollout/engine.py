@@ -109,10 +109,14 @@ class RolloutEngine(InferenceEngine, Protocol):
     generating while the trainer computes.
     """
 
-    busy_s: float
-    """Total busy time of the engine since its construction, in seconds. For a server engine, this
-    is the number of seconds with at least one request in flight, averaged over the servers.
-    """
+    @property
+    def busy_s(self) -> float:
+        """Total busy time of the engine since its construction, in seconds.
+
+        For a server engine, this is the number of seconds with at least one request in flight,
+        averaged over the servers.
+        """
+        ...
 
     def run(self, main: Coroutine[object, object, T]) -> T | None:
         """Run `main` to completion; `main` may await `generate`.

@@ -169,8 +169,9 @@ async def _with_timeout(work: Awaitable[T], limit_s: float, *, task: str) -> T:
     The timeout cancels `work`. The error is permanent because a retry would probably take just as
     long.
     """
+    limit = asyncio.timeout(limit_s or None)
     try:
-        async with asyncio.timeout(limit_s or None) as limit:
+        async with limit:
             return await work
     except TimeoutError as error:
         if not limit.expired():

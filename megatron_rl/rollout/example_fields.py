@@ -4,6 +4,7 @@ The fields are the question, the reference answer, and the additional fields in 
 """
 
 from collections.abc import Mapping
+from typing import TypedDict
 
 from megatron_rl.io.jsonl import to_json_line
 
@@ -15,7 +16,15 @@ MAX_DEPTH = 16
 """Maximum nesting depth of `extra`; deeper lists and mappings are replaced by '...'."""
 
 
-def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
+class ExampleFields(TypedDict):
+    """Fields of an example that are recorded with its rollouts."""
+
+    question: str
+    answer: str
+    extra: str
+
+
+def example_fields(payload: Mapping[str, object]) -> ExampleFields:
     """Return `question`, `answer` and `extra` of an example's payload as strings.
 
     A field that the payload lacks becomes an empty string. `extra` is the payload's `extra` mapping
@@ -26,8 +35,8 @@ def example_fields(payload: Mapping[str, object]) -> dict[str, str]:
     """
     extra = payload.get("extra")
     kept = _json_fields(extra, depth=0) if isinstance(extra, Mapping) else {}
-    texts = {name: _text(payload.get(name)) for name in ("question", "answer")}
-    return {**texts, "extra": to_json_line(kept) if kept else ""}
+    question, answer = _text(payload.get("question")), _text(payload.get("answer"))
+    return {"question": question, "answer": answer, "extra": to_json_line(kept) if kept else ""}
 
 
 def _text(value: object) -> str:

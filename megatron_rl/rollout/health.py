@@ -180,16 +180,18 @@ class HealthMonitor:
             return []
 
     async def _restart(self, server: ServerBackend, *, is_unresponsive: bool) -> None:
-        if self._supervisor is not None:
-            await asyncio.wrap_future(run_in_daemon_thread(lambda: self._supervisor.restart(server.url, is_unresponsive=is_unresponsive)))
+        supervisor = self._supervisor
+        if supervisor is not None:
+            await asyncio.wrap_future(run_in_daemon_thread(lambda: supervisor.restart(server.url, is_unresponsive=is_unresponsive)))
 
     async def _recover(self, server: ServerBackend) -> None:
         """Send all current weights to a server that rejoins, if this process is the sender."""
-        if self._sender is None or server.endpoint.backoff_until > time.monotonic():
+        sender = self._sender
+        if sender is None or server.endpoint.backoff_until > time.monotonic():
             return
         began = time.monotonic()
         try:
-            await asyncio.wrap_future(run_in_daemon_thread(lambda: self._sender.add_server(server.url)))
+            await asyncio.wrap_future(run_in_daemon_thread(lambda: sender.add_server(server.url)))
         except EndpointError as fault:
             server.endpoint.record_failure(sent_at=began)
             self.log(f"engine {server.url}: {fault}")
@@ -210,6 +212,7 @@ class HealthMonitor:
         if reason != MISSED_UPDATE or not self.last_failure:
             self.last_failure = f"{server.url}: {reason}"
         if server.is_healthy:
+            assert server.failure is not None, "a healthy server has one"
             server.is_healthy = False
             server.failure.set_result(reason)
             self.log(f"engine {server.url}: {reason}")

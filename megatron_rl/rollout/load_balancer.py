@@ -23,7 +23,7 @@ StartGroupFn = Callable[[int], Sequence[Coroutine[object, object, Rollout]]]
 class SharedCounter(Protocol):
     """Interface to named counters that all engines share; torch.distributed.Store implements it."""
 
-    def add(self, key: str, amount: int) -> int:
+    def add(self, key: str, amount: int, /) -> int:
         """Add `amount` to a counter, which starts at 0, and return the new value.
 
         The call may block on the network.
@@ -126,10 +126,14 @@ class GroupAssignment:
 
     async def take_groups(self, num: int) -> list[int]:
         """Take at most `num` of the remaining groups; return an empty list if no group is left."""
-        end = await asyncio.to_thread(self.engine_rank.counter.add, self.counter_key, num)
+        counter = self.engine_rank.counter
+        assert counter is not None, "several engines share a counter"
+        end = await asyncio.to_thread(counter.add, self.counter_key, num)
         return self.remaining[end - num : end]
 
     def clear(self) -> None:
         """Delete the shared counter. Call this method after every engine has run its assignment."""
         if self.remaining and self.engine_rank.index == 0:
-            self.engine_rank.counter.delete_key(self.counter_key)
+            counter = self.engine_rank.counter
+            assert counter is not None, "several engines share a counter"
+            counter.delete_key(self.counter_key)

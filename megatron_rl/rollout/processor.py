@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, TemplateError
 from PIL.Image import Resampling
@@ -101,8 +102,9 @@ def find_template(processor: ProcessorMixin, path: str) -> str:
         if isinstance(found, dict) and found:
             names = ", ".join(map(str, found))
             remedy = f"its chat templates are named {names}; rename the template for training to default"
-            require(isinstance(found.get("default"), str), "model.path", path, remedy)
-            return found["default"]
+            default: Any = found.get("default")
+            require(isinstance(default, str), "model.path", path, remedy)
+            return default
     raise ValueError(f"model.path={path}: no chat template; {_REMEDY}")
 
 

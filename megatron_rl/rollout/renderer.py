@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from jinja2 import TemplateError
@@ -121,11 +121,13 @@ class Renderer:
         self._lock = Lock()
         """Lock that protects the image cache."""
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="renders")
-        require_bounded_template(self.processor.chat_template, model.path)
+        template = self.processor.chat_template
+        assert isinstance(template, str), "load_processor sets it"
+        require_bounded_template(template, model.path)
         check_template(self._apply_template, model.path)
         self.continuation_problem = find_continuation_problem(self._apply_template, model.path)
         """Reason why messages cannot be appended after a response; empty if they can."""
-        check_determinism(self.processor.chat_template, model.path)
+        check_determinism(template, model.path)
         dummy = [{"role": "user", "content": "."}, {"role": "assistant", "content": "."}]
         self._dummy, self._dummy_text = dummy, self._render_messages(dummy).removesuffix("\n")
 
@@ -171,6 +173,8 @@ class Renderer:
         return self._cache_image(Image(pil=resized, patch_PC=features["pixel_values"], grid=grid, key=key, merge=self.merge_size))
 
     def _find_cached(self, key: str | None) -> Image | None:
+        if key is None:
+            return None
         with self._lock:
             if key in self._images:
                 self._images.move_to_end(key)
@@ -236,7 +240,9 @@ class Renderer:
         if image.patch_PC is not None:
             return image.patch_PC
         known = self._find_cached(image.key)
-        return (known or self._process_resized(load_image(image), key=image.key)).patch_PC
+        patch_PC = (known or self._process_resized(load_image(image), key=image.key)).patch_PC
+        assert patch_PC is not None, "cached images have patches"
+        return patch_PC
 
     def prompt(self, messages: Sequence[Message]) -> TokenSequence:
         """Render messages as a new sequence that ends where the assistant's response begins."""
@@ -317,7 +323,7 @@ class Renderer:
             raise ValueError(f"model.path={self._path}: its chat template cannot render these messages: {error}") from error
 
     def _apply_template(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self.processor.apply_chat_template(cast(Any, messages), tokenize=False, add_generation_prompt=add_generation_prompt)
 
     def _escape_message(self, message: Message) -> Message:
         """Return the message with the names of special tokens escaped in its text.
@@ -362,7 +368,8 @@ class Renderer:
 
 def _image_bytes(image: Image) -> int:
     """Return the memory size of an image and its patches; Pillow uses 4 bytes per pixel."""
-    return image.patch_PC.nbytes + 4 * image.pil.width * image.pil.height
+    assert image.patch_PC is not None
+    return image.patch_PC.nbytes + 4 * image.num_pixels
 
 
 def image_key(picture: Picture) -> str:

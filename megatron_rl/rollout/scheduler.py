@@ -83,7 +83,7 @@ class PromptScheduler:
         because each step uses num_prompts groups and starts at most num_prompts new groups.
         """
         limit = step - self._settings.max_staleness
-        return {group for group in self.active_groups if oldest_versions.get(group) is not None and oldest_versions[group] <= limit}
+        return {group for group in self.active_groups if (oldest := oldest_versions.get(group)) is not None and oldest <= limit}
 
     def drop_stale(self, step: int, oldest_versions: Mapping[int, int | None]) -> list[int]:
         """Drop the groups that are too stale for this step, and return their numbers.
@@ -100,7 +100,7 @@ class PromptScheduler:
         if not self.active_groups:
             self._next = 0
         limit = step - self._settings.max_staleness
-        stale = [group for group in self.active_groups if oldest_versions.get(group) is not None and oldest_versions[group] < limit]
+        stale = [group for group in self.active_groups if (oldest := oldest_versions.get(group)) is not None and oldest < limit]
         self.pending_prompt_indices += [self.active_groups.pop(group).prompt_index for group in stale]
         return stale
 
@@ -157,7 +157,8 @@ def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_in
     """
     if examples[0].probability is not None:
         generator = np.random.default_rng(derive_seed(seed, batch_index, 0))
-        picks = generator.choice(len(examples), size=num, p=[example.probability for example in examples])
+        probabilities = [example.probability for example in examples if example.probability is not None]
+        picks = generator.choice(len(examples), size=num, p=probabilities)
         return [examples[pick] for pick in picks]
     positions = range(batch_index * num, (batch_index + 1) * num)
     epochs = {position // len(examples) for position in positions}

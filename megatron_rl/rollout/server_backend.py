@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_rl.clients.endpoint_pool import Endpoint
 from megatron_rl.rollout.busy_timer import BusyTimer
-from sandbox.bounded_http import BoundedClient
+from sandbox.bounded_http import BoundedClient, BoundedResponse
 
 
 class ServerBackend(Protocol):
@@ -39,12 +39,25 @@ class ServerBackend(Protocol):
     """Time at which the server last returned sampled tokens, as a value of time.monotonic()."""
     known_images: set[str]
     """Keys of the images that the server has received."""
+    pending_images: dict[str, asyncio.Event]
+    """Events for the images that are being sent, by image key. An event is set when sending the
+    image ends, with or without success.
+    """
     failure: asyncio.Future[str] | None
     """Future that resolves to the failure reason when the server is marked unhealthy."""
     access_error: str
     """Error message if the server has rejected this run's key or token, else empty. A rejection
     ends the run.
     """
+
+    def check_reply(self, answer: BoundedResponse, path: str) -> bytes:
+        """Return the content of a successful reply.
+
+        Raises:
+            KeyRefused: The server rejects the token.
+            EndpointError: The reply has another error status.
+        """
+        ...
 
     async def read_weight_label(self, http: BoundedClient, *, limit_s: float) -> str:
         """Return the label of the weights that the server's engine uses.

@@ -104,7 +104,9 @@ class ServerEngine:
         finally:
             future.cancel()  # if this thread was interrupted; has no effect on a finished future
 
-    run_alone = run
+    def run_alone(self, main: Coroutine[object, object, T]) -> T:
+        """Run `main` as `run` does: a server engine has no other ranks."""
+        return self.run(main)
 
     @property
     def weights_label(self) -> str:
@@ -189,6 +191,7 @@ class ServerEngine:
         and AccessDenied under the same conditions as `generate`.
         """
         task, backing_off_since = asyncio.current_task(), None
+        assert task is not None, "episodes run as tasks"
         while True:
             await self._is_serving.wait()
             if denial := next((server.access_error for server in self._servers if server.access_error), ""):
@@ -217,6 +220,7 @@ class ServerEngine:
                 arrived.
         """
         task, failure = asyncio.ensure_future(request), server.failure  # readmission replaces the future, maybe before this task resumes
+        assert failure is not None, "a healthy server has one"
         server.busy_timer.start(time.perf_counter())
         self._num_in_flight += 1
         server.endpoint.in_flight += 1

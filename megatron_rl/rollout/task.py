@@ -7,7 +7,7 @@ A custom task subclasses `Task` and implements `examples` and `env`; everything 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.data.transcripts import load_demonstrations
@@ -143,7 +143,7 @@ class Task(ABC):
         return {}
 
 
-def require_task(name: str, task: object) -> None:
+def require_task(name: str, task: Any) -> None:
     """Raise ValueError unless a user-defined task is a concrete subclass of `Task`."""
     key = f"tasks[{name!r}]"
     require(isinstance(task, type) and issubclass(task, Task), key, task, "must be a subclass of megatron_rl.rollout.task.Task")

@@ -69,11 +69,11 @@ def find_checkpoint(settings: Settings, *, group: dist.ProcessGroup | None = Non
     return None, CheckpointState()
 
 
-def _try_load(checkpoint: Path) -> tuple[CheckpointState | None, str]:
+def _try_load(checkpoint: Path) -> tuple[CheckpointState, str]:
     try:
         return read_state(checkpoint), ""
     except ValueError as error:
-        return None, str(error)
+        return CheckpointState(), str(error)
 
 
 def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.ProcessGroup | None) -> str:
@@ -81,7 +81,7 @@ def _find_damage(checkpoint: Path, state: CheckpointState, *, group: dist.Proces
 
     Each rank checks a share of the files.
     """
-    by_size = sorted(state.files, key=lambda name: (-state.files[name]["bytes"], name))
+    by_size = sorted(state.files, key=lambda name: (-int(state.files[name]["bytes"]), name))
     share = by_size[dist.get_rank() :: dist.get_world_size()]
     found = raise_on_all_ranks(lambda: find_difference(checkpoint, state.files, share), group=group)
     difference = next(filter(None, all_gather_object(found, group=group)), "")
@@ -108,8 +108,8 @@ def expired(successes: Mapping[int, float | None], *, keep_last: int, keep_best:
     not evaluated. With keep_last=1 and keep_best=1, the result is {1, 3}.
     """
     last = sorted(successes)[-keep_last:]
-    evaluated = [step for step, success in successes.items() if success is not None]
-    best = sorted(evaluated, key=lambda step: (-successes[step], -step))[:keep_best]
+    evaluated = {step: success for step, success in successes.items() if success is not None}
+    best = sorted(evaluated, key=lambda step: (-evaluated[step], -step))[:keep_best]
     return successes.keys() - {*last, *best}
 
 
@@ -259,6 +259,7 @@ class Checkpoints:
         """Update the restored checkpoint with the results of its pending evaluation."""
 
         def write() -> None:
+            assert self._resume_from is not None
             state = replace(read_state(self._resume_from), history=history, success=metrics.get(_SUCCESS))
             write_state(self._resume_from / STATE, asdict(state))
 
@@ -267,6 +268,7 @@ class Checkpoints:
 
     def _publish(self, pending: _Pending) -> None:
         """Publish a checkpoint: flush it to disk, rename it, then delete expired checkpoints."""
+        assert pending.state is not None
         folder, checkpoint = pending.folder, pending.folder.with_name(step_name(pending.step))
         digests = {path: sha256 for save in pending.saves for path, sha256 in save.digests.items()}
         paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 import yaml
 
@@ -208,7 +208,7 @@ def _write_ended(folder: Path, kind: type[BaseException] | None, error: BaseExce
     if (folder / EVALUATION_FILE).exists() or _entry_names(folder) in ([], [LOCK]):
         return
     is_stopped = error is None or isinstance(error, KeyboardInterrupt)
-    line = "" if is_stopped else " ".join(str(error).split())[:500] or kind.__name__
+    line = "" if is_stopped else " ".join(str(error).split())[:500] or type(error).__name__
     ended = {"state": "stopped" if is_stopped else "failed", "line": line, "step": newest_saved_step(folder)}
     with suppress(OSError):  # the run may be ending because of this disk
         write_bytes_atomically(folder / ENDED, json.dumps(ended).encode())
@@ -289,7 +289,7 @@ def _read_evaluation(folder: Path) -> dict[str, float]:
         raise ValueError(f"{path}: cannot be read ({error}); remove it to repeat the final evaluation") from error
 
 
-def read_settings(path: Path) -> dict[str, object]:
+def read_settings(path: Path) -> dict[str, Any]:
     """Return the contents of a run's config.yaml.
 
     Raises:
@@ -303,11 +303,12 @@ def read_settings(path: Path) -> dict[str, object]:
     return found
 
 
-def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: str = "") -> dict[str, tuple[object, object]]:
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Return {dotted key: (old, new)} for settings that differ; a missing key has value ABSENT."""
-    changes: dict[str, tuple[object, object]] = {}
+    changes: dict[str, tuple[Any, Any]] = {}
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, ABSENT), new.get(key, ABSENT)
+        before: Any = old.get(key, ABSENT)
+        after: Any = new.get(key, ABSENT)
         are_groups = isinstance(before, dict) and isinstance(after, dict)
         if are_groups and (prefix + key not in _USER_KEYED_SETTINGS or before.keys() == after.keys()):
             changes |= changed_keys(before, after, f"{prefix}{key}.")
@@ -316,7 +317,7 @@ def changed_keys(old: Mapping[str, object], new: Mapping[str, object], prefix: s
     return changes
 
 
-def is_mutable_key(key: str, old: object, new: object) -> bool:
+def is_mutable_key(key: str, old: Any, new: Any) -> bool:
     """Return True if a resumed run may use the new value of a setting.
 
     run.steps may be increased but not decreased. In sft.steps, only the last entry may be

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -85,7 +86,7 @@ def _changes(settings: Settings) -> Iterator[str]:
         yield from (f"{group}.{key}: {value}" for key, value in _differing(getattr(settings, group)))
 
 
-def _differing(settings: object, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _differing(settings: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     for field in fields(settings):
         value = getattr(settings, field.name)
         default = field.default_factory() if field.default_factory is not MISSING else field.default

@@ -42,6 +42,7 @@ def open_output(logs: Path) -> Path:
         link.symlink_to(folder.name)
         link.replace(logs / "latest")
         return folder / OUTPUT
+    raise AssertionError("the numbers never end")
 
 
 class ManagedProcess:
@@ -85,7 +86,9 @@ class ManagedProcess:
     def wait(self) -> int:
         """Wait for the process to exit and return the exit code, as `poll` does."""
         self._process.wait()
-        return self.poll()
+        code = self.poll()
+        assert code is not None, "the process has exited"
+        return code
 
     def last_line(self) -> str:
         """Return the last non-empty line of the output file; '' without output."""

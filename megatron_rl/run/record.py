@@ -261,6 +261,7 @@ class Run:
             metrics = {**metrics, **times, **shares, **self.rollout_store.metrics(), **max_over_ranks(memory)}
             self.metrics_log.log(step, metrics)
         taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
+        assert self.progress is not None, "the main rank has a display"
         self.progress.log_step(step, metrics, note="rewards equal in every group: nothing learned" if taught_nothing else "")
 
     def finish(self, metrics: dict[str, float]) -> None:
@@ -285,6 +286,7 @@ class Run:
     def close(self) -> None:
         """Close the logs and the progress display. No files are deleted."""
         if self.is_main:
+            assert self.progress is not None, "the main rank has a display"
             self.progress.close()
             with explain_write_errors(self.folder):  # closing retries earlier failed writes
                 self.metrics_log.close()

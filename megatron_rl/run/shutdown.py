@@ -66,7 +66,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @contextmanager
-def handling_signals(handlers: Mapping[int, Handler]) -> Iterator[None]:
+def handling_signals(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     """Install signal handlers for the duration of the block.
 
     Python allows signal handlers only in the main thread. In other threads, this context manager
@@ -162,11 +162,16 @@ def main_thread_location() -> str:
 
     Example: `world.py:71 in connect`.
     """
-    frame = sys._current_frames()[threading.main_thread().ident]
-    own = frame
+    own = _main_thread_frame()
     while own.f_back is not None and not Path(own.f_code.co_filename).is_relative_to(Path(__file__).parents[1]):
         own = own.f_back
     return f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}"
+
+
+def _main_thread_frame() -> FrameType:
+    ident = threading.main_thread().ident
+    assert ident is not None, "the main thread has started"
+    return sys._current_frames()[ident]
 
 
 class StopSignal:
@@ -218,7 +223,7 @@ class StopSignal:
 
     def _last_move(self) -> float:
         """Return the time.monotonic() value of the main thread's last observed progress."""
-        frame = sys._current_frames()[threading.main_thread().ident]
+        frame = _main_thread_frame()
         if (frame.f_code, frame.f_lasti) != self._last_location:
             self._last_location, self._last_move_at = (frame.f_code, frame.f_lasti), time.monotonic()
         return self._last_move_at

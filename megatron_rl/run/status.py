@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.io.bounded_files import is_regular, read_tail
 from megatron_rl.io.jsonl import read_json
@@ -150,7 +151,7 @@ def _read_last_line(path: Path) -> tuple[float, RunState, str] | None:
     return None
 
 
-def _settings_of(folder: Path) -> dict[str, object]:
+def _settings_of(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     try:
         return flatten(read_settings(path)) if is_regular(path) else {}
@@ -158,15 +159,15 @@ def _settings_of(folder: Path) -> dict[str, object]:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; restore the original file") from error
 
 
-def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested settings to dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for key, value in values.items():
         found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
 
 
-def _num_steps(settings: Mapping[str, object]) -> int:
+def _num_steps(settings: Mapping[str, Any]) -> int:
     if not settings:
         return 0
     return sum(settings["sft.steps"]) if settings["stage"] == "sft" else settings["run.steps"]

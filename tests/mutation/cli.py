@@ -27,8 +27,8 @@ MUTANTS = (
     Mutant(
         "help forgets what a key means",
         "megatron_rl/cli/help.py",
-        "            docs[node.target.id] = str(below.value.value)",
-        "            pass",
+        "                docs[name] = str(text)",
+        "                pass",
         "tests/contracts/test_field_docs.py",
     ),
     Mutant(

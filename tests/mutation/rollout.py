@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "what is too old is trained on",
         "megatron_rl/rollout/scheduler.py",
-        "oldest_versions[group] < limit]",
-        "oldest_versions[group] < limit - 1]",
+        "oldest < limit]",
+        "oldest < limit - 1]",
         "tests/rollout/test_staleness.py",
     ),
     Mutant(

@@ -22,8 +22,8 @@ from pydantic import BaseModel
 
 from megatron_rl.clients.endpoint_pool import EndpointError, describe_error, to_one_line
 from megatron_rl.rollout.engine import Completion, SamplingSettings
+from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.sampler import NUM_SAMPLED_KEY, SEED_KEY
-from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.types import Image, SpecialTokens
 from sandbox.bounded_http import BoundedClient, NoResponse
 
@@ -101,7 +101,7 @@ class GenerateClient:
     """Timeout in seconds for connecting to a server."""
 
     async def generate(
-        self, server: VllmServer, request: GenerateRequest, partial_completion: Completion, *, label: str, salt: str
+        self, server: ServerBackend, request: GenerateRequest, partial_completion: Completion, *, label: str, salt: str
     ) -> PartialCompletion:
         """Sample the rest of a turn.
 
@@ -133,7 +133,7 @@ class GenerateClient:
         return await call(partial_completion.token_ids, most=most - num_said)
 
     async def _send_with_images(
-        self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
+        self, server: ServerBackend, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
         """Request up to `most` tokens; resend the turn's images if the server has evicted any."""
         try:
@@ -143,7 +143,7 @@ class GenerateClient:
             return await self._call(server, request, sampled_ids, most=most, label=label, salt=salt)
 
     async def _call(
-        self, server: VllmServer, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
+        self, server: ServerBackend, request: GenerateRequest, sampled_ids: list[int], *, most: int, label: str, salt: str
     ) -> PartialCompletion:
         asked, began = request.token_ids + sampled_ids, time.monotonic()
         body = {
@@ -199,14 +199,14 @@ class GenerateClient:
         own, before = self.special_tokens.image_token_id, [None, *token_ids[:-1]]
         return [token for token, last in zip(token_ids, before, strict=True) if token != own or last != own]
 
-    async def image_reference(self, image: Image, server: VllmServer) -> dict[str, object]:
+    async def image_reference(self, image: Image, server: ServerBackend) -> dict[str, object]:
         """Return an image as a JSON object, without the pixel data if the server has the image."""
         data = None if image.key in server.known_images else await asyncio.to_thread(_data_url, image)
         return {"type": "image_url", "url": data, "uuid": image.key}
 
 
 @asynccontextmanager
-async def _sending_images(server: VllmServer, image_keys: set[str]) -> AsyncIterator[bool]:
+async def _sending_images(server: ServerBackend, image_keys: set[str]) -> AsyncIterator[bool]:
     """Yield True if this request must send images that the server lacks.
 
     If other requests are sending images that this request needs, waits for these requests first.
@@ -281,5 +281,6 @@ def find_stop(token_ids: list[int], before: int, stop: Sequence[str], decode: Ca
 def _data_url(image: Image) -> str:
     """Return the image at its final size as a data URL, losslessly encoded."""
     file = io.BytesIO()
+    assert image.pil is not None
     image.pil.save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

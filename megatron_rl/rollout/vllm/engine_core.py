@@ -17,7 +17,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -32,7 +32,9 @@ from megatron_rl.types import SpecialTokens
 if TYPE_CHECKING:
     from vllm import LLM, SamplingParams
     from vllm.inputs import EngineInput
+    from vllm.logprobs import FlatLogprobs
     from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.outputs import RequestOutput
 
 SHARED_MEMORY = Path("/dev/shm")
 CACHED_PATCHES = 1 << 20
@@ -235,7 +237,7 @@ class VllmCore:
         """
         while self._num_patches > self._max_cached_patches:
             _, oldest = self._items.popitem(last=False)
-            self._num_patches -= int(oldest["image_grid_thw"].data.prod())
+            self._num_patches -= int(cast(torch.Tensor, oldest["image_grid_thw"].data).prod())
 
     def abort(self, request_ids: list[str]) -> None:
         """Abort the given requests."""
@@ -247,12 +249,13 @@ class VllmCore:
         Completion.is_stopped is True if a request ended at a stop token or stop string.
         """
         ended = []
-        for output in self._engine.step():
+        for output in cast("list[RequestOutput]", self._engine.step()):
             (sampled,) = output.outputs
             assert sampled.finish_reason in ("stop", "length"), f"request {output.request_id} finished with reason {sampled.finish_reason}"
-            token_ids, told = list(sampled.token_ids), list(sampled.logprobs.logprobs)
+            token_ids, told = list(sampled.token_ids), list(cast("FlatLogprobs", sampled.logprobs).logprobs)
             each = len(told) // len(token_ids)  # logprobs per token: its own first, then the requested ids' (v1/sample/sampler.py)
             logprobs, asked = told[::each], [told[at + 1 : at + each] for at in range(0, len(told), each)] if each > 1 else []
+            assert sampled.weight_versions is not None, "the engine has a weight version"
             versions = [int(span.version) for span in sampled.weight_versions for _ in range(span.start, span.end)]
             assert len(versions) == len(token_ids), f"weight versions for {len(versions)} tokens, but {len(token_ids)} tokens were sampled"
             ended.append((output.request_id, Completion(token_ids, logprobs, sampled.finish_reason == "stop", versions, asked)))
@@ -281,7 +284,7 @@ class VllmCore:
             patches = MultiModalFieldConfig.flat_from_sizes("image", grid.prod(-1))
             fields = {"pixel_values": patches, "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True)}
             inputs = {"pixel_values": image.patch_PC, "image_grid_thw": grid}
-            (self._items[image.key],) = MultiModalKwargsItems.from_hf_inputs(inputs, fields)["image"]
+            (self._items[image.key],) = MultiModalKwargsItems.from_hf_inputs(cast(Any, inputs), fields)["image"]
             self._num_patches += math.prod(image.grid)
         self._items.move_to_end(image.key)
         return self._items[image.key]

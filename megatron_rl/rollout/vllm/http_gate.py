@@ -35,7 +35,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self._rules: AccessRules | None = None
+        self._rules: AccessRules  # set by `_start`
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check a request and pass it on to vLLM, or reject it."""

@@ -14,4 +14,4 @@ def keep_covered_patches() -> None:
     """
     from vllm.v1.core.sched import output
 
-    output.strip_covered_mm_data = lambda features, *_, **__: features
+    output.strip_covered_mm_data = lambda features, *_, **__: features  # pyright: ignore[reportPrivateImportUsage]  a deliberate monkeypatch

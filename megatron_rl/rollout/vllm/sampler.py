@@ -14,7 +14,7 @@ guaranteed for episodes with tools or judges.
 """
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -55,11 +55,13 @@ def make_logits_processor() -> "type[LogitsProcessor]":
     The class sets the logits of banned ids to -inf (vLLM's logit_bias is limited to -100) and keeps
     track of the seed and position of each row.
     """
-    from vllm.v1.sample.logits_processor import LogitsProcessor, process_dict_updates
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     class BanAndSeed(LogitsProcessor):
         def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
-            self._banned = torch.tensor(vllm_config.additional_config[BANNED_IDS_KEY], dtype=torch.int64, device=device)
+            additional = cast("dict[str, Any]", vllm_config.additional_config)
+            self._banned = torch.tensor(additional[BANNED_IDS_KEY], dtype=torch.int64, device=device)
             self._rows: dict[int, tuple[int, int, list[int]]] = {}
 
         @classmethod
@@ -79,7 +81,9 @@ def make_logits_processor() -> "type[LogitsProcessor]":
             process_dict_updates(self._rows, batch_update, self._row)
 
         def _row(self, params: "SamplingParams", prompt_ids: list[int] | None, output_ids: list[int]) -> tuple[int, int, list[int]]:
-            return params.extra_args[SEED_KEY] % (1 << 64), params.extra_args.get(NUM_SAMPLED_KEY, 0), output_ids
+            own = params.extra_args
+            assert own is not None, "validate_params has checked it"
+            return own[SEED_KEY] % (1 << 64), own.get(NUM_SAMPLED_KEY, 0), output_ids
 
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
             return logits.index_fill_(1, self._banned, -math.inf)
@@ -122,6 +126,7 @@ def use_seeded_noise(runner: "GPUModelRunner") -> None:
 
     Replaces v1/sample/ops/topk_topp_sampler.py::forward_cpu.
     """
+    own: Any
     (own,) = (each for each in runner.input_batch.logitsprocs.all if type(each).__name__ == "BanAndSeed")
 
     def forward(logits: torch.Tensor, generators: object, k: object, p: object) -> tuple[torch.Tensor, torch.Tensor]:

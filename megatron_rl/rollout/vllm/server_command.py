@@ -94,7 +94,7 @@ def launch_commands(model_path: str, settings: EngineSettings, *, banned_ids: Se
     unset = [word for name in USER_KEY_VARIABLES for word in ("-u", name)]
     line = shlex.join(["env", *unset, *environment, *PROGRAM, *given])
     places = [urlsplit(url) for url in settings.urls or ["http://127.0.0.1:8000"]]
-    return "\n".join(f"{line} --seed $RANDOM --host {shlex.quote(each.hostname)} --port {each.port or 80}" for each in places)
+    return "\n".join(f"{line} --seed $RANDOM --host {shlex.quote(each.hostname or '')} --port {each.port or 80}" for each in places)
 
 
 def engine_fingerprint(

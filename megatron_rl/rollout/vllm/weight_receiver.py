@@ -18,6 +18,7 @@ weight sync, and the reloaded weights cannot be read back.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -195,7 +196,7 @@ class EngineWeights:
     """Weights of an engine. An update must contain each HF tensor exactly once."""
 
     def __init__(self, model: nn.Module, *, bucket_bytes: int) -> None:
-        self._model = model
+        self._model: Any = model  # of one of vLLM's classes, which have these methods
         self._bucket_bytes = bucket_bytes
         self._locations: dict[str, EngineTensorLocation] = {}
         met: set[nn.Parameter] = set()
@@ -284,6 +285,8 @@ class WeightReceiver:
         """
         if missing := sorted(self._weights.names - self._sent.keys()):
             raise RuntimeError(f"weight sync: {len(missing)} tensors were not sent: {', '.join(map(to_hf_name, missing))}")
-        wrong = [self._names[name] for name, sums in self._sent.items() if self._weights.location(name).held_checksums() != sums]
+        places = {name: self._weights.location(name) for name in self._sent}
+        held = {name: place.held_checksums() for name, place in places.items() if place is not None}
+        wrong = [self._names[name] for name, sums in self._sent.items() if held[name] != sums]
         if wrong:
             raise RuntimeError(f"weight sync: the engine's weights differ from the sent weights: {', '.join(wrong)}")

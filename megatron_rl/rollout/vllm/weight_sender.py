@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock, Thread
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -23,6 +24,7 @@ from megatron_rl.rollout.vllm.server_api import LOAD_TIMEOUT_S, VllmServer
 from megatron_rl.rollout.vllm.weight_receiver import split_into_buckets
 from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendezvous, Transport, UpdateDigest, open_store, pack_bucket
 
+T = TypeVar("T")
 PAUSE_TIMEOUT_S = 30.0
 """Timeout in seconds for pausing a server, which first completes its current step."""
 ABORT_UPDATE = Bucket(names=["?"], dtypes=["float32"], shapes=[[1]], num_bytes=-1)
@@ -84,7 +86,9 @@ class Connection:
 
     def send_bucket(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Broadcast a bucket to the server's workers."""
-        self._on_both_ends(lambda: self.transport.broadcast(flat), "/update_weights", {"update_info": asdict(bucket)})
+        transport = self.transport
+        assert transport is not None, "start_update connects"
+        self._on_both_ends(lambda: transport.broadcast(flat), "/update_weights", {"update_info": asdict(bucket)})
 
     def finish_update(self, label: str) -> None:
         """Finish the update, set the weight label, and resume the server.
@@ -97,13 +101,14 @@ class Connection:
         self.server.call("/finish_weight_update", {"weight_version": label}, timeout_s=LOAD_TIMEOUT_S)
         self.server.call("/resume", {}, timeout_s=LOAD_TIMEOUT_S)
 
-    def _on_both_ends(self, fn: Callable[[], object], path: str, body: object) -> object:
+    def _on_both_ends(self, fn: Callable[[], T], path: str, body: object) -> T:
         """Run `fn` while the server processes the HTTP call; return the result of `fn`.
 
         If one of the two fails, this method does not wait for the other.
         """
         own, theirs = run_in_daemon_thread(fn), run_in_daemon_thread(lambda: self.server.call(path, body, timeout_s=LOAD_TIMEOUT_S))
-        done, late = wait((own, theirs), timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
+        both: list[Future[Any]] = [own, theirs]
+        done, late = wait(both, timeout=self.timeout_s, return_when=FIRST_EXCEPTION)
         try:
             for each in done:
                 each.result()
@@ -128,13 +133,13 @@ class Connection:
             return
 
 
-def run_in_daemon_thread(act: Callable[[], object]) -> "Future[object]":
+def run_in_daemon_thread(act: Callable[[], T]) -> "Future[T]":
     """Run `act` in a daemon thread and return its future.
 
     A daemon thread does not delay the exit of the process, even if the thread waits for a server
     that does not respond.
     """
-    future: Future[object] = Future()
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -215,6 +220,7 @@ class WeightSender:
                 if held is not None:
                     lines, faults = self._send_buckets(lines, faults, held)
                 held = pack_bucket(bucket)
+            assert held is not None, "an update has tensors"
             lines, faults = self._send_buckets(lines, faults, (replace(held[0], digest=digest.hexdigest()), held[1]))
             self.transfer_s = time.perf_counter() - sent
             if is_first and len(lines) > 1:

@@ -14,10 +14,12 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  torch documents this class; its types omit the export
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megatron_rl.rollout.vllm.weight_receiver import checksum
 
@@ -43,7 +45,7 @@ class Transport(Protocol):
     Methods raise RuntimeError if the connection is lost.
     """
 
-    store: dist.Store
+    store: Store
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Broadcast `flat` from rank 0 to all other ranks, in place."""
@@ -57,10 +59,11 @@ class Transport(Protocol):
 class GlooTransport:
     """Transport over gloo, for CPUs."""
 
-    def __init__(self, rendezvous: Rendezvous, store: dist.Store, *, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, store: Store, *, rank: int) -> None:
         self.store = store
         limit = timedelta(seconds=rendezvous.timeout_s)
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, rendezvous.size, limit)
+        # torch's types omit the collectives of this class
+        self._group: Any = dist.ProcessGroupGloo(PrefixStore("weights", store), rank, rendezvous.size, limit)
 
     def broadcast(self, flat: torch.Tensor) -> None:
         """Broadcast `flat` from rank 0 to all other ranks, in place."""
@@ -78,7 +81,7 @@ class GlooTransport:
 class NcclTransport:
     """Transport over NCCL, for GPUs."""
 
-    def __init__(self, rendezvous: Rendezvous, store: dist.Store, *, rank: int) -> None:
+    def __init__(self, rendezvous: Rendezvous, store: Store, *, rank: int) -> None:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
@@ -101,13 +104,13 @@ class NcclTransport:
 TRANSPORTS: Mapping[str, Callable[..., Transport]] = {"gloo": GlooTransport, "nccl": NcclTransport}
 
 
-def open_store(rendezvous: Rendezvous, *, rank: int) -> dist.TCPStore:
+def open_store(rendezvous: Rendezvous, *, rank: int) -> TCPStore:
     """Return the store of a process group; rank 0 hosts it, and the other ranks connect to it.
 
     Rank 0 uses a free port if `rendezvous.port` is 0.
     """
     limit = timedelta(seconds=rendezvous.timeout_s)
-    return dist.TCPStore(rendezvous.address, rendezvous.port, rendezvous.size, rank == 0, limit, wait_for_workers=False)
+    return TCPStore(rendezvous.address, rendezvous.port, rendezvous.size, rank == 0, limit, wait_for_workers=False)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

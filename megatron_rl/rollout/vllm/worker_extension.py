@@ -15,6 +15,7 @@ distributed/weight_transfer/base.py.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -25,6 +26,10 @@ from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY, make_logits_process
 from megatron_rl.rollout.vllm.server_command import TRANSFER_BACKEND, engine_fingerprint
 from megatron_rl.rollout.vllm.weight_receiver import EngineWeights, WeightReceiver, disable_weight_packing
 from megatron_rl.rollout.vllm.weight_transport import TRANSPORTS, Bucket, Rendezvous, Transport, UpdateDigest, open_store, unpack_bucket
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 BanAndSeed = make_logits_processor()
 
@@ -58,7 +63,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
 
-    def __init__(self, *given: object) -> None:
+    def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._transport: Transport | None = None
         self._owner = ""
@@ -91,6 +96,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         if self._transport is None:
             raise RuntimeError("this engine is not connected to a run")
+        assert self._weights is not None, "set with the transport"
         self._receiver, self._digest, self._is_proven = WeightReceiver(self._weights), UpdateDigest(), False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -110,6 +116,7 @@ class VllmWeightEndpoint(WeightTransferEngine[InitInfo, UpdateInfo]):
             digest=update_info.digest,
         )
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+        assert self._transport is not None, "an update needs a transport"
         self._transport.broadcast(flat)
         tensors = unpack_bucket(bucket, flat)
         self._digest.add(tensors)
@@ -141,6 +148,9 @@ def _is_trainer_alive(transport: Transport) -> bool:
 class RlWorkerExtension:
     """Methods that are added to vLLM's worker class."""
 
+    vllm_config: "VllmConfig"
+    model_runner: "GPUModelRunner"
+
     def rl_fingerprint(self) -> dict[str, str]:
         """Return the properties that must match the run (server_command.engine_fingerprint).
 
@@ -150,13 +160,15 @@ class RlWorkerExtension:
         config = self.vllm_config
         if current_platform.is_cpu():
             use_seeded_noise(self.model_runner)
-        transfer, limits = config.weight_transfer_config, config.model_config.multimodal_config.limit_per_prompt
+        transfer, multimodal = config.weight_transfer_config, config.model_config.multimodal_config
+        assert multimodal is not None, "the model reads images"
+        limits, additional = multimodal.limit_per_prompt, cast("dict[str, Any]", config.additional_config)
         return engine_fingerprint(
             config.model_config.model,
             dtype=str(config.model_config.dtype).removeprefix("torch."), max_model_len=config.model_config.max_model_len,
             max_num_seqs=config.scheduler_config.max_num_seqs, max_images=limits["image"].count,
-            banned_ids=config.additional_config.get(BANNED_IDS_KEY, []), logprobs_mode=config.model_config.logprobs_mode,
-            backend=transfer.backend if transfer else "", pixels=config.model_config.multimodal_config.mm_processor_kwargs,
+            banned_ids=additional.get(BANNED_IDS_KEY, []), logprobs_mode=config.model_config.logprobs_mode,
+            backend=transfer.backend if transfer else "", pixels=multimodal.mm_processor_kwargs,
         )  # fmt: skip
 
 
