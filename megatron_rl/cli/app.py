@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -39,9 +39,6 @@ from megatron_rl.io.bounded_files import to_printable
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
 from megatron_rl.run.shutdown import EXIT_INTERRUPTED, die_with_parent
-
-if TYPE_CHECKING:  # imports torch
-    from megatron_rl.algo.algorithms import Algorithm
 
 CONFIG_SEARCH_PATH = "pkg://megatron_rl.configs"
 NON_MAIN_DELAY_S = 20.0
@@ -77,7 +74,7 @@ Plugins.instance().register(RelativeConfigPath)
 
 def cli(
     *, tasks: Mapping[str, type] | None = None, rewards: Mapping[str, Callable[..., object]] | None = None,
-    algorithms: "Mapping[str, Algorithm] | None" = None,
+    algorithms: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Run the command given by this process's command-line arguments.
 

@@ -55,8 +55,10 @@ def make_logits_processor() -> "type[LogitsProcessor]":
     The class sets the logits of banned ids to -inf (vLLM's logit_bias is limited to -100) and keeps
     track of the seed and position of each row.
     """
-    from vllm.v1.sample.logits_processor import LogitsProcessor
-    from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+    from vllm.v1.sample.logits_processor import (
+        LogitsProcessor,
+        process_dict_updates,  # pyright: ignore[reportPrivateImportUsage]  the package's __all__ omits it
+    )
 
     class BanAndSeed(LogitsProcessor):
         def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
