@@ -24,10 +24,10 @@ jericho: Any = ModuleType("jericho")
 jericho.UnsupportedGameWarning = jericho.TruncatedInputActionWarning = type("JerichoWarning", (Warning,), {})
 sys.modules.setdefault("jericho", jericho)
 
-import fast_downward  # noqa: E402
-from textworld.envs.pddl.logic import GameLogic, PddlState  # noqa: E402
-from textworld.generator.game import EntityInfo  # noqa: E402
-from textworld.logic import Action  # noqa: E402
+import fast_downward  # noqa: E402  # pyright: ignore[reportMissingImports] (optional: launch/install_alfworld.sh)
+from textworld.envs.pddl.logic import GameLogic, PddlState  # noqa: E402  # pyright: ignore[reportMissingImports] (optional: launch/install_alfworld.sh)
+from textworld.generator.game import EntityInfo  # noqa: E402  # pyright: ignore[reportMissingImports] (optional: launch/install_alfworld.sh)
+from textworld.logic import Action  # noqa: E402  # pyright: ignore[reportMissingImports] (optional: launch/install_alfworld.sh)
 
 from megatron_rl.tasks.alfworld.goals import AlfworldGoal, Facts  # noqa: E402
 from megatron_rl.tasks.alfworld.scene_prompts import GameObservation  # noqa: E402
