@@ -61,7 +61,7 @@ def test_the_readme_fits_and_activates_the_environment_before_it_is_needed() -> 
     ("line", "said"),
     [
         ("torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu algo.lr=1e-3", "Could not override 'algo.lr'"),
-        ("torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu optim.lr=-1", "must be a finite number"),
+        ("torchrun --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu optim.lr=-1", "must be a finite, non-negative number"),
         ("torchrun --nproc_per_node 2 launch/train.py experiment=no_such_one", "no_such_one"),
         ("torchrun --nproc_per_knot 2 launch/train.py experiment=numberline_grpo_cpu", "nproc_per_knot|required"),
         ("python launch/train.py run.dir=there", "model.path="),

@@ -194,7 +194,7 @@ REFUSED = {
     ),
     "text without text": (user_row([{"type": "text"}]), r"messages\[0\].content\[0\].text: is missing"),
     "a string among parts": (user_row(["x"]), r"messages\[0\].content\[0\]: is plain text in a list of parts; write"),
-    "no type": (user_row([{"text": "x"}]), r"messages\[0\].content\[0\]: a part must be of type .* is None"),
+    "no type": (user_row([{"text": "x"}]), r"messages\[0\].content\[0\]: a part must be of type .* not None"),
     "parts as text": (user_row('[{"type": "text", "text": "x"}]'), r"messages\[0\]: the content is text that contains a list of parts"),
     "pixels of a picture": (
         user_row([IMAGE | {"image": "red.png", "max_pixels": 9}]),

@@ -184,7 +184,7 @@ BAD = {
     ),
     "a stranger": (turns("user", "critic"), r"messages\[1\].role: role 'critic' is not one of system, user, tool, assistant, human"),
     "no text": (shown(None), r"messages\[0\].content: is missing; write the text of the message, or"),
-    "a film": (shown([{"type": "film"}]), r"messages\[0\].content\[0\]: a part must be of type text, image or image_url, is 'film'"),
+    "a film": (shown([{"type": "film"}]), r"messages\[0\].content\[0\]: a part must be of type text, image or image_url, not 'film'"),
     "no column": (
         shown("<image>"),
         r"messages\[0\]: has an image placeholder .* the row has no image column \(images, image, \.\.\)",

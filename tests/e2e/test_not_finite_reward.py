@@ -19,7 +19,7 @@ def test_the_rollouts_of_the_step_are_left_behind(random_model: Path, tmp_path: 
     """
     run = tmp_path / "run"
     result = fork_server.run_world(2, SUPPORT / "nan_reward_run.py", random_model, run, timeout_s=240)
-    line = r"^said: (step (\d+), task=mine: blue#0 has the reward nan; .*; the step's rollouts are saved in (\S+), .*)$"
+    line = r"^said: (step (\d+), task=mine: blue#0 has the reward nan; .*; the step's rollouts are saved in (\S+); .*)$"
     said = re.findall(line, result.stdout, re.MULTILINE)
     assert result.returncode == 1 and said, result.stdout
     (_, step, path), *others = said

@@ -94,7 +94,7 @@ MISTAKES = [  # the yaml, and what its line says after the path
     ("grid: {a: [1}", ": line 1 is not valid YAML: expected ',' or ']', but got '}'"),
     ("random: {draws: 3, a: [1]}", ": random.seed=(none): expects a whole number"),
     ("random: {draws: -3, seed: 0, a: [1]}", ": random.draws=-3: expects a whole number"),
-    ("random: {draws: 0, seed: 0, a: [1]}", ": random={'draws': '0', 'seed': '0', 'a': ['1']}: is empty and defines no run; ..."),
+    ("random: {draws: 0, seed: 0, a: [1]}", ": random={'draws': '0', 'seed': '0', 'a': ['1']}: is empty and defines no runs; ..."),
     ("random: {draws: 3, seed: 0}", ": random={'draws': '3', 'seed': '0'}: defines no key to draw values for; ..."),
     ("random: {draws: 3, seed: 0, a: 1}", ": random.a=1: expects {log: [LOW, HIGH]}, {uniform: [LOW, HIGH]}, or a list to choose from"),
     ("random: {draws: 3, seed: 0, a: {log: [1, x]}}", ": random.a.log=['1', 'x']: expects two numbers, [LOW, HIGH]"),

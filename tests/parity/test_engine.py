@@ -187,7 +187,7 @@ def test_wrong_placeholders_are_refused(engine: ColocatedEngine, renderer: Rende
         ([5, 6], [second], 2, 2 + second.num_tokens, 2),
     ]
     for token_ids, images, given, expanded, difference in cases:
-        with pytest.raises(RuntimeError, match=f"has {given} tokens, but {expanded} with .* difference is at position {difference}$"):
+        with pytest.raises(RuntimeError, match=f"has {given} tokens, but needs {expanded} .* difference is at position {difference}$"):
             generate_all(
                 engine, [TokenSequence(token_ids=token_ids, images=images)], [SamplingSettings(max_tokens=1, temperature=1.0, seed=0)]
             )

@@ -148,7 +148,7 @@ def test_a_named_gpu_needs_none(settings: Settings, tmp_path: Path) -> None:
     assert " s per step expected on 2 l40s: rollout " in dict(small.findings)["seconds"]
     assert not small.errors and dict(small.findings)["plan"].endswith(" of the usable 43.2 GB, which is 90% of a l40s; 2 GPUs")
     full = told("plan.world_size=2", "plan.gpu=l40s", "engine.gpu_memory_utilization=0.95")
-    assert full.errors[0].startswith("plan.gpu=l40s: its 43.2 GB (90%) are less than the ")
+    assert full.errors[0].startswith("plan.gpu=l40s: the usable 43.2 GB (90%) are less than the required ")
     split = told("plan.world_size=2", "parallel.tp=16")
     assert split.errors and dict(split.findings)["layout"] == "not usable"
 
