@@ -19,9 +19,10 @@ from megatron_rl.tasks.visual_search.task import SearchCanvas
 from tests.chaos import pair
 from tests.chaos.pair import prepare_pair, words_of_pair
 from tests.chaos.plan import STEPS
-from tests.chaos.servers import ENGINE, free_port
+from tests.chaos.servers import ENGINE
 from tests.golden.golden_runs import LOOK
 from tests.support import fork_server
+from tests.support.free_port import free_port
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 PLAYER = Path(__file__).parent / "player.py"

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from tests.chaos.proxy import Proxy
 from tests.conftest import SUPPORT
 from tests.support import fork_server
 from tests.support.fake_judge_server import make_completion, serve_judge
+from tests.support.free_port import free_port
 from tests.support.vllm_servers import TOKEN, write_token_file
 
 START_S = 400.0
@@ -141,12 +141,6 @@ class Servers:
 
     def tell_truth(self) -> None:
         self.wires["judge"].lead_to(self.named["judge"].port)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 STANDING = {"vqa": ("judge", Judge), "shared_engine": ("engine", Engine)}

@@ -123,7 +123,7 @@ MISTAKES = {
     "services.sandbox.kind=sandbox task.sandbox.url=service:sandbox task.sandbox.token_file=x": (
         "task.sandbox.token_file=x: must be empty for a service, because ..."
     ),
-    "engine.mode=server engine.num_local_servers=2 engine.urls=[http://a:1]": "engine.num_local_servers=2: cannot be combined with engine.urls; ...",
+    "engine.mode=server engine.num_local_servers=2 engine.urls=[http://a:1]": "engine.num_local_servers=2: cannot be combined with ...",
     "engine.num_local_servers=2": "engine.num_local_servers=2: requires engine.mode=server; set this mode, or remove this setting",
     "engine.mode=server": "engine.urls=[]: is required by engine.mode=server; set the URLs of running servers, or ...",
     "experiment=numberline_grpo_cpu engine.mode=server engine.urls=[http://127.0.0.1:1]": NOBODY.format("http://127.0.0.1:1"),

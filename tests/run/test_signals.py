@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from megatron_rl.distributed import world
 from megatron_rl.distributed.world import connect, read_world
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
+from tests.support.free_port import free_port
 
 WAITING = SUPPORT / "blocked_process.py"
 CASES = {  # where the process waits, the signals, and the seconds between them
@@ -30,12 +30,6 @@ CASES = {  # where the process waits, the signals, and the seconds between them
     "asked again": ("collective", (signal.SIGTERM, signal.SIGTERM), 1.2),
     "forked": ("forked", (), 0.0),
 }
-
-
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

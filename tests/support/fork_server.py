@@ -11,7 +11,6 @@ import atexit
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import time
 from collections.abc import Mapping
 from multiprocessing.connection import wait
 from pathlib import Path
+
+from tests.support.free_port import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TERMINATE_TIMEOUT_S = 10.0
@@ -92,10 +93,7 @@ def run_world(num_ranks: int, script: str | Path, *arguments: object, timeout_s:
     The first rank that fails ends the others, and its exit code becomes the world's. Raises
     TimeoutExpired.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
     ranks = [Process(script, *arguments, environment={**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(num_ranks)]
     deadline = time.monotonic() + timeout_s
     try:

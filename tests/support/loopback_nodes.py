@@ -2,17 +2,11 @@
 temporary folder each, or ranks without a launcher.
 """
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import fork_server
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+from tests.support.free_port import free_port
 
 
 def start_launchers(script: Path, *arguments: object, num_processes: int, temp_dirs: Sequence[Path]) -> list[fork_server.Process]:

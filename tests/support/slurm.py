@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.run.shutdown import die_with_parent
+from tests.support.free_port import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 CONFIG = """
@@ -194,7 +195,7 @@ def _write(folder: Path) -> None:
     folder.chmod(0o755)
     (folder / "state").mkdir()
     host = socket.gethostname()
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, ports=_free_ports(3)))
+    (folder / "slurm.conf").write_text(CONFIG.format(host=host, folder=folder, ports=[free_port() for _ in range(3)]))
     (folder / "cgroup.conf").write_text(CGROUP)
     devices = [folder / f"gpu{number}" for number in range(8)]
     for device in devices:
@@ -204,14 +205,6 @@ def _write(folder: Path) -> None:
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
     (folder / "first.sh").write_text(INIT_SCRIPT.format(folder=folder))
-
-
-def _free_ports(num: int) -> list[int]:
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(num)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 def _children(pid: int) -> list[int]:
