@@ -145,7 +145,7 @@ BAD = {
     "a question beyond the model": ({"question": "why? " * 3000}, "tokens including the image"),
     "a misspelled key": ({"top_k": 1}, "Extra inputs"),
     "both kinds": ({"candidates": [{"path": "0.png"}, {"path": "1.png"}]}, "not both"),
-    "no base64": ({"candidate_paths": [], "candidates": [{"path": "0.png"}, {"base64": "?"}]}, "not base64"),
+    "no base64": ({"candidate_paths": [], "candidates": [{"path": "0.png"}, {"base64": "?"}]}, "not valid base64"),
     "a candidate that is nothing": ({"candidate_paths": [], "candidates": [{}, {"path": "1.png"}]}, "one of path, base64 and sha256"),
 }
 
