@@ -166,7 +166,7 @@ def test_what_is_missing_beside_weights_is_a_warning(models: dict[str, Path], tm
         (tmp_path / "bare" / name).unlink()
     assert convert(tmp_path / "bare", tmp_path / "out") == 0
     said = capsys.readouterr().err
-    assert "warning:" in said and "has no tokenizer" in said and "has no processor" in said
+    assert "warning:" in said and "contains no tokenizer" in said and "contains no processor" in said
 
 
 def assert_refused(hf: Path | str, out: Path, capsys: pytest.CaptureFixture[str], said: str, *options: str) -> None:

@@ -164,7 +164,7 @@ def test_damaged_checkpoints_and_places_are_refused(
     (checkpoint / "hf" / "config.json").write_text(json.dumps(config))
     assert_refused(checkpoint, out, capsys, "language.decoder.layers.0.mlp.linear_fc1.weight", "model.layers.0.mlp.gate_proj.weight", "258")
     shutil.rmtree(checkpoint / "hf")
-    assert_refused(checkpoint, out, capsys, "no config.json in it", "--reference")
+    assert_refused(checkpoint, out, capsys, "no config.json in this folder", "--reference")
     data = next(path for path in checkpoint.iterdir() if path.suffix == ".distcp")
     data.write_bytes(data.read_bytes()[:-5000])
     assert_refused(checkpoint, out, capsys, data.name, options=("--reference", model))
