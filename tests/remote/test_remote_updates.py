@@ -154,7 +154,7 @@ def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, 
     assert held == second.checksums() and len(held) > 20 and all(name.startswith("dp0:pp0:pcp0:tp0:") for name in held)
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
     changed = {**tensors, name: tensors[name].nextafter(tensors[name] + 1)}
-    engine._sender.send(iter(changed.items()), "versions.changed", urls=[second.url])
+    engine._control.sender.send(iter(changed.items()), "versions.changed", urls=[second.url])
     line = rf"has different weights from {first.url}: 1 tensor\(s\) differ, the first is dp0.*layers.0.mlp.down_proj.weight"
     with pytest.raises(EndpointError, match=line):
         require_matching(second.checksums(), held, reference_url=first.url)
