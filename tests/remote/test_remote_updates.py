@@ -155,7 +155,7 @@ def test_what_real_servers_say_that_they_hold_is_compared(engine: ServerEngine, 
     name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
     changed = {**tensors, name: tensors[name].nextafter(tensors[name] + 1)}
     engine._control.sender.send(iter(changed.items()), "versions.changed", urls=[second.url])
-    line = rf"has different weights from {first.url}: 1 tensor\(s\) differ, the first is dp0.*layers.0.mlp.down_proj.weight"
+    line = rf"has different weights from {first.url}: 1 tensor\(s\) differ, starting with dp0.*layers.0.mlp.down_proj.weight"
     with pytest.raises(EndpointError, match=line):
         require_matching(second.checksums(), held, reference_url=first.url)
     engine.load_weights(iter(tensors.items()), version=16)
