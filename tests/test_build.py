@@ -46,7 +46,7 @@ SETTINGS = Settings(
     batch=BatchSettings(prompts_per_step=8, group_size=9),
     filter=FilterSettings(max_num_gen_batches=10),
     algo=AlgoSettings(temperature=0.7),
-    run=RunSettings(seed=11, steps=60, max_staleness=2),
+    run=RunSettings(seed=11, steps=60, max_staleness=2, outage_timeout_s=98.5),
 )
 
 
@@ -72,7 +72,7 @@ def test_a_fleet_is_built_of_its_settings(monkeypatch: pytest.MonkeyPatch, tp: i
     assert (fleet.task, fleet.renderer, fleet.trainer) == ("task", renderer, policy)
     assert fleet.engine_rank == EngineRank(index=index, num_engines=num_engines, max_episodes=77, counter="store")
     assert fleet.generation_settings == GenerationSettings(
-        num_prompts=8, group_size=9, max_num_gen_batches=10, max_staleness=2, num_steps=60, outage_timeout_s=SETTINGS.run.outage_timeout_s
+        num_prompts=8, group_size=9, max_num_gen_batches=10, max_staleness=2, num_steps=60, outage_timeout_s=98.5
     )
     assert fleet.episode_settings == EpisodeSettings(
         temperature=0.7, max_turns=3, max_new_tokens=40, max_sequence_tokens=700, max_images=2, max_pixels=5000, max_seconds=6.5,
