@@ -21,7 +21,7 @@ _INDENTED = re.compile(r"\n    .*")
 
 
 def read_sentences(source: str) -> list[tuple[str, str]]:
-    """Return (name, sentence) for each docstring sentence of a module with at least MIN_WORDS words."""
+    """Return (name, sentence) for each docstring sentence with at least MIN_WORDS words."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):

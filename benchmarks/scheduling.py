@@ -31,7 +31,7 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 @dataclass
 class Waits(Env):
-    """Environment whose turns wait for the given tool latencies.
+    """Environment with given tool latencies, one per turn.
 
     The barrier enforces lock step; None means asynchronous scheduling.
     """
