@@ -247,13 +247,13 @@ def common_prefix(before: TokenKey, after: TokenKey) -> int:
 def balance_costs(loads: list[PackCost], ranks: int) -> list[list[PackCost]]:
     """Assign adjacent sequences to each data-parallel rank so that token counts are balanced."""
     total = sum(load.num_added_tokens for load in loads)
-    dealt: list[list[PackCost]] = [[] for _ in range(ranks)]
+    shares: list[list[PackCost]] = [[] for _ in range(ranks)]
     done = 0
     for load in loads:
         middle = done + load.num_added_tokens / 2
-        dealt[min(ranks - 1, int(middle * ranks / max(total, 1)))].append(load)
+        shares[min(ranks - 1, int(middle * ranks / max(total, 1)))].append(load)
         done += load.num_added_tokens
-    return dealt
+    return shares
 
 
 def split_by_cost(loads: list[PackCost], max_tokens: int) -> list[list[PackItem]]:

@@ -29,13 +29,13 @@ class TokenStats:
 
     def record(self, batch: MicroBatch, rows_R: torch.Tensor, rows: LossInputs) -> None:
         """Record a micro-batch's old logprobs and entropies, unless they are already recorded."""
-        whose = tuple(batch.origin_S)
-        if whose not in self._stats_by_batch:
+        key = tuple(batch.origin_S)
+        if key not in self._stats_by_batch:
             old_T, entropy_T = (
                 torch.zeros_like(batch.weight_T).index_copy(0, rows_R, number_R.detach())
                 for number_R in (rows.old_logprob_R, rows.entropy_R)
             )
-            self._stats_by_batch[whose] = (batch, old_T, entropy_T)
+            self._stats_by_batch[key] = (batch, old_T, entropy_T)
 
     def write_to(self, rollouts: Sequence[Rollout]) -> None:
         """Write the collected columns to the rollouts.

@@ -67,8 +67,8 @@ class PromptLengthChecker:
         self.max_question_tokens = max(self.max_question_tokens, length)
         wrong = []
         if length > self.available_tokens:
-            beside = f" in addition to the {self._overhead_tokens} of its prompt" if self._overhead_tokens else ""
-            wrong.append(f"{length} tokens{beside} leave no room for a response; raise engine.max_model_len or lower model.max_pixels")
+            in_addition = f" in addition to the {self._overhead_tokens} of its prompt" if self._overhead_tokens else ""
+            wrong.append(f"{length} tokens{in_addition} leave no room for a response; raise engine.max_model_len or lower model.max_pixels")
         if len(sizes) > self.max_images:
             wrong.append(f"{len(sizes)} images; raise engine.max_images={self.max_images}")
         self.does_not_fit.append(bool(wrong))

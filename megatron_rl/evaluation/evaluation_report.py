@@ -115,10 +115,10 @@ def describe_conditions(settings: Settings, *, num_examples: int, prompt: str) -
 
 def print_report(scores: Mapping[str, float], conditions: Mapping[str, str], console: Console) -> None:
     """Print the scores and the conditions as two tables."""
-    found, beside = Table("figure", "value"), Table("evaluation condition", "")
+    found, condition_table = Table("figure", "value"), Table("evaluation condition", "")
     for name, value in scores.items():
         found.add_row(name, f"{value:.4g}")
     for name, text in conditions.items():
-        beside.add_row(name, text)
-    for table in (found, beside):
+        condition_table.add_row(name, text)
+    for table in (found, condition_table):
         console.print(table, markup=False)

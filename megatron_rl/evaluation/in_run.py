@@ -66,8 +66,8 @@ def compute_eval_scores(task: Task, examples: Sequence[Example], rollouts: list[
         judged = [(weights[rollout.group], rollout.reward_terms[name]) for rollout in scored if name in rollout.reward_terms]
         shares.setdefault(name, sum(weight * value for weight, value in judged) / sum(weight for weight, _ in judged))
     for name, of_source in group_by_source(scored).items():
-        dealt = sum(weights[rollout.group] for rollout in of_source)
-        shares[f"success/{name}"] = sum(weights[rollout.group] * task.success(rollout) for rollout in of_source) / dealt
+        source_weight = sum(weights[rollout.group] for rollout in of_source)
+        shares[f"success/{name}"] = sum(weights[rollout.group] * task.success(rollout) for rollout in of_source) / source_weight
     figures = task.extra_metrics(examples, scored)
     is_sample = "success" not in figures and all(example.probability is None for example in examples)
     counts = {"failed_fraction": len(failed) / len(rollouts), **({"episodes": len(scored)} if is_sample else {})}

@@ -81,10 +81,10 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
         step_bytes=_largest_step_bytes(model, settings, itemsize=width) + CUDA_GRAPH_BYTES,
         kv_bytes_per_token=token,
     )
-    whose = "this GPU" if memory else f"a {settings.plan.gpu}"
+    device_name = "this GPU" if memory else f"a {settings.plan.gpu}"
     require(
         engine.cache_tokens >= given.max_model_len, "engine.gpu_memory_utilization", given.gpu_memory_utilization,
-        f"{format_gb(engine.budget_bytes)} on {whose} is not enough for the engine's weights ({format_gb(engine.weight_bytes)}), "
+        f"{format_gb(engine.budget_bytes)} on {device_name} is not enough for the engine's weights ({format_gb(engine.weight_bytes)}), "
         f"its largest step ({format_gb(engine.step_bytes)}) and one sequence ({format_gb(token * given.max_model_len)}); "
         "raise this setting or engine.tp, or lower engine.max_model_len",
     )  # fmt: skip

@@ -78,7 +78,7 @@ def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: i
     available_bytes, needed = min(stated * GB or own, own) if on_this_machine else stated * GB or own, host.node_bytes(ranks)
     if needed <= available_bytes:
         return ""
-    whose = (
+    subject = (
         f"its {format_gb(available_bytes)} are" if available_bytes == stated * GB else f"this machine's {format_gb(available_bytes)} are"
     )
     remedy = (
@@ -86,7 +86,7 @@ def host_memory_error(host: HostMemoryPlan, settings: Settings, *, world_size: i
         "or offload less"
     )
     processes = f"{ranks} process{'es' * (ranks > 1)}"
-    return f"plan.host_gb={stated}: {whose} less than the {format_gb(needed)} that {processes} may need at most; {remedy}"
+    return f"plan.host_gb={stated}: {subject} less than the {format_gb(needed)} that {processes} may need at most; {remedy}"
 
 
 def _plan_rank_host_memory(

@@ -111,7 +111,7 @@ class Policy(TrainableModel):
         loads = pack_costs(minibatch, self.image_token_id, share_prompts=self._shares_prompts)
         return [split_by_cost(mine, max_tokens) for mine in balance_costs(loads, self.layout.dp)]
 
-    def pack_local(self, dealt: RankShares) -> list[MicroBatch]:
+    def pack_local(self, shares: RankShares) -> list[MicroBatch]:
         """Pack the share of this data-parallel rank into micro-batches.
 
         If several sequences of a micro-batch share a prompt, the prompt is stored and computed
@@ -120,15 +120,15 @@ class Policy(TrainableModel):
         """
         multiple = self.layout.tp if self.layout.sequence_parallel else 1
         how = {"image_token_id": self.image_token_id, "positions": self.spec.rope_positions, "share_prompts": self._shares_prompts}
-        return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in dealt[self.layout.dp_rank]]
+        return [pack(part, **how, multiple_of=multiple, device=self.network.device) for part in shares[self.layout.dp_rank]]
 
-    def images(self, dealt: RankShares) -> dict[int, list[Image]]:
+    def images(self, shares: RankShares) -> dict[int, list[Image]]:
         """Map each global rank to the images that it encodes.
 
         The result is the same on every rank. Only ranks of the first pipeline stage encode images.
         """
         found: dict[int, list[Image]] = {}
-        for dp_rank, parts in enumerate(dealt):
+        for dp_rank, parts in enumerate(shares):
             for part in parts:
                 images = distinct_images(weighted.sequence for weighted in part)
                 for tp_rank, share in enumerate(images_of_rank(images, self.layout.tp)):

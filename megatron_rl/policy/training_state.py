@@ -258,8 +258,8 @@ def _balance_over_ranks(weights: ShardedStateDict) -> None:
     Each weight is written by one of the data-parallel ranks that hold a replica of the weight.
     """
     group = cast("dist.ProcessGroup", parallel_state.get_data_parallel_group())
-    dealt = determine_main_replica_uniform_distribution(weights, group)
-    distribute_main_replicas_with_precomputed_distribution(weights, group, dealt)
+    distribution = determine_main_replica_uniform_distribution(weights, group)
+    distribute_main_replicas_with_precomputed_distribution(weights, group, distribution)
 
 
 def _own_parts(sharded: ShardedStateDict, *, copy: bool) -> dict[str, list[ShardedBase]]:

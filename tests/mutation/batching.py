@@ -69,8 +69,8 @@ MUTANTS = (
     Mutant(
         "a later look at a token is taken for the first",
         "megatron_rl/batching/token_stats.py",
-        "        whose = tuple(batch.origin_S)\n",
-        "        whose = id(batch)\n",
+        "        key = tuple(batch.origin_S)\n",
+        "        key = id(batch)\n",
         "tests/batching/test_token_stats.py",
     ),
 )

@@ -58,8 +58,8 @@ def read_split_catalogues(root: Path) -> dict[str, dict[str, dict[str, list[str]
     """
     if not all((root / split).is_dir() for split in SPLITS):
         return {}
-    beside = sorted({path.relative_to(root).parts[0] for path in _list_images(root, "*/*/*")} - {*SPLITS})
-    require(not beside, "--pictures", root, f"has train/ and test/, but also images in {beside[0] if beside else ''}/; move these images")
+    others = sorted({path.relative_to(root).parts[0] for path in _list_images(root, "*/*/*")} - {*SPLITS})
+    require(not others, "--pictures", root, f"has train/ and test/, but also images in {others[0] if others else ''}/; move these images")
     return {split: _read_folder(root / split, root) for split in SPLITS}
 
 

@@ -77,7 +77,7 @@ def make_dataset(
     absolute = [pictures / path for path in paths]
     rows = encode_images(encoder, absolute) if encoder else embed_thumbnails(absolute)
     embeddings = dict(zip(paths, rows, strict=True))
-    dealt = {
+    rounds_by_split = {
         split: list(make_generator(catalogue=chosen, embeddings=embeddings).generate_rounds(seed=seed, queries=queries))
         for split, chosen in splits.items()
     }
@@ -86,13 +86,13 @@ def make_dataset(
     dice = random.Random(seed)
     dataset_dict.write_dataset_dict(
         partial / "speaker",
-        {split: [make_speaker_row(each, pictures) for each in rounds] for split, rounds in dealt.items()},
+        {split: [make_speaker_row(each, pictures) for each in rounds] for split, rounds in rounds_by_split.items()},
         SPEAKER_FEATURES,
     )
-    same = {split: make_balanced_labels(len(rounds), dice) for split, rounds in dealt.items()}
+    same = {split: make_balanced_labels(len(rounds), dice) for split, rounds in rounds_by_split.items()}
     compared = {
         split: [make_listener_row(each, pictures, same=is_same) for each, is_same in zip(rounds, same[split], strict=True)]
-        for split, rounds in dealt.items()
+        for split, rounds in rounds_by_split.items()
     }
     dataset_dict.write_dataset_dict(partial / "listener", compared, LISTENER_FEATURES)
     concept_splits = {
@@ -101,7 +101,7 @@ def make_dataset(
     write_catalogue(partial / "catalogue.json", catalogue, concept_splits)
     (partial / "words.txt").write_text("\n".join(make_tokenizer_texts(sorted(catalogue))) + "\n")
     partial.rename(out)
-    return {split: len(rounds) for split, rounds in dealt.items()}
+    return {split: len(rounds) for split, rounds in rounds_by_split.items()}
 
 
 def read_given_splits(pictures: Path, *, resplit: bool) -> dict[str, Catalogue]:
