@@ -13,10 +13,11 @@ each prompt starts with a different token, so only the image is shared; the size
 does not change. Tokens per second include the shared tokens of every sequence.
 
 FLOPs include only tokens and patches that are computed; recomputation is not counted. Each token or
-patch counts 6 FLOPs per parameter. The attention of the language model adds 12 * layers * heads *
-head_dim * (length^2 - shared^2) / 2 FLOPs per sequence. With LoRA adapters, the FLOPs per parameter
-are 4 in the language model (no weight gradients) and 2 in the vision tower (no gradients at all);
-the adapters themselves are not counted.
+patch counts 6 FLOPs per parameter. The output layer counts only for sampled tokens, because it
+computes no other logits. The attention of the language model adds 12 * layers * heads * head_dim *
+(length^2 - shared^2) / 2 FLOPs per sequence. With LoRA adapters, the FLOPs per parameter are 4 in
+the language model (no weight gradients) and 2 in the vision tower (no gradients at all); the
+adapters themselves are not counted.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -74,13 +75,29 @@ def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
     return [plain[choice] for choice in torch.randint(len(plain), (num,), generator=generator).tolist()]
 
 
+def count_parameters(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Return the number of parameters that are factors of matrix products, for each model part.
+
+    The embedding is a lookup and counts only as the output layer, whose size it has.
+    """
+    sizes = {"decoder": 0, "output": 0, "vision": 0}
+    for name, tensor in weights:
+        if name == "model.embed_tokens.weight":
+            sizes["output"] = tensor.numel()
+        elif name != "lm_head.weight":
+            sizes["vision" if name.startswith("visual.") else "decoder"] += tensor.numel()
+    return sizes
+
+
 def flops(parameters: dict[str, int], batches: list[MicroBatch], model: ModelSpec, *, has_adapters: bool) -> float:
     """Return the FLOPs of one update over these micro-batches, forward and backward."""
     of_language, of_vision = (4, 2) if has_adapters else (6, 6)
     tokens = sum(batch.num_tokens for batch in batches)
+    sampled = sum(int(batch.mask_T.sum()) for batch in batches)
     patches = sum(image.num_patches for batch in batches for image in batch.images)
     attention = 12 * model.num_layers * model.num_heads * model.head_dim * sum(map(squares, batches)) / 2
-    return of_language * parameters["language"] * tokens + of_vision * parameters["vision"] * patches + attention
+    language = parameters["decoder"] * tokens + parameters["output"] * sampled
+    return of_language * language + of_vision * parameters["vision"] * patches + attention
 
 
 def squares(batch: MicroBatch) -> int:
@@ -116,6 +133,9 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--updates", type=int, default=5, help="number of timed updates, after one warm-up update")
     parser.add_argument("--profile", action="store_true", help="profile one more update with torch.profiler")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="with --profile: write a Chrome trace of the update, such as trace.json.gz"
+    )
     given = parser.parse_args()
 
     world, model = read_world(), read_spec(given.model, key="--model")
@@ -134,10 +154,7 @@ def main() -> None:
         ),
         special_tokens=SpecialTokens(image_token_id=model.image_token_id, banned_ids=[model.image_token_id, model.video_token_id]),
     )  # fmt: skip
-    sizes = {"language": 0, "vision": 0}
-    for name, tensor in policy.hf_weights():
-        if name != "model.embed_tokens.weight" or model.tie_word_embeddings:  # looked up, not multiplied
-            sizes["vision" if name.startswith("visual.") else "language"] += tensor.numel()
+    sizes = count_parameters(policy.hf_weights())
     work = pieces(model, contexts=given.sequences, text=given.text, side=given.image, group=given.group, unshared=given.unshared)
 
     def update() -> list[MicroBatch]:
@@ -154,16 +171,21 @@ def main() -> None:
     if world.is_main:
         report(min(seconds[1:]), sum(piece.num_tokens for piece in work), computed, world.size)
     if given.profile:
-        print_profile(update)
+        print_profile(update, given.trace)
     dist.destroy_process_group()
 
 
-def print_profile(act: Callable[[], object]) -> None:
-    """Print the 30 slowest kernels (on a CPU, operators) and how often the host waited."""
+def print_profile(act: Callable[[], object], trace: Path | None) -> None:
+    """Print the 30 slowest kernels (on a CPU, operators) and how often the host waited.
+
+    Writes a Chrome trace to `trace`, if given.
+    """
     has_gpu = torch.cuda.is_available()
     activity = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * has_gpu]) as seen:
+    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * has_gpu], record_shapes=trace is not None) as seen:
         act()
+    if trace is not None:
+        seen.export_chrome_trace(str(trace))
     averages = seen.key_averages()
     by = "self_device_time_total" if has_gpu else "self_cpu_time_total"
     print(averages.table(sort_by=by, row_limit=30, max_name_column_width=60))

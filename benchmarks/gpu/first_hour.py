@@ -80,6 +80,7 @@ class Folders:
 
     kit: Path
     models: Path
+    out: Path
     tiny: bool
 
     def model(self, size: str) -> Path:
@@ -101,11 +102,12 @@ def make_models(folders: Folders) -> list[Step]:
     ]  # fmt: skip
 
 
-def mfu(folders: Folders, size: str, *how: str) -> Step:
-    """Return a step that measures MFU."""
+def mfu(folders: Folders, size: str, *how: str, profiles: bool = False) -> Step:
+    """Return a step that measures MFU and, if `profiles` is set, writes a trace of one update to `out`."""
     work = TINY_MFU if folders.tiny else ("--dtype", "bfloat16", "--sequences", "16", "--updates", "3")
-    words = (*RUN, "benchmarks/mfu.py", "--model", str(folders.model(size)), *work, *how)
-    return Step(f"mfu {size} {' '.join(how)}", 90, words)
+    trace = ("--profile", "--trace", str(folders.out / f"trace_{size}.json.gz")) if profiles else ()
+    words = (*RUN, "benchmarks/mfu.py", "--model", str(folders.model(size)), *work, *how, *trace)
+    return Step(f"mfu {size} {' '.join(how)}{', profile' * profiles}", 90, words)
 
 
 def prepare(folders: Folders) -> Stage:
@@ -146,8 +148,8 @@ def measure(folders: Folders) -> list[Stage]:
     real = () if folders.tiny else (*lora, "--image", "560", "--max-model-len", "4096", "--turns", "3")
     kernels = [Step("conv", 45, (*RUN, f"{HERE}/conv.py", *small)), Step("varlen", 45, (*RUN, f"{HERE}/varlen.py", *small)), *fa3]
     steps = [
-        mfu(folders, "3B18", "--recompute", "none", "--profile"),
-        mfu(folders, "7B", *lora, "--recompute", "none", "--profile"),
+        mfu(folders, "3B18", "--recompute", "none", profiles=True),
+        mfu(folders, "7B", *lora, "--recompute", "none", profiles=True),
         Step("cycle 7B", 300, (*RUN, f"{HERE}/cycle.py", "--model", str(folders.model("7B")), *real, *small)),
         mfu(folders, "7B", *group),
         mfu(folders, "7B", *group, "--unshared"),
@@ -269,7 +271,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="smoke test: only the nano model, with the smallest sizes")
     parser.add_argument("--patience", type=float, default=1.0, help="factor by which all time limits are multiplied")
     given = parser.parse_args()
-    folders = Folders(given.kit.resolve(), (given.models or given.kit).resolve(), given.tiny)
+    folders = Folders(given.kit.resolve(), (given.models or given.kit).resolve(), given.out.resolve(), given.tiny)
     stages = [stage.only(given.only) for stage in PARTS[given.part](folders)]
     sys.exit(0 if hour(given.part, stages, kit=folders.kit, out=given.out, patience=given.patience) else 1)
 

@@ -3,6 +3,7 @@ user starts.
 """
 
 import asyncio
+import gzip
 import json
 import math
 import re
@@ -18,6 +19,7 @@ from types import ModuleType
 import httpx
 import pandas
 import pytest
+import torch
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -111,9 +113,10 @@ def test_env_steps(random_model: Path) -> None:
     assert float(theirs[1]) > 0 and float(ratio[1]) == pytest.approx(float(ours[1]) / float(theirs[1]), rel=0.1)
 
 
-def test_mfu(random_model: Path) -> None:
-    sizes = ("--sequences", 4, "--text", 16, "--image", 56, "--updates", 1)
-    said = said_by("mfu", "--model", random_model, *sizes, "--group", 2, "--profile")
+def test_mfu(random_model: Path, tmp_path: Path) -> None:
+    sizes, trace = ("--sequences", 4, "--text", 16, "--image", 56, "--updates", 1), tmp_path / "trace.json.gz"
+    said = said_by("mfu", "--model", random_model, *sizes, "--group", 2, "--profile", "--trace", trace)
+    assert any(event.get("name") == "aten::mm" for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"])
     row = rows(said)[0]
     assert row[0] == "CPU" and float(row[2]) > 0 and float(row[4]) > 0
     assert re.search(r"^host synchronizations in one update: \{.*'aten::_local_scalar_dense': [1-9]", said, re.MULTILINE)
@@ -133,9 +136,12 @@ def test_what_mfu_counts(random_model: Path) -> None:
     assert (apart.num_tokens, shared.num_tokens) == (4 * 14, 2 * 9 + 4 * 5) and len(apart.images) == len(shared.images) == 2
     assert mfu.squares(apart) == 4 * 14**2 and mfu.squares(shared) == 2 * 9**2 + 4 * (14**2 - 9**2)
     attention = 12 * spec.num_layers * spec.num_heads * spec.head_dim / 2 * mfu.squares(shared)
-    for has_adapters, expected in ((False, 6 * 1000 * 38 + 6 * 10 * 32), (True, 4 * 1000 * 38 + 2 * 10 * 32)):
-        counted = mfu.flops({"language": 1000, "vision": 10}, [shared], spec, has_adapters=has_adapters)
+    language = 900 * 38 + 100 * 4 * 4
+    for has_adapters, expected in ((False, 6 * language + 6 * 10 * 32), (True, 4 * language + 2 * 10 * 32)):
+        counted = mfu.flops({"decoder": 900, "output": 100, "vision": 10}, [shared], spec, has_adapters=has_adapters)
         assert counted == expected + attention
+    named = {"model.embed_tokens.weight": 2, "lm_head.weight": 2, "model.norm.weight": 3, "visual.merger.weight": 4}
+    assert mfu.count_parameters((name, torch.ones(size)) for name, size in named.items()) == {"decoder": 3, "output": 2, "vision": 4}
 
 
 def test_host_memory() -> None:

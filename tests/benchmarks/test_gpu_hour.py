@@ -273,7 +273,7 @@ def test_the_parts_of_the_hour(tmp_path: Path) -> None:
     """
     first_hour = script("first_hour")
     for tiny in (False, True):
-        folders = first_hour.Folders(tmp_path, tmp_path / "models", tiny)
+        folders = first_hour.Folders(tmp_path, tmp_path / "models", tmp_path / "out", tiny)
         for make in first_hour.PARTS.values():
             for step in [step for stage in make(folders) for step in (*stage.steps, *stage.background)]:
                 words = [word for word in step.words if word != first_hour.RUN[0]]
