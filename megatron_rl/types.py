@@ -456,7 +456,7 @@ class MicroBatch:
 
         token_T            [5   6    7    8   9    4]
         target_T           [6   7    8    0   4    0]
-        mask_T             [0   1    1    0   1    0]
+        mask_T             [0   1    1    0   1    0]        row_R         [1 2 4]
         weight_T           [0   1    1    0   1    0]        denominator   3
         rollout_logprob_T  [0  -0.3 -1.2  0  -0.7  0]
         advantage_T        [0   0.5  0.5  0  -1    0]
@@ -469,6 +469,10 @@ class MicroBatch:
     target_T: torch.Tensor
     mask_T: torch.Tensor
     """bool: True if the target was sampled by the policy or, in supervised fine-tuning, has a loss.
+    """
+    row_R: torch.Tensor
+    """Positions at which mask_T is True. They are computed on the host, because reading them from
+    mask_T would block the host until all queued kernels have finished.
     """
     weight_T: torch.Tensor
     """float32 weight of each target in the loss, before the division by the global denominator; 0

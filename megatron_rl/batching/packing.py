@@ -166,10 +166,12 @@ def _join(segments: list[Segment], *, denominator: int, device: torch.device | N
     def column(values: Callable[[Segment], list], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([value for segment in segments for value in values(segment)], dtype=dtype, device=device)
 
+    mask = [sampled for segment in segments for sampled in segment.mask]
     return MicroBatch(
         token_T=column(lambda s: s.token_ids, torch.long),
         target_T=column(lambda s: s.targets, torch.long),
-        mask_T=column(lambda s: s.mask, torch.bool),
+        mask_T=torch.tensor(mask, dtype=torch.bool, device=device),
+        row_R=torch.tensor([row for row, sampled in enumerate(mask) if sampled], dtype=torch.long, device=device),
         weight_T=column(lambda s: s.weights, torch.float32),
         position_3T=torch.cat([segment.position_3L for segment in segments], 1).to(device),
         sequence_T=column(lambda s: [s.number] * len(s.token_ids), torch.long),

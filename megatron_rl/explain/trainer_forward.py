@@ -113,7 +113,7 @@ class TrainerForward:
     @torch.no_grad()
     def _forward_logprobs(self, batch: MicroBatch) -> torch.Tensor:
         """Return the logprob of each target as a tensor [T]; other positions are 0."""
-        rows_R, logprob_T = batch.mask_T.nonzero()[:, 0], batch.weight_T.new_zeros(batch.num_tokens)
+        rows_R, logprob_T = batch.row_R, batch.weight_T.new_zeros(batch.num_tokens)
         peers, place = dist.get_process_group_ranks(self.layout.pp_group), self.layout.pp_rank
         for chunk in self._model_chunks():
             if chunk.pre_process:

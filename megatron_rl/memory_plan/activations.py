@@ -19,11 +19,11 @@ from megatron_rl.batching.minibatches import MAX_KV_RATIO
 from megatron_rl.config import LoraSettings, ParallelSettings
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import padded_vocab
+from megatron_rl.policy.fused import WIDTH_MULTIPLE
 
-LOGIT_BYTES = 24
-"""Bytes per logit at the peak of the backward pass (logprobs.py).
-
-Each logit then needs the space of six fp32 values, whatever the model's dtype.
+VALUES_PER_LOGIT = 2
+"""Values per logit at the peak of the backward pass (logprobs.py): the logit and its gradient, in the
+model's dtype.
 """
 
 
@@ -84,6 +84,7 @@ def compute_activation_memory(
             num_patches=model.vision.patches_per_token * num_tokens,
             max_patches=max_patches,
             itemsize=itemsize,
+            lora=lora,
             is_trained=trains_vision(lora, frozen),
         )
         # The forward pass of the vision tower runs before the layers save anything, and its
@@ -94,7 +95,7 @@ def compute_activation_memory(
         # Image features added by layers (DeepStack), and their gradients if the tower is trained.
         kept += num_tokens * hidden * (1 + (2 if trains_vision(lora, frozen) else 1) * model.vision.num_deepstack_layers) + vision_kept
     if stage == parallel.pp - 1:
-        logits = parallel.log_probs_chunk_size * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * LOGIT_BYTES
+        logits = parallel.log_probs_chunk_size * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * VALUES_PER_LOGIT * itemsize
         kept += num_tokens * (2 * hidden + 2 * model.hidden_size * itemsize)
         working = max(working, logits)
     return ActivationMemory(saved_bytes=int(kept), num_in_flight=_num_in_flight(stage, parallel), transient_bytes=int(working))
@@ -105,8 +106,8 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
 
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
     projection (A + 2 K values), the rotated queries (A values), the rotated keys (K values), the
-    result (A values), the softmax statistics, and four rows of sines and cosines. The MLP saves the
-    fused projection (2 F values) and the output of the activation function (F values). Flash
+    result (A values) and the softmax statistics. All layers share the sines and cosines. The MLP
+    saves the fused projection (2 F values) and the output of the activation function (F values). Flash
     attention does not store attention scores, so selective recomputation would only avoid saving
     the softmax statistics. Query and key norms save the same tensors as other norms, with A and K
     values and one statistic per head.
@@ -114,7 +115,7 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp
     norms = 2 * (2 * model.hidden_size * itemsize + 4) / (tp if parallel.sequence_parallel else 1)
-    attention = (3 * query + 3 * key + 4 * dim) * itemsize + 4 * model.num_heads / tp
+    attention = (3 * query + 3 * key) * itemsize + 4 * model.num_heads / tp
     if model.family.has_qk_norm:
         norms += 2 * (query + key) * itemsize + 4 * (model.num_heads + model.num_kv_heads) / tp
     adapters = lora.rank * 7 * itemsize
@@ -122,36 +123,43 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
 
 
 def vision_tower_bytes(
-    model: ModelSpec, parallel: ParallelSettings, *, num_patches: int, max_patches: int, itemsize: int, is_trained: bool
+    model: ModelSpec, parallel: ParallelSettings, *, num_patches: int, max_patches: int, itemsize: int, lora: LoraSettings, is_trained: bool
 ) -> tuple[int, int]:
     """Return the saved and the temporary bytes of the vision tower for this rank's patches."""
     vision = model.vision
     mine = num_patches if parallel.tp == 1 else min(num_patches, num_patches // parallel.tp + max_patches)
     hidden = vision.hidden_size * itemsize
-    block = vision_block_bytes(model, itemsize=itemsize)
+    block = vision_block_bytes(model, itemsize=itemsize, lora=lora)
     pixels = num_patches * vision.patch_dim * itemsize
     if not is_trained:
         return 0, int(pixels + mine * block)
     is_again = parallel.recompute in ("vision", "full")
+    angles = 2 * torch.float32.itemsize * vision.head_dim  # cosines and sines, shared by all blocks
     kept = mine * (
-        vision.patch_dim * itemsize + vision_merger_bytes(model, itemsize=itemsize) + vision.num_blocks * (hidden if is_again else block)
+        vision.patch_dim * itemsize
+        + angles
+        + vision_merger_bytes(model, itemsize=itemsize)
+        + vision.num_blocks * (hidden if is_again else block)
     )
     passing = 2 * vision.ffn_size * itemsize + (block if is_again else 0)
     return int(kept), int(pixels + mine * passing)
 
 
-def vision_block_bytes(model: ModelSpec, *, itemsize: int) -> float:
+def vision_block_bytes(model: ModelSpec, *, itemsize: int, lora: LoraSettings) -> float:
     """Return the bytes per patch that autograd saves in one vision block.
 
-    The bytes are the same as in a decoder layer, except that rotations are in fp32 and the
-    activation function comes from transformers. A gated MLP saves gate, up, activation and product,
-    each of size F; quick_gelu saves its input, the sigmoid and the product; gelu saves its input
-    and output.
+    The norms and the attention save the same tensors as in a decoder layer. A gated MLP saves gate
+    and up projection and their product, each of size F, and the activation as well if it has
+    adapters; quick_gelu saves its input, the sigmoid and the product; gelu saves its input and
+    output.
     """
     vision = model.vision
     norms = 2 * (2 * vision.hidden_size * itemsize + 4)
-    attention = 6 * vision.hidden_size * itemsize + 2 * 4 * vision.head_dim + 4 * vision.num_heads
-    return norms + attention + vision.mlp_saved_factor * vision.ffn_size * itemsize
+    attention = 6 * vision.hidden_size * itemsize + 4 * vision.num_heads
+    is_unfused = model.family.tower_mlp_class is not None and lora.rank > 0 and "vision" in lora.targets
+    is_padded = model.family.tower_mlp_class is not None and not is_unfused
+    width = -(-vision.ffn_size // WIDTH_MULTIPLE) * WIDTH_MULTIPLE if is_padded else vision.ffn_size
+    return norms + attention + (vision.mlp_saved_factor + is_unfused) * width * itemsize
 
 
 def vision_merger_bytes(model: ModelSpec, *, itemsize: int) -> float:

@@ -104,6 +104,10 @@ class ModelFamily:
     """transformers' class of the tower's RMSNorm, with `weight` and `variance_epsilon`; None if the
     tower has other norms.
     """
+    tower_mlp_class: type[nn.Module] | None
+    """transformers' class of the tower's gated MLP, with SiLU as the activation and the linear layers
+    `gate_proj`, `up_proj` and `down_proj`; None if the tower has other MLPs.
+    """
     has_head_dim: bool
     """True if attention heads of the language model have the size config.head_dim. If False, the
     heads have the size hidden_size / num_attention_heads, and a config with a different head_dim is

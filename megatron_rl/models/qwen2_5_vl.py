@@ -6,7 +6,7 @@ window attention and gated MLPs.
 
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLRMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLMLP, Qwen2_5_VLRMSNorm
 
 from megatron_rl.models.config_fields import QWEN2_5_VISION, QWEN2_TEXT
 from megatron_rl.models.decoder import qwen2_layer_mappings
@@ -19,7 +19,7 @@ def vision_spec(config: Qwen2_5_VLVisionConfig) -> VisionSpec:
     """Build a VisionSpec from a vision_config."""
     return VisionSpec.from_config(
         config, hidden_size=config.hidden_size, ffn_size=config.intermediate_size, out_hidden_size=config.out_hidden_size,
-        window_size=config.window_size, mlp_saved_factor=4,
+        window_size=config.window_size, mlp_saved_factor=3,
     )  # fmt: skip
 
 
@@ -31,6 +31,7 @@ QWEN2_5_VL = ModelFamily(
     has_flat_config=True,
     tower_class=Qwen2_5_VisionTransformerPretrainedModel,
     tower_norm_class=Qwen2_5_VLRMSNorm,
+    tower_mlp_class=Qwen2_5_VLMLP,
     has_qk_norm=False,
     has_head_dim=False,
     vision_sizes=(*SHARED_SIZES, "hidden_size", "intermediate_size", "out_hidden_size", "window_size"),

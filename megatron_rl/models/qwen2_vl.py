@@ -38,6 +38,7 @@ QWEN2_VL = ModelFamily(
     has_flat_config=True,
     tower_class=Qwen2VisionTransformerPretrainedModel,
     tower_norm_class=None,
+    tower_mlp_class=None,
     has_qk_norm=False,
     has_head_dim=False,
     vision_sizes=(*SHARED_SIZES, "embed_dim", "hidden_size", "mlp_ratio"),

@@ -32,6 +32,7 @@ QWEN3_VL = ModelFamily(
     has_flat_config=False,
     tower_class=Qwen3VLVisionModel,
     tower_norm_class=None,
+    tower_mlp_class=None,
     has_qk_norm=True,
     has_head_dim=True,
     vision_sizes=(*SHARED_SIZES, "hidden_size", "intermediate_size", "out_hidden_size", "num_position_embeddings"),

@@ -26,12 +26,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from megatron_rl.errors import RunFailed
 from megatron_rl.policy.deepstack import DeepStack
+from megatron_rl.policy.fused import rotate
 
 PREFIX_ATTENTION_BOUND = 2e-2
 """Largest relative error accepted by `require_prefix_attention`. The bound allows for bfloat16
@@ -137,11 +136,13 @@ bottom-right aligned: the last query of a segment attends to all keys of the seg
 class SharedPromptParams(PackedSeqParams):
     """Parameters of one micro-batch, passed unchanged by Megatron to every layer.
 
-    The attention functions of this module read `segments`. Transformer Engine's attention reads the
+    PackedCoreAttention reads `segments` and `cos_sin`. Transformer Engine's attention reads the
     offsets inherited from PackedSeqParams.
     """
 
     segments: Segments | None = None
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Cosines and sines [T, D] of the rotary embedding; None if Megatron applies it."""
     stacked: DeepStack | None = None
 
 
@@ -232,10 +233,10 @@ class PackedCoreAttention(MegatronModule):
     """Implementation of Megatron's `core_attention` for packed tokens.
 
     This class has the interface of DotProductAttention in megatron-core 0.16.1. The packed tokens
-    are passed to Megatron as one sequence [T, 1, N, D] in the SBHD format. In the SBHD format,
-    Megatron applies the rotary embedding to all positions without reading sequence lengths. In the
-    THD format, Megatron would read the sequence lengths from the device three times for queries and
-    three times for keys (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_thd).
+    are passed to Megatron as one sequence [T, 1, N, D] in the SBHD format. This class also applies
+    the rotary embedding, in one kernel for queries and keys. Megatron would compute the cosines and
+    sines again in every layer and apply the embedding in about ten kernels
+    (models/common/embeddings/rope_utils.py, _apply_rotary_pos_emb_bshd).
     """
 
     def __init__(
@@ -259,28 +260,7 @@ class PackedCoreAttention(MegatronModule):
     ) -> torch.Tensor:
         """Return the attention output [T, 1, N * D]."""
         q_TND, k_TKD, v_TKD = (x.squeeze(1) for x in (query, key, value))
-        assert packed_seq_params.segments is not None
+        assert packed_seq_params.segments is not None and packed_seq_params.cos_sin is not None
+        q_TND, k_TKD = rotate(q_TND, k_TKD, *packed_seq_params.cos_sin)
         out_TND = packed_attention(q_TND, k_TKD, v_TKD, packed_seq_params.segments, causal=True, scale=self.scale)
         return out_TND.flatten(1)[:, None]
-
-
-VISION_ATTENTION = "packed_flash_style"
-"""Name of `attend_patches` in transformers' attention registry. Because the name contains "flash",
-the vision tower calls attention once with offsets instead of once per window (transformers 5.19).
-"""
-
-
-def attend_patches(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, *,
-    scaling: float, cu_seq_lens_q: Segments, **_: object,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Compute the vision tower's attention, separately for each image or window.
-
-    Inputs are [1, N, P, D], the output is [1, P, N, D]. vision.py passes a `Segments` object
-    instead of offsets as `cu_seq_lens_q`, and the tower forwards the object unchanged.
-    """
-    q_PND, k_PND, v_PND = (x[0].transpose(0, 1) for x in (query, key, value))
-    return packed_attention(q_PND, k_PND, v_PND, cu_seq_lens_q, causal=False, scale=scaling)[None], None
-
-
-AttentionInterface.register(VISION_ATTENTION, attend_patches)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch.utils.checkpoint import checkpoint
 
 _REMOVED = -1e30
@@ -65,23 +64,87 @@ def vocab_parallel_logprobs(
     boolean mask `banned_V` cover this rank's part of the vocabulary, which starts at id `first_id`.
     `target_R` contains token ids, which need not belong to this rank's part of the vocabulary.
 
-    The function is differentiable. The backward pass of the function's all-reduce is the identity
-    (megatron-core 0.16.1, tensor_parallel/mappings.py), so each rank receives the gradient of its
-    own part.
+    The function is differentiable with respect to the logits. Each rank receives the gradient of
+    its own part.
     """
-    logits_RV = (logits_RV.float() / temperature).masked_fill(banned_V, _REMOVED)
-    peak_R = logits_RV.detach().amax(-1)
-    if group.size() > 1:
-        dist.all_reduce(peak_R, dist.ReduceOp.MAX, group=group)
-    shifted_RV = logits_RV - peak_R[:, None]
+    return _LogprobsAndEntropies.apply(logits_RV, target_R - first_id, banned_V, temperature, group)
+
+
+class _LogprobsAndEntropies(torch.autograd.Function):
+    """Logprobs log p(target) and entropies H of p = softmax(logits / temperature).
+
+    The backward pass computes the derivatives with respect to logit v in closed form,
+
+        d log p(target) / d logit_v = ([v == target] - p_v) / temperature,
+        d H / d logit_v = -p_v (log p_v + H) / temperature.
+
+    It saves only the logits and numbers per row. On a GPU, torch.compile fuses each of the three
+    functions over [R, V] below, so that no fp32 tensor of this size is ever stored.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, logits_RV: torch.Tensor, place_R: torch.Tensor, banned_V: torch.Tensor, temperature: float, group: dist.ProcessGroup,  # noqa: ANN001
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        row_peak, row_sums, _ = _COMPILED if logits_RV.is_cuda else _EAGER
+        peak_R = row_peak(logits_RV, banned_V, temperature)
+        if group.size() > 1:
+            dist.all_reduce(peak_R, dist.ReduceOp.MAX, group=group)
+        sums_3R = row_sums(logits_RV, banned_V, temperature, peak_R, place_R)
+        if group.size() > 1:
+            dist.all_reduce(sums_3R, group=group)
+        total_R, weighted_R, picked_R = sums_3R
+        log_total_R = total_R.log()
+        entropy_R = log_total_R - weighted_R / total_R
+        ctx.save_for_backward(logits_RV, place_R, banned_V, peak_R + log_total_R, entropy_R)
+        ctx.temperature = temperature
+        return picked_R - log_total_R, entropy_R
+
+    @staticmethod
+    def backward(ctx, grad_logprob_R: torch.Tensor, grad_entropy_R: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # noqa: ANN001
+        logits_RV, place_R, banned_V, log_sum_R, entropy_R = ctx.saved_tensors
+        gradient = (_COMPILED if logits_RV.is_cuda else _EAGER)[2]
+        grad_RV = gradient(logits_RV, banned_V, ctx.temperature, log_sum_R, entropy_R, place_R, grad_logprob_R, grad_entropy_R)
+        return grad_RV, None, None, None, None
+
+
+def _scaled_logits(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float) -> torch.Tensor:
+    return (logits_RV.float() / temperature).masked_fill(banned_V, _REMOVED)
+
+
+def _row_peak(logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the largest scaled logit of each row."""
+    return _scaled_logits(logits_RV, banned_V, temperature).amax(-1)
+
+
+def _row_sums(
+    logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float, peak_R: torch.Tensor, place_R: torch.Tensor
+) -> torch.Tensor:
+    """Return sum(exp(x)), sum(x exp(x)) and x[place] of each row as [3, R], for x = scaled logits - peak.
+
+    x[place] is 0 if `place`, an index into this rank's part of the vocabulary, lies outside of it.
+    """
+    shifted_RV = _scaled_logits(logits_RV, banned_V, temperature) - peak_R[:, None]
     weight_RV = shifted_RV.exp()
-    local_R = target_R - first_id
-    is_mine_R = (local_R >= 0) & (local_R < logits_RV.shape[1])
-    picked_R = shifted_RV.gather(1, local_R.clamp(0, logits_RV.shape[1] - 1)[:, None])[:, 0] * is_mine_R
-    sums_3R = torch.stack([weight_RV.sum(-1), (weight_RV * shifted_RV).sum(-1), picked_R])
-    total_R, weighted_R, picked_R = reduce_from_tensor_model_parallel_region(sums_3R)
-    log_total_R = total_R.log()
-    return picked_R - log_total_R, log_total_R - weighted_R / total_R
+    size = logits_RV.shape[1]
+    picked_R = shifted_RV.gather(1, place_R.clamp(0, size - 1)[:, None])[:, 0] * ((place_R >= 0) & (place_R < size))
+    return torch.stack([weight_RV.sum(-1), (weight_RV * shifted_RV).sum(-1), picked_R])
+
+
+def _logit_gradient(
+    logits_RV: torch.Tensor, banned_V: torch.Tensor, temperature: float, log_sum_R: torch.Tensor, entropy_R: torch.Tensor,
+    place_R: torch.Tensor, grad_logprob_R: torch.Tensor, grad_entropy_R: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient of the logits; see `_LogprobsAndEntropies`."""
+    logp_RV = _scaled_logits(logits_RV, banned_V, temperature) - log_sum_R[:, None]
+    of_entropy_RV = grad_entropy_R[:, None] * (logp_RV + entropy_R[:, None])
+    is_target_RV = torch.arange(logits_RV.shape[1], device=logits_RV.device) == place_R[:, None]
+    grad_RV = is_target_RV * grad_logprob_R[:, None] - logp_RV.exp() * (grad_logprob_R[:, None] + of_entropy_RV)
+    return (grad_RV / temperature).to(logits_RV.dtype)
+
+
+_EAGER: tuple[Callable[..., torch.Tensor], ...] = (_row_peak, _row_sums, _logit_gradient)
+_COMPILED: tuple[Callable[..., torch.Tensor], ...] = tuple(torch.compile(function, dynamic=True) for function in _EAGER)
 
 
 def banned_mask(banned_ids: list[int], *, first_id: int, size: int, device: torch.device) -> torch.Tensor:

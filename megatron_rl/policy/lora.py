@@ -93,7 +93,10 @@ class LoraAdapter(nn.Module):
             with self.randomness():
                 x = dropout(x, self.dropout)
         low = linear(x, self._stacked_a())
-        return output + self.scale * linear(self.exchange(low) if self.exchange else low, self._fused_b())
+        low = self.exchange(low) if self.exchange else low
+        # The scale is part of the matrix product: B's output is as large as the layer's output.
+        rows = torch.addmm(output.flatten(0, -2), low.flatten(0, -2), self._fused_b().t(), alpha=self.scale)
+        return rows.view_as(output)
 
     def _stacked_a(self) -> torch.Tensor:
         return torch.cat(list(self.lora_a.values()))

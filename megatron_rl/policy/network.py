@@ -208,8 +208,7 @@ class Network:
 
         def forward_step(iterator: Iterator[MicroBatch], model: nn.Module) -> tuple[torch.Tensor, Callable]:
             batch = next(iterator)
-            rows_R = batch.mask_T.nonzero()[:, 0]
-            return model(batch, rows_R), partial(on_hidden, batch, rows_R)
+            return model(batch, batch.row_R), partial(on_hidden, batch, batch.row_R)
 
         def coming(chunk: nn.Module) -> Iterator[MicroBatch]:
             sees = chunk.pre_process and any(batch.images for batch in padded)

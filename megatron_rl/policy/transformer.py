@@ -213,9 +213,12 @@ class ModelChunk(MegatronModule):
         states for the next chunk are [T / tp, 1, H].
         """
         hidden, stacked = self._embed(batch) if self.pre_process else (None, None)
-        rotary = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
+        angle_T11D = self.language.rotary_pos_emb(batch.position_3T[:, None], self.config.mrope_section)
         hidden = self.language.decoder(
-            hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=self._packed(batch, stacked)
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=angle_T11D if self.uses_transformer_engine else None,
+            packed_seq_params=self._packed(batch, angle_T11D[:, 0, 0], stacked),
         )
         if not self.post_process:
             return hidden
@@ -256,15 +259,15 @@ class ModelChunk(MegatronModule):
         is_trained = any(parameter.requires_grad for parameter in self.vision.parameters())
         return split_embeddings(embedded, self.spec.hidden_size, is_trained=is_trained)
 
-    def _packed(self, batch: MicroBatch, stacked: DeepStack | None) -> SharedPromptParams:
-        """Return the segment boundaries of the micro-batch for the attention layers.
+    def _packed(self, batch: MicroBatch, angle_TD: torch.Tensor, stacked: DeepStack | None) -> SharedPromptParams:
+        """Return the segment boundaries and rotary angles of the micro-batch for the attention layers.
 
-        PackedCoreAttention reads `segments`. Transformer Engine's attention and Megatron's rotary
-        embedding read the offsets on the device.
+        PackedCoreAttention reads `segments` and `cos_sin`. Transformer Engine's attention and
+        Megatron's rotary embedding read the offsets on the device.
         """
         segments = Segments(batch.offset_S1, batch.prefix_S, device=batch.token_T.device)
         if not self.uses_transformer_engine:
-            return SharedPromptParams(qkv_format="sbhd", segments=segments, stacked=stacked)
+            return SharedPromptParams(qkv_format="sbhd", segments=segments, cos_sin=(angle_TD.cos(), angle_TD.sin()), stacked=stacked)
         offsets, longest = batch.cu_seqlens_S1, segments.max_length
         return SharedPromptParams(
             qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, cu_seqlens_q_padded=offsets, cu_seqlens_kv_padded=offsets,

@@ -22,9 +22,9 @@ from transformers.vision_utils import (
 
 from megatron_rl.config import LoraSettings
 from megatron_rl.models.model_spec import ModelSpec, VisionSpec
-from megatron_rl.policy.attention import VISION_ATTENTION, Segments, to_device
-from megatron_rl.policy.fused import fused_rms_norm
-from megatron_rl.policy.lora import adapt_vision
+from megatron_rl.policy.attention import Segments, packed_attention, to_device
+from megatron_rl.policy.fused import fused_rms_norm, gated_mlp, rotate
+from megatron_rl.policy.lora import LoraLinear, adapt_vision
 from megatron_rl.policy.parallel import Layout
 
 Grid = Sequence[int]
@@ -59,14 +59,56 @@ class FusedRMSNorm(nn.Module):
         return fused_rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+class GatedMLP(nn.Module):
+    """Replacement for the forward pass of the vision tower's gated MLP; see fused.gated_mlp.
+
+    `build_vision_tower` changes the class of the tower's MLPs without adapters to this class. The
+    modules keep their weights.
+    """
+
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def forward(self, hidden_state: torch.Tensor) -> torch.Tensor:
+        """Return the MLP's output [P, H]."""
+        return gated_mlp(hidden_state, self.gate_proj, self.up_proj, self.down_proj)
+
+
+class PackedVisionAttention(nn.Module):
+    """Replacement for the forward pass of the vision tower's attention, for packed patches.
+
+    The three model families have the same attention. `build_vision_tower` changes the class of the
+    tower's attention modules to this class. The modules keep their weights.
+    """
+
+    qkv: nn.Linear
+    proj: nn.Linear
+    num_heads: int
+    scaling: float
+
+    def forward(
+        self, hidden_states: torch.Tensor, cu_seqlens: Segments, position_embeddings: tuple[torch.Tensor, torch.Tensor], **_: object
+    ) -> torch.Tensor:
+        """Return the output [P, H] of attention within each image or window.
+
+        `encode_patches` passes a `Segments` object instead of offsets as `cu_seqlens`, and the tower
+        forwards the object unchanged.
+        """
+        q_PND, k_PND, v_PND = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        q_PND, k_PND = rotate(q_PND, k_PND, *position_embeddings)
+        return self.proj(packed_attention(q_PND, k_PND, v_PND, cu_seqlens, causal=False, scale=self.scaling).flatten(1))
+
+
 def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, lora: LoraSettings) -> PreTrainedModel:
-    """Build the vision tower and replace its attention, patch embedding and norms.
+    """Build the vision tower and replace its attention, patch embedding, norms and gated MLPs.
 
     Adapters are added if lora.rank is not 0. Recomputation is enabled if the layout requires it.
     """
     tower = cast("Any", spec.build_tower()).to(dtype)
-    tower.config._attn_implementation = VISION_ATTENTION
     tower.patch_embed.proj.__class__ = LinearPatchEmbed
+    for block in tower.blocks:
+        block.attn.__class__ = PackedVisionAttention
     for module in tower.modules():
         if spec.family.tower_norm_class and isinstance(module, spec.family.tower_norm_class):
             module.__class__ = FusedRMSNorm
@@ -74,6 +116,10 @@ def build_vision_tower(spec: ModelSpec, layout: Layout, dtype: torch.dtype, *, l
         tower.gradient_checkpointing_enable({"use_reentrant": False})
     if lora.rank:
         adapt_vision(tower, lora, spec.family.vision_lora_patterns)
+    for block in tower.blocks:
+        is_gated = spec.family.tower_mlp_class and isinstance(block.mlp, spec.family.tower_mlp_class) and tower.config.hidden_act == "silu"
+        if is_gated and not any(isinstance(part, LoraLinear) for part in block.mlp.children()):
+            block.mlp.__class__ = GatedMLP
     for parameter in tower.parameters():
         # Megatron averages these gradients over tensor-parallel ranks after the backward pass.
         # encode_images multiplies them by tp, so that the average equals the sum of the unscaled
@@ -136,14 +182,13 @@ def encode_patches(tower: nn.Module, patch_PC: torch.Tensor, grids: Sequence[Gri
 
     All inputs that depend on the grids are computed here and passed to the tower. Otherwise, the
     tower would compute these inputs, with about ten device synchronizations plus one for each
-    block. Offsets are passed as `Segments`, which the tower forwards unchanged to `attend_patches`.
+    block. Offsets are passed as `Segments`, which the tower forwards unchanged to its attention.
     """
     device, known = patch_PC.device, compute_grid_inputs(grids, sizes)
     given: dict[str, object] = {}
-    for offsets, longest in (("cu_seqlens", "max_seqlen"), ("cu_window_seqlens", "max_window_seqlen")):
+    for offsets in ("cu_seqlens", "cu_window_seqlens"):
         if offsets in known:
-            segments = Segments(known.pop(offsets).tolist(), device=device)
-            given |= {offsets: segments, longest: segments.max_length}
+            given[offsets] = Segments(known.pop(offsets).tolist(), device=device)
     given |= {name: to_device(tensor, device) for name, tensor in known.items()}
     encoded = tower(patch_PC, grid_thw=None, **given)
     return torch.cat([encoded.pooler_output, *encoded.deepstack_features], 1) if sizes.num_deepstack_layers else encoded.pooler_output

@@ -1,7 +1,8 @@
 """Tests the packing of sequences into micro-batches against numbers computed by hand."""
 
+from collections.abc import Callable
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -107,11 +108,28 @@ def test_dealing_and_cutting_keep_every_weighted(shapes: list[tuple[int, int]], 
         assert micro and [weighted for batch in micro for weighted in batch] == [load.item for load in part]
         packed = partial(pack, image_token_id=PAD, positions=POSITIONS, share_prompts=share)
         assert all(fits(packed(batch), max_tokens) for batch in micro if len(batch) > 1)
-        assert not any(fits(packed([*batch, after[0]]), max_tokens) for batch, after in pairwise(micro)), "cut when it was full"
+        assert len(micro) == count_full(part, packed, max_tokens)
+        largest = max((size_of(packed(batch)) for batch in micro if len(batch) > 1), default=0)
+        assert not largest or count_full(part, packed, largest - 1) > len(micro), "with a lower limit, there would be more"
 
 
 def fits(batch: MicroBatch, max_tokens: int) -> bool:
-    return batch.num_tokens <= max_tokens and num_keys(batch) <= MAX_KV_RATIO * max_tokens
+    return size_of(batch) <= max_tokens
+
+
+def size_of(batch: MicroBatch) -> int:
+    """Return the lowest limit that the batch meets."""
+    return max(batch.num_tokens, -(-num_keys(batch) // MAX_KV_RATIO))
+
+
+def count_full(loads: list[PackCost], packed: Callable[[list[PackItem]], MicroBatch], max_tokens: int) -> int:
+    """Return the number of micro-batches if each one is filled, by packing, until nothing fits."""
+    parts: list[list[PackItem]] = [[]]
+    for load in loads:
+        if parts[-1] and not fits(packed([*parts[-1], load.item]), max_tokens):
+            parts.append([])
+        parts[-1].append(load.item)
+    return len(parts)
 
 
 def num_keys(batch: MicroBatch) -> int:
@@ -146,8 +164,9 @@ def test_a_chain_of_turns_is_cut_where_its_keys_become_too_many() -> None:
 
 @pytest.mark.parametrize(("room", "expected"), [(12, [3]), (11, [2, 1]), (9, [2, 1]), (8, [1, 2]), (7, [1, 1, 1])])
 def test_keys_are_counted_by_hand(room: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example in the docstring of split_by_cost has 4 keys, then 2 + 3 more, then 3 more. The
-    second and third sequence alone have 3 keys, then 2 + 3 more.
+    """The example in the docstring of _fill_by_cost has 4 keys, then 2 + 3 more, then 3 more. The
+    second and third sequence alone have 3 keys, then 2 + 3 more. The largest of two micro-batches
+    has 9 keys if the first two sequences are packed together, and 8 if the last two are.
     """
     texts = [1, 2, 3, 4], [1, 2, 5], [1, 2, 6]
     made = [make_pack_item(sequence(text[:-1], text[-1:]), advantage=1.0, weight=1.0, denominator=1) for text in texts]
@@ -157,7 +176,15 @@ def test_keys_are_counted_by_hand(room: int, expected: list[int], monkeypatch: p
         PackCost(made[2], num_tokens_alone=3, num_added_tokens=1),
     ]
     monkeypatch.setattr(minibatches, "MAX_KV_RATIO", 1)
-    assert [len(part) for part in split_by_cost(loads, room)] == expected
+    assert [len(part) for part in minibatches._fill_by_cost(loads, room)] == expected
+    assert [len(part) for part in split_by_cost(loads, room)] == ([1, 2] if len(expected) == 2 else expected)
+
+
+def test_micro_batches_have_similar_sizes() -> None:
+    """16 sequences of 14 tokens with room for 5 each are split into four times four."""
+    items = [make_pack_item(sequence([5] * 13, [10 + number]), advantage=1.0, weight=1.0, denominator=1) for number in range(16)]
+    loads = pack_costs(items, PAD, share_prompts=False)
+    assert [len(part) for part in split_by_cost(loads, 80)] == [4, 4, 4, 4]
 
 
 def test_a_shared_prompt_is_one_segment() -> None:

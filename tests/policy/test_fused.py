@@ -2,6 +2,7 @@
 are equal up to fp32 rounding."""
 
 import inspect
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from megatron.core.fusions import fused_bias_swiglu
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import silu
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLMLP, apply_rotary_pos_emb_vision
 
 from megatron_rl.config import OptimSettings
 from megatron_rl.policy import transformer, vision
-from megatron_rl.policy.fused import fused_rms_norm
+from megatron_rl.policy.fused import fused_gated_mlp, fused_rms_norm, rotate
 from tests.support import gpu_kernel_stubs
 from tests.support.packed_example import make_example_items
 from tests.support.parallel_layouts import compute_gradients
@@ -82,3 +84,29 @@ def test_on_a_cpu_nothing_is_compiled() -> None:
     same norm."""
     assert transformer.fuses_activation() == torch.cuda.is_available()
     assert vision.fused_rms_norm is transformer.fused_rms_norm is fused_rms_norm
+
+
+def test_the_gated_mlp_is_that_of_hugging_face(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fused gated MLP equals Hugging Face's in float64, with the gradients of input and
+    parameters, for widths that must be padded and for one that need not be."""
+    gpu_kernel_stubs.patch_kernels(monkeypatch)
+    for width in (37, 64, 65):
+        torch.manual_seed(width)
+        theirs = Qwen2_5_VLMLP(Namespace(hidden_size=12, intermediate_size=width, hidden_act="silu"), bias=True).double()
+        x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+        ours = fused_gated_mlp(x, theirs.gate_proj, theirs.up_proj, theirs.down_proj)
+        asked = [x, *theirs.parameters()]
+        pairs = zip(*(torch.autograd.grad((out * out).sum(), asked) for out in (ours, theirs(x))), strict=True)
+        assert torch.allclose(ours, theirs(x), atol=1e-14)
+        assert all(torch.allclose(a, b, atol=1e-13) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rotation_is_that_of_hugging_face(dtype: torch.dtype) -> None:
+    """The rotary embedding equals Hugging Face's bit for bit, also with fewer key heads."""
+    q, k = torch.randn(5, 4, 16).to(dtype), torch.randn(5, 2, 16).to(dtype)
+    angles = torch.randn(5, 8).repeat(1, 2)
+    for ours, theirs in zip(
+        rotate(q, k, angles.cos(), angles.sin()), apply_rotary_pos_emb_vision(q, k, angles.cos(), angles.sin()), strict=True
+    ):
+        assert ours.dtype == dtype and torch.equal(ours, theirs)

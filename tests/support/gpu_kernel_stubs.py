@@ -1,6 +1,6 @@
 """Replaces GPU kernels on a CPU, with the results and the saved tensors of the kernels: torch's own
-decomposition of its fused norm, Megatron's SwiGLUFunction without compilation, and attention over
-gathered keys.
+decomposition of its fused norm, Megatron's SwiGLUFunction and this project's compiled functions
+without compilation, and attention over gathered keys.
 
 Each kernel is a single operation for dispatch modes; its temporary tensors are not visible to them.
 """
@@ -13,7 +13,7 @@ from megatron.core.fusions import fused_bias_swiglu
 from torch._decomp.decompositions import _fused_rms_norm, _fused_rms_norm_backward
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_rl.policy import attention, transformer, vision
+from megatron_rl.policy import attention, fused, logprobs, transformer, vision
 from megatron_rl.policy.attention import VarlenInputs
 from tests.policy.test_attention import bottom_right
 
@@ -44,6 +44,26 @@ class FusedNorm(torch.autograd.Function):
         given = (gradient, x, list(weight.shape), rstd, weight, [True, True])
         of_x, of_weight = (run_unwatched(lambda which=which: _fused_rms_norm_backward(*given)[which])() for which in (0, 1))
         return of_x, of_weight, None
+
+
+class Rotation(torch.autograd.Function):
+    """Saves only the cosines and sines; the backward pass rotates in the other direction."""
+
+    @staticmethod
+    def forward(
+        ctx, q_TND: torch.Tensor, k_TKD: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor,  # noqa: ANN001
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return rotate_unwatched(q_TND, k_TKD, cos_TD, sin_TD)
+
+    @staticmethod
+    def backward(ctx, grad_q_TND: torch.Tensor, grad_k_TKD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # noqa: ANN001
+        cos_TD, sin_TD = ctx.saved_tensors
+        return *rotate_unwatched(grad_q_TND, grad_k_TKD, cos_TD, -sin_TD), None, None
+
+
+def rotate_unwatched(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(run_unwatched(lambda which=which: fused._rotate(*given)[which])() for which in (0, 1))
 
 
 class VarlenAttention(torch.autograd.Function):
@@ -82,6 +102,10 @@ def patch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Build and run the policy with the kernels it uses on a GPU."""
     for module in (transformer, vision):
         monkeypatch.setattr(module, "fused_rms_norm", FusedNorm.apply)
+    for module in (attention, vision):
+        monkeypatch.setattr(module, "rotate", Rotation.apply)
+    monkeypatch.setattr(vision, "gated_mlp", fused.fused_gated_mlp)
+    monkeypatch.setattr(logprobs, "_EAGER", tuple(map(run_unwatched, logprobs._EAGER)))
     monkeypatch.setattr(transformer, "fuses_activation", lambda: True)
     plain = fused_bias_swiglu.swiglu._torchdynamo_orig_callable, fused_bias_swiglu.swiglu_back._torchdynamo_orig_callable
     monkeypatch.setattr(fused_bias_swiglu, "swiglu", run_unwatched(plain[0]))
