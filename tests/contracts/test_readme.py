@@ -1,8 +1,18 @@
 """Instructions in the documents are valid: every command parses, every setting exists, every link
 has a target.
+
+Parsed: all commands of all documents, by the parser of the program that each command starts
+(tests/support/documented_commands.py). A parsed command starts nothing.
+
+Executed, of the README: the commands in `EXECUTED`, which take seconds. tests/e2e/test_readme_code.py
+runs the files that the README prints, with their commands.
+
+Only parsed, of the README: what installs, downloads, needs a GPU or takes minutes. `.ci/run` executes
+launch/quickstart.sh and tests/run.sh, and tests/e2e/test_train.py runs the quickstart's recipes.
 """
 
 import re
+import shlex
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -11,11 +21,15 @@ import pytest
 from megatron_rl.cli.help import DOCTOR_USAGE, TRAIN_USAGE
 from megatron_rl.config import Settings
 from tests.conftest import ROOT
+from tests.support import fork_server
 from tests.support.documented_commands import InvalidCommand, check_command, entry_points, extract_commands, module_docs, split_words
 
 DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
     "sandbox/README.md",
     "benchmarks/gpu/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
@@ -49,12 +63,51 @@ def test_commands_are_found() -> None:
     assert not [name for name, count in least.items() if sum(document == name for document, _ in PRINTED) < count]
 
 
-def test_the_readme_fits_and_activates_the_environment_before_it_is_needed() -> None:
+WITHIN_100_COLUMNS = ["README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "SECURITY.md", "docs/source_tree.md"]
+
+
+def find_long_lines(text: str) -> list[str]:
+    return [f"{row}: {len(line)} columns" for row, line in enumerate(text.splitlines(), start=1) if len(line) > 100]
+
+
+@pytest.mark.parametrize("name", WITHIN_100_COLUMNS)
+def test_lines_have_at_most_100_columns(name: str) -> None:
+    assert not find_long_lines(text_of(name))
+
+
+def test_a_long_line_is_noticed() -> None:
+    assert find_long_lines("short\n" + 100 * "x" + "\n" + 101 * "x") == ["3: 101 columns"]
+
+
+def test_the_readme_activates_the_environment_before_it_is_needed() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 95
     needing = [line for line in extract_commands(text) if split_words(line)[0] in ("torchrun", "python", *entry_points())]
     printed = [line.strip() for line in text.splitlines() if line.startswith("    ")]
     assert split_words(printed[printed.index(needing[0]) - 1])[:2] == ["source", ".venv/bin/activate"]
+
+
+EXECUTED = {
+    "python launch/train.py --help": ("", "experiment=alfworld_grpo_cpu"),
+    "python launch/train.py --help optim": ("", "optim.lr=1e-06"),
+    "python launch/doctor.py experiment=numberline_grpo_cpu": ("model.path={model} run.dir={folder}/run", "a run can start"),
+    "python launch/train.py experiment=codev_7b_h200x8 plan.only=true": ("", "fits: "),
+    "python benchmarks/gpu/first_hour.py --part 1 --out results": ("--out {folder} --only matches_no_step", "| step |"),
+}
+"""Maps each command of the README that is executed to the arguments added here and a part of its
+output. The doctor's model is replaced, because the quickstart trains the README's. first_hour.py
+reads its arguments and selects no step.
+"""
+
+
+@pytest.mark.parametrize("line", EXECUTED)
+def test_a_command_of_the_readme_runs(line: str, random_model: Path, tmp_path: Path) -> None:
+    """The command is printed in the README, exits with 0 and prints what is expected."""
+    added, expected = EXECUTED[line]
+    assert line in extract_commands(text_of("README.md"))
+    _, *words = shlex.split(f"{line} {added.format(model=random_model, folder=tmp_path)}")
+    result = fork_server.run_script(*words, cwd=ROOT, timeout_s=120)
+    assert result.returncode == 0, result.stdout
+    assert expected in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -144,5 +197,13 @@ def test_a_setting_that_moved_is_noticed() -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_link_leads_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text_of(name))
+    text = text_of(name)
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r"^\[\w+\]: (\S+)$", text, re.MULTILINE)
     assert not [link for link in links if not link.startswith("http") and not ((ROOT / name).parent / Path(link)).exists()]
+
+
+def test_a_named_link_is_defined() -> None:
+    """Every `[text][name]` of the README has a line `[name]: target`, and every such line is used."""
+    text = text_of("README.md")
+    used, defined = set(re.findall(r"\]\[(\w+)\]", text)), re.findall(r"^\[(\w+)\]: ", text, re.MULTILINE)
+    assert used == {*defined} and len(defined) == len(used)

@@ -127,16 +127,20 @@ def check_command(line: str, config: pytest.Config) -> None:
 
 
 @cache
-def doc_examples() -> dict[str, str]:
-    """Return the sources of the files in docs/extend.md by name."""
-    text = (ROOT / "docs" / "extend.md").read_text()
+def doc_examples(document: str = "docs/extend.md") -> dict[str, str]:
+    """Return the sources of the files in a document by name.
+
+    Such a file is a Python code block whose first line is a comment with the name.
+    """
+    text = (ROOT / document).read_text()
     return dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 
 
 def check_script(script: str, arguments: list[str]) -> None:
-    if script in doc_examples():
+    examples = doc_examples() | doc_examples("README.md")
+    if script in examples:
         with patch("megatron_rl.cli.cli", lambda **own: register_tasks(own.get("tasks", {}))), patch.dict(FAMILIES):
-            exec(doc_examples()[script], {"__name__": "__main__"})
+            exec(examples[script], {"__name__": "__main__"})
         check_settings(arguments)
         return
     if not (ROOT / script).is_file():
