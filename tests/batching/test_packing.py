@@ -55,6 +55,7 @@ def test_pack_shifts_once_and_pads_nothing_between_sequences() -> None:
     assert batch.token_T.tolist() == [5, 6, 7, 8, 1, 4]
     assert batch.target_T.tolist() == [6, 7, 8, 0, 4, 0]
     assert batch.mask_T.tolist() == [False, True, True, False, True, False]
+    assert batch.row_R.tolist() == [1, 2, 4]
     assert batch.weight_T.tolist() == [0, 0.5, 0.5, 0, 1.0, 0]
     assert batch.advantage_T.tolist() == [0, 2.0, 2.0, 0, -1.0, 0]
     assert batch.rollout_logprob_T.tolist() == [0, -0.5, -0.5, 0, -0.5, 0]

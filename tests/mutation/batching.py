@@ -73,4 +73,18 @@ MUTANTS = (
         "        key = id(batch)\n",
         "tests/batching/test_token_stats.py",
     ),
+    Mutant(
+        "the last micro-batch may be tiny",
+        "megatron_rl/batching/minibatches.py",
+        "    return _fill_by_cost(loads, limit)\n",
+        "    return _fill_by_cost(loads, max_tokens)\n",
+        "tests/batching/test_packing.py -k similar_sizes",
+    ),
+    Mutant(
+        "the rows of sampled targets are the other rows",
+        "megatron_rl/batching/packing.py",
+        "for row, sampled in enumerate(mask) if sampled]",
+        "for row, sampled in enumerate(mask) if not sampled]",
+        "tests/batching/test_packing.py -k shifts_once",
+    ),
 )
