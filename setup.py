@@ -61,6 +61,7 @@ setup(
         # Its own bound on Pillow is below what it was seen to run with; the locks, which are installed without dependencies, have it.
         "onnx": ["onnxruntime>=1.20"],  # encoders that are ONNX files (tools/data/make_lewis.py)
         "trackio": ["trackio>=0.43,<0.44"],
+        "docs": ["mkdocs-material>=9.8,<10"],
         "test": ["datasets>=5,<6", "hypothesis>=6", "peft>=0.21", "pytest>=9", "pytest-timeout>=2.4", "pytest-xdist>=3.8"],
     },
     entry_points={

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Style and types, in a minute: ruff's checks and format, basedpyright, shellcheck, no merge half done. Expects launch/install.sh to have run.
+# Style and types, in a minute: ruff's checks and format, basedpyright, shellcheck, the documentation site, no merge half done. Expects launch/install.sh to have run.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -8,4 +8,7 @@ ruff check --quiet .
 ruff format --check --quiet .
 basedpyright --level error
 shellcheck launch/*.sh launch/slurm/*.sh launch/slurm/*.sbatch tests/*.sh .ci/run
+site=$(mktemp -d)
+NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet --site-dir "$site"
+rm -rf "$site"
 if git grep -nE '^(<<<<<<<|>>>>>>>) '; then exit 1; fi

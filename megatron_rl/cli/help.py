@@ -4,13 +4,10 @@
 fixed text; keys, values and descriptions are taken from the settings dataclasses.
 """
 
-import ast
-import inspect
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass
-from itertools import pairwise
+from dataclasses import is_dataclass
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -18,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_rl.cli.config_errors import reject_unknown_keys
+from megatron_rl.config.field_docs import read_field_docs
 
 CONFIG_MODULE = "megatron_rl.configs"
 TRAIN_USAGE = """Reinforcement learning of vision-language agents: Megatron-Core policy, vLLM rollouts, no Ray.
@@ -89,23 +87,6 @@ def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str
             yield from iterate_settings(value, f"{prefix}{name}.")
         else:
             yield prefix + name, format_value(value), docs[name]
-
-
-def read_field_docs(schema: type) -> dict[str, str]:
-    """Return the docstrings of a dataclass's fields, each joined to one line, keyed by field name.
-
-    A field that holds a settings dataclass and has no docstring gets the docstring of the
-    dataclass.
-    """
-    sources = [inspect.getsource(each) for each in reversed(schema.__mro__) if is_dataclass(each)]
-    classes = [ast.parse(textwrap.dedent(source)).body[0] for source in sources]
-    body = [node for each in classes if isinstance(each, ast.ClassDef) for node in [*each.body, ast.Pass()]]
-    docs = {field.name: str(field.type.__doc__) if is_dataclass(field.type) else "" for field in fields(schema)}
-    for node, below in pairwise(body):
-        match node, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
-                docs[name] = str(text)
-    return {name: " ".join(doc.split()) for name, doc in docs.items()}
 
 
 def format_value(value: Any) -> str:
