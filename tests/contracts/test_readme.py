@@ -32,9 +32,12 @@ DOCUMENTS = [
     "SECURITY.md",
     "sandbox/README.md",
     "benchmarks/gpu/README.md",
+    "examples/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")),
 ]
-SCRIPTS = sorted(str(path.relative_to(ROOT)) for room in ("benchmarks", "launch", "tools") for path in (ROOT / room).rglob("*.py"))
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT)) for room in ("benchmarks", "examples", "launch", "tools") for path in (ROOT / room).rglob("*.py")
+)
 
 HELP = {"launch/train.py --help": TRAIN_USAGE, "launch/doctor.py --help": DOCTOR_USAGE}
 
@@ -59,6 +62,7 @@ def test_a_command_parses(name: str, line: str, pytestconfig: pytest.Config) -> 
 
 def test_commands_are_found() -> None:
     least = {"README.md": 5, "docs/cluster.md": 12, "docs/agents.md": 10, "docs/converters.md": 4, "sandbox/README.md": 4}
+    least["examples/README.md"] = 9
     least |= dict.fromkeys(HELP, 3)
     assert not [name for name, count in least.items() if sum(document == name for document, _ in PRINTED) < count]
 
@@ -119,6 +123,10 @@ def test_a_command_of_the_readme_runs(line: str, random_model: Path, tmp_path: P
         ("torchrun --nproc_per_knot 2 launch/train.py experiment=numberline_grpo_cpu", "nproc_per_knot|required"),
         ("python launch/train.py run.dir=there", "model.path="),
         ("python launch/train.py experiment=numberline_grpo_cpu --cgf job", "cgf"),
+        ("python examples/own_reward.py run.stpes=3", "run.stpes"),
+        ("python examples/lora_and_export.py lora.rnak=3", "lora.rnak"),
+        ("python examples/evaluate_and_compare.py --sample_count 3", "sample_count"),
+        ("python examples/inspect_rollouts.py runs/a runs/b", "takes one folder"),
         ("launch/train.py experiment=numberline_grpo_cpu", "launch/train.py: cannot be started as printed"),
         ("python launch/trian.py experiment=numberline_grpo_cpu", "no such file"),
         ("python tools/convert/compare.py one_folder", "compare: the following arguments are required"),

@@ -15,11 +15,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from functools import cache
 from importlib import import_module
 from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -145,7 +146,9 @@ def check_script(script: str, arguments: list[str]) -> None:
         return
     if not (ROOT / script).is_file():
         raise InvalidCommand(f"{script}: no such file")
-    if script == "launch/submit.py":
+    if script.startswith("examples/") and "add_argument" not in (ROOT / script).read_text():
+        check_example(script, arguments)
+    elif script == "launch/submit.py":
         check_settings([word for word in takewhile(lambda word: word != "--", arguments) if word != "--dry-run"])
     elif script in HYDRA:
         given = parse_or_raise(lambda: get_args_parser().parse_intermixed_args(arguments))
@@ -153,6 +156,33 @@ def check_script(script: str, arguments: list[str]) -> None:
             check_settings(given.overrides)
     else:
         check_argparse(script, lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), arguments)
+
+
+def check_example(script: str, arguments: list[str]) -> None:
+    """Start a file of examples/ as if its model existed, and check the settings that it would use.
+
+    An example that is not a run takes at most one argument, a folder.
+    """
+    started: list[tuple[list[str], dict[str, type]]] = []
+
+    def begin(**own: Any) -> None:
+        started.append((sys.argv[1:], own.get("tasks", {})))
+
+    if not re.search(r"^    cli\(", (ROOT / script).read_text(), re.MULTILINE):
+        if arguments[1:] or "=" in "".join(arguments):
+            raise InvalidCommand(f"{script} takes one folder: {arguments}")
+        return
+    with (
+        patch("megatron_rl.cli.cli", begin),
+        patch.object(Path, "exists", lambda path: path.name != "adapter"),
+        patch.object(sys, "argv", [script, *arguments]),
+        TemporaryDirectory() as folder,
+        chdir(folder),
+    ):
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    for overrides, tasks in started:
+        register_tasks(tasks)
+        check_settings(overrides)
 
 
 def check_settings(overrides: list[str]) -> None:
