@@ -22,8 +22,9 @@ from megatron_rl.models.name_mapping import padded_vocab
 from megatron_rl.policy.fused import WIDTH_MULTIPLE
 
 VALUES_PER_LOGIT = 2
-"""Values per logit at the peak of the backward pass (logprobs.py): the logit and its gradient, in the
-model's dtype.
+"""Values per logit at the peak of the backward pass (logprobs.py).
+
+They are the logit and its gradient, in the model's dtype.
 """
 
 
@@ -107,9 +108,9 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     Each norm saves its input, its output and an fp32 statistic. Attention saves the fused
     projection (A + 2 K values), the rotated queries (A values), the rotated keys (K values), the
     result (A values) and the softmax statistics. All layers share the sines and cosines. The MLP
-    saves the fused projection (2 F values) and the output of the activation function (F values). Flash
-    attention does not store attention scores, so selective recomputation would only avoid saving
-    the softmax statistics. Query and key norms save the same tensors as other norms, with A and K
+    saves the fused projection (2 F values) and the output of the activation function (F values).
+    Flash attention does not store attention scores, so selective recomputation would only avoid
+    saving the softmax statistics. Query and key norms save the same tensors as other norms, with A and K
     values and one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim

@@ -16,9 +16,11 @@ from torch import nn
 from torch.nn.functional import linear, pad, rms_norm, silu
 
 WIDTH_MULTIPLE = 64
-"""Multiple to which the width of a fused MLP is padded. Without padding, cuBLAS multiplies the 3,420
-columns of Qwen2.5-VL's vision tower three times slower than 3,456 columns on an H100, because a row
-of 3,420 bfloat16 values is not a multiple of 16 bytes (benchmarks/results/h100_2026-11-27.md).
+"""Multiple to which the width of a fused MLP is padded.
+
+The MLPs of Qwen2.5-VL's vision tower have 3,420 columns. A row of 3,420 bfloat16 values is not a
+multiple of 16 bytes, so cuBLAS uses slow kernels: on an H100, the products take three times as long
+as with 3,456 columns (benchmarks/results/h100_2026-11-27.md).
 """
 
 

@@ -260,7 +260,7 @@ class ModelChunk(MegatronModule):
         return split_embeddings(embedded, self.spec.hidden_size, is_trained=is_trained)
 
     def _packed(self, batch: MicroBatch, angle_TD: torch.Tensor, stacked: DeepStack | None) -> SharedPromptParams:
-        """Return the segment boundaries and rotary angles of the micro-batch for the attention layers.
+        """Return the micro-batch's segment boundaries and rotary angles for the attention layers.
 
         PackedCoreAttention reads `segments` and `cos_sin`. Transformer Engine's attention and
         Megatron's rotary embedding read the offsets on the device.

@@ -92,7 +92,7 @@ class PackedVisionAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the output [P, H] of attention within each image or window.
 
-        `encode_patches` passes a `Segments` object instead of offsets as `cu_seqlens`, and the tower
+        `encode_patches` passes a `Segments` object instead of offsets as `cu_seqlens`. The tower
         forwards the object unchanged.
         """
         q_PND, k_PND, v_PND = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
