@@ -110,8 +110,8 @@ def decoder_layer_bytes(model: ModelSpec, parallel: ParallelSettings, *, itemsiz
     result (A values) and the softmax statistics. All layers share the sines and cosines. The MLP
     saves the fused projection (2 F values) and the output of the activation function (F values).
     Flash attention does not store attention scores, so selective recomputation would only avoid
-    saving the softmax statistics. Query and key norms save the same tensors as other norms, with A and K
-    values and one statistic per head.
+    saving the softmax statistics. Query and key norms save the same tensors as other norms, with A
+    and K values and one statistic per head.
     """
     tp, dim = parallel.tp, model.head_dim
     query, key, inner = model.num_heads * dim / tp, model.num_kv_heads * dim / tp, model.ffn_size / tp

@@ -105,8 +105,8 @@ class ModelFamily:
     tower has other norms.
     """
     tower_mlp_class: type[nn.Module] | None
-    """transformers' class of the tower's gated MLP, with the linear layers `gate_proj`, `up_proj` and
-    `down_proj`; None if the tower has other MLPs.
+    """transformers' class of the tower's gated MLP, with the linear layers `gate_proj`, `up_proj`
+    and `down_proj`; None if the tower has other MLPs.
     """
     has_head_dim: bool
     """True if attention heads of the language model have the size config.head_dim. If False, the

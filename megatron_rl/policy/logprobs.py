@@ -122,7 +122,8 @@ def _row_sums(
 ) -> torch.Tensor:
     """Return sum(exp(x)), sum(x exp(x)) and x[place] of each row as [3, R].
 
-    x is the scaled logits minus the peak. x[place] is 0 if `place`, an index into this rank's part of the vocabulary, lies outside of it.
+    x is the scaled logits minus the peak. x[place] is 0 if `place`, an index into this rank's part
+    of the vocabulary, lies outside of it.
     """
     shifted_RV = _scaled_logits(logits_RV, banned_V, temperature) - peak_R[:, None]
     weight_RV = shifted_RV.exp()
