@@ -46,7 +46,7 @@ def test_every_released_size_is_read(size: str, style: str, tmp_path: Path) -> N
     assert (spec.vocab_size, spec.vision_start_id, spec.vision_end_id) == (151936 if size == "3B" else 152064, 151652, 151653)
     assert spec.vision == VisionSpec(
         num_blocks=32, hidden_size=1280, ffn_size=3420 if size in ("3B", "7B") else 3456, num_heads=16, out_hidden_size=spec.hidden_size,
-        in_channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, window_size=112, mlp_saved_factor=4,
+        in_channels=3, patch_size=14, temporal_patch_size=2, spatial_merge_size=2, window_size=112, mlp_saved_factor=3,
     )  # fmt: skip
     assert (spec.vision.head_dim, spec.vision.patch_dim, spec.vision.patches_per_token) == (80, 1176, 4)
     shapes = spec.shapes()

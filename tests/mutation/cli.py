@@ -26,7 +26,7 @@ MUTANTS = (
     ),
     Mutant(
         "help forgets what a key means",
-        "megatron_rl/cli/help.py",
+        "megatron_rl/config/field_docs.py",
         "                docs[name] = str(text)",
         "                pass",
         "tests/contracts/test_field_docs.py",
