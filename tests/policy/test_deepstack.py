@@ -44,7 +44,7 @@ def test_a_frozen_tower_leaves_no_gradients(lora: int, frozen: list[str], is_kep
         chunk = build(MADE["qwen3_vl"](4), torch.float32, lora=lora, frozen=frozen)
         seen: list[DeepStack] = []
         packed = chunk.module._packed
-        monkeypatch.setattr(chunk.module, "_packed", lambda batch, stacked: seen.append(stacked) or packed(batch, stacked))
+        monkeypatch.setattr(chunk.module, "_packed", lambda batch, angles, stacked: seen.append(stacked) or packed(batch, angles, stacked))
         with megatron_on_cpu():
             chunk(batch_of(32, num_patches=64), torch.arange(8)).sum().backward()
         assert len(seen[0].added) == 2 and [gradient is not None for gradient in seen[0].gradients] == [is_kept] * 2
