@@ -78,7 +78,7 @@ def words(plain: list[int], num: int, generator: torch.Generator) -> list[int]:
 def count_parameters(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
     """Return the number of parameters that are factors of matrix products, for each model part.
 
-    The embedding is a lookup and counts only as the output layer, whose size it has.
+    The embedding is a lookup; its size is counted once, as that of the output layer.
     """
     sizes = {"decoder": 0, "output": 0, "vision": 0}
     for name, tensor in weights:
@@ -133,9 +133,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--updates", type=int, default=5, help="number of timed updates, after one warm-up update")
     parser.add_argument("--profile", action="store_true", help="profile one more update with torch.profiler")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="with --profile: write a Chrome trace of the update, such as trace.json.gz"
-    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="with --profile: write a Chrome trace (.json.gz)")
     given = parser.parse_args()
 
     world, model = read_world(), read_spec(given.model, key="--model")

@@ -103,7 +103,7 @@ def make_models(folders: Folders) -> list[Step]:
 
 
 def mfu(folders: Folders, size: str, *how: str, profiles: bool = False) -> Step:
-    """Return a step that measures MFU and, if `profiles` is set, writes a trace of one update to `out`."""
+    """Return a step that measures MFU; with `profiles`, it writes a trace of one update."""
     work = TINY_MFU if folders.tiny else ("--dtype", "bfloat16", "--sequences", "16", "--updates", "3")
     trace = ("--profile", "--trace", str(folders.out / f"trace_{size}.json.gz")) if profiles else ()
     words = (*RUN, "benchmarks/mfu.py", "--model", str(folders.model(size)), *work, *how, *trace)

@@ -96,7 +96,10 @@ def compute_activation_memory(
         # Image features added by layers (DeepStack), and their gradients if the tower is trained.
         kept += num_tokens * hidden * (1 + (2 if trains_vision(lora, frozen) else 1) * model.vision.num_deepstack_layers) + vision_kept
     if stage == parallel.pp - 1:
-        logits = parallel.log_probs_chunk_size * padded_vocab(model.vocab_size, parallel.tp) // parallel.tp * VALUES_PER_LOGIT * itemsize
+        vocab = padded_vocab(model.vocab_size, parallel.tp) // parallel.tp
+        logits = parallel.log_probs_chunk_size * vocab * VALUES_PER_LOGIT * itemsize
+        if not lora.rank and "language" not in frozen:
+            logits += vocab * model.hidden_size * itemsize  # the output layer's gradient, before it is added to the gradient buffer
         kept += num_tokens * (2 * hidden + 2 * model.hidden_size * itemsize)
         working = max(working, logits)
     return ActivationMemory(saved_bytes=int(kept), num_in_flight=_num_in_flight(stage, parallel), transient_bytes=int(working))

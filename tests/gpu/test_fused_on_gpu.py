@@ -1,28 +1,16 @@
 """This project's fused functions on a GPU against the same functions in plain torch on a CPU."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import nn
 
-from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.memory_plan.activations import VALUES_PER_LOGIT
 from megatron_rl.policy.fused import gated_mlp, rotate
 from megatron_rl.policy.logprobs import TokenDistribution, vocab_parallel_logprobs
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 151_936
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    connect(read_world(), timeout_s=120)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def assert_near(ours: list[torch.Tensor], truth: list[torch.Tensor], *, bound: float) -> None:

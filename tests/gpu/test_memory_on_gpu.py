@@ -1,17 +1,13 @@
 """Planned bytes against the allocator's count while a real policy takes a step on the GPU."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from PIL import Image as Pillow
 
 from megatron_rl.batching.minibatches import PackItem
 from megatron_rl.config import LoraSettings, ModelSettings, OptimSettings, ParallelSettings
-from megatron_rl.distributed.world import connect, read_world
 from megatron_rl.memory_plan.activations import compute_activation_memory
 from megatron_rl.memory_plan.rank_shares import measure_footprint
 from megatron_rl.models.hf_config import read_spec
@@ -25,14 +21,6 @@ pytestmark = pytest.mark.gpu
 NUM_SAMPLED = 2048
 NUM_IMAGES, SIDE = 28, 64
 """Number of images and patches per side of an image. A token has four patches."""
-
-
-@pytest.fixture
-def world() -> Iterator[None]:
-    connect(read_world(), timeout_s=120)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def make_sequence(model: ModelSpec) -> TokenSequence:
