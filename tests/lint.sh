@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Style and types, in a minute: ruff's checks and format, basedpyright, shellcheck, the documentation site, no merge half done. Expects launch/install.sh to have run.
+# Style, types and the documentation site, in a minute: ruff, basedpyright, shellcheck, mkdocs, and no
+# unresolved merge conflict. Run launch/install.sh first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -211,7 +211,7 @@ def test_a_link_leads_somewhere(name: str) -> None:
 
 
 def test_a_named_link_is_defined() -> None:
-    """Every `[text][name]` of the README has a line `[name]: target`, and every such line is used."""
+    """Every `[text][name]` of the README has a line `[name]: target`, and each line is used."""
     text = text_of("README.md")
     used, defined = set(re.findall(r"\]\[(\w+)\]", text)), re.findall(r"^\[(\w+)\]: ", text, re.MULTILINE)
     assert used == {*defined} and len(defined) == len(used)

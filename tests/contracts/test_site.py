@@ -69,7 +69,7 @@ def pages(site: Path) -> dict[str, PageParser]:
 
 
 def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[str, PageParser]) -> None:
-    """No page and no style sheet of the site loads a script, style, font or image from elsewhere."""
+    """No page or style sheet of the site loads a script, style, font or image from elsewhere."""
     assert len(pages) >= 35 and all(page.loaded for page in pages.values())
     assert {name: [url for url in page.loaded if is_elsewhere(url)] for name, page in pages.items()} == {name: [] for name in pages}
     styles = [path.read_text() for path in site.rglob("*.css")]

@@ -94,7 +94,7 @@ def test_the_memory_table_is_that_of_the_plan() -> None:
 
 @pytest.mark.parametrize("name", ["vqa_3b_1gpu"])
 def test_the_changes_of_a_recipe_are_those_of_the_plan(name: str) -> None:
-    """The row of this recipe is up to date. `python -m tools.docs.recipes --check` checks all rows."""
+    """The row of this recipe is up to date; `tools/docs/recipes.py --check` checks all rows."""
     row = recipes.render_changes([recipes.plan(name)]).splitlines()[-1]
     assert row in recipes.DOCUMENT.read_text() and "GB" in row
 
