@@ -1,5 +1,5 @@
-"""The recipe table of the README has one row for each file in configs/experiment, and its columns
-equal the settings and the memory plan.
+"""The recipes of the README are a selection of configs/experiment, and their columns equal the
+settings and the memory plan. The tables of docs/recipes.md have all of them.
 """
 
 import re
@@ -16,7 +16,9 @@ from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 
 README = (ROOT / "README.md").read_text()
-RESULTS = dict(re.findall(r"^\[(\w+)\]: (benchmarks/results/\S+)$", README, re.MULTILINE))
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+RESULTS = dict(re.findall(r"^\[(\w+)\]: (?:\.\./)?(benchmarks/results/\S+)$", README + PAGE, re.MULTILINE))
+"""Result file of each link."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,33 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
 
 
-def test_every_experiment_has_a_row() -> None:
-    assert sorted(rows_of(README)) == EXPERIMENTS
+IN_README = rows_of(README)
+ON_PAGE = rows_of(PAGE[PAGE.index("## Recipes for CPUs") :])
+"""Cells of the recipes for CPUs. Those for GPUs are tested with the site (test_site_pages.py)."""
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_recipe_for_a_cpu_has_a_row() -> None:
+    assert sorted(ON_PAGE) == [name for name in EXPERIMENTS if name.endswith("_cpu")]
+    assert len(IN_README) >= 12
+
+
+@pytest.mark.parametrize("name", IN_README)
 def test_a_row_states_what_the_recipe_is(name: str) -> None:
-    assert rows_of(README)[name][:-1] == list(astuple(facts_of(name)))
+    assert IN_README[name][:-1] == list(astuple(facts_of(name)))
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", ON_PAGE)
+def test_a_row_of_the_page_states_what_the_recipe_needs(name: str) -> None:
+    assert ON_PAGE[name][0] == needs_of(settings_of(f"experiment={name}"))
+    assert name not in IN_README or ON_PAGE[name][-1] == IN_README[name][-1]
+
+
+@pytest.mark.parametrize("name", sorted(IN_README | ON_PAGE))
 def test_the_status_of_a_recipe_has_a_source(name: str) -> None:
     """GPU recipes have not been run. The numbers of CPU recipes occur in the result file that the
     row links to.
     """
-    status = rows_of(README)[name][-1]
+    status = (IN_README | ON_PAGE)[name][-1]
     if not name.endswith("_cpu") or name == "alfworld_grpo_cpu":
         assert status in ("not run", "run, not measured")
         return
