@@ -6,6 +6,7 @@ change a module before this import.
 """
 
 import atexit
+import gc
 import importlib
 import os
 import sys
@@ -19,15 +20,28 @@ with warnings.catch_warnings():
 
     _prepare_environment(cuda=False)
     for name in (
-        "gymnasium", "hydra", "matplotlib.figure", "megatron.core.distributed", "megatron.core.models.gpt", "megatron.core.optimizer",
-        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "tensorboard.summary.writer", "torchvision.transforms.v2",
+        "compressed_tensors", "gymnasium", "httpx", "hydra._internal.core_plugins.basic_launcher", "matplotlib.figure",
+        "megatron.core.dist_checkpointing.strategies.fully_parallel", "megatron.core.dist_checkpointing.strategies.torch",
+        "megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "rich.progress", "tensorboard.summary.writer",
+        "torch.profiler", "torchvision.transforms.v2",
         "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
-        "vllm.entrypoints.llm", "vllm.model_executor.models.qwen2_5_vl", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker",
+        "vllm.distributed.device_communicators.cpu_communicator", "vllm.distributed.elastic_ep.elastic_execute",
+        "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.llm", "vllm.lora.resolver",
+        "vllm.model_executor.layers.quantization.online.base", "vllm.model_executor.models.qwen2_5_vl",
+        "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
+        "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler", "vllm.v1.engine.llm_engine",
+        "vllm.v1.pool.flash_maxsim", "vllm.v1.worker.cpu_worker",
     ):  # fmt: skip
         importlib.import_module(name)
+    from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
+
+    VIDEO_PROCESSOR_MAPPING.values()  # AutoProcessor imports all of them
     from wandb.sdk.data_types._private import MEDIA_TMP
 for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_rl"]:
     del sys.modules[name]
+gc.collect()
+gc.freeze()  # a collection in a child, of which vLLM makes several, skips the imported packages
 
 
 def _detach_media_folder() -> None:
