@@ -35,13 +35,23 @@ with warnings.catch_warnings():
     ):  # fmt: skip
         importlib.import_module(name)
     from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
+    from vllm.platforms import current_platform
 
     VIDEO_PROCESSOR_MAPPING.values()  # AutoProcessor imports all of them
+    current_platform.register_triton_kernel_overrides()
     from wandb.sdk.data_types._private import MEDIA_TMP
 for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_rl"]:
     del sys.modules[name]
 gc.collect()
-gc.freeze()  # a collection in a child, of which vLLM makes several, skips the imported packages
+gc.freeze()
+
+
+def _skip() -> None:
+    """Do nothing, in place of what this module has done once for all children."""
+
+
+gc.unfreeze = _skip  # a collection in a child, of which vLLM makes several, never visits the imported packages
+type(current_platform).register_triton_kernel_overrides = staticmethod(_skip)  # visits every name of every module
 
 
 def _detach_media_folder() -> None:
