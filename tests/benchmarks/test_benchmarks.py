@@ -1,5 +1,5 @@
 """Every benchmark runs at its smallest sizes, which measure nothing, through the program that a
-user starts.
+user starts. Benchmarks that start training runs, several engines or a sandbox are long.
 """
 
 import asyncio
@@ -90,6 +90,7 @@ def test_logprob_memory() -> None:
     assert [float(cell) for cell in one[3:]] == pytest.approx([float(cell) for cell in other[3:]], rel=1e-4)
 
 
+@pytest.mark.long
 def test_card_games(tmp_path: Path) -> None:
     """Two cells of one game share a warm start. Cells with results are not run again, and cells
     without results are listed as not run.
@@ -106,6 +107,7 @@ def test_card_games(tmp_path: Path) -> None:
     assert time.monotonic() - began < 5, "read, not run"
 
 
+@pytest.mark.long
 def test_env_steps(random_model: Path) -> None:
     theirs, ours, ratio = rows(
         said_by("env_steps", "--model", random_model, "--seconds", 0.5, "--steps", 2, "--max-tokens", 4, "--games", 8, "--cores", 2)
@@ -144,6 +146,7 @@ def test_what_mfu_counts(random_model: Path) -> None:
     assert mfu.count_parameters((name, torch.ones(size)) for name, size in named.items()) == {"decoder": 3, "output": 2, "vision": 4}
 
 
+@pytest.mark.long
 def test_host_memory() -> None:
     """More episodes need at least as much memory for images."""
     few, many, difference = rows(said_by("host_memory", "--side", 56, "--episodes", 2, 3, "--ranks", 1))
@@ -170,6 +173,7 @@ def test_weight_sync(torchrun, random_model: Path) -> None:  # noqa: ANN001
     assert re.search(r"^1 process +\d+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+", said, re.MULTILINE), said
 
 
+@pytest.mark.long
 def test_sandbox_calls() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -182,6 +186,7 @@ def test_sandbox_calls() -> None:
     )
 
 
+@pytest.mark.long
 def test_alfworld_random(alfworld_games: Path) -> None:
     """The planner wins all games, and the random player takes more steps than the planner."""
     said = said_by("alfworld_random", "--games", alfworld_games, "--num", 6, "--timed", 1, "--at-once", 2)
@@ -236,6 +241,7 @@ def vs_trl() -> ModuleType:
     return benchmark("vs_trl")
 
 
+@pytest.mark.long
 def test_our_side_of_the_comparison(
     given: Namespace, vs_trl: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +382,7 @@ def test_staleness(random_model: Path, tmp_path: Path) -> None:
     assert (zero[0], zero[3], one[0]) == ("0", "0.00", "1") and float(one[3]) > 0 and min(float(zero[1]), float(one[1])) > 0
 
 
+@pytest.mark.long
 def test_many_episodes() -> None:
     """Two engines of the benchmark run all episodes of both groups to the end at once."""
     (row,) = rows(said_by("many_episodes", "--tiny", timeout_s=400))

@@ -14,13 +14,14 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
 from megatron_rl.io.jsonl import read_lines
-from tests.chaos.plan import LATER_MISHAPS, MISHAPS, plan
+from tests.chaos.plan import LATER_MISHAPS, MISHAPS, Plan, plan
 from tests.chaos.room import Room
 from tests.chaos.runs import prepare
 from tests.chaos.seed import play
@@ -59,6 +60,13 @@ def main() -> int:
         return 0
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     done = {line["seed"]: line for line in read_lines(asked.out)} if asked.out.exists() else {}
+    if left := {each.seed: each for each in plans if each.seed not in done}:
+        play_all(left.values(), done, asked)
+    return int(any(done[each.seed]["troubles"] for each in plans))
+
+
+def play_all(plans: Iterable[Plan], done: dict[int, dict], asked: argparse.Namespace) -> None:
+    """Play the plans one after the other; append each record to the file and to `done`."""
     room = Room()
     lacks = sorted({room.lacks, room.lacks_blocks} - {""})
     for line in lacks:
@@ -69,8 +77,6 @@ def main() -> int:
     with ExitStack() as stack, asked.out.open("a") as out:
         there: dict[str, Servers] = {}
         for each in plans:
-            if each.seed in done:
-                continue
             if each.run in STANDING and each.run not in there:  # it takes as long to start as a run
                 there[each.run] = stack.enter_context(standing(each.run, home))
             record = play(each, home=home, room=room, standing=there, limit_s=asked.limit_s)
@@ -79,7 +85,6 @@ def main() -> int:
             out.flush()
             how = "equal" if record.is_equal else f"given up in steps {record.given_up}" if record.given_up else "differs"
             print(f"seed {each.seed}, {each.run}, {len(record.lives)} lives, {record.seconds:.0f} s: {how}; {record.troubles}", flush=True)
-    return int(any(done[each.seed]["troubles"] for each in plans))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Three seeds of fault injection on the smallest run, and tests of the checks themselves: each
+"""A seed of fault injection on the smallest run, and tests of the checks themselves: each
 possible defect is planted and must be detected.
 
 The first three runs have been tested by hand with 40 seeds
@@ -23,14 +23,15 @@ from tests.chaos.verdict import differences, given_up, left_behind, trouble_of_e
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.timeout(900)
-SEEDS = ("0", "3", "9")
+SEED = 9
+"""Kills one rank, slows the same rank and stops the other one, all at once."""
 RUN = "number_line"
 PLANS = "bdd1a3ea38b14dc12a94f490eac2b67e3bf4f3856f88ecf66f7cdd41898dc306"
 """SHA-256 of the first 300 plans."""
 
 
 def chaos(home: Path) -> subprocess.CompletedProcess[str]:
-    words = ("--seeds", *SEEDS, "--runs", RUN, "--home", home, "--out", home / "chaos.jsonl")
+    words = ("--seeds", SEED, "--runs", RUN, "--home", home, "--out", home / "chaos.jsonl")
     command = [sys.executable, "-m", "tests.chaos", *map(str, words)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880, check=False)
 
@@ -43,19 +44,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_three_seeds(home: Path) -> None:
-    """At least one mishap happened in each seed, the run was restarted if it had ended, and it
-    finished equal to the undisturbed run.
-    """
-    lines = [json.loads(line) for line in (home / "chaos.jsonl").read_text().splitlines()]
-    assert [line["seed"] for line in lines] == list(map(int, SEEDS))
-    for line in lines:
-        assert line["happened"] and line["is_equal"] and not line["troubles"], line
-    assert any(len(line["lives"]) > 1 for line in lines), "nothing was started again"
+def test_a_seed(home: Path) -> None:
+    """A mishap happened, the run was started again, and it finished equal to the undisturbed run."""
+    line = json.loads((home / "chaos.jsonl").read_text())
+    assert line["seed"] == SEED and line["happened"] and line["is_equal"] and not line["troubles"], line
+    assert len(line["lives"]) > 1, "nothing was started again"
 
 
 def test_what_is_in_the_file_is_not_played_again(home: Path) -> None:
-    """A second call skips all seeds and leaves the output file unchanged."""
+    """A second call skips the seed and leaves the output file unchanged."""
     before = (home / "chaos.jsonl").read_bytes()
     assert chaos(home).returncode == 0 and (home / "chaos.jsonl").read_bytes() == before
 
