@@ -46,7 +46,7 @@ def make_model_card(settings: Settings, *, metrics: Mapping[str, float], num_ste
         f"{name}, trained for {num_steps} steps with megatron-rl (stage {settings.stage}, {method}, task {settings.task.name}).", "",
         "## Use", "",
         f"Images are resized to between {settings.model.min_pixels} and {settings.model.max_pixels} pixels, as in training;",
-        "the processor's files set these limits. Serve the model with vLLM:", "", "```bash", "vllm serve PATH_OF_THIS_FOLDER", "```", "",
+        "the processor's files set these limits. Serve the model with vLLM:", "", "```bash", "python -m vllm.entrypoints.openai.api_server --model PATH_OF_THIS_FOLDER", "```", "",
         "Or load it with transformers:", "", "```python", "from transformers import AutoModelForImageTextToText, AutoProcessor", "",
         'model = AutoModelForImageTextToText.from_pretrained("PATH_OF_THIS_FOLDER")',
         'processor = AutoProcessor.from_pretrained("PATH_OF_THIS_FOLDER")', "```", "",

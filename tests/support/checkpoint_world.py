@@ -80,14 +80,14 @@ class CheckpointWorld:
     @contextmanager
     def use_layout(self, layout: str) -> Iterator[None]:
         self.parallel = LAYOUTS[layout]
-        self.layout = build_layout(self.parallel, seed=0)
+        self.layout, self.made = build_layout(self.parallel, seed=0), []
         try:
             yield
         finally:
-            destroy_layout()
+            destroy_layout(*self.made)
 
     def policy(self, variant: Variant) -> Policy:
-        return Policy(
+        made = Policy(
             ModelSettings(path=str(self.model), **variant.model), self.layout,
             training=TrainingSettings(
                 parallel=self.parallel, optim=OptimSettings(lr=0.1, eps=1e-4, warmup_steps=5, weight_decay=0.01), num_steps=10,
@@ -95,6 +95,8 @@ class CheckpointWorld:
             ),
             special_tokens=self.renderer.special_tokens, critic=variant.critic,
         )  # fmt: skip
+        self.made.append(made)
+        return made
 
     def update(self, policy: Policy) -> dict[str, object]:
         """Run one update.

@@ -100,7 +100,7 @@ def run_layout(model: Path, out: Path, text: str) -> None:
     result["own_values_after"] = critic.values(whole)[0]
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
-    destroy_layout()
+    destroy_layout(policy, critic)
 
 
 def count_forward_passes(policy: Policy, whole: list[MicroBatch]) -> dict[str, object]:
@@ -162,7 +162,7 @@ def run_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
         result[name] = {"metrics": metrics, "logprobs": speaker.logprobs(whole)[0], "values": valuer.values(whole)[0]}
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"adapters {text}.pt")
-    destroy_layout()
+    destroy_layout(policy, critic, *others)
 
 
 def copy_parameters(learner: TrainableModel) -> dict[str, torch.Tensor]:

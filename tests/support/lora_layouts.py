@@ -100,15 +100,18 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     contexts = make_example_items(renderer)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
+    made: list[Policy] = []
+
     def make(lora: LoraSettings | None, parallel: ParallelSettings = parallel, seed: int = 5) -> Policy:
         layout = build_layout(parallel, seed=3)  # also seeds the generators
-        return Policy(
+        made.append(Policy(
             ModelSettings(path=str(model)), layout,
             training=TrainingSettings(
                 parallel=parallel, optim=OptimSettings(lr=1e-2), num_steps=3, lora=lora or LoraSettings(), seed=seed
             ),
             special_tokens=renderer.special_tokens, temperature=0.7, keep_reference=True,
-        )  # fmt: skip
+        ))  # fmt: skip
+        return made[-1]
 
     base = make(None)
     result: dict[str, object] = {"mask": whole.mask_T, "base_logprobs": base.logprobs([whole])[0]}
@@ -142,7 +145,7 @@ def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     result["dropped_copies"] = [entry for found in replicas for entry in found]
     if policy.layout.is_last_stage and policy.layout.tp_rank == 0 and policy.layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
-    destroy_layout()
+    destroy_layout(*made)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ A layout is written as 4,2,2,1,full,tied: tp, pp, vpp, sequence parallelism, rec
 or as 4,2,2,1,full,0.1,tied with the bucket size of exported weights in MiB.
 """
 
+import gc
 import hashlib
 import sys
 from dataclasses import asdict, dataclass
@@ -28,6 +29,7 @@ from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.padding import PADDED_KEYS
 from megatron_rl.policy.parallel import Layout, build_layout
 from megatron_rl.policy.policy import Policy
+from megatron_rl.policy.trainable_model import TrainableModel
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import LossInputs, LossMetrics, MicroBatch
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
@@ -185,7 +187,7 @@ def run_layout(models: Path, out: Path, text: str) -> None:
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
         result[f"gradients_{cut}"] = compute_gradients(policy, policy.pack(contexts, max_tokens=max_tokens))
     result["first_step"] = train_steps(policy, contexts, num_steps=1, initial=stored)
-    policy = make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-8)
+    first, policy = policy, make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-8)
     result["three_steps"] = train_steps(policy, contexts, num_steps=3, initial=stored)
     replicas, held = [None] * dist.get_world_size(), [None] * dist.get_world_size()
     dist.all_gather_object(replicas, digest_parameters(policy))
@@ -197,20 +199,23 @@ def run_layout(models: Path, out: Path, text: str) -> None:
     result["padding"] = [each for mine in found for each in mine]
     if layout.is_last_stage and layout.tp_rank == 0 and layout.dp_rank == 0:
         torch.save(result, out / f"{text}.pt")
-    destroy_layout()
+    destroy_layout(first, policy)
 
 
-def destroy_layout() -> None:
+def destroy_layout(*learners: TrainableModel) -> None:
     """Destroy the layout's process groups.
 
-    Megatron only drops its references, and a sequence of many layouts would accumulate thousands of
-    threads.
+    Megatron only drops its references, and the gradient hooks of a model that is not closed keep
+    its groups. A sequence of many layouts would accumulate thousands of threads.
     """
     dist.barrier()
+    for learner in learners:
+        learner.close()
     for group in parallel_state._global_process_group_list:
         if group is not None:
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    gc.collect()
 
 
 def main() -> None:
