@@ -1,5 +1,5 @@
-"""A seed of fault injection on the smallest run, and tests of the checks themselves: each
-possible defect is planted and must be detected.
+"""One seed of fault injection on the smallest run, and tests of the checks themselves: each possible
+defect is planted and must be detected.
 
 The first three runs have been tested by hand with 40 seeds
 (benchmarks/results/chaos_2026-11-23.md), and the later runs as well
@@ -45,7 +45,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_seed(home: Path) -> None:
-    """A mishap happened, the run was started again, and it finished equal to the undisturbed run."""
+    """A mishap happened, the run was restarted, and it finished equal to the undisturbed run."""
     line = json.loads((home / "chaos.jsonl").read_text())
     assert line["seed"] == SEED and line["happened"] and line["is_equal"] and not line["troubles"], line
     assert len(line["lives"]) > 1, "nothing was started again"

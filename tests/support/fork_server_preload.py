@@ -20,18 +20,22 @@ with warnings.catch_warnings():
 
     _prepare_environment(cuda=False)
     for name in (
-        "compressed_tensors", "gymnasium", "httpx", "hydra._internal.core_plugins.basic_launcher", "matplotlib.figure",
-        "megatron.core.dist_checkpointing.strategies.fully_parallel", "megatron.core.dist_checkpointing.strategies.torch",
-        "megatron.core.distributed", "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer",
-        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "rich.progress", "tensorboard.summary.writer",
-        "torch.profiler", "torchvision.transforms.v2",
-        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
-        "vllm.distributed.device_communicators.cpu_communicator", "vllm.distributed.elastic_ep.elastic_execute",
-        "vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.llm", "vllm.lora.resolver",
-        "vllm.model_executor.layers.quantization.online.base", "vllm.model_executor.models.qwen2_5_vl",
-        "vllm.plugins.lora_resolvers.filesystem_resolver", "vllm.plugins.lora_resolvers.hf_hub_resolver",
-        "vllm.v1.attention.backends.cpu_attn", "vllm.v1.core.sched.scheduler", "vllm.v1.engine.llm_engine",
-        "vllm.v1.pool.flash_maxsim", "vllm.v1.worker.cpu_worker",
+        "compressed_tensors", "gymnasium", "httpx", "hydra._internal.core_plugins.basic_launcher",
+        "matplotlib.figure", "megatron.core.dist_checkpointing.strategies.fully_parallel",
+        "megatron.core.dist_checkpointing.strategies.torch", "megatron.core.distributed",
+        "megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer",
+        "megatron.core.pipeline_parallel", "openai", "pyarrow.parquet", "rich.progress",
+        "tensorboard.summary.writer", "torch.profiler", "torchvision.transforms.v2",
+        "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+        "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "vllm.distributed.elastic_ep.elastic_execute", "vllm.entrypoints.launchers.cli_args",
+        "vllm.entrypoints.llm", "vllm.lora.resolver",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.model_executor.models.qwen2_5_vl", "vllm.plugins.lora_resolvers.filesystem_resolver",
+        "vllm.plugins.lora_resolvers.hf_hub_resolver", "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.core.sched.scheduler", "vllm.v1.engine.llm_engine", "vllm.v1.pool.flash_maxsim",
+        "vllm.v1.worker.cpu_worker",
     ):  # fmt: skip
         importlib.import_module(name)
     from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
@@ -50,8 +54,10 @@ def _skip() -> None:
     """Do nothing, in place of what this module has done once for all children."""
 
 
-gc.unfreeze = _skip  # a collection in a child, of which vLLM makes several, never visits the imported packages
-type(current_platform).register_triton_kernel_overrides = staticmethod(_skip)  # visits every name of every module
+# vLLM unfreezes and collects all objects when an engine closes, and its registration of kernels
+# scans every name of every module when an engine starts.
+gc.unfreeze = _skip
+type(current_platform).register_triton_kernel_overrides = staticmethod(_skip)
 
 
 def _detach_media_folder() -> None:
