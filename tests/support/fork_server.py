@@ -126,6 +126,7 @@ def _run_child(argv: list[str], folder: str, environment: dict[str, str], output
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    multiprocessing.set_start_method(None, force=True)  # the default instead of the server's method
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).parent))
     try:
