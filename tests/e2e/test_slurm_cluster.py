@@ -92,7 +92,8 @@ def test_the_cluster_ends_with_who_started_it(slurm: Cluster) -> None:
     )
     other = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     folder, *pids = other.stdout.readline().decode().split()
-    assert len(pids) >= 6 and all(Path(f"/proc/{pid}").exists() for pid in pids), "daemons, a shell and its sleep"
+    alive = [pid for pid in pids if Path(f"/proc/{pid}").exists()]  # a helper that Slurm ran at the start of the job may have ended
+    assert len(alive) >= 6, "daemons, a shell and its sleep"
     other.kill()
     other.wait()
     deadline = time.monotonic() + 10
