@@ -289,9 +289,9 @@ class TaskSettings:
     stop_on_tool_error: bool = False
     """End the episode when a tool call fails; false returns the error to the policy, which may
     correct the call."""
-    eval_samples: int = 8
-    """Number of samples per evaluation example at the training temperature, in addition to one
-    sample that is decoded greedily."""
+    eval_samples: int = 0
+    """Number of episodes per evaluation example that are sampled at the training temperature, in
+    addition to one greedily decoded episode."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
     judge: JudgeSettings = field(default_factory=JudgeSettings)
     listener: ListenerSettings = field(default_factory=ListenerSettings)
@@ -301,9 +301,9 @@ class TaskSettings:
     def __post_init__(self) -> None:
         require_choice("task.tool_format", self.tool_format, ("pyvision", "codev", "deepeyes", "functions"))
         require(not self.prompt or self.prompt.count("{question}") == 1, "task.prompt", self.prompt, "must contain {question} exactly once")
-        for key in ("max_turns", "max_new_tokens", "eval_samples"):
+        for key in ("max_turns", "max_new_tokens"):
             require(getattr(self, key) >= 1, f"task.{key}", getattr(self, key), "must be at least 1")
-        for key in ("eval_max_turns", "max_pixels", "max_seconds", "env_timeout_s"):
+        for key in ("eval_max_turns", "eval_samples", "max_pixels", "max_seconds", "env_timeout_s"):
             require(getattr(self, key) >= 0, f"task.{key}", getattr(self, key), "must not be negative")
 
     def require_no_words(self) -> None:

@@ -236,7 +236,8 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
     with record.step_timer("evaluate"):
         if rollout_manager:
             num = len(rollout_manager.task.examples("eval"))
-            record.log(f"final evaluation: {num} examples, {1 + settings.task.eval_samples} episodes each")
+            sampled = f", {settings.task.eval_samples} sampled" if settings.task.eval_samples else ""
+            record.log(f"final evaluation: {num} examples; episodes per example: 1 greedy{sampled}")
         evaluation, failure = final_evaluation(settings, rollout_manager) if rollout_manager else ({}, None)
     with record.step_timer("checkpoint"):
         if failure is None and record.first_step == record.num_steps:  # an earlier attempt completed all steps

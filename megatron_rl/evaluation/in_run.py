@@ -16,12 +16,15 @@ def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutM
 
     The metrics `eval/greedy_*` are computed from one greedily decoded episode per example. The
     metrics `eval/sampled_*` are computed from task.eval_samples episodes per example, sampled at
-    temperature algo.temperature. If the task defines probabilities for examples, each example is
+    temperature algo.temperature; there are none if it is 0. If the task defines probabilities for examples, each example is
     weighted by its probability. Every evaluation uses the same seeds.
     """
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
+    passes = [("greedy", 0.0, 1)]
+    if settings.task.eval_samples:
+        passes.append(("sampled", settings.algo.temperature, settings.task.eval_samples))
     metrics: dict[str, float] = {}
-    for kind, temperature, samples in (("greedy", 0.0, 1), ("sampled", settings.algo.temperature, settings.task.eval_samples)):
+    for kind, temperature, samples in passes:
         episode = replace(rollout_manager.episode_settings.at_step(-1), temperature=temperature, max_turns=max_turns)
         rollouts = rollout_manager.run_examples(examples, num_samples=samples, settings=episode)
         scores = compute_eval_scores(task, examples, rollouts, max_failed=settings.run.max_failed_fraction)

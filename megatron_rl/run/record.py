@@ -340,9 +340,8 @@ def step_of(checkpoint: Path) -> int:
 
 def describe_evaluation(metrics: Mapping[str, float]) -> str:
     """Return evaluation scores as text, such as `greedy 83.3%, sampled 74.3%`."""
-    if not metrics:
-        return "not evaluated"
-    return ", ".join(f"{kind} {metrics[f'{kind}_success']:.1%}" for kind in ("greedy", "sampled"))
+    rates = {kind: metrics.get(f"{kind}_success") for kind in ("greedy", "sampled")}
+    return ", ".join(f"{kind} {rate:.1%}" for kind, rate in rates.items() if rate is not None) or "not evaluated"
 
 
 def _evaluation(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -40,7 +40,7 @@ def words_of_pair(starts: Path, *, num_steps: int) -> tuple[str, ...]:
     data = [f"task.data.{split}=[{starts}/rounds/speaker:{folder}]" for split, folder in (("train", "train"), ("eval", "test"))]
     return (
         *data, f"task.data.images={starts}/pictures", "task.data.max_eval=2", f"run.steps={num_steps}", "checkpoint.every=1",
-        "batch.prompts_per_step=4", "batch.group_size=2", "task.eval_samples=1", "engine.kv_cache_mib=32", "engine.max_model_len=512",
+        "batch.prompts_per_step=4", "batch.group_size=2", "task.eval_samples=0", "engine.kv_cache_mib=32", "engine.max_model_len=512",
         "speaker:optim.lr=1e-3", "speaker:algo.entropy_coef=0.1", "speaker:task.options.accuracy=binary", "listener:optim.lr=0",
     )  # fmt: skip
 

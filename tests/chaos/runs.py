@@ -31,7 +31,7 @@ WAIT_S = 60
 is stopped forever costs a seed this much time.
 """
 COMMON = (
-    "algo.name=chaos", "algo.entropy_coef=0.1", "optim.lr=1e-3", "checkpoint.every=1", "engine.kv_cache_mib=16", "task.eval_samples=1",
+    "algo.name=chaos", "algo.entropy_coef=0.1", "optim.lr=1e-3", "checkpoint.every=1", "engine.kv_cache_mib=16", "task.eval_samples=0",
     f"parallel.timeout_s={WAIT_S}", f"parallel.straggler_timeout_s={WAIT_S}", "rollouts.keep_best=0", "rollouts.keep_worst=0",
 )  # fmt: skip
 """Settings of all runs. The entropy bonus changes the weights in every step, whatever the rewards

@@ -28,7 +28,7 @@ def folder(torchrun, alfworld_games: Path, tmp_path_factory: pytest.TempPathFact
     make_checkpoint(home / "nano", words=alfworld_games / "words.txt")
     games = [f"task.data.{split}=[{alfworld_games / split}]" for split in ("train", "eval")]
     sizes = (
-        "task.data.max_eval=3", "task.eval_samples=1", "task.max_turns=3", "task.max_new_tokens=8", "task.options.invalid=random",
+        "task.data.max_eval=3", "task.eval_samples=0", "task.max_turns=3", "task.max_new_tokens=8", "task.options.invalid=random",
         "engine.kv_cache_mib=16", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=1", "rollouts.keep_best=4",
     )  # fmt: skip
     own = ("experiment=alfworld_grpo_cpu", f"model.path={home / 'nano'}", f"run.dir={home / 'grpo'}")

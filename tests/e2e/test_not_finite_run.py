@@ -14,7 +14,7 @@ from tests.support import fork_server
 
 SMALL = (
     "task=number_line", "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1",
-    "task.max_new_tokens=16", "task.eval_samples=1", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.1",
+    "task.max_new_tokens=16", "task.eval_samples=0", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.1",
 )  # fmt: skip
 
 

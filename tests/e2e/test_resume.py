@@ -33,7 +33,7 @@ SMALL_DISK, HELD = SUPPORT / "full_disk_train.py", SUPPORT / "paused_episodes_tr
 STOPPED = 75
 CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Timing fields of a rollout, its turns and its verdicts, which are not compared."""
-SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
+SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=0")
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
     "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
@@ -209,7 +209,7 @@ def test_killed_twice(warm: Path, unbroken: Path, tmp_path: Path) -> None:
     evaluation = json.loads((run / "eval.json").read_text())
     assert read_state(run / "checkpoints" / "step_00000006").success == evaluation["greedy_success"]
 
-    assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}, sampled ")
+    assert end(begin(*third)).splitlines()[-1].startswith(f"{run} is finished: greedy {evaluation['greedy_success']:.1%}; ")
     remedy = "set run.overwrite=true to move this folder aside"
     told = f"error: run.dir={run}: contains a run with other settings: run.steps=5 (was 6); {remedy}"
     assert told in end(begin(*third, "run.steps=5"), code=1)
@@ -267,7 +267,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
     (tmp_path / "hold_eval").unlink()
     done = end(begin(*overrides, script=HELD)).splitlines()[-1]
     found = json.loads((run / "eval.json").read_text())
-    assert done == f"done: greedy {found['greedy_success']:.1%}, sampled {found['sampled_success']:.1%}; {run}/final"
+    assert done == f"done: greedy {found['greedy_success']:.1%}; {run}/final"
     check_equal(run, unbroken)
 
 

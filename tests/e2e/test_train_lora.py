@@ -31,7 +31,7 @@ def folder(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     import to the exit.
     """
     out = tmp_path_factory.mktemp("run") / "run"
-    own = (f"model.path={learning_model}", f"run.dir={out}", "task.eval_samples=1")
+    own = (f"model.path={learning_model}", f"run.dir={out}", "task.eval_samples=0")
     ended = start(2, ROOT / "launch" / "train.py", "task=number_line", *own, *SIZES, *GRPO, *STEPS, *LORA, timeout_s=240)
     assert ended.returncode == 0, ended.stdout[-6000:]
     return out

@@ -89,7 +89,7 @@ def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  #
     words = (
         "task=visual_python", f"task.data.train=[{home}/questions.jsonl]", f"task.data.eval=[{home}/questions.jsonl]",
         f"task.data.demonstrations=[{home}/demonstrations.jsonl]", "task.reward=pyvision", "task.max_turns=3",
-        "task.max_new_tokens=60", "task.sandbox.size=2", "task.eval_samples=1", "engine.kv_cache_mib=32", "engine.max_model_len=1024",
+        "task.max_new_tokens=60", "task.sandbox.size=2", "task.eval_samples=0", "engine.kv_cache_mib=32", "engine.max_model_len=1024",
         *(f"model.{name}={value}" for name, value in PIXELS.items()),
     )  # fmt: skip
     warm = ("stage=sft", "sft.splits=[transcripts]", "sft.steps=[40]", "sft.batch_size=4", "sft.num_demonstrations=8", "optim.lr=3e-3")

@@ -32,7 +32,7 @@ if __name__ == "__main__":
             algo=AlgoSettings(entropy_coef=0.1),
             optim=OptimSettings(lr=1e-2),
             batch=BatchSettings(prompts_per_step=2, group_size=4),
-            task=TaskSettings(name="ez_points", options=EZPointsOptions(), max_turns=2, max_new_tokens=8, eval_samples=1),
+            task=TaskSettings(name="ez_points", options=EZPointsOptions(), max_turns=2, max_new_tokens=8),
             run=RunSettings(dir=folder, steps=2),
         ),
         Plugins(),

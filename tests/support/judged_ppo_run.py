@@ -61,7 +61,7 @@ def sft_settings(model: Path, folder: Path) -> Settings:
         stage="sft", model=ModelSettings(path=str(model), min_pixels=3136, max_pixels=3200),
         engine=EngineSettings(kv_cache_mib=16, max_model_len=128), optim=OptimSettings(lr=2e-3, warmup_steps=5, beta2=0.95),
         sft=SftSettings(splits=["transcripts"], steps=[40], batch_size=12, num_demonstrations=24),
-        task=TaskSettings(name="vqa", data=data, prompt="{question}", max_turns=1, max_new_tokens=16, eval_samples=1),
+        task=TaskSettings(name="vqa", data=data, prompt="{question}", max_turns=1, max_new_tokens=16),
         run=RunSettings(dir=str(folder / "sft")),
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ if __name__ == "__main__":
         optim=OptimSettings(lr=3e-3),
         batch=BatchSettings(prompts_per_step=PROMPTS, group_size=SIZE),
         algo=AlgoSettings(rollout_correction="token_tis"),
-        task=TaskSettings(name="looks", max_new_tokens=16, eval_samples=1),
+        task=TaskSettings(name="looks", max_new_tokens=16),
         run=RunSettings(dir=sys.argv[2], steps=STEPS, max_staleness=1),
         rollouts=RolloutStoreSettings(keep_best=PROMPTS * SIZE),
     )
