@@ -22,7 +22,7 @@ import psutil
 
 from megatron_rl.config import EngineSettings, ModelSettings
 from megatron_rl.rollout.renderer import Renderer
-from megatron_rl.rollout.vllm.server_command import PROGRAM, server_arguments, server_environment
+from megatron_rl.rollout.vllm.server_command import server_arguments, server_environment
 from megatron_rl.services.supervised_process import kill_process_tree
 from tests.chaos.proxy import Proxy
 from tests.conftest import SUPPORT
@@ -110,8 +110,9 @@ class Engine(Server):
         given = {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels, "cuda": False, "seed": 0, "timeout_s": 60}
         arguments = server_arguments(str(self.model), settings, **given)
         own = server_environment(settings, token_file=write_token_file(self.log.parent))
-        environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(fork_server.ROOT), "TMPDIR": str(self.log.parent)}
-        self.process = _begun([*PROGRAM, *arguments, "--host", "127.0.0.1", "--port", str(self.port)], self.log, environment)
+        environment = {**own, "TMPDIR": str(self.log.parent)}
+        address = ("--host", "127.0.0.1", "--port", self.port)
+        self.process = fork_server.Process(SUPPORT / "vllm_openai_server.py", *arguments, *address, environment=environment)
 
 
 class Boxes(Server):

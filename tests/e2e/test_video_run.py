@@ -156,7 +156,7 @@ def test_an_evaluation_gives_the_runs_own_figures(finished: Finished, torchrun) 
     assert found["scores"]["tool_use"] == 1.0
     lines = read_lines(out / "examples.jsonl")
     assert all(f"video_clue_0[{SHOWN}]" in line["responses"][0][0] for line in lines)
-    with serve_openai(finished.run / "final", finished.home / "server.log", pixels=tuple(PIXELS.values())) as url:
+    with serve_openai(finished.run / "final", pixels=tuple(PIXELS.values())) as url:
         given = (f"model.path={finished.run}/final", f"evaluation.urls=[{url}]", f"run.dir={finished.home}/far")
         torchrun(1, EVALUATE, *finished.words, *given, timeout_s=240)
     assert read_lines(finished.home / "far" / "examples.jsonl") == lines

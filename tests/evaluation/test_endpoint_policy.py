@@ -37,7 +37,7 @@ LIMITS = EpisodeSettings(temperature=0.0, max_turns=3, max_new_tokens=6, max_seq
 @pytest.fixture(scope="module")
 def url(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a server with the model's own weights and the pixel limits of a run's engine."""
-    with serve_openai(random_model, tmp_path_factory.mktemp("endpoint") / "server.log", pixels=(3136, 4000)) as served:
+    with serve_openai(random_model, pixels=(3136, 4000)) as served:
         yield served
 
 

@@ -1,6 +1,9 @@
-"""Starts real vLLM servers for tests, several at a time, and ends them however the test ends."""
+"""Starts real vLLM servers for tests, several at a time, and ends them however the test ends.
 
-import os
+The servers are forked from a process that has already imported vLLM. Runs that start servers
+themselves start interpreters.
+"""
+
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,16 +16,20 @@ from megatron_rl.rollout.health import ServerControl
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.server_api import VllmServer
-from megatron_rl.rollout.vllm.server_command import PROGRAM, expected_fingerprint, server_arguments, server_environment
+from megatron_rl.rollout.vllm.server_command import expected_fingerprint, server_arguments, server_environment
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
-from megatron_rl.services.supervised_process import SupervisedProcess, find_free_port
+from megatron_rl.services.supervised_process import find_free_port
 from sandbox.token import bearer_header
-from tests.conftest import ROOT
+from tests.conftest import SUPPORT
+from tests.support import fork_server
 
 HOST, TOKEN = "127.0.0.1", "a-word-of-many-letters"
 ENGINE_SETTINGS = EngineSettings(mode="server", urls=["http://127.0.0.1:1"], kv_cache_mib=32, health_timeout_s=60)
 """Settings of the servers. Their addresses are only known once they have started."""
 NO_PIXEL_LIMITS: Mapping[str, int] = {}
+SCRIPT = SUPPORT / "vllm_openai_server.py"
+STOP_S = 60.0
+"""Seconds that a server gets to exit after SIGTERM."""
 
 
 def write_token_file(folder: Path) -> Path:
@@ -35,39 +42,36 @@ def start_vllm_server(
     model: Path,
     *,
     seed: int,
-    log: Path,
-    port: int = 0,
+    folder: Path,
     settings: EngineSettings = ENGINE_SETTINGS,
     pixel_limits: Mapping[str, int] = NO_PIXEL_LIMITS,
-) -> tuple[str, SupervisedProcess]:
+) -> tuple[str, fork_server.Process]:
     """Start a server and return its address and process.
 
-    `pixel_limits` contains the model settings min_pixels and max_pixels.
+    `folder` receives its token file, and `pixel_limits` contains the model settings min_pixels and
+    max_pixels.
     """
     renderer = Renderer(ModelSettings(path=str(model), **pixel_limits))
-    port, given = port or find_free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
+    port, given = find_free_port(HOST), {"banned_ids": renderer.banned_ids, "pixels": renderer.final_pixels}
     arguments = server_arguments(str(model), settings, **given, cuda=False, seed=seed, timeout_s=60)
-    own = server_environment(settings, token_file=write_token_file(log.parent))
-    environment = {**os.environ, **own, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return f"http://{HOST}:{port}", SupervisedProcess(
-        [*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment
-    )
+    environment = server_environment(settings, token_file=write_token_file(folder))
+    return f"http://{HOST}:{port}", fork_server.Process(SCRIPT, *arguments, "--host", HOST, "--port", port, environment=environment)
 
 
-def wait_until_healthy(url: str, process: SupervisedProcess, log: Path, *, timeout_s: float = 240.0) -> None:
+def wait_until_healthy(url: str, server: fork_server.Process, *, timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             if httpx.get(f"{url}/health", timeout=5, trust_env=False, headers=bearer_header(TOKEN)).is_success:
                 return
         except httpx.HTTPError:
-            assert process.exit_code() is None, f"a server has ended:\n{log.read_text()[-4000:]}"
-        assert time.monotonic() < deadline, f"a server does not answer:\n{log.read_text()[-4000:]}"
+            assert server.poll() is None, f"a server has ended:\n{server.output.read_text()[-4000:]}"
+        assert time.monotonic() < deadline, f"a server does not answer:\n{server.output.read_text()[-4000:]}"
         time.sleep(0.2)
 
 
 @contextmanager
-def serve_openai(model: Path, log: Path, *, pixels: tuple[int, int]) -> Iterator[str]:
+def serve_openai(model: Path, *, pixels: tuple[int, int]) -> Iterator[str]:
     """Start a server with the model's own weights and the image size limits of a run's engine.
 
     Yield its address including /v1.
@@ -78,13 +82,13 @@ def serve_openai(model: Path, log: Path, *, pixels: tuple[int, int]) -> Iterator
     for name in ("--logits-processors", "--middleware"):  # they require a run's own arguments and its token
         place = arguments.index(name)
         del arguments[place : place + 2]  # the most likely tokens of such a model are not banned ones
-    environment = {**os.environ, **server_environment(settings, token_file="none"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    kept = SupervisedProcess([*PROGRAM, *arguments, "--host", HOST, "--port", str(port)], log=log, environment=environment)
+    environment = server_environment(settings, token_file="none")
+    server = fork_server.Process(SCRIPT, *arguments, "--host", HOST, "--port", port, environment=environment)
     try:
-        wait_until_healthy(f"http://{HOST}:{port}", kept, log)
+        wait_until_healthy(f"http://{HOST}:{port}", server)
         yield f"http://{HOST}:{port}/v1"
     finally:
-        kept.kill()
+        server.kill()
 
 
 @contextmanager
@@ -97,18 +101,17 @@ def serve_engines(
     pixel_limits: Mapping[str, int] = NO_PIXEL_LIMITS,
 ) -> Iterator[list[str]]:
     """Start the servers and yield their addresses."""
-    logs = [folder / f"{number}.log" for number in range(num_servers)]
     started = [
-        (*start_vllm_server(model, seed=number, log=log, settings=settings, pixel_limits=pixel_limits), log)
-        for number, log in enumerate(logs)
+        start_vllm_server(model, seed=number, folder=folder, settings=settings, pixel_limits=pixel_limits) for number in range(num_servers)
     ]
     try:
-        for url, kept, log in started:
-            wait_until_healthy(url, kept, log)
-        yield [url for url, _, _ in started]
+        for url, server in started:
+            wait_until_healthy(url, server)
+        yield [url for url, _ in started]
     finally:
-        for _, kept, _ in started:
-            kept.stop()  # killing one of several processes leaves shared memory behind
+        deadline = time.monotonic() + STOP_S
+        for _, server in started:
+            server.terminate(deadline=deadline)  # killing one of several processes leaves shared memory behind
 
 
 @contextmanager
