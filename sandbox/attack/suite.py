@@ -42,10 +42,7 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
 
     Up to MAX_PARALLEL_CONTROLS controls run at the same time.
     """
-    with AttackOracle(ATTACK_LIMITS) as witness:
-        async with SandboxPool(size=2, limits=ATTACK_LIMITS) as pool:
-            layers = pool.layers
-            defended = [await run_attack(probe, pool=pool, oracle=witness) for probe in probes]
+    defended, layers = await run_attacks(probes)
     places, alone = asyncio.Semaphore(MAX_PARALLEL_CONTROLS), asyncio.Lock()
 
     async def row(probe: AttackProbe, held: AttackOutcome) -> AttackResult:
@@ -59,6 +56,16 @@ async def run_suite(probes: Sequence[AttackProbe] = PROBES) -> list[AttackResult
             return AttackResult(probe, held, await _run_control_process(probe, lift_layers(layers, probe.lifted_layers)))
 
     return await asyncio.gather(*[row(probe, held) for probe, held in zip(probes, defended, strict=True)])
+
+
+async def run_attacks(probes: Sequence[AttackProbe]) -> tuple[list[AttackOutcome], Layers]:
+    """Run attacks one after the other on one shared pool.
+
+    Return their outcomes and the layers of the pool.
+    """
+    with AttackOracle(ATTACK_LIMITS) as witness:
+        async with SandboxPool(size=2, limits=ATTACK_LIMITS) as pool:
+            return [await run_attack(probe, pool=pool, oracle=witness) for probe in probes], pool.layers
 
 
 def find_missing_requirement(probe: AttackProbe) -> str:
