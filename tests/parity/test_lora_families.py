@@ -1,7 +1,7 @@
 """LoRA adapters of Qwen2-VL and Qwen3-VL, vision tower and merger included, against PEFT in both
 directions.
 
-Runs the checks of test_lora.py with two layouts.
+Runs the checks of test_lora.py with two processes.
 """
 
 from pathlib import Path
@@ -15,24 +15,20 @@ from tests.support.hf_reference import HfReference, write_adapter
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
-LAYOUTS = {"1/1,1,1,0,none,tied": 1, "2/2,1,1,1,full,tied": 2}
+LAYOUT = "2,1,1,1,full,tied"
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_adapters_are_those_of_peft(family: str, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """Adapters of the family pass the checks of test_lora.py, with one process and with two."""
+    """Adapters of the family pass the checks of test_lora.py."""
     make_checkpoint(tmp_path / "tied", family=family, init="random", seed=1, vision_depth=3)
     adapter = write_adapter(tmp_path / "tied", tmp_path / "adapter")
-    peft, results = HfReference(tmp_path / "tied", adapter), {}
-    for file, world in LAYOUTS.items():
-        out, layout = tmp_path / str(world), Path(file).name
-        out.mkdir()
-        torchrun(world, SUPPORT / "lora_layouts.py", tmp_path, adapter, out, layout)
-        results[file] = {**torch.load(out / f"{layout}.pt", weights_only=True), "folder": out / f"adapter {layout}"}
-    for file in LAYOUTS:
-        checks.test_an_adapter_made_by_peft_gives_pefts_logits(file, results, peft)
-        checks.test_its_gradients_are_those_of_peft(file, results, peft)
-        checks.test_merged_weights_are_those_of_peft(file, results, tmp_path, adapter)
-        checks.test_peft_loads_our_export(file, results, tmp_path, adapter, peft)
-        checks.test_without_its_adapter_the_model_is_the_base(file, results)
-        checks.test_copies_of_an_adapter_stay_bitwise_equal(file, results)
+    peft = HfReference(tmp_path / "tied", adapter)
+    torchrun(2, SUPPORT / "lora_layouts.py", tmp_path, adapter, tmp_path, LAYOUT)
+    results = {LAYOUT: {**torch.load(tmp_path / f"{LAYOUT}.pt", weights_only=True), "folder": tmp_path / f"adapter {LAYOUT}"}}
+    checks.test_an_adapter_made_by_peft_gives_pefts_logits(LAYOUT, results, peft)
+    checks.test_its_gradients_are_those_of_peft(LAYOUT, results, peft)
+    checks.test_merged_weights_are_those_of_peft(LAYOUT, results, tmp_path, adapter)
+    checks.test_peft_loads_our_export(LAYOUT, results, tmp_path, adapter, peft)
+    checks.test_without_its_adapter_the_model_is_the_base(LAYOUT, results)
+    checks.test_copies_of_an_adapter_stay_bitwise_equal(LAYOUT, results)

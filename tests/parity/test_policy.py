@@ -32,13 +32,15 @@ FOUR_PROCESSES = [
     "2,1,1,1,none,untied",
     "1,2,2,0,none,tied",
     "1,2,1,0,selective,untied",
+    "4,1,1,0,none,untied",
+    "1,1,1,0,full,tied",
 ]
-EIGHT_PROCESSES = ["4,2,2,1,selective,tied", "4,2,1,1,full,tied", "4,1,1,0,none,untied", "2,2,2,0,full,0.1,untied", "1,1,1,0,full,tied"]
-OTHER_FAMILIES = ["qwen2_vl", "qwen3_vl"]
-FOUR_PROCESSES_EACH = ["2,1,1,1,none", "1,2,1,0,none", "2,2,2,0,full", "1,1,1,0,none"]
+EIGHT_PROCESSES = ["4,2,2,1,selective,tied", "4,2,1,1,full,tied", "2,2,2,0,full,0.1,untied"]
+OTHER_FAMILIES = {"qwen2_vl": ["2,1,1,1,none", "2,2,2,0,full"], "qwen3_vl": ["2,1,1,1,none", "1,2,1,0,none", "2,2,2,0,full"]}
+"""Layouts with four processes of the other families."""
 SEVERAL_PROCESSES = FOUR_PROCESSES + EIGHT_PROCESSES
 OTHERS_IN_ONE = [f"1,1,1,0,none,{family}" for family in OTHER_FAMILIES]
-OTHERS_IN_FOUR = [f"{layout},{family}" for family in OTHER_FAMILIES for layout in FOUR_PROCESSES_EACH]
+OTHERS_IN_FOUR = [f"{layout},{family}" for family, layouts in OTHER_FAMILIES.items() for layout in layouts]
 ODD = ["1,1,1,0,none,odd", "4,1,1,0,none,odd", "2,2,1,1,full,odd"]
 """Tied embeddings of 1,027 tokens: 257 rows on each of four ranks, or 514 on each of two ranks.
 The last row of the last rank is padding."""
