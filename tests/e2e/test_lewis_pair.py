@@ -91,7 +91,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             run.kill()
         for service in services.values():
             service.process.kill()
-            service.process.wait()
 
 
 def watch(urls: dict[str, str], versions: dict[str, list[str]], is_over: threading.Event) -> None:

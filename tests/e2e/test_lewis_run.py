@@ -84,7 +84,6 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     try:
         wait_for(home / "run" / "metrics.jsonl", "\n", run)
         listener.process.kill()
-        listener.process.wait()
         wait_for(run.output, "rollouts failed", run)
         listener = start_model_server("listener", home / "listener", "--port", urlsplit(listener.url).port)
         said, _ = run.communicate(300)
@@ -93,7 +92,6 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
     finally:
         run.kill()
         listener.process.kill()
-        listener.process.wait()
 
 
 def accuracy_by_hand(played: Played, rollout: Rollout) -> float | None:

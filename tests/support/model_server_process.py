@@ -2,9 +2,7 @@
 
 import base64
 import io
-import os
-import subprocess
-import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,25 +12,23 @@ import httpx
 import numpy as np
 from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import fork_server
 
 IMAGE_SIDE = 84
 """Side of an image in pixels; such an image has three by three tokens and is never resized."""
 NANO_ARGS = ("--kv-cache-mib", "32", "--max-model-len", "512", "--max-pixels", "12544")
+START_S = 120.0
+"""Timeout for the start of a server."""
 
 
 @dataclass
 class ServerProcess:
     url: str
-    process: subprocess.Popen[str]
+    process: fork_server.Process
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: object, *, timeout_s: float = 60) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=timeout_s, trust_env=False, headers=self.headers)
-
-    def terminate(self) -> int:
-        self.process.terminate()
-        return self.process.wait(60)
 
 
 def start_model_server(kind: str, model: Path, *words: object, variables: Mapping[str, str] = {}) -> ServerProcess:
@@ -40,14 +36,16 @@ def start_model_server(kind: str, model: Path, *words: object, variables: Mappin
 
     Raises AssertionError if it exits first. The port is 0 unless `words` specifies another.
     """
-    program = f"megatron_rl.tasks.lewis.server.{kind}_app"
-    command = [sys.executable, "-m", program, "--model", str(model), "--port", "0", *NANO_ARGS, *map(str, words)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        if line.startswith("http://"):
-            return ServerProcess(line.strip(), process)
-    raise AssertionError(f"{command} ended with {process.wait()}")
+    script = fork_server.ROOT / "megatron_rl" / "tasks" / "lewis" / "server" / f"{kind}_app.py"
+    process = fork_server.Process(script, "--model", model, "--port", 0, *NANO_ARGS, *words, environment=variables)
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        for line in process.output.read_text(errors="replace").splitlines(keepends=True):
+            if line.startswith("http://") and line.endswith("\n"):
+                return ServerProcess(line.strip(), process)
+        time.sleep(0.02)
+    process.kill()
+    raise AssertionError(f"{process.args} ended with {process.returncode}: {process.output.read_text()[-4000:]}")
 
 
 @contextmanager
@@ -57,7 +55,6 @@ def running_model_server(kind: str, model: Path, *words: object, variables: Mapp
         yield server
     finally:
         server.process.kill()
-        server.process.wait()
 
 
 def make_noise_image(seed: int, *, side: int = IMAGE_SIDE) -> Image.Image:
