@@ -156,18 +156,17 @@ def test_a_listener_that_is_down_fails_rollouts_and_is_waited_for(played: Played
     assert {step["rollout/failed_fraction"] for step in read_metrics(played.run / "metrics.jsonl")[:-1]} == {0.0}
 
 
-def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(tmp_path: Path) -> None:
+def test_the_launcher_starts_a_listener_of_its_own_and_ends_it(played: Played, tmp_path: Path) -> None:
     """launch/lewis.sh is called without a host, as users call it.
 
     An epoch of 8 rounds is two steps of four prompts, and the listener's port is free afterwards.
     """
-    write_lewis_data(tmp_path)
-    make_checkpoint(tmp_path / "listener", preset="nano", init="random", seed=1, words=tmp_path / "rounds" / "words.txt")
-    speaker, port = train_speaker(tmp_path / "speaker", vocabulary_file=tmp_path / "rounds" / "words.txt"), find_free_port("127.0.0.1")
-    variables = {"EXPERIMENT": "lewis_cpu", "PICTURES": f"{tmp_path}/pictures", "LISTENER_MODEL": f"{tmp_path}/listener"}
-    command = ["bash", "launch/lewis.sh", "", str(port), "1", f"{tmp_path}/rounds", "7", f"model.path={speaker}", f"run.dir={tmp_path}/run"]
+    home, port = played.home, find_free_port("127.0.0.1")
+    variables = {"EXPERIMENT": "lewis_cpu", "PICTURES": f"{home}/pictures", "LISTENER_MODEL": f"{home}/listener"}
+    command = ["bash", "launch/lewis.sh", "", str(port), "1", f"{home}/rounds", "7"]
     given = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *SIZES], cwd=ROOT, env=given, capture_output=True, text=True, check=False, timeout=500)
+    own = (f"model.path={home}/speaker", f"run.dir={tmp_path}/run")
+    ended = subprocess.run([*command, *own, *SIZES], cwd=ROOT, env=given, capture_output=True, text=True, check=False, timeout=500)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-6000:]
     run = tmp_path / "run"
     assert [step["rollout/failed_fraction"] for step in read_metrics(run / "metrics.jsonl")[:-1]] == [0.0, 0.0]
