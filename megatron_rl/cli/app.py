@@ -31,6 +31,7 @@ from yaml import YAMLError
 
 from megatron_rl.cli.config_errors import FOREIGN_NAMES, format_error, reject_unknown_keys, setting_keys
 from megatron_rl.cli.help import render_help
+from megatron_rl.compat.startup import paused_collector
 from megatron_rl.config import Settings, require
 from megatron_rl.config.task_options import TASK_OPTIONS
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, read_world
@@ -99,8 +100,9 @@ def cli(
 
     def act(settings: Settings) -> None:
         try:
-            from megatron_rl.entrypoints.train import run  # imports torch and Megatron
-            from megatron_rl.registry import Plugins
+            with paused_collector():
+                from megatron_rl.entrypoints.train import run  # imports torch and Megatron
+                from megatron_rl.registry import Plugins
         except ImportError as error:
             raise ValueError(transformer_engine_error(error)) from error
         from megatron_rl.run.status import is_finished

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "garbage is never collected after the start",
+        "megatron_rl/compat/startup.py",
+        "        gc.enable()\n",
+        "        gc.disable()\n",
+        "tests/cli/test_startup.py",
+    ),
+    Mutant(
         "the last line of a program moves the terminal",
         "megatron_rl/cli/app.py",
         'print(f"error: {to_printable(line)}"',

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from megatron_rl.compat.startup import paused_collector
 from megatron_rl.config import EngineSettings, require
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, SamplingSettings
 from megatron_rl.rollout.vllm.kv_cache_errors import kv_cache_error
@@ -76,7 +77,7 @@ def _start_vllm(
     require(not cuda or torch.cuda.is_available(), "engine.device", "cuda", "this machine has no CUDA device; use auto or cpu")
     _prepare_environment(cuda=cuda)
     set_num_threads = torch.set_num_threads
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), paused_collector():
         warnings.simplefilter("ignore")
         from vllm import LLM
         from vllm.platforms import current_platform
