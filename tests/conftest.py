@@ -2,6 +2,7 @@
 processes with a time limit.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +18,17 @@ from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"
 """Test helpers, and scripts that tests run as processes."""
+
+
+def pytest_configure() -> None:
+    """Pause garbage collection until all test files are imported."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported packages from garbage collection: no collection frees them."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

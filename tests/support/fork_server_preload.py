@@ -12,6 +12,7 @@ import os
 import sys
 import warnings
 
+gc.disable()
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as in the CLI
 with warnings.catch_warnings():
@@ -48,6 +49,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == "megatron
     del sys.modules[name]
 gc.collect()
 gc.freeze()
+gc.enable()
 
 
 def _skip() -> None:
