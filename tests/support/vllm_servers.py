@@ -88,7 +88,7 @@ def serve_openai(model: Path, *, pixels: tuple[int, int]) -> Iterator[str]:
         wait_until_healthy(f"http://{HOST}:{port}", server)
         yield f"http://{HOST}:{port}/v1"
     finally:
-        server.kill()
+        server.terminate(deadline=time.monotonic() + STOP_S)  # a killed server leaves its engine process behind
 
 
 @contextmanager
@@ -111,7 +111,7 @@ def serve_engines(
     finally:
         deadline = time.monotonic() + STOP_S
         for _, server in started:
-            server.terminate(deadline=deadline)  # killing one of several processes leaves shared memory behind
+            server.terminate(deadline=deadline)
 
 
 @contextmanager
