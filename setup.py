@@ -1,15 +1,23 @@
 """Package metadata: dependencies, extras and console scripts."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+PACKAGE = Path(__file__).with_name("megatron_rl")
+(VERSION,) = re.findall(r'^__version__ = "(.+)"$', (PACKAGE / "__init__.py").read_text(), re.MULTILINE)
+
 
 setup(
     name="megatron-rl",
-    version="0.1.0",
+    version=VERSION,
     description="Reinforcement learning of vision-language models (Qwen2-VL, 2.5, 3): Megatron-Core policy, vLLM rollouts, no Ray",
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_rl*", "sandbox*", "tools*"]),
     package_data={
+        "megatron_rl": ["py.typed"],
         "megatron_rl.configs": ["**/*.yaml"],
         "megatron_rl.observe": ["viewer/static/*"],
         "megatron_rl.rewards": ["prompts/*.yaml"],
@@ -67,7 +75,7 @@ setup(
     entry_points={
         "torch.backends": ["torchvision_on_cpu = megatron_rl.compat.torchvision_cpu:declare_operators"],
         "console_scripts": [
-            "megatron-rl = megatron_rl.cli:cli",
+            "megatron-rl = megatron_rl.__main__:main",
             "converter_hf_to_mcore = tools.convert.converter_hf_to_mcore:main",
             "merger = tools.convert.merger:main",
             "extract_images_from_parquet = tools.data.extract_images_from_parquet:main",

@@ -9,7 +9,7 @@ Conditions that differ between the evaluations are listed below the table.
 
 import sys
 
-from megatron_rl.cli.compare import main
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["compare", *sys.argv[1:]]))

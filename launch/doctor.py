@@ -10,8 +10,7 @@ run cannot start.
 
 import sys
 
-from megatron_rl.cli import cli
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "doctor")
-    cli()
+    sys.exit(main(["doctor", *sys.argv[1:]]))

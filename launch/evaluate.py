@@ -15,8 +15,7 @@ evaluations, use launch/compare.py.
 
 import sys
 
-from megatron_rl.cli import cli
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "evaluate")
-    cli()
+    sys.exit(main(["evaluate", *sys.argv[1:]]))

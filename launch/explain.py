@@ -9,12 +9,8 @@ difference was found; 1: a difference was found and is printed; 2: there was no 
 """
 
 import sys
-import warnings
 
-from megatron_rl.cli.explain import main
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", module="megatron")
-    # megatron-core 0.16.1 uses deprecated names of collectives
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["explain", *sys.argv[1:]]))

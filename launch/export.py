@@ -9,7 +9,7 @@ The argument is the directory of a run with rollouts.save=all.
 
 import sys
 
-from megatron_rl.cli.export import main
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["export", *sys.argv[1:]]))

@@ -9,7 +9,7 @@ and the same command resumes it.
 
 import sys
 
-from megatron_rl.launcher.spawn import launch_processes
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(launch_processes(sys.argv[1:]))
+    sys.exit(main(["launch", *sys.argv[1:]]))

@@ -12,8 +12,7 @@ stopped or killed, the same command resumes it.
 
 import sys
 
-from megatron_rl.cli import cli
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "rescore")
-    cli()
+    sys.exit(main(["rescore", *sys.argv[1:]]))

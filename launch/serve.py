@@ -10,8 +10,7 @@ services. The job script launch/slurm/judge.sbatch does the same as a Slurm job.
 
 import sys
 
-from megatron_rl.cli import cli
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "serve")
-    cli()
+    sys.exit(main(["serve", *sys.argv[1:]]))

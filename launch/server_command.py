@@ -11,8 +11,7 @@ FILE).
 
 import sys
 
-from megatron_rl.cli import cli
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "server-command")
-    cli()
+    sys.exit(main(["server-command", *sys.argv[1:]]))

@@ -11,7 +11,7 @@ sbatch; in a YAML file, use slurm.sbatch: [--account=mine].
 
 import sys
 
-from megatron_rl.launcher.slurm import submit_main
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(submit_main(sys.argv[1:]))
+    sys.exit(main(["submit", *sys.argv[1:]]))

@@ -11,7 +11,7 @@ the run directories, or to the file given by --out.
 
 import sys
 
-from megatron_rl.launcher.sweep_report import main
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(["sweep-report", *sys.argv[1:]]))

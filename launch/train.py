@@ -1,6 +1,8 @@
 """Trains with the given settings; see `python launch/train.py --help`."""
 
-from megatron_rl.cli import cli
+import sys
+
+from megatron_rl.__main__ import main
 
 if __name__ == "__main__":
-    cli()
+    sys.exit(main(["train", *sys.argv[1:]]))

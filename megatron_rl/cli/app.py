@@ -6,20 +6,19 @@ dataclasses and do not use Hydra.
 
 import errno
 import os
-import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -29,8 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_rl.cli.config_errors import FOREIGN_NAMES, format_error, reject_unknown_keys, setting_keys
-from megatron_rl.cli.help import render_help
+from megatron_rl.cli.config_errors import format_error, reject_unknown_keys
+from megatron_rl.cli.config_file import expand_config_flags
+from megatron_rl.cli.flags import DIFFERENCE, parse_flags
+from megatron_rl.cli.help import render_difference, render_help
 from megatron_rl.compat.startup import paused_collector
 from megatron_rl.config import Settings, require
 from megatron_rl.config.task_options import TASK_OPTIONS
@@ -62,15 +63,25 @@ def relative_config_folder() -> Path:
 
 
 class RelativeConfigPath(SearchPathPlugin):
-    """Hydra plugin that searches configs/ next to the user's script before the built-in configs."""
+    """Hydra plugin that adds the user's own folders of YAML files.
+
+    configs/ next to the user's script is searched before the built-in files, and configs/ in the
+    current directory after them.
+    """
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Prepend configs/ to Hydra's search path if the directory exists."""
+        """Add the folders that exist to Hydra's search path."""
         if relative_config_folder().is_dir():
             search_path.prepend("beside-the-file", f"file://{relative_config_folder()}")
+        if Path("configs").is_dir():
+            search_path.append("current-directory", f"file://{Path('configs').absolute()}")
 
 
 Plugins.instance().register(RelativeConfigPath)
+
+
+SETTINGS_COMMANDS = ("train", "doctor", "serve", "server-command", "evaluate", "rescore")
+"""Commands that take settings."""
 
 
 def cli(
@@ -88,6 +99,7 @@ def cli(
 
     The first argument may be one of these commands; without a command, a training run starts.
 
+    - train: start a training run.
     - doctor: check everything that a run needs, without starting the run.
     - serve: start only the external services of a run.
     - server-command: print the command that starts an inference server for engine.urls.
@@ -96,7 +108,7 @@ def cli(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun or launch/launch.py: exit together with the launcher
         die_with_parent()
-    word = sys.argv.pop(1) if sys.argv[1:2] in (["doctor"], ["serve"], ["server-command"], ["evaluate"], ["rescore"]) else "train"
+    word = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in SETTINGS_COMMANDS else "train"
 
     def act(settings: Settings) -> None:
         try:
@@ -202,16 +214,17 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra 1.3.2 then raises errors instead of printing them (_internal/utils.py: run_and_report)
     try:
-        flags = get_args_parser()
-        flags.error = reject_flags
-        given = flags.parse_intermixed_args()
+        sys.argv[1:] = expand_config_flags(sys.argv[1:])
+        given = parse_flags(sys.argv[1:])
+        if given.help or given.cfg:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without an error when the reader ends, as in `... | head`
         require(not given.multirun, "--multirun", True, "all runs would use the same run.dir; start each run with its own command")
         register_tasks(tasks)
-        if not given.help:
-            flags.parse_args()  # parse again like Hydra, which requires all overrides to be adjacent
+        if not given.help and given.cfg != DIFFERENCE:
+            sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in given.overrides), *given.overrides]  # as Hydra requires
             main()
         elif world.is_main:
-            print(render_help(given.overrides, is_doctor=is_doctor))
+            print(render_help(given.overrides, is_doctor=is_doctor) if given.help else render_difference(given.overrides))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         exit_with_line(format_error(error, sys.argv[1:]), world, on_all_ranks=True)
     except ValueError as error:  # e.g. for an unknown flag
@@ -257,26 +270,6 @@ def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> No
     if world.is_main or not on_all_ranks:
         print(f"error: {to_printable(line)}", file=sys.stderr, flush=True)
     sys.exit(1)
-
-
-def reject_flags(message: str) -> NoReturn:
-    """Raise a ValueError that suggests key=value overrides in place of unknown flags."""
-    words = [written for flag in message.partition("arguments: ")[2].split() if (written := flag_to_override(flag, sys.argv))]
-    remedy = f"write {' '.join(words)}" if words else "see --help for the usage"
-    raise ValueError(f"{message}; {remedy}")
-
-
-def flag_to_override(flag: str, arguments: Sequence[str]) -> str:
-    """Return the key=value override for a command-line flag, or "" if no setting matches.
-
-    Flags of other trainers are also recognized. Example: --model.path 3b -> model.path=3b
-    """
-    name, equals, value = flag.lstrip("-").partition("=")
-    leaf = name.replace("-", "_")
-    key = leaf if leaf in setting_keys(Settings) else FOREIGN_NAMES.get(leaf, "")
-    following = arguments[arguments.index(flag) + 1 :][:1] if flag in arguments and not equals else []
-    value = value if equals else next((word for word in following if not word.startswith("-") and "=" not in word), "VALUE")
-    return shlex.quote(f"{key}={value}") if key else ""
 
 
 def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:

@@ -1,9 +1,12 @@
 """Text of --help: usage, config groups and the most common settings.
 
-`--help all` lists all keys, and `--help GROUP` lists the keys of a group. Only the examples are
-fixed text; keys, values and descriptions are taken from the settings dataclasses.
+`--help all` lists all keys, `--help GROUP` the keys of a group, and `--help WORD` the keys whose
+name or description contains a word. Only the examples are fixed text; keys, values and descriptions
+are taken from the settings dataclasses. `--cfg diff` lists the settings that differ from the
+defaults.
 """
 
+import difflib
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -24,12 +27,15 @@ TRAIN_USAGE = """Reinforcement learning of vision-language agents: Megatron-Core
     python launch/launch.py --nproc_per_node 2 launch/train.py experiment=numberline_grpo_cpu run.dir=runs/tp2 parallel.tp=2 optim.lr=3e-5
     python launch/train.py experiment=vqa_3b_1gpu model.path=3b 'task.data.train=[mine.jsonl]' 'task.data.eval=[held_out.jsonl]'
 
-Every argument is GROUP=NAME, which selects a YAML file, or KEY=VALUE, which sets one setting; the last one wins. To start nothing and show
+Every argument is GROUP=NAME, which selects a YAML file, or KEY=VALUE, which sets one setting; the last one wins. `--config mine.yaml` reads
+arguments from a file, and configs/experiment/mine.yaml in the current directory is experiment=mine. These commands only print:
 
     python launch/train.py experiment=numberline_grpo_cpu --cfg job      # every value that a run would use
+    python launch/train.py experiment=numberline_grpo_cpu --cfg diff     # the values that differ from the defaults
     python launch/train.py experiment=vqa_3b_1gpu model.path=3b run.dir=there plan.only=true    # its memory plan
     python launch/doctor.py experiment=numberline_grpo_cpu               # the problems that would prevent its start
     python launch/train.py --help optim                                  # the keys of a group; --help all: every key
+    python launch/train.py --help warmup                                 # the keys whose name or description contains a word
 """
 DOCTOR_USAGE = """Checks everything that a run needs before it is started, on the machine where it will run; accepts the run's arguments.
 
@@ -51,8 +57,11 @@ COMMON_SETTINGS = (
 def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
     """Return the help text for the command-line arguments after --help.
 
-    The argument `all` or the name of a group selects the keys to list. An argument key=value sets a
-    value before the settings are printed.
+    The argument `all`, the name of a group or any other word selects the keys to list. An argument
+    key=value sets a value before the settings are printed.
+
+    Raises:
+        ValueError: No key or description contains the word.
     """
     if is_doctor:
         return DOCTOR_USAGE
@@ -70,10 +79,28 @@ def render_help(arguments: Sequence[str], *, is_doctor: bool) -> str:
         return "\n".join([TRAIN_USAGE, *groups, "", "Common settings, with the other arguments applied:", *most])
     found = [(key, value, doc) for key, value, doc in keys if any(word == "all" or f"{key}.".startswith(f"{word}.") for word in asked)]
     if not found:
-        raise ValueError(f"--help={' '.join(asked)}: unknown settings group; use all, or one of {', '.join(map(str, chosen))}")
+        found = [entry for entry in keys if all(word.lower() in f"{entry[0]} {entry[2]}".lower() for word in asked)]
+    if not found:
+        closest = difflib.get_close_matches(asked[0], map(str, chosen), n=1)
+        hint = f"did you mean {closest[0]}?" if closest else f"use all, or one of {', '.join(map(str, chosen))}"
+        raise ValueError(f"--help={' '.join(asked)}: no key or description contains it; {hint}")
     width = min(shutil.get_terminal_size().columns, 140)
     indent = {"width": width, "initial_indent": "    ", "subsequent_indent": "    "}
     return "\n".join(f"{key}={value}\n{textwrap.fill(' '.join(doc.split()), **indent)}" for key, value, doc in found)
+
+
+def render_difference(overrides: Sequence[str]) -> str:
+    """Return the settings that differ from those without arguments, one line for each.
+
+    Example: `optim.lr=0.0002    # default 1e-06`.
+    """
+    with initialize_config_module(CONFIG_MODULE, version_base="1.3"):
+        chosen, plain = compose("train", overrides=list(overrides)), compose("train")
+    reject_unknown_keys(chosen)
+    defaults = {key: value for key, value, _ in iterate_settings(plain)}
+    changed = [(f"{key}={value}", defaults.get(key, "")) for key, value, _ in iterate_settings(chosen) if value != defaults.get(key)]
+    width = max((len(setting) for setting, _ in changed), default=0)
+    return "\n".join(f"{setting:{width}}    # default {default or 'none'}" for setting, default in changed)
 
 
 def iterate_settings(chosen: DictConfig, prefix: str = "") -> Iterator[tuple[str, str, str]]:

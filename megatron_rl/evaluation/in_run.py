@@ -16,8 +16,8 @@ def evaluate_in_run(task: Task, settings: Settings, *, rollout_manager: RolloutM
 
     The metrics `eval/greedy_*` are computed from one greedily decoded episode per example. The
     metrics `eval/sampled_*` are computed from task.eval_samples episodes per example, sampled at
-    temperature algo.temperature; there are none if it is 0. If the task defines probabilities for examples, each example is
-    weighted by its probability. Every evaluation uses the same seeds.
+    temperature algo.temperature; there are none if it is 0. If the task defines probabilities for
+    examples, each example is weighted by its probability. Every evaluation uses the same seeds.
     """
     examples, max_turns = task.examples("eval"), settings.task.eval_max_turns or settings.task.max_turns
     passes = [("greedy", 0.0, 1)]

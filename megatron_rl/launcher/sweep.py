@@ -31,7 +31,7 @@ _POLL_S = 0.2
 
 @dataclass(slots=True, frozen=True)
 class LaunchScripts:
-    """Scripts in launch/ that start a run."""
+    """Scripts in launch/ that start a run, or the installed command if there are none."""
 
     folder: Path
     """The checkout's launch/ directory, which contains train.py, launch.py and slurm/."""
@@ -47,6 +47,8 @@ class LaunchScripts:
             return ["bash", str(self.folder / "slurm" / "nodes.sh"), *given, *overrides]
         num = processes or int(environment.get("SLURM_GPUS_ON_NODE", 1))
         alone = ["--standalone", "--local-addr", "127.0.0.1", "--nproc_per_node", str(num)]
+        if not self.folder.is_dir():  # installed from a wheel
+            return [sys.executable, "-m", "megatron_rl", "launch", *alone, "-m", "megatron_rl", "train", *overrides]
         return [sys.executable, str(self.folder / "launch.py"), *alone, str(self.folder / "train.py"), *overrides]
 
 

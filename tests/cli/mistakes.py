@@ -67,7 +67,11 @@ MISTAKES = {
     "task=vqa task.data.eval=[{tmp}/good.jsonl] task.data.train=[nowhere.jsonl]": (
         "task.data.train=nowhere.jsonl: no such file (looked at {tmp}/nowhere.jsonl)"
     ),
-    "--help optm": "--help=optm: unknown settings group; use all, or one of stage, model, ...",
+    "--help optm": "--help=optm: no key or description contains it; did you mean optim?",
+    "--help xyzzy": "--help=xyzzy: no key or description contains it; use all, or one of stage, model, ...",
+    "--config nowhere.yaml": "--config=nowhere.yaml: no such file (looked in ...)",
+    "--config": "--config: needs the path of a YAML file",
+    "--cfg dif": "argument --cfg/-c: invalid choice: 'dif' (choose from 'job', 'hydra', 'all', 'diff'); see --help for the usage",
     # a value that is out of bounds
     "optim.lr=-1": "optim.lr=-1.0: must be a finite, non-negative number",
     "optim.lr=nan": "optim.lr=nan: must be a finite, non-negative number",

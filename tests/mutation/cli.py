@@ -4,6 +4,34 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a file of settings wins over the command line",
+        "megatron_rl/cli/config_file.py",
+        "return [override for file in files for override in read_config_file(Path(file))] + others",
+        "return others + [override for file in files for override in read_config_file(Path(file))]",
+        "tests/cli/test_config_file.py",
+    ),
+    Mutant(
+        "a folder of the current directory replaces the built-in settings",
+        "megatron_rl/cli/app.py",
+        'search_path.append("current-directory"',
+        'search_path.prepend("current-directory"',
+        "tests/cli/test_config_file.py",
+    ),
+    Mutant(
+        "the difference lists settings that are as they were",
+        "megatron_rl/cli/help.py",
+        "if value != defaults.get(key)]",
+        "]",
+        "tests/cli/test_config_file.py",
+    ),
+    Mutant(
+        "a reader that ends is answered with a traceback",
+        "megatron_rl/cli/app.py",
+        "        if given.help or given.cfg:\n",
+        "        if False:\n",
+        "tests/cli/test_command.py -k no_error",
+    ),
+    Mutant(
         "garbage is never collected after the start",
         "megatron_rl/compat/startup.py",
         "        gc.enable()\n",

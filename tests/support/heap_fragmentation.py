@@ -24,6 +24,8 @@ def main() -> None:
     if sys.argv[1:] == ["returned"]:
         trim_malloc()
     heap.free(heap.malloc(31 << 20))  # from now on, malloc uses no separate mapping for blocks up to 31 MB
+    for _ in range(4000):
+        heap.malloc(SMALL_BLOCK_BYTES)  # fills the free memory of the heap, which is between other blocks
     before, blocks = resident_bytes(), []
     for _ in range(60):
         blocks.append(heap.malloc(BLOCK_BYTES))

@@ -32,6 +32,7 @@ COMMANDS = {
 }  # fmt: skip
 """Documented programs, by section."""
 PARSERS = {
+    "launch/attempt.py": "megatron_rl/launcher/attempt.py",
     "launch/compare.py": "megatron_rl/cli/compare.py",
     "launch/export.py": "megatron_rl/cli/export.py",
     "launch/explain.py": "megatron_rl/cli/explain.py",
