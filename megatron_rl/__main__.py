@@ -7,7 +7,6 @@ import difflib
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -64,10 +63,9 @@ def _convert(arguments: Arguments) -> int:
 
 def _explain(arguments: Arguments) -> int:
     from megatron_rl.cli.explain import main
+    from megatron_rl.compat.startup import ignore_library_warnings
 
-    warnings.filterwarnings("ignore", module="megatron")
-    # megatron-core 0.16.1 uses deprecated names of collectives
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+    ignore_library_warnings()
     return main(arguments)
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, is_dataclass, replace
 import yaml
 
 from megatron_rl.algo.algorithms import ALGORITHMS, Algorithm
+from megatron_rl.callbacks import NO_CALLBACKS, Callbacks
 from megatron_rl.config import Settings, TaskSettings, require
 from megatron_rl.rewards.functions import from_function
 from megatron_rl.rollout.task import Task, require_task
@@ -44,6 +45,8 @@ class Plugins:
     """Plain reward functions (rewards/functions.py), keyed by their name in task.reward."""
     algorithms: Mapping[str, Algorithm] = field(default_factory=dict)
     """Algorithms, keyed by algo.name."""
+    callbacks: Callbacks = NO_CALLBACKS
+    """Functions that are called during training."""
 
 
 def build_task(settings: TaskSettings, plugins: Plugins = Plugins()) -> Task:

@@ -68,6 +68,8 @@ def train_sft(
                 with run.step_timer("checkpoint"):
                     checkpoints.finish_step(step + 1, history=run.history, metrics=metrics)
             stop_signal.check()
+            if run.stops_early:
+                return
 
 
 class RenderedDemonstrations:

@@ -108,6 +108,8 @@ def train(
         del rollouts, minibatches, fetch_images, token_stats, update  # free this step's images before the next step loads its own
         evaluate_and_record(step, settings, rollout_manager=rollout_manager, run=run, checkpoints=checkpoints)
         stop_signal.check()
+        if run.stops_early:
+            break
 
 
 def restore_and_sync(

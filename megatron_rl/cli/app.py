@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn, cast
@@ -32,12 +32,13 @@ from megatron_rl.cli.config_errors import format_error, reject_unknown_keys
 from megatron_rl.cli.config_file import expand_config_flags
 from megatron_rl.cli.flags import DIFFERENCE, parse_flags
 from megatron_rl.cli.help import render_difference, render_help
-from megatron_rl.compat.startup import paused_collector
+from megatron_rl.compat.startup import ignore_library_warnings, paused_collector
 from megatron_rl.config import Settings, require
 from megatron_rl.config.task_options import TASK_OPTIONS
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, read_world
 from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from megatron_rl.io.bounded_files import to_printable
+from megatron_rl.models.model_folder import resolve_hub_name
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
 from megatron_rl.run.shutdown import EXIT_INTERRUPTED, die_with_parent
@@ -194,9 +195,7 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
 
     @hydra.main(version_base="1.3", config_path=CONFIG_SEARCH_PATH, config_name="train")
     def main(chosen: DictConfig) -> None:
-        warnings.filterwarnings("ignore", module="megatron")
-        # megatron-core 0.16.1 uses deprecated names of collectives
-        warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
+        ignore_library_warnings()
         try:
             settings = resolve_settings(chosen, tasks)
         except ValueError as error:
@@ -275,6 +274,8 @@ def exit_with_line(line: str, world: World, *, on_all_ranks: bool = False) -> No
 def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProxyType({})) -> Settings:
     """Return the validated settings as plain dataclasses.
 
+    A model name of the Hugging Face hub is replaced by its folder in the local cache, if it is
+    there.
     If the task is user-defined, its options are validated against the task's Options dataclass.
 
     Raises:
@@ -287,8 +288,11 @@ def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProx
             given = OmegaConf.select(chosen, "task.options")
             OmegaConf.update(chosen, "task.options", OmegaConf.merge(OmegaConf.structured(task_type.Options), given or {}), merge=False)
         reject_unknown_keys(chosen)
-        return cast(Settings, OmegaConf.to_object(chosen))
+        settings = cast(Settings, OmegaConf.to_object(chosen))
     except MissingMandatoryValue as error:
         raise ValueError(f"{error.full_key}=???: has no default; set it on the command line") from error
     except OmegaConfBaseException as error:
         raise ValueError(format_error(error, sys.argv[1:])) from error
+    if settings.evaluation.urls:  # model.path is then a name on the server
+        return settings
+    return replace(settings, model=replace(settings.model, path=resolve_hub_name(settings.model.path)))

@@ -189,7 +189,7 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
                 settings, resume_state=standing, task=task, plugins=plugins, world=world, stop=stop, closing=closing,
                 stage=StageSettings(num_steps=num_steps, is_rl=stage.is_rl, is_replay=stage is REPLAY),
             )  # fmt: skip
-            context.supervisor = supervisor
+            context.supervisor, context.run.callbacks = supervisor, plugins.callbacks
             reason = train_and_finalize(settings, context, lambda: stage.run(rollout_settings, context))
             done = context.run
             return Result(
@@ -240,6 +240,9 @@ def finalize(settings: Settings, context: TrainerContext, rollout_manager: Rollo
             record.log(f"final evaluation: {num} examples; episodes per example: 1 greedy{sampled}")
         evaluation, failure = final_evaluation(settings, rollout_manager) if rollout_manager else ({}, None)
     with record.step_timer("checkpoint"):
+        if record.stops_early and settings.checkpoint.save_last and rollout_manager:  # nobody knew that the step was the last one
+            with rollout_manager.offloaded():
+                checkpoints.save(record.num_done, history=record.history, metrics=evaluation)
         if failure is None and record.first_step == record.num_steps:  # an earlier attempt completed all steps
             checkpoints.mark_evaluated(history=record.history, metrics=evaluation)
         try:

@@ -5,6 +5,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import yaml
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from megatron_rl import configs
 
@@ -31,6 +33,19 @@ def find_config_file(folder: str | Path, *, key: str) -> Path:
     raise ValueError(f"{key}={folder}: no such folder (looked in {place}); {_missing_folder_remedy(str(folder), key=key)}")
 
 
+def resolve_hub_name(name: str) -> str:
+    """Return the folder of a model in the local cache of the Hugging Face hub.
+
+    Return `name` itself if it is a folder, is no hub name, or is not in the cache.
+    """
+    if Path(name).exists() or not HUB_NAME.fullmatch(name):
+        return name
+    try:
+        return snapshot_download(name, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return name
+
+
 def _missing_folder_remedy(folder: str, *, key: str) -> str:
     recipes = _read_recipes()
     made = _find_maker(folder, recipes)
@@ -38,8 +53,7 @@ def _missing_folder_remedy(folder: str, *, key: str) -> str:
         return f"relative paths start in the current directory; create the folder with {made}"
     own = {Path(folder).parts[:1] for recipe in recipes.values() for folder in (recipe.get("run", {}).get("dir", "."),)}
     if HUB_NAME.fullmatch(folder) and not Path(folder).parent.is_dir() and Path(folder).parts[:1] not in own:
-        target = folder.rpartition("/")[2]
-        return f"download a model of the Hub first: hf download {folder} --local-dir {target}, then set {key}={target}"
+        return f"and no such model in the Hugging Face cache; download it: hf download {folder}"
     return "use a Hugging Face model folder" + ("" if Path(folder).is_absolute() else "; relative paths start in the current directory")
 
 

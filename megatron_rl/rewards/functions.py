@@ -6,6 +6,12 @@ name, as in these examples:
     def short(reply):                        def right(reply, answer):
         return -len(reply) / 1000                return float(answer in reply)
 
+Functions in the form of TRL are accepted too. They receive lists, of one completion here, and return
+a list:
+
+    def right(completions, answer, **kwargs):
+        return [float(gold in said[0]["content"]) for said, gold in zip(completions, answer)]
+
 If the function raises an exception, the rollout fails with an infrastructure error that names the
 function and the example; the rollout gets no reward.
 """
@@ -63,22 +69,22 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
     require(
         inspect.isfunction(function) or inspect.ismethod(function), f"rewards[{name!r}]", function, "is not a function written in Python"
     )
-    parameters = inspect.signature(function).parameters.values()
-    asked = [argument for argument in parameters if argument.name in REWARD_ARGUMENTS or argument.default is inspect.Parameter.empty]
-    for argument in asked:
-        known = argument.name in REWARD_ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
-        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", f"allowed arguments are {', '.join(REWARD_ARGUMENTS)}")
+    parameters = inspect.signature(function).parameters
+    is_batched = "completions" in parameters
+    collect_arguments = _batch_arguments(parameters) if is_batched else _named_arguments(name, parameters)
 
     async def reward(outcome: RewardInput) -> float | None:
         example = outcome.rollout.example_id
         try:
-            given = {argument.name: REWARD_ARGUMENTS[argument.name](outcome) for argument in asked}
+            given = collect_arguments(outcome)
         except KeyError as lacking:
             raise PermanentInfraError(f"reward {name} on {example}: the task's examples have no {lacking}") from lacking
         try:
             value = function(**given)
             if inspect.isawaitable(value):
                 value = await value
+            if is_batched:
+                (value,) = value
         except InfraError:
             raise
         except Exception as error:  # user code may raise any exception, and a single reply must not end the run
@@ -91,3 +97,44 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
         return None if value is None else float(value)
 
     return reward
+
+
+def _named_arguments(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[RewardInput], dict[str, object]]:
+    """Return a function that collects the arguments that a reward function names.
+
+    Raises:
+        ValueError: The reward function requires another argument.
+    """
+    asked = [each for each in parameters.values() if each.name in REWARD_ARGUMENTS or each.default is inspect.Parameter.empty]
+    for argument in asked:
+        known = argument.name in REWARD_ARGUMENTS and argument.kind is not inspect.Parameter.POSITIONAL_ONLY
+        remedy = f"allowed arguments are {', '.join(REWARD_ARGUMENTS)}; or completions and columns of the data, as in TRL"
+        require(known, f"rewards[{name!r}]", f"({', '.join(map(str, asked))})", remedy)
+    return lambda outcome: {argument.name: REWARD_ARGUMENTS[argument.name](outcome) for argument in asked}
+
+
+def _batch_arguments(parameters: Mapping[str, inspect.Parameter]) -> Callable[[RewardInput], dict[str, object]]:
+    """Return a function that collects the arguments of a reward function in the form of TRL.
+
+    Each argument is a list with one entry: the prompt and the completion as lists of messages, and
+    each column of the example. The reference answer is passed as `answer` and as `solution`.
+    Arguments that are not in the function's signature are passed only to **kwargs.
+    """
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+
+    def collect(outcome: RewardInput) -> dict[str, object]:
+        payload = outcome.payload
+        answer = payload.get("answer")
+        columns = {"question": payload.get("question"), "answer": answer, "solution": answer, **payload.get("extra", {})}
+        messages = {
+            "prompts": [{"role": "user", "content": payload.get("question", "")}],
+            "completions": [{"role": "assistant", "content": outcome.replies[-1]}],
+        }
+        given = {key: [value] for key, value in (columns | messages).items() if takes_all or key in parameters}
+        for key, each in parameters.items():
+            is_required = each.default is inspect.Parameter.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+            if is_required and key not in given:
+                raise KeyError(key)
+        return given
+
+    return collect

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from megatron_rl.callbacks import NO_CALLBACKS
 from megatron_rl.config import Settings
 from megatron_rl.distributed.world import World, all_gather_object, raise_on_all_ranks, run_on_rank_zero
 from megatron_rl.errors import LogprobMismatch, NonFiniteValue
@@ -106,6 +107,10 @@ class Run:
         self.num_done = first_step
         """Number of training steps with completed updates."""
         self.is_finished = False
+        self.callbacks = NO_CALLBACKS
+        """Functions of the user, set by the entry point on every rank."""
+        self.stops_early = False
+        """True after a callback has ended training."""
         self.judge_stats: JudgeStats | None = None
         """Judge statistics, set by the entry point on every rank if the task has a judge."""
         self.metrics: dict[str, float] = {}
@@ -253,8 +258,13 @@ class Run:
                 run_on_rank_zero(lambda: write_trace(self.folder, step, events))
         memory = [peak_memory()] if self._is_alone else all_gather_object(peak_memory())
         metrics = {**metrics, **(self.judge_stats.collect(self.history.judge) if self.judge_stats else {})}
-        if not self.is_main:
-            return
+        if self.is_main:
+            metrics = self._write_metrics(step, metrics, memory)
+        if self.callbacks.call(step + 1, metrics):
+            self.stops_early, self.num_steps = True, step + 1
+
+    def _write_metrics(self, step: int, metrics: dict[str, float], memory: Sequence[dict[str, float]]) -> dict[str, float]:
+        """Write a step's metrics on rank 0, with times and memory, and return them."""
         with explain_write_errors(self.folder):
             times = self.step_timer.collect()
             shares = idle_metrics(times, busy_s=self._busy_tracker.busy_since_last()) if self._is_async else {}
@@ -263,12 +273,14 @@ class Run:
         taught_nothing = metrics.get("rollout/all_groups_zero_std", 0.0) > 0
         assert self.progress is not None, "the main rank has a display"
         self.progress.log_step(step, metrics, note="rewards equal in every group: nothing learned" if taught_nothing else "")
+        return metrics
 
     def finish(self, metrics: dict[str, float]) -> None:
         """Mark the run as finished and write the final evaluation to eval.json and the metrics."""
         values = self.evaluation = _evaluation(metrics)
         self.is_finished = True
         metrics = {**metrics, **(self.judge_stats.collect(self.history.judge) if self.judge_stats else {})}
+        self.callbacks.call(self.num_steps, metrics, has_step=False)
         if not self.is_main:
             return
         if self.judge_stats is not None:
@@ -317,6 +329,8 @@ class Result:
         if not self.is_finished:
             return f"stopped at step {self.step} of {self.num_steps}; {self.reason or 'the same command resumes the run'}"
         left = self.folder / FINAL_FOLDER if (self.folder / FINAL_FOLDER).exists() else self.folder
+        if self.step < self.num_steps:
+            return f"ended by a callback at step {self.step} of {self.num_steps}: {describe_evaluation(self.metrics)}; {left}"
         return f"{'done' if self.is_new else f'{self.folder} is finished'}: {describe_evaluation(self.metrics)}; {left}"
 
 

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "algo": {"config", "types", "io"},
     "errors": set(),
     "distributed": {"types", "errors"},
+    "callbacks": {"distributed"},
     "batching": {"config", "types", "algo", "distributed"},
     "data": {"config", "types", "io", "errors"},
     "observe": {"config", "types", "io", "algo"},
@@ -35,8 +36,8 @@ MAY_IMPORT = {
     "rewards": {"config", "types", "errors", "data", "clients"},
     "rollout": {"config", "types", "io", "errors", "distributed", "data", "observe", "models", "compat", "clients", "rewards"},
     "tasks": {"config", "types", "io", "errors", "data", "models", "clients", "rewards", "rollout"},
-    "registry": {"config", "algo", "rewards", "rollout", "tasks"},
-    "run": {"config", "types", "io", "errors", "distributed", "observe", "models", "weights", "policy"},
+    "registry": {"config", "algo", "callbacks", "rewards", "rollout", "tasks"},
+    "run": {"config", "types", "io", "errors", "distributed", "callbacks", "observe", "models", "weights", "policy"},
     "build": {"config", "algo", "distributed", "data", "observe", "weights", "policy", "rollout", "registry", "run"},
     "evaluation": {"config", "types", "io", "distributed", "data", "observe", "clients", "rollout", "run"},
     "export": {"types", "io", "data", "observe", "rollout"},
@@ -62,11 +63,12 @@ MAY_IMPORT = {
         "sft",
     },
     "cli": {
-        "config", "io", "errors", "distributed", "observe", "configs", "compat", "rollout", "registry", "run",
+        "config", "io", "errors", "distributed", "observe", "configs", "models", "compat", "rollout", "registry", "run",
         "evaluation", "export", "explain", "services", "preflight", "entrypoints",
     },
     "launcher": {"config", "io", "distributed", "observe", "run", "evaluation", "cli"},
-    "__main__": {"observe", "cli", "launcher"},
+    "api": {"config", "algo", "callbacks", "compat", "registry", "run", "entrypoints", "cli", "launcher"},
+    "__main__": {"compat", "observe", "cli", "launcher"},
 }  # fmt: skip
 """Allowed imports between top-level packages, in layer order, lowest first. rollout and policy
 never import each other.
