@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 from PIL import Image
 
 from megatron_rl.algo.algorithms import Algorithm
@@ -174,12 +175,26 @@ def write_rows(rows: Sequence[Mapping[str, object]], folder: Path) -> Path:
     """Write rows to FOLDER.jsonl, and their PIL images to FOLDER/; return the file.
 
     Equal rows give equal files, so a resumed run finds the data that it started with.
+
+    Raises:
+        ValueError: A value cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder.with_suffix(".jsonl")
-    lines = [json.dumps(_store_images(dict(row), folder), ensure_ascii=False, sort_keys=True) for row in rows]
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(_store_images(dict(row), folder), ensure_ascii=False, sort_keys=True, default=_read_numpy))
+        except TypeError as error:
+            raise ValueError(f"{folder.name} data: row {number}: {error}; use text, numbers, lists, mappings and PIL images") from error
     write_bytes_atomically(file, ("\n".join(lines) + "\n").encode())
     return file
+
+
+def _read_numpy(value: object) -> object:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written")
 
 
 def _store_images(value: object, folder: Path) -> object:

@@ -20,6 +20,8 @@ from megatron_rl.run.record import Run
 from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
+MAX_COMPARED = 32
+"""Number of transcripts whose prompts are compared with those of the task."""
 CACHE_BYTES = 1 << 30
 """Maximum size in bytes of the images in one process's demonstration cache. The size of an image is
 the number of bytes of its resized RGB pixels.
@@ -38,7 +40,8 @@ def train_sft(
         checkpoints.restore()
     stop_signal.check()
     sft, seed, begin = settings.sft, settings.run.seed, 0
-    for stage, (split, steps) in enumerate(zip(sft.splits, sft.steps, strict=True)):
+    splits = sft.splits or [task.default_demonstration_split()]
+    for stage, (split, steps) in enumerate(zip(splits, sft.steps, strict=True)):
         done, begin = max(0, run.first_step - begin), begin + steps
         if done >= steps:
             continue
@@ -47,7 +50,7 @@ def train_sft(
             if split == TRANSCRIPTS_SPLIT:
                 demonstrations = load_demonstrations(task.settings.data, split, **drawn)
                 demonstrations.check_lengths(make_length_check(settings, renderer))
-                for line in demonstrations.warnings if TRANSCRIPTS_SPLIT not in sft.splits[:stage] else ():
+                for line in (*demonstrations.warnings, *prompt_warnings(task, demonstrations)) if split not in splits[:stage] else ():
                     run.log(f"warning: task.data.demonstrations: {line}")
             else:
                 demonstrations = task.demonstrations(split, **drawn)
@@ -70,6 +73,18 @@ def train_sft(
             stop_signal.check()
             if run.stops_early:
                 return
+
+
+def prompt_warnings(task: Task, demonstrations: Sequence[Demonstration]) -> list[str]:
+    """Return a warning if the first transcripts have other prompts than the task's episodes."""
+    given = [demonstrations[number] for number in range(min(len(demonstrations), MAX_COMPARED))]
+    found = [(each.where, mismatch) for each in given if (mismatch := task.find_prompt_mismatch(each.messages))]
+    if not found:
+        return []
+    where, mismatch = found[0]
+    return [
+        f"{len(found)} of the first {len(given)} transcripts have other prompts than task {task.name} gives the policy; {where}: {mismatch}"
+    ]
 
 
 class RenderedDemonstrations:

@@ -72,11 +72,11 @@ def test_columns_that_are_not_read_are_told_once(random_model: Path, tmp_path: P
         sft=SimpleNamespace(splits=["transcripts"] * 2, steps=[1, 1], num_demonstrations=1, batch_size=1), run=SimpleNamespace(seed=0),
         batch=SimpleNamespace(micro_batch_tokens=999), engine=SimpleNamespace(max_model_len=999),
     )  # fmt: skip
-    task = SimpleNamespace(settings=SimpleNamespace(data=DataSettings(demonstrations=[str(path)])))
+    task = SimpleNamespace(settings=SimpleNamespace(data=DataSettings(demonstrations=[str(path)])), find_prompt_mismatch=lambda _: "")
     policy = SimpleNamespace(pack=lambda *_, **__: [], update=lambda *_, **__: {}, load_image_patches=None)
     run = SimpleNamespace(
         step_timer=lambda _: nullcontext(), dump_batches_on_error=lambda *_, **__: nullcontext(), record=lambda *_: None, first_step=0,
-        history=[], log=lines.append,
+        history=[], log=lines.append, stops_early=False,
     )  # fmt: skip
     checkpoints = SimpleNamespace(restore=lambda: None, begin_step=lambda *_, **__: None, finish_step=lambda *_, **__: None)
     stop = SimpleNamespace(check=lambda: None)

@@ -14,21 +14,18 @@ class SftSettings:
     num_demonstrations: int = 1200
     """Number of demonstrations drawn at the start of each stage; batches cycle through these
     demonstrations in order."""
-    splits: list[str] = field(default_factory=lambda: ["correct", "biased"])
-    """Demonstration splits of the task, one per stage, in order; the split named transcripts
-    contains the files in task.data.demonstrations."""
-    steps: list[int] = field(default_factory=lambda: [250, 60])
+    splits: list[str] = field(default_factory=list)
+    """Demonstration splits of the task, one per stage, in order. The split transcripts contains the
+    files in task.data.demonstrations; the split answers of task vqa contains the questions in
+    task.data.train with their reference answers. Empty uses the task's only split."""
+    steps: list[int] = field(default_factory=lambda: [100])
     """Number of optimizer steps in each stage."""
 
     def __post_init__(self) -> None:
         for key, value in (("batch_size", self.batch_size), ("num_demonstrations", self.num_demonstrations)):
             require(value >= 1, f"sft.{key}", value, "must be at least 1")
-        require(
-            len(self.splits) == len(self.steps),
-            "sft.steps",
-            self.steps,
-            f"must contain one number for each split in sft.splits={self.splits}",
-        )
+        remedy = f"must contain one number for each split in sft.splits={self.splits}"
+        require(len(self.splits or [""]) == len(self.steps), "sft.steps", self.steps, remedy)
         require(
             bool(self.steps) and min(self.steps) >= 1,
             "sft.steps",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl.config import TaskSettings, require
-from megatron_rl.data.transcripts import load_demonstrations
+from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT, load_demonstrations
 from megatron_rl.rewards.rubric import Rubric, TurnRewardTerm, environment_rewards
 from megatron_rl.types import Demonstration, Example, Message, Rollout, ToolCall
 
@@ -94,6 +94,8 @@ class Task(ABC):
     """True if observations are appended to the sequence after a response. False if every episode
     has a single response, or if every turn starts from a new prompt.
     """
+    demonstration_splits: ClassVar[Sequence[str]] = (TRANSCRIPTS_SPLIT,)
+    """Splits of demonstrations for supervised training."""
     stop: Sequence[str] = ()
     """Strings that end a response, in addition to the policy's own end token. The stop string is
     part of the response.
@@ -121,6 +123,17 @@ class Task(ABC):
     def env(self, example: Example) -> Env:
         """Return a new environment for one episode."""
 
+    def default_demonstration_split(self) -> str:
+        """Return the split that is used if sft.splits is empty.
+
+        Raises:
+            ValueError: The task has several splits.
+        """
+        names = ", ".join(self.demonstration_splits)
+        example = f"'sft.splits=[{self.demonstration_splits[0]}]' 'sft.steps=[N]'"
+        require(len(self.demonstration_splits) == 1, "sft.splits", [], f"choose from the task's splits, {names}: {example}")
+        return self.demonstration_splits[0]
+
     def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
         """Return demonstrations of a split for supervised training.
 
@@ -129,6 +142,13 @@ class Task(ABC):
         task.data.demonstrations.
         """
         return load_demonstrations(self.settings.data, split, num=num, seed=seed)
+
+    def find_prompt_mismatch(self, messages: Sequence[Message]) -> str:
+        """Describe how a transcript's prompt differs from the prompts of this task.
+
+        Return '' if there is no difference, or if the task cannot tell.
+        """
+        return ""
 
     def success(self, rollout: Rollout) -> bool:
         """Return True if a scored rollout counts as solved in evaluations."""

@@ -8,18 +8,24 @@ reply.
 """
 
 import asyncio
+import random
 from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.data.benchmarks.catalog import compute_benchmark_metrics, load_benchmark_questions
+from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import make_judge
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.tasks.visual_python.message_parts import insert_images, make_message
-from megatron_rl.types import Example, Message, Rollout
+from megatron_rl.types import Demonstration, Example, Message, Rollout
 
+ANSWERS_SPLIT = "answers"
+"""Demonstration split with the training questions and their reference answers."""
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
 PROMPT = "{question}" + ANSWER
+MAX_QUOTED = 60
+"""Maximum number of characters that a warning quotes from a prompt."""
 
 
 class VqaEnv(Env):
@@ -43,7 +49,11 @@ class VqaEnv(Env):
         Raises:
             InfraError: An image cannot be opened.
         """
-        pictures = [await asyncio.to_thread(image.open) for image in self.example.payload["images"]]
+        return await asyncio.to_thread(self.make_prompt)
+
+    def make_prompt(self) -> list[Message]:
+        """Return the messages of the prompt."""
+        pictures = [image.open() for image in self.example.payload["images"]]
         before, _, behind = self.prompt.partition("{question}")
         asked = insert_images(str(self.example.payload["question"]), pictures, lambda _, picture: [picture])
         return [*([make_message("system", self.system)] if self.system else []), make_message("user", before, *asked, behind)]
@@ -53,11 +63,28 @@ class VqaEnv(Env):
         return Step(messages=[], reward=0.0, done=True, reason="answer")
 
 
+class AnsweredQuestions(Sequence[Demonstration]):
+    """Questions with their reference answers as replies; images are opened on access."""
+
+    def __init__(self, task: "VqaTask", questions: Sequence[Example]) -> None:
+        self._task, self._questions = task, questions
+
+    def __len__(self) -> int:
+        return len(self._questions)
+
+    def __getitem__(self, index: int) -> Demonstration:
+        question = self._questions[index]
+        (reply,) = self._task.gold_replies(question)
+        messages = [*self._task.env(question).make_prompt(), make_message("assistant", reply)]
+        return Demonstration(messages, where=question.where)
+
+
 class VqaTask(Task):
     """Task with questions from the user's files, scored by the accuracy rubric."""
 
     reward_names = ("accuracy",)
     appends_to_sequence = False
+    demonstration_splits = (TRANSCRIPTS_SPLIT, ANSWERS_SPLIT)
     stop = ("</answer>",)
 
     def __init__(self, settings: TaskSettings) -> None:
@@ -87,6 +114,33 @@ class VqaTask(Task):
         if split not in self._splits:
             self._splits[split] = load_benchmark_questions(self.settings.data, split)
         return self._splits[split]
+
+    def default_demonstration_split(self) -> str:
+        """Return transcripts if there are any, else answers."""
+        return TRANSCRIPTS_SPLIT if self.settings.data.demonstrations else ANSWERS_SPLIT
+
+    def demonstrations(self, split: str, *, num: int, seed: int) -> Sequence[Demonstration]:
+        """Return demonstrations of a split.
+
+        The split answers contains `num` training questions in random order, each with its reference
+        answer as the reply.
+        """
+        if split != ANSWERS_SPLIT:
+            return super().demonstrations(split, num=num, seed=seed)
+        questions = self.examples("train")
+        require(bool(questions), "task.data.train", self.settings.data.train, "the split answers needs the files of training questions")
+        order = random.Random(seed).sample(range(len(questions)), k=min(num, len(questions)))
+        return AnsweredQuestions(self, [questions[index] for index in order])
+
+    def find_prompt_mismatch(self, messages: Sequence[Message]) -> str:
+        """Compare the end of the first question with the text that task.prompt puts behind it."""
+        behind = self.prompt.partition("{question}")[2].strip()
+        asked = next((message for message in messages if message["role"] == "user"), None)
+        content = asked["content"] if asked else ""
+        text = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+        if text.strip().endswith(behind):
+            return ""
+        return f"the question ends with {text.strip()[-MAX_QUOTED:]!r}; the task ends it with {behind[-MAX_QUOTED:]!r}"
 
     def env(self, example: Example) -> VqaEnv:
         """Return a new environment for one question."""

@@ -60,7 +60,10 @@ MISTAKES = {
     "--stpes=3": "unrecognized arguments: --stpes=3; see --help for the usage",
     "--model.path 3b --learning_rate=1e-4": "unrecognized arguments: ...; write model.path=3b optim.lr=1e-4",
     "--xyzzy": "unrecognized arguments: --xyzzy; see --help for the usage",
-    "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun": (  # a stage looks at its transcripts when it begins
+    "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun": (  # a stage looks at its demonstrations when it begins
+        "task.data.train=[]: the split answers needs the files of training questions"
+    ),
+    "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun sft.splits=[correct]": (
         "sft.splits=correct: this task supports only transcript files: "
         "'sft.splits=[transcripts]' 'sft.steps=[N]' 'task.data.demonstrations=[FILE.jsonl]'"
     ),
@@ -148,8 +151,8 @@ MISTAKES = {
     "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); use a Hugging Face model folder",
     "model.path={tmp}": "model.path={tmp}: config.json is missing (looked in {tmp}); use a Hugging Face model folder",
     "model.path=Qwen/Qwen2.5-VL-3B-Instruct": (
-        "model.path=Qwen/Qwen2.5-VL-3B-Instruct: no such folder (looked in {tmp}/Qwen/Qwen2.5-VL-3B-Instruct); ...: "
-        "hf download Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, then set model.path=Qwen2.5-VL-3B-Instruct"
+        "model.path=Qwen/Qwen2.5-VL-3B-Instruct: no such folder (looked in {tmp}/Qwen/Qwen2.5-VL-3B-Instruct); "
+        "and no such model in the Hugging Face cache; download it: hf download Qwen/Qwen2.5-VL-3B-Instruct"
     ),
     "experiment=numberline_grpo_cpu model.path=runs/quickstart/sft/final": (
         "model.path=runs/quickstart/sft/final: no such folder (looked in {tmp}/runs/quickstart/sft/final); ...; "

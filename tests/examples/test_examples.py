@@ -224,6 +224,37 @@ def images_in(messages: list) -> list[Image.Image]:
     return [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
 
 
+def test_the_notebook_runs(learning_model: Path, tmp_path: Path) -> None:
+    """The cells of the notebook run one after the other in a running event loop, as in Jupyter,
+    with fewer steps. The warm start learns, and the scores are those of the evaluation's files.
+    """
+    cells = json.loads((EXAMPLES / "train_from_python.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    changes = {
+        "sft_steps=[14]": "sft_steps=[6]",
+        "run_steps=40": "run_steps=2",
+        "samples=8, ": "samples=2, ",
+        "\nevaluate(": "\nscores = evaluate(",
+    }
+    for written, smaller in {**changes, "runs/quickstart/nano": str(learning_model)}.items():
+        assert source.count(written) == 1, written
+        source = source.replace(written, smaller)
+    ends = "\nimport json; json.dump({'scores': scores, 'curve': curve}, open('told.json', 'w'))"
+    script = tmp_path / "notebook.py"
+    script.write_text(f"import asyncio\n\nasync def main():\n    exec({source!r} + {ends!r}, {{}})\n\nasyncio.run(main())\n")
+    ended = fork_server.Process(script, cwd=tmp_path, environment={"MPLBACKEND": "Agg"})
+    try:
+        output, _ = ended.communicate(280)
+    finally:
+        ended.kill()
+    assert ended.returncode == 0 and "Warning" not in output, output[-6000:]
+    told, home = json.loads((tmp_path / "told.json").read_text()), tmp_path / "runs" / "notebook"
+    assert told["scores"].items() <= json.loads((home / "evaluation" / "evaluation.json").read_text())["scores"].items()
+    assert told["curve"] == [line["reward/mean"] for line in read_metrics(home / "grpo" / "metrics.jsonl")[:-1]]
+    losses = [line["loss"] for line in read_metrics(home / "sft" / "metrics.jsonl")[:-1]]
+    assert len(losses) == 6 and losses[-1] < 0.8 * losses[0]
+
+
 def test_sweep_composes() -> None:
     """The sweep has one run for each combination, with valid settings."""
     tasks = read_sweep(EXAMPLES / "sweep.yaml").tasks

@@ -3,12 +3,17 @@
 The suggested commands come from the shipped recipes and scripts.
 """
 
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import snapshot_download
 
-from megatron_rl.models.model_folder import find_config_file
+from megatron_rl.launcher.compose import compose_settings
+from megatron_rl.models.hf_config import read_spec
+from megatron_rl.models.model_folder import find_config_file, resolve_hub_name
 from tests.conftest import ROOT
 
 EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
@@ -38,8 +43,8 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "run/nothing": f"no such folder (looked in {tmp_path}/run/nothing); use a Hugging Face model folder; {here}",
         "runs/mine": f"no such folder (looked in {tmp_path}/runs/mine); use a Hugging Face model folder; {here}",
         "Qwen/Qwen2.5-VL-3B-Instruct": (
-            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); download a model of the Hub first: hf download "
-            "Qwen/Qwen2.5-VL-3B-Instruct --local-dir Qwen2.5-VL-3B-Instruct, then set model.path=Qwen2.5-VL-3B-Instruct"
+            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); and no such model in the Hugging Face cache; download it: "
+            "hf download Qwen/Qwen2.5-VL-3B-Instruct"
         ),
     }.items():
         assert error_of(folder) == f"model.path={folder}: {said}"
@@ -65,3 +70,23 @@ def test_every_recipe_that_begins_with_anothers_result_says_whose(tmp_path: Path
     assert len(begun) >= 6
     for folder in begun:
         assert f"experiment={results[folder]}" in error_of(folder) and f"(looked in {tmp_path}/{folder})" in error_of(folder)
+
+
+def test_hub_names_are_found_in_the_cache(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model in the layout of the hub's cache is found by its name, without a network. A folder of
+    that name and names that are not in the cache stay as they are.
+    """
+    repo = tmp_path / "hub" / "models--mine--tiny"
+    shutil.copytree(random_model, repo / "snapshots" / "abc")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("megatron_rl.models.model_folder.snapshot_download", partial(snapshot_download, cache_dir=tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    settings = compose_settings(["task=number_line", "model.path=mine/tiny", "run.dir=run"])
+    assert Path(settings.model.path) == repo / "snapshots" / "abc" and read_spec(settings.model.path).vocab_size > 0
+    for name in ("mine/other", "3b", str(random_model), "a/b/c"):
+        assert resolve_hub_name(name) == name
+    (tmp_path / "mine" / "tiny").mkdir(parents=True)
+    assert resolve_hub_name("mine/tiny") == "mine/tiny"
+    served = compose_settings(["task=number_line", "model.path=mine/tiny2", "run.dir=run", "evaluation.urls=[http://h:1/v1]"])
+    assert served.model.path == "mine/tiny2", "the name on a server"

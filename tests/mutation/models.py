@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a folder with the name of a cached model is not used",
+        "megatron_rl/models/model_folder.py",
+        "    if Path(name).exists() or not HUB_NAME.fullmatch(name):\n",
+        "    if not HUB_NAME.fullmatch(name):\n",
+        "tests/models/test_model_folder.py -k cache",
+    ),
+    Mutant(
         "a field of config.json that nobody knows is accepted",
         "megatron_rl/models/config_fields.py",
         "        if name not in fields:\n            yield",

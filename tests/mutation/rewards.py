@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "columns of the data do not reach a function in the form of TRL",
+        "megatron_rl/rewards/functions.py",
+        '"solution": answer, **payload.get("extra", {})}',
+        '"solution": answer}',
+        "tests/rewards/test_functions.py -k trl",
+    ),
+    Mutant(
         "a number behind two signs is one",
         "megatron_rl/rewards/numbers.py",
         "(is_signed or (",

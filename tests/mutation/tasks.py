@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "reference answers are taught in the order of the file",
+        "megatron_rl/tasks/vqa.py",
+        "order = random.Random(seed).sample(range(len(questions)), k=min(num, len(questions)))",
+        "order = range(min(num, len(questions)))",
+        "tests/tasks/test_vqa_demonstrations.py",
+    ),
+    Mutant(
         "frames of a video are counted from where the last one was read",
         "megatron_rl/tasks/visual_python/clip.py",
         "            self._next = number\n        while",

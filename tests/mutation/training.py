@@ -4,9 +4,37 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a callback cannot end a run",
+        "megatron_rl/training_loop.py",
+        "        if run.stops_early:\n            break\n",
+        "",
+        "tests/test_api.py -k from_python",
+    ),
+    Mutant(
+        "a run that a callback ends has no last checkpoint",
+        "megatron_rl/entrypoints/train.py",
+        "if record.stops_early and settings.checkpoint.save_last and rollout_manager:",
+        "if False:",
+        "tests/test_api.py -k from_python",
+    ),
+    Mutant(
+        "transcripts without the task's instructions are trained on in silence",
+        "megatron_rl/sft.py",
+        "    where, mismatch = found[0]\n",
+        "    return []\n",
+        "tests/tasks/test_vqa_demonstrations.py",
+    ),
+    Mutant(
+        "every step is an evaluation",
+        "megatron_rl/callbacks.py",
+        'for name, value in metrics.items() if name.startswith("eval/")}',
+        "for name, value in metrics.items()}",
+        "tests/test_api.py -k due",
+    ),
+    Mutant(
         "a warm start does not name columns that nothing reads",
         "megatron_rl/sft.py",
-        "for line in demonstrations.warnings if TRANSCRIPTS_SPLIT not in sft.splits[:stage] else ():",
+        "for line in (*demonstrations.warnings, *prompt_warnings(task, demonstrations)) if split not in splits[:stage] else ():",
         "for line in ():",
         "tests/test_sft.py -k not_read",
     ),

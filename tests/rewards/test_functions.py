@@ -81,7 +81,7 @@ def test_our_own_faults_stay_what_they_are() -> None:
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): allowed arguments are question, reply, answer, turns, rollout, extra$"),
+        (lambda solution: 0, r"^rewards\['mine'\]=\(solution\): allowed arguments are question, reply, answer, turns, rollout, extra; or "),
         (lambda reply, /: 0, r"^rewards\['mine'\]=\(reply\): allowed arguments"),
         (lambda **columns: 0, r"^rewards\['mine'\]=\(\*\*columns\): allowed arguments"),
         (0.5, r"^rewards\['mine'\]=0.5: is not a function written in Python$"),
@@ -127,3 +127,27 @@ def test_no_opinion_counts_nothing_unless_nobody_has_one() -> None:
     assert total("short+long", short=lambda: None, long=lambda: 0.5) == (0.5, {"long": 0.5}, False)
     with pytest.raises(PermanentInfraError, match=r"^rewards short, long: all returned None for e0; at least one must return a number$"):
         total("short+long", short=lambda: None, long=lambda: None)
+
+
+def test_functions_in_the_form_of_trl() -> None:
+    """A function with `completions` gets lists of one: messages, and the columns that it names, or
+    all with **kwargs. It returns a list of one.
+    """
+    seen = {}
+
+    def every(prompts: list, completions: list, **kwargs: list):
+        seen.update(prompts=prompts, completions=completions, **kwargs)
+        return [0.5]
+
+    assert scored(every) == 0.5
+    assert seen == {
+        "prompts": [[{"role": "user", "content": "Which color?"}]], "completions": [[{"role": "assistant", "content": "red"}]],
+        "question": ["Which color?"], "answer": ["red"], "solution": ["red"], "level": [3],
+    }  # fmt: skip
+    assert scored(lambda completions, level: [float(level[0])]) == 3.0
+    assert scored(lambda completions, missing=None: [None]) is None
+    with pytest.raises(PermanentInfraError, match=r"the task's examples have no 'missing'$"):
+        scored(lambda completions, missing: [1.0])
+    for wrong in ([1.0, 2.0], [], 1.0):
+        with pytest.raises(PermanentInfraError, match=r"^reward mine on e0: (ValueError|TypeError): "):
+            scored(lambda completions, wrong=wrong: wrong)

@@ -164,6 +164,7 @@ class AlfworldTask(Task):
     two splits use different scenes.
     """
 
+    demonstration_splits = tuple(DEMONSTRATORS)
     Options = AlfworldOptions
     appends_to_sequence = False
     rubric = ALFWORLD_RUBRIC
@@ -212,7 +213,7 @@ class AlfworldTask(Task):
         (search_expert.py). In the "biased" split, the demonstrator's command is replaced by a
         random admissible command with probability MISTAKE_PROBABILITY.
         """
-        require_choice("sft.splits", split, tuple(DEMONSTRATORS))
+        require_choice("sft.splits", split, self.demonstration_splits)
         player, dice = DEMONSTRATORS[split], random.Random(seed)
         games = [folder for folder in self._games("train") if (folder / TRANSCRIPT_FILES[player]).is_file()]
         command = f"{MAKE_COMMAND.partition(' --')[0]} --transcribe FOLDER"

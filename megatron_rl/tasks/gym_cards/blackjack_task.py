@@ -165,7 +165,7 @@ class BlackjackTask(GameTask):
         BIASED_ERROR, regardless of the hand. With greedy decoding, a policy that has the same
         action probabilities as the "biased" demonstrator wins 40.0% of its games.
         """
-        require_choice("sft.splits", split, ("correct", "biased"))
+        require_choice("sft.splits", split, self.demonstration_splits)
         dice, error = np.random.default_rng(seed), BIASED_ERROR if split == "biased" else 0.0
         starts = deal_starts(np.random.default_rng((seed, 1)), is_held_out=False)
         turns = (turn for start in starts for turn in self._play_game(start, dice, error=error))

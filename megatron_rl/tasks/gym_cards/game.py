@@ -139,6 +139,7 @@ class GameTask(Task):
     """
 
     Options: ClassVar[type[GameOptions]] = GameOptions
+    demonstration_splits = ("correct", "biased")
     appends_to_sequence = False
 
     def __init__(self, settings: TaskSettings) -> None:

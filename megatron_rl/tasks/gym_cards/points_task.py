@@ -164,7 +164,7 @@ class PointsTask(GameTask):
         the number of the first card is at most BIASED_MAX_FIRST_NUMBER. In this case, the first
         operator in the thoughts and in the formula is wrong with probability BIASED_ERROR.
         """
-        require_choice("sft.splits", split, ("correct", "biased"))
+        require_choice("sft.splits", split, self.demonstration_splits)
         hands, dice = self.deal_training_hands(np.random.default_rng(seed)), random.Random(seed)
         plans: list[FormulaPlan] = []
         while len(plans) < num:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.config.task_options import LewisListenerOptions
+from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT
 from megatron_rl.errors import PermanentInfraError
 from megatron_rl.rollout.task import Env, Task
 from megatron_rl.tasks.lewis.demonstrations import DEMONSTRATION_SPLITS, make_color_question, make_demonstrations
@@ -33,6 +34,7 @@ class LewisListenerTask(Task):
     """Listener task. task.options.reward selects the question and the reward."""
 
     Options = LewisListenerOptions
+    demonstration_splits = (*DEMONSTRATION_SPLITS, TRANSCRIPTS_SPLIT)
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron_rl.config import TaskSettings
 from megatron_rl.config.task_options import LewisSpeakerOptions
+from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT
 from megatron_rl.rewards.rubric import RewardInput
 from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.lewis.demonstrations import DEMONSTRATION_SPLITS, make_demonstrations
@@ -41,6 +42,7 @@ class LewisSpeakerTask(Task):
     """Speaker task: single-turn descriptions of images, scored with a listener."""
 
     Options = LewisSpeakerOptions
+    demonstration_splits = (*DEMONSTRATION_SPLITS, TRANSCRIPTS_SPLIT)
 
     def __init__(self, settings: TaskSettings) -> None:
         super().__init__(settings)

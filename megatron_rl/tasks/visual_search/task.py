@@ -133,6 +133,7 @@ class VisualSearchTask(Task):
     seeds.
     """
 
+    demonstration_splits = ("correct", "biased")
     reward_names = ("accuracy", "pyvision", "deepeyes")
     runs_code = True
 
@@ -176,7 +177,7 @@ class VisualSearchTask(Task):
         accurately as a policy trained on the "correct" split, but guesses too often. The accuracy
         of the "biased" policy is 41% at temperature 1 and 10% with greedy decoding.
         """
-        require_choice("sft.splits", split, ("correct", "biased"))
+        require_choice("sft.splits", split, self.demonstration_splits)
         dice = random.Random(seed)
         plans = []
         for index in range(num):
