@@ -295,7 +295,8 @@ class TrainerContext:
                 settings, self.task,
                 trainer=trainer, renderer=self.renderer, world=self.world, image_exchange=self.image_exchange, supervisor=self.supervisor,
                 callbacks=RunCallbacks(
-                    run_with_grace=self.stop.run_with_grace, log=self.run.log, make_timer=self.run.trace.episode_tracer
+                    run_with_grace=self.stop.run_with_grace, log=self.run.log, make_timer=self.run.trace.episode_tracer,
+                    report_episodes=self.run.log_episodes,
                 ),
             )  # fmt: skip
             self.closing.push(lambda failure, *_: rollout_manager.close(all_ranks=failure is None))

@@ -1,7 +1,9 @@
 """Progress display of a run.
 
-On a terminal, the display is a bar. If the output is not a terminal, one aligned line is printed
-for each step, suitable for grep and cut.
+One line is printed for each completed step. On a terminal, the line is cut to the width of the
+terminal by leaving out columns, and a bar below it displays the step, the phase, the mean return and
+the time left. If the output is not a terminal, the lines have all columns, suitable for grep and
+cut.
 """
 
 import sys
@@ -25,7 +27,14 @@ PROGRESS_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 )
 """Label, metrics to sum, and format of each column.
 
-A column is displayed for the steps that have its metrics. Times are in seconds.
+A column is displayed for the steps that have its metrics. Times are in seconds. On a narrow
+terminal, the last columns are left out first.
+"""
+MIN_BAR_WIDTH = 80
+"""Minimum width in columns of a terminal that also gets the phase and the bar."""
+EPISODE_LINE_S = 30.0
+"""Minimum time in seconds between two lines about the episodes of an evaluation, if the output is
+not a terminal.
 """
 
 
@@ -40,10 +49,11 @@ class ProgressDisplay:
     ) -> None:
         self._total, self._title, self._first_step = total, title, first_step
         self._stream, self._clock = stream, clock
-        self._start = clock()
+        self._start = self._last_line = clock()
+        self._first_step_end: float | None = None
         self._bar = _make_bar(stream) if stream.isatty() else None
         if self._bar is not None:
-            self._task = self._bar.add_task(title, total=total, completed=first_step, phase="", values="", left="")
+            self._task = self._bar.add_task(title, total=total, completed=first_step, phase="", reward="", left="")
             self._bar.start()
 
     def set_phase(self, name: str) -> None:
@@ -56,18 +66,30 @@ class ProgressDisplay:
 
         `note` is a remark for the user, which is displayed after the step's values.
         """
-        values = "  ".join(
+        values = [
             f"{label} {sum(metrics[name] for name in names if name in metrics):{form}}"
             for label, names, form in PROGRESS_COLUMNS
             if any(name in metrics for name in names)
-        )
-        values += f"  {note}" if note else ""
-        left = str(timedelta(seconds=round(self._left_s(step))))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step + 1, values=values, left=left, refresh=True)
+        ]
+        left = str(timedelta(seconds=round(self._left_s(step, metrics))))
+        number = f"{self._title} step {step + 1:>{len(str(self._total))}}/{self._total}"
+        if self._bar is None:
+            print("  ".join([number, *values, *([note] if note else []), f"left {left}"]), file=self._stream, flush=True)
             return
-        width = len(str(self._total))
-        print(f"{self._title} step {step + 1:>{width}}/{self._total}  {values}  left {left}", file=self._stream, flush=True)
+        width = self._bar.console.width
+        while len(values) > 1 and len("  ".join([number, *values, f"left {left}"])) > width:
+            values.pop()
+        self.print_line("  ".join([number, *values, f"left {left}"]))
+        if note:
+            self.print_line(f"{number}  {note}")
+        self._bar.update(self._task, completed=step + 1, reward=values[0] if values else "", left=f"left {left}", refresh=True)
+
+    def log_episodes(self, done: int, total: int) -> None:
+        """Display how many episodes of an evaluation have ended."""
+        if self._bar is not None:
+            self.set_phase(f"evaluate {done}/{total}")
+        elif self._clock() - self._last_line >= EPISODE_LINE_S:
+            self.print_line(f"evaluate: {done}/{total} episodes")
 
     def print_line(self, line: str) -> None:
         """Print a message line without disturbing the progress display."""
@@ -75,16 +97,24 @@ class ProgressDisplay:
             self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
         print(line, file=self._stream, flush=True)
+        self._last_line = self._clock()
 
     def close(self) -> None:
         """Stop the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 
-    def _left_s(self, step: int) -> float:
-        """Estimate the remaining seconds from the mean time of the steps in this attempt."""
-        done = max(step + 1 - self._first_step, 1)
-        return (self._clock() - self._start) / done * (self._total - step - 1)
+    def _left_s(self, step: int, metrics: Mapping[str, float]) -> float:
+        """Estimate the remaining seconds from the mean time of the steps in this attempt.
+
+        The first step also contains the start of the run. It only counts while it is the only one,
+        and then without the start, if its own time is known.
+        """
+        now, remaining = self._clock(), self._total - step - 1
+        if self._first_step_end is None:
+            self._first_step_end = now
+            return metrics.get("time/total", now - self._start) * remaining
+        return (now - self._first_step_end) / max(step - self._first_step, 1) * remaining
 
 
 def _make_bar(stream: TextIO) -> Bar:
@@ -92,8 +122,10 @@ def _make_bar(stream: TextIO) -> Bar:
 
     A progress bar with a refresh thread would slow down the engine.
     """
-    return Bar(
-        TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TaskProgressColumn(),
-        TextColumn("{task.fields[phase]:<11}"), TextColumn("{task.fields[values]}"), TextColumn("left {task.fields[left]}"),
-        console=Console(file=stream), auto_refresh=False,
-    )  # fmt: skip
+    console = Console(file=stream)
+    columns = [
+        TextColumn("{task.description}"), MofNCompleteColumn(), TextColumn("{task.fields[left]}"), TextColumn("{task.fields[reward]}"),
+    ]  # fmt: skip
+    if console.width >= MIN_BAR_WIDTH:
+        columns += [TextColumn("{task.fields[phase]:<11}"), BarColumn(bar_width=10), TaskProgressColumn()]
+    return Bar(*columns, console=console, auto_refresh=False)

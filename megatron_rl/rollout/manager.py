@@ -5,6 +5,7 @@ prefix cache and image cache.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ class RunCallbacks:
     """Runs a coroutine and returns its result, or None if a stop signal cancelled the coroutine."""
     log: Callable[[str], None] = print
     """Prints one line."""
+    report_episodes: Callable[[int, int], None] = lambda *_: None
+    """Takes the number of ended episodes of an evaluation, and the number of all of them. With
+    several engines, the first number is an estimate from this engine's episodes.
+    """
     make_timer: Callable[[int, int], TimerFn] = lambda *_: no_timer
     """Takes a group number and a sample index, which identify an episode; returns the timer for
     this episode.
@@ -107,6 +112,8 @@ class RolloutManager:
         """Number of episodes dropped before the last step because they were too stale for training.
         """
         self.is_offloaded = False
+        self._report_episode: Callable[[], None] | None = None
+        """Reports the end of an episode during `run_examples`."""
         self._work_buffer = WorkBuffer()
         """Training episodes in progress on this engine."""
         self._buffer_states: list[BufferState] = []
@@ -219,9 +226,14 @@ class RolloutManager:
         """
         scheduled = {first_group + place: ScheduledGroup(example=example, settings=settings) for place, example in enumerate(examples)}
         assert not self.is_offloaded, "the trainer is using the device: call update_weights before generating"
-        return self._retry_failed(
-            scheduled, self._run_episodes(scheduled, dict.fromkeys(scheduled, range(num_samples)), work_buffer=WorkBuffer())
-        )
+        total, num_engines = len(examples) * num_samples, self.engine_rank.num_engines
+        ended = itertools.count(num_engines, num_engines)
+        self._report_episode = lambda: self.callbacks.report_episodes(min(next(ended), total), total)
+        try:
+            rollouts = self._run_episodes(scheduled, dict.fromkeys(scheduled, range(num_samples)), work_buffer=WorkBuffer())
+        finally:
+            self._report_episode = None
+        return self._retry_failed(scheduled, rollouts)
 
     def _retry_failed(self, scheduled: Mapping[int, ScheduledGroup], rollouts: list[Rollout]) -> list[Rollout]:
         """Rerun the rollouts that had infrastructure errors; return all rollouts, sorted.
@@ -318,6 +330,8 @@ class RolloutManager:
                 break
             failed_s = rollout.wall_s
         rollout.drop_patches()
+        if self._report_episode is not None and work_buffer is not self._work_buffer:  # training episodes may continue
+            self._report_episode()
         return rollout
 
     def render_first_prompt(self) -> TokenSequence | None:

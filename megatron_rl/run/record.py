@@ -217,6 +217,11 @@ class Run:
         if self.progress is not None:
             self.progress.print_line(line)
 
+    def log_episodes(self, done: int, total: int) -> None:
+        """Display on rank 0 how many episodes of an evaluation have ended."""
+        if self.progress is not None:
+            self.progress.log_episodes(done, total)
+
     def log_step(self, step: int, rollouts: list[Rollout], metrics: dict[str, float]) -> None:
         """Record a step's rollouts after the step's updates.
 

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -347,33 +348,69 @@ def test_a_span_ends_with_an_error_and_watchers_hear_every_start():
 
 
 def test_plain_progress_is_one_aligned_line_a_step_with_the_time_left():
+    """The time left is estimated from the steps after the first, which contains the start. After
+    the first step, its own time is used.
+    """
     clock, stream = Clock(), io.StringIO()
     progress = ProgressDisplay(40, title="grpo", first_step=8, stream=stream, clock=clock)
-    for step, reward in ((8, -10.5), (9, 0.25)):
+    for step, reward, seconds in ((8, -10.5, 300), (9, 0.25, 30), (10, 0.5, 40)):
         progress.set_phase("engine")
-        clock.now += 30
-        progress.log_step(step, {"reward/mean": reward, "time/engine": 1.5, "time/environment": 0.25, "time/update": 0.8, "other": 7.0})
+        clock.now += seconds
+        times = {"time/engine": 1.5, "time/environment": 0.25, "time/update": 0.8, "time/total": 50.0}
+        progress.log_step(step, {"reward/mean": reward, "other": 7.0, **times})
     progress.close()
-    # 30 s per step; 31 and then 30 of 40 steps are left
+    # 50 s of the first step itself and 31 steps left; 30 s and 30 left; 35 s and 29 left
     assert stream.getvalue().splitlines() == [
-        "grpo step  9/40  return  -10.500  rollouts    1.75  update   0.80  left 0:15:30",
+        "grpo step  9/40  return  -10.500  rollouts    1.75  update   0.80  left 0:25:50",
         "grpo step 10/40  return   +0.250  rollouts    1.75  update   0.80  left 0:15:00",
+        "grpo step 11/40  return   +0.500  rollouts    1.75  update   0.80  left 0:16:55",
     ]
 
 
-def test_a_terminal_gets_a_bar_with_phase_count_and_time_left(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_an_evaluation_reports_its_episodes():
+    """Without a terminal, a line is printed at most every 30 s."""
+    clock, stream = Clock(), io.StringIO()
+    progress = ProgressDisplay(40, title="grpo", stream=stream, clock=clock)
+    for done in range(1, 8):
+        clock.now += 10
+        progress.log_episodes(done, 270)
+    assert stream.getvalue().splitlines() == ["evaluate: 3/270 episodes", "evaluate: 6/270 episodes"]
+
+
+METRICS = {
+    "reward/mean": 0.5, "loss": 0.1, "rollout_mismatch/logprob_abs_diff_max": 1e-6, "time/engine": 1.5, "time/update": 0.25,
+    "time/sync": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (200, "grpo step 1/4  return   +0.500  loss    0.1000  gap  1.0e-06  rollouts    1.50  update   0.25  sync  0.010  left 0:03:00"),
+        (80, "grpo step 1/4  return   +0.500  loss    0.1000  gap  1.0e-06  left 0:03:00"),
+        (40, "grpo step 1/4  return   +0.500  left 0:03:00"),
+    ],
+)
+def test_a_terminal_keeps_the_lines_of_steps_above_a_bar(width: int, line: str, monkeypatch: pytest.MonkeyPatch):
+    """Narrow terminals lose the last columns of the line; step, return and time left stay. The bar
+    is not cut either.
+    """
+    monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setenv("TERM", "xterm")
     clock, stream = Clock(), Terminal()
     progress = ProgressDisplay(4, title="grpo", stream=stream, clock=clock)
     progress.set_phase("update")
     clock.now += 60
-    progress.log_step(0, {"reward/mean": 0.5})
+    progress.log_step(0, METRICS)
+    progress.log_episodes(12, 270)
     progress.close()
-    last = stream.getvalue()
-    for word in ("grpo", "1/4", "25%", "update", "return", "+0.500", "left 0:03:00"):
-        assert word in last
-    assert "\x1b[" in last and "step" not in last
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue()).replace("\r", "\n")
+    lines = plain.splitlines()
+    assert line in lines and "\u2026" not in plain
+    last = lines[-1]
+    for word in ("grpo", "1/4", "left 0:03:00", "return   +0.500", *(["evaluate 12/270", "25%"] if width >= 80 else [])):
+        assert word in last, last
+    assert len(last) <= width
 
 
 def test_smooth_by_hand():
