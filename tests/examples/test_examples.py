@@ -32,7 +32,7 @@ from tests.support import fork_server
 from tests.support.sandbox_pool import start_pool
 
 EXAMPLES = ROOT / "examples"
-SMALL = ("engine.kv_cache_mib=16", "task.eval_samples=1", "rollouts.keep_best=64", "checkpoint.save_last=false")
+SMALL = ("engine.kv_cache_mib=16", "task.eval_samples=0", "rollouts.keep_best=64", "checkpoint.save_last=false")
 GAMES = (*SMALL, "batch.prompts_per_step=4", "batch.group_size=4", "run.steps=1", "task.max_turns=3")
 WARM_UP = (
     "stage=sft",

@@ -176,6 +176,7 @@ def test_a_warm_start_stops_between_steps(at: int, num_steps: int, monkeypatch: 
             dump_batches_on_error=lambda *_, **__: StepTimer()("keep"),
             record=say("record"),
             history=None,
+            stops_early=False,
         ),
         "checkpoints": SimpleNamespace(restore=say("restore"), begin_step=say("begin"), finish_step=say("saved")),
     }
