@@ -47,7 +47,7 @@ def train(
 
         from megatron_rl import train
 
-        result = train("3b", data="mine.jsonl", eval_data="held_out.jsonl", reward=exact, run_dir="runs/mine", lora_rank=16)
+        train("3b", data="mine.jsonl", eval_data="test.jsonl", reward=exact, run_dir="runs/mine")
 
     Args:
         model: Model folder, or name of a model in the local cache of the Hugging Face hub.
@@ -55,7 +55,7 @@ def train(
             a mapping with a question, an answer and images (docs/data.md); images are PIL images or
             paths. Rows are written to RUN_DIR_data/.
         eval_data: Evaluation data, in the same form.
-        run_dir: Run directory.
+        run_dir: Run directory; the default is that of the recipe, or runs/TASK.
         reward: Name of a built-in reward, a reward function (docs/extend.md), or several functions,
             whose rewards are added. Functions in the form of TRL are accepted.
         tasks: User-defined tasks, keyed by name.
@@ -131,6 +131,8 @@ def _collect_words(
     given = {split: each for split, each in data.items() if isinstance(each, str | Path) or not isinstance(each, Sequence) or each}
     if given and "task" not in options and "experiment" not in options:
         options["task"] = "vqa"
+    if not run_dir and "experiment" not in options:
+        run_dir = f"runs/{options.get('task', 'train')}"
     words = [f"{key}={value}" for key, value in options.items()]
     words += [f"model.path={format_override_value(str(model))}"] if model else []
     words += [f"run.dir={format_override_value(str(run_dir))}"] if run_dir else []

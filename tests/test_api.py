@@ -43,6 +43,7 @@ def test_arguments_are_the_settings_of_the_command_line() -> None:
     ]  # fmt: skip
     held_out = "task.data.eval=[e.jsonl]"
     assert compose_settings([*given, held_out]) == compose_settings([*by_hand, held_out])
+    assert words_of(task="number_line") == ["task=number_line", "run.dir='runs/number_line'"]
     assert words_of(experiment="vqa_3b_1gpu", data="x.jsonl") == ["experiment=vqa_3b_1gpu", "task.data.train=['x.jsonl']"]
 
 
@@ -51,7 +52,7 @@ def test_arguments_are_the_settings_of_the_command_line() -> None:
     [
         ({"optim_lrr": 1}, r"^optim_lrr: no such argument or setting; did you mean optim_lr \(optim.lr\)\?$"),
         ({"qqqqqqq": 1}, r"^qqqqqqq: no such argument or setting; python -m megatron_rl train --help all lists the settings$"),
-        ({"data": [{"question": "q"}]}, r"^run_dir: is required when the data are rows"),
+        ({"data": [{"question": "q"}], "experiment": "vqa_3b_1gpu"}, r"^run_dir: is required when the data are rows"),
         ({"data": [{"question": "q"}, "a.jsonl"], "run_dir": "out"}, r"^train data: must be file names or rows \(mappings\)"),
     ],
 )

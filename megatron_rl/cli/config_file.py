@@ -9,6 +9,7 @@ Example:
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
@@ -66,7 +67,7 @@ def read_config_file(path: Path) -> list[str]:
     return [*groups, *_flatten(rest)]
 
 
-def _flatten(settings: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+def _flatten(settings: Mapping[Any, object], prefix: str = "") -> Iterator[str]:
     for key, value in settings.items():
         if isinstance(value, dict) and value and all(isinstance(name, str) for name in value):
             yield from _flatten(value, f"{prefix}{key}.")

@@ -1,9 +1,8 @@
 """Progress display of a run.
 
-One line is printed for each completed step. On a terminal, the line is cut to the width of the
-terminal by leaving out columns, and a bar below it displays the step, the phase, the mean return and
-the time left. If the output is not a terminal, the lines have all columns, suitable for grep and
-cut.
+One line is printed for each completed step. On a terminal, the line leaves out the columns that do
+not fit, and a bar below it displays the step, the phase, the mean return and the time left. If the
+output is not a terminal, the lines have all columns, suitable for grep and cut.
 """
 
 import sys

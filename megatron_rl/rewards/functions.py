@@ -6,8 +6,8 @@ name, as in these examples:
     def short(reply):                        def right(reply, answer):
         return -len(reply) / 1000                return float(answer in reply)
 
-Functions in the form of TRL are accepted too. They receive lists, of one completion here, and return
-a list:
+Functions in the form of TRL are accepted too. They receive lists, of one completion here, and
+return a list:
 
     def right(completions, answer, **kwargs):
         return [float(gold in said[0]["content"]) for said, gold in zip(completions, answer)]
@@ -19,8 +19,9 @@ function and the example; the rollout gets no reward.
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Real
+from typing import cast
 
 from megatron_rl.config import require
 from megatron_rl.errors import InfraError, PermanentInfraError
@@ -84,7 +85,7 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
             if inspect.isawaitable(value):
                 value = await value
             if is_batched:
-                (value,) = value
+                (value,) = cast("Sequence[object]", value)
         except InfraError:
             raise
         except Exception as error:  # user code may raise any exception, and a single reply must not end the run
@@ -99,7 +100,7 @@ def wrap_reward_function(name: str, function: Callable[..., object]) -> RewardFn
     return reward
 
 
-def _named_arguments(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[RewardInput], dict[str, object]]:
+def _named_arguments(name: str, parameters: Mapping[str, inspect.Parameter]) -> Callable[[RewardInput], Mapping[str, object]]:
     """Return a function that collects the arguments that a reward function names.
 
     Raises:
@@ -113,7 +114,7 @@ def _named_arguments(name: str, parameters: Mapping[str, inspect.Parameter]) -> 
     return lambda outcome: {argument.name: REWARD_ARGUMENTS[argument.name](outcome) for argument in asked}
 
 
-def _batch_arguments(parameters: Mapping[str, inspect.Parameter]) -> Callable[[RewardInput], dict[str, object]]:
+def _batch_arguments(parameters: Mapping[str, inspect.Parameter]) -> Callable[[RewardInput], Mapping[str, object]]:
     """Return a function that collects the arguments of a reward function in the form of TRL.
 
     Each argument is a list with one entry: the prompt and the completion as lists of messages, and
@@ -122,7 +123,7 @@ def _batch_arguments(parameters: Mapping[str, inspect.Parameter]) -> Callable[[R
     """
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
 
-    def collect(outcome: RewardInput) -> dict[str, object]:
+    def collect(outcome: RewardInput) -> Mapping[str, object]:
         payload = outcome.payload
         answer = payload.get("answer")
         columns = {"question": payload.get("question"), "answer": answer, "solution": answer, **payload.get("extra", {})}

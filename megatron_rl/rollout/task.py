@@ -94,7 +94,7 @@ class Task(ABC):
     """True if observations are appended to the sequence after a response. False if every episode
     has a single response, or if every turn starts from a new prompt.
     """
-    demonstration_splits: ClassVar[Sequence[str]] = (TRANSCRIPTS_SPLIT,)
+    demonstration_splits: ClassVar[tuple[str, ...]] = (TRANSCRIPTS_SPLIT,)
     """Splits of demonstrations for supervised training."""
     stop: Sequence[str] = ()
     """Strings that end a response, in addition to the policy's own end token. The stop string is

@@ -3,6 +3,7 @@ and versions that they name exist.
 """
 
 import re
+import runpy
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def test_no_address_is_named(path: Path) -> None:
 def test_the_citation_has_the_version_and_license_of_the_package() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     with patch("setuptools.setup") as setup:
-        exec((ROOT / "setup.py").read_text(), {"__name__": "__main__"})
+        runpy.run_path(str(ROOT / "setup.py"), run_name="__main__")
     package = setup.call_args.kwargs
     assert (str(citation["version"]), citation["license"]) == (package["version"], package["license"])
     assert citation["authors"] and citation["title"].startswith(f"{package['name']}: ") and citation["cff-version"] == "1.2.0"

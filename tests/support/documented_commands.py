@@ -25,11 +25,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hydra._internal.utils import get_args_parser
 from hydra.errors import HydraException
 from torch.distributed import run as torchrun
 
 from megatron_rl.cli.app import register_tasks
+from megatron_rl.cli.flags import parse_flags
 from megatron_rl.launcher.sweep import parse_options
 from megatron_rl.launcher.sweep_file import read_sweep
 from megatron_rl.models.family import FAMILIES
@@ -151,7 +151,10 @@ def check_script(script: str, arguments: list[str]) -> None:
     elif script == "launch/submit.py":
         check_settings([word for word in takewhile(lambda word: word != "--", arguments) if word != "--dry-run"])
     elif script in HYDRA:
-        given = parse_or_raise(lambda: get_args_parser().parse_intermixed_args(arguments))
+        try:
+            given = parse_flags(arguments)
+        except ValueError as error:
+            raise InvalidCommand(str(error)) from error
         if not given.help:
             check_settings(given.overrides)
     else:
