@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import inspect
 import io
 import json
 import warnings
@@ -127,7 +128,7 @@ def _collect_words(
 ) -> tuple[list[str], dict[str, RewardFunction]]:  # fmt: skip
     """Return the command-line arguments for the arguments of `train`, and the reward functions."""
     options = {key: value for key, value in overrides.items() if key in OPTION_GROUPS}
-    chosen = {key: value for key, value in overrides.items() if key not in OPTION_GROUPS}
+    settings = [f"{_find_key(key)}={format_override_value(value)}" for key, value in overrides.items() if key not in OPTION_GROUPS]
     given = {split: each for split, each in data.items() if isinstance(each, str | Path) or not isinstance(each, Sequence) or each}
     if given and "task" not in options and "experiment" not in options:
         options["task"] = "vqa"
@@ -139,10 +140,20 @@ def _collect_words(
     for split, each in given.items():
         files = _find_or_write_data(each, split, run_dir=run_dir)
         words.append(f"task.data.{split}={format_override_value(files)}")
-    functions = {} if isinstance(reward, str) else {each.__name__: each for each in ([reward] if callable(reward) else reward)}
+    functions = {} if isinstance(reward, str) else _name_functions([reward] if callable(reward) else reward)
     names = reward if isinstance(reward, str) else "+".join(functions)
     words += [f"task.reward={format_override_value(names)}"] if names else []
-    return words + [f"{_find_key(name)}={format_override_value(value)}" for name, value in chosen.items()], functions
+    return words + settings, functions
+
+
+def _name_functions(rewards: Sequence[RewardFunction]) -> dict[str, RewardFunction]:
+    """Return reward functions, keyed by their names."""
+    functions: dict[str, RewardFunction] = {}
+    for each in rewards:
+        if not inspect.isfunction(each) or each.__name__ in functions:
+            raise ValueError(f"reward={each!r}: must be a function written in Python, with a name of its own")
+        functions[each.__name__] = each
+    return functions
 
 
 def _find_key(name: str) -> str:
@@ -151,9 +162,8 @@ def _find_key(name: str) -> str:
     written = name.replace(".", "_")
     if written not in keys:
         closest = difflib.get_close_matches(written, keys, n=1)
-        hint = (
-            f"did you mean {closest[0]} ({keys[closest[0]]})?" if closest else "python -m megatron_rl train --help all lists the settings"
-        )
+        unknown = "python -m megatron_rl train --help all lists the settings"
+        hint = f"did you mean {closest[0]} ({keys[closest[0]]})?" if closest else unknown
         raise ValueError(f"{name}: no such argument or setting; {hint}")
     return keys[written]
 

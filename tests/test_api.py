@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,8 @@ def test_arguments_are_the_settings_of_the_command_line() -> None:
         ({"optim_lrr": 1}, r"^optim_lrr: no such argument or setting; did you mean optim_lr \(optim.lr\)\?$"),
         ({"qqqqqqq": 1}, r"^qqqqqqq: no such argument or setting; python -m megatron_rl train --help all lists the settings$"),
         ({"data": [{"question": "q"}], "experiment": "vqa_3b_1gpu"}, r"^run_dir: is required when the data are rows"),
+        ({"reward": [lambda reply: 0, lambda reply: 1]}, r"^reward=<function .*: must be a function written in Python, with a name"),
+        ({"reward": partial(len)}, r"^reward=functools.partial\(.*: must be a function written in Python"),
         ({"data": [{"question": "q"}, "a.jsonl"], "run_dir": "out"}, r"^train data: must be file names or rows \(mappings\)"),
     ],
 )

@@ -46,11 +46,30 @@ class PromptLengthChecker:
         """
         self.max_question_tokens = 0
         """Number of tokens in the longest question so far, including image tokens."""
+        self.num_enlarged = 0
+        """Number of images with more than model.max_pixels pixels after the resize."""
+        self.enlarged_example = ""
+        """The first of these images. Example: `160 x 120 becomes 168 x 140 (23520 pixels)`."""
         self.does_not_fit: list[bool] = []
         """One entry per checked question, in order; True if the question does not fit."""
         self.max_images = settings.engine.max_images
         self.available_tokens = settings.engine.max_model_len - 1 - overhead_tokens
         self._settings, self._measurer, self._overhead_tokens = settings, measurer, overhead_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Number of tokens in the longest prompt so far, including image tokens."""
+        return self.max_question_tokens + self._overhead_tokens
+
+    def pixel_warnings(self) -> list[str]:
+        """Return a warning if images exceed model.max_pixels because of the rounding of sides."""
+        if not self.num_enlarged:
+            return []
+        side, limit = self._measurer.vision_token_side, self._settings.model.max_pixels
+        return [
+            f"model.max_pixels={limit}: {self.num_enlarged} images exceed it, e.g. {self.enlarged_example}: sides are multiples of {side}; "
+            "lower model.min_pixels, or raise model.max_pixels so that the limits agree with what the model sees"
+        ]
 
     def measure_length(self, example: Example, sizes: list[Size]) -> int:
         """Return the number of tokens in a question and its images."""
@@ -65,6 +84,8 @@ class PromptLengthChecker:
         """
         length = self.measure_length(example, sizes)
         self.max_question_tokens = max(self.max_question_tokens, length)
+        for size in sizes:
+            self._count_enlarged(size)
         wrong = []
         if length > self.available_tokens:
             in_addition = f" in addition to the {self._overhead_tokens} of its prompt" if self._overhead_tokens else ""
@@ -88,6 +109,13 @@ class PromptLengthChecker:
         files = {"train": data.train, "eval": data.eval}[split]
         remedy = f"{misfits} of {num} prompts do not fit, run.max_failed_fraction={allowed}; {example_error}"
         require(misfits <= allowed * num, f"task.data.{split}", files, remedy)
+
+    def _count_enlarged(self, size: Size) -> None:
+        width, height = self._measurer.final_size(*size)
+        if width * height > self._settings.model.max_pixels:
+            self.num_enlarged += 1
+            told = f"{size[0]} x {size[1]} becomes {width} x {height} ({width * height} pixels)"
+            self.enlarged_example = self.enlarged_example or told
 
     def _vision_tokens(self, size: Size) -> int:
         width, height = self._measurer.final_size(*size)

@@ -23,8 +23,10 @@ from megatron_rl.data.unread_names import UnreadColumns
 from megatron_rl.errors import InfraError
 from megatron_rl.types import Demonstration, Message
 
-TRANSCRIPTS_SPLIT = "transcripts"
-"""Name of the demonstration split (sft.splits) for user data, which has no other split."""
+TRANSCRIPTS_SPLIT, ANSWERS_SPLIT = "transcripts", "answers"
+"""Names of the demonstration splits (sft.splits) for user data: the files in
+task.data.demonstrations, and the questions in task.data.train with their reference answers.
+"""
 
 
 class TranscriptDataset(Sequence[list[Message]]):

@@ -20,7 +20,7 @@ from megatron_rl.data.prompt_lengths import PromptLengthChecker, measure_prompt_
 from megatron_rl.data.questions import QuestionDataset
 from megatron_rl.data.survey import QuestionSurvey, survey_questions
 from megatron_rl.data.transcript_survey import make_length_check
-from megatron_rl.data.transcripts import open_transcripts, survey_transcripts
+from megatron_rl.data.transcripts import ANSWERS_SPLIT, TRANSCRIPTS_SPLIT, open_transcripts, survey_transcripts
 from megatron_rl.distributed.world import read_world
 from megatron_rl.errors import InfraError
 from megatron_rl.models.hf_config import read_spec
@@ -41,7 +41,8 @@ SANDBOX_TASKS = ("visual_python", "visual_search")
 """Names of the tasks that may run code in a sandbox."""
 DATA_TASKS = ("visual_python", "vqa")
 """Names of the tasks that read the user's own data."""
-SPLITS_BY_STAGE = {"rl": ("train", "eval"), "sft": ("demonstrations", "eval")}
+DATA_OF_SPLITS = {TRANSCRIPTS_SPLIT: "demonstrations", ANSWERS_SPLIT: "train"}
+"""Maps a demonstration split of a task with data to the setting in task.data that it reads."""
 
 
 def check_model(settings: Settings, report: CheckReport) -> Renderer | None:
@@ -90,12 +91,21 @@ def check_task(settings: Settings, report: CheckReport, plugins: Plugins) -> Tas
     return task
 
 
+def find_required_data(settings: Settings, task: Task | None) -> list[str]:
+    """Return the settings in task.data that a stage of a task with data needs."""
+    if settings.task.name not in DATA_TASKS:
+        return []
+    if settings.stage == "rl":
+        return ["train", "eval"]
+    splits = settings.sft.splits or ([task.default_demonstration_split()] if task else [])
+    return [*dict.fromkeys(DATA_OF_SPLITS[split] for split in splits if split in DATA_OF_SPLITS), "eval"]
+
+
 def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | None, task: Task | None) -> None:
     """Check every row in all data files of the run."""
     data = settings.task.data
     given = {"train": data.train, "eval": data.eval, "demonstrations": data.demonstrations}
-    lacking = [split for split in SPLITS_BY_STAGE[settings.stage] if settings.task.name in DATA_TASKS and not given[split]]
-    for split in lacking:
+    for split in [split for split in find_required_data(settings, task) if not given[split]]:
         if not any(line.startswith(f"task.data.{split}=") for line in report.errors):  # the task may have reported it already
             report.add_failure(f"data.{split}", f"task.data.{split}=[]: give the files, JSON lists, JSON lines or Parquet")
     opened: dict[str, QuestionDataset] = {}
@@ -109,7 +119,8 @@ def check_data(settings: Settings, report: CheckReport, *, renderer: Renderer | 
     for split, questions in opened.items():
         prompts = PromptLengthChecker(settings, renderer, overhead_tokens=beside) if renderer else None
         found = survey_questions(questions, check_question=prompts.check_question if prompts else None)
-        report_questions(found, report, split=split, longest=prompts.max_question_tokens if prompts else None)
+        report_questions(found, report, split=split, longest=prompts.max_prompt_tokens if prompts else None)
+        report.warnings += [f"task.data.{split}: {line}" for line in prompts.pixel_warnings()] if prompts else []
         if prompts is not None and settings.stage == "rl":  # SFT needs prompts only for evaluation, and starts even if they do not fit
             num = (split == "eval" and data.max_eval) or len(questions)
             check_prompts_fit(prompts, report, split=split, num=num, example_error="".join(found.warnings[:1]))
@@ -160,7 +171,7 @@ def check_prompts_fit(prompts: PromptLengthChecker, report: CheckReport, *, spli
 def report_questions(question_survey: QuestionSurvey, report: CheckReport, *, split: str, longest: int | None) -> None:
     """Add the results of a question survey to the report."""
     sources = ", ".join(f"{source or '(no source)'} {count}" for source, count in question_survey.sources.most_common())
-    length = "" if longest is None else f", longest question {longest} tokens"
+    length = "" if longest is None else f", longest prompt {longest} tokens"
     report.add_finding(f"data.{split}", f"{question_survey.num_rows} rows, {question_survey.num_images} images{length}; {sources}")
     warnings = [*question_survey.column_warnings, *question_survey.unread_columns, *question_survey.warnings]
     for kept, lines, num_more in (

@@ -78,7 +78,7 @@ def report_long_prompts(
     for split, of_split in questions.items():
         prompts = PromptLengthChecker(settings, rollout_manager.renderer, overhead_tokens=beside)
         found = survey_questions(of_split, check_question=prompts.check_question)
-        for line in found.warnings[:MAX_SHOWN_MISMATCHES]:
+        for line in (*prompts.pixel_warnings(), *found.warnings[:MAX_SHOWN_MISMATCHES]):
             log(f"warning: task.data.{split}: {line}")
         num_more = len(found.warnings[MAX_SHOWN_MISMATCHES:]) + found.num_more_warnings
         if num_more:

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 
 from megatron_rl.config import TaskSettings, require
 from megatron_rl.data.benchmarks.catalog import compute_benchmark_metrics, load_benchmark_questions
-from megatron_rl.data.transcripts import TRANSCRIPTS_SPLIT
+from megatron_rl.data.transcripts import ANSWERS_SPLIT, TRANSCRIPTS_SPLIT
 from megatron_rl.rewards import rubrics
 from megatron_rl.rewards.judge import make_judge
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.tasks.visual_python.message_parts import insert_images, make_message
 from megatron_rl.types import Demonstration, Example, Message, Rollout
 
-ANSWERS_SPLIT = "answers"
-"""Demonstration split with the training questions and their reference answers."""
 ANSWER = "\nThink first. Then write the final answer, and nothing else, between <answer> and </answer>."
 PROMPT = "{question}" + ANSWER
 MAX_QUOTED = 60

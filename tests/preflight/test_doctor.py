@@ -90,7 +90,7 @@ def test_a_run_that_can_start(sound: list[str], tmp_path: Path) -> None:
     report = run_checks(settings_of(*sound))
     assert report.errors == report.warnings == []
     found = dict(report.findings)
-    assert found["data.train"].startswith("3 rows, 3 images, longest question ") and found["data.train"].endswith("; vstar 3")
+    assert found["data.train"].startswith("3 rows, 3 images, longest prompt ") and found["data.train"].endswith("; vstar 3")
     assert found["task"] == "vqa" and str(tmp_path / "run") in found["run.dir"]
     assert not (tmp_path / "run").exists()
 
@@ -187,7 +187,7 @@ def test_the_folder_of_a_critics_own_trunk(sound: list[str], random_model: Path,
     assert damaged.startswith(f"critic.path={trunk}: ") and "corrupt" in damaged
     report = run_checks(settings_of(*sound, *own, "critic.path=/nowhere"))
     assert report.errors[0].startswith("critic.path=/nowhere: no such folder (looked in /nowhere); ") and len(report.errors) == 1
-    assert dict(report.findings)["critic.path"] == "not usable" and "longest question" in dict(report.findings)["data.train"]
+    assert dict(report.findings)["critic.path"] == "not usable" and "longest prompt" in dict(report.findings)["data.train"]
 
 
 def test_a_critic_that_the_layout_does_not_fit(sound: list[str], tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
         "raise engine.max_model_len or lower model.max_pixels",
         "task.data.train: long.json row 1: 2 images; raise engine.max_images=1",
     ]
-    assert f"longest question {length} tokens" in dict(report.findings)["data.train"]
+    assert f"longest prompt {whole} tokens" in dict(report.findings)["data.train"]
     (error,) = run_checks(settings_of(*sound, *changes, "run.max_failed_fraction=0.49")).errors
     assert error.startswith(f"task.data.train=['{path}']: 1 of 2 prompts do not fit, run.max_failed_fraction=0.49; long.json row 1: ")
     shown = [f"task.data.eval=[{path}]", *changes[1:3], "run.max_failed_fraction=0"]
@@ -237,6 +237,10 @@ def test_long_prompts_and_many_pictures(sound: list[str], tmp_path: Path, random
     asked = ["stage=sft", "sft.splits=[transcripts]", "sft.steps=[1]"]
     warm = run_checks(settings_of(*sound, *shown, *asked)).errors
     assert len(warm) == 1 and "task.data.demonstrations" in warm[0], "which lacks; nobody minds the questions of a warm start"
+    answers = ["stage=sft", "sft.steps=[1]"]
+    assert run_checks(settings_of(*sound, *answers)).errors == [], "the answers of task.data.train"
+    (lacking,) = run_checks(settings_of(*sound, *answers, "task.data.train=[]")).errors
+    assert lacking.startswith("task.data.train=[]: give the files")
     fits = run_checks(settings_of(*sound, *changes[:1], "engine.max_images=2", f"engine.max_model_len={whole + 1}"))
     assert fits.warnings == []
     assert len(load_questions([str(path)], images_root="", name="train")) == 2
@@ -409,3 +413,17 @@ def test_bfloat16_without_a_correction_is_warned_of(words: list[str], warned: in
     lines = mismatch_warnings(settings_of("experiment=numberline_grpo_cpu", "model.path=here", *words))
     told = ("algo.rollout_correction=none: engine and trainer", "algo.rollout_correction=opsm: engine and trainer")
     assert len(lines) == warned and all(line.startswith(told) for line in lines)
+
+
+def test_pictures_above_the_limit_are_reported(sound: list[str], tmp_path: Path) -> None:
+    """Narrow limits are exceeded, because sides are rounded to multiples of 28: 160 x 120 becomes
+    168 x 140.
+    """
+    path = tmp_path / "narrow.json"
+    Image.new("RGB", (160, 120)).save(tmp_path / "narrow.png")
+    path.write_text(json.dumps([{"question": "<image>What?", "answer": "a", "image": "narrow.png"}] * 2))
+    narrow = [f"task.data.train=[{path}]", "model.min_pixels=19200", "model.max_pixels=19200"]
+    told = "2 images exceed it, e.g. 160 x 120 becomes 168 x 140 (23520 pixels): sides are multiples of 28; lower model.min_pixels"
+    lines = [line for line in run_checks(settings_of(*sound, *narrow)).warnings if line.startswith("task.data.train: model.max_pixels")]
+    assert len(lines) == 1 and lines[0].startswith(f"task.data.train: model.max_pixels=19200: {told}")
+    assert not run_checks(settings_of(*sound, *narrow[:1])).warnings
