@@ -131,4 +131,4 @@ check_imports
 wanted_stamp >"$STAMP.partial"
 mv "$STAMP.partial" "$STAMP"
 rm "$BUILDING"
-say "done in $((SECONDS - started)) s"
+say "done in $((SECONDS - started)) s; to use it in this shell: source $VENV/bin/activate"

@@ -58,9 +58,14 @@ for name, options in TASK_OPTIONS.items():  # default options in the task's YAML
     ConfigStore.instance().store(group="task/options", name=name, node=options)
 
 
-def relative_config_folder() -> Path:
-    """Return the directory configs/ next to the script that was started."""
-    return Path(sys.argv[0]).resolve().parent / "configs"
+def relative_config_folder() -> Path | None:
+    """Return the directory configs/ next to the script that was started; None without either.
+
+    With `python -c` and in notebooks, no script was started.
+    """
+    script = Path(sys.argv[0])
+    folder = script.resolve().parent / "configs"
+    return folder if script.is_file() and folder.is_dir() else None
 
 
 class RelativeConfigPath(SearchPathPlugin):
@@ -72,8 +77,8 @@ class RelativeConfigPath(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         """Add the folders that exist to Hydra's search path."""
-        if relative_config_folder().is_dir():
-            search_path.prepend("beside-the-file", f"file://{relative_config_folder()}")
+        if folder := relative_config_folder():
+            search_path.prepend("beside-the-file", f"file://{folder}")
         if Path("configs").is_dir():
             search_path.append("current-directory", f"file://{Path('configs').absolute()}")
 
@@ -182,7 +187,8 @@ def register_tasks(tasks: Mapping[str, type]) -> None:
     """
     for name, task in tasks.items():
         require_task(name, task)
-        if not (relative_config_folder() / "task" / f"{name}.yaml").exists():
+        folder = relative_config_folder()
+        if folder is None or not (folder / "task" / f"{name}.yaml").exists():
             ConfigStore.instance().store(group="task", name=name, node={"name": name, "options": task.Options})
 
 

@@ -126,7 +126,6 @@ class VqaTask(Task):
         if split != ANSWERS_SPLIT:
             return super().demonstrations(split, num=num, seed=seed)
         questions = self.examples("train")
-        require(bool(questions), "task.data.train", self.settings.data.train, "the split answers needs the files of training questions")
         order = random.Random(seed).sample(range(len(questions)), k=min(num, len(questions)))
         return AnsweredQuestions(self, [questions[index] for index in order])
 

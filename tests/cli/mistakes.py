@@ -61,7 +61,7 @@ MISTAKES = {
     "--model.path 3b --learning_rate=1e-4": "unrecognized arguments: ...; write model.path=3b optim.lr=1e-4",
     "--xyzzy": "unrecognized arguments: --xyzzy; see --help for the usage",
     "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun": (  # a stage looks at its demonstrations when it begins
-        "task.data.train=[]: the split answers needs the files of training questions"
+        "task.data.train=[]: set the question files (docs/data.md)"
     ),
     "task=vqa stage=sft task.data.eval=[{tmp}/good.jsonl] run.dir={tmp}/begun sft.splits=[correct]": (
         "sft.splits=correct: this task supports only transcript files: "

@@ -1,5 +1,6 @@
 """`--config FILE`, configs/ in the current directory, and `--cfg diff`."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,10 +69,12 @@ def test_other_files_are_refused(content: str, told: str, tmp_path: Path) -> Non
         read_config_file(tmp_path / "mine.yaml")
 
 
-def test_own_experiments_are_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("program", ["-c", "", "mine.py"])
+def test_own_experiments_are_found_in_the_current_directory(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """configs/experiment/mine.yaml is experiment=mine. A file with the name of a built-in one does
-    not replace it.
+    not replace it. `python -c` and notebooks have no script whose folder is searched first.
     """
+    monkeypatch.setattr(sys, "argv", [program])
     folder = tmp_path / "configs" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("# @package _global_\nrun: {steps: 7}\n")
