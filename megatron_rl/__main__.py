@@ -5,12 +5,13 @@
 
 import difflib
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import megatron_rl
+from megatron_rl.io.pipes import exit_with_reader
 
 Arguments = Sequence[str]
 LAUNCH_FOLDER = Path(__file__).resolve().parents[1] / "launch"
@@ -132,8 +133,8 @@ COMMANDS: dict[str, tuple[Callable[[Arguments], int | None], str]] = {
     "server-command": (_use_settings("server-command"), "print the command that starts an inference server"),
 }
 """Maps each subcommand to its function and a summary."""
-PRINTS_ONLY = ("compare", "sweep-report", "export", "check", "doctor", "server-command")
-"""Commands that end silently if the reader of their output ends, as in `... | head`."""
+PRINTS_ONLY = ("compare", "sweep-report", "export", "check")
+"""Commands without sockets, which end silently if the reader of their output ends (`... | head`)."""
 
 
 def render_usage() -> str:
@@ -157,9 +158,8 @@ def main(arguments: Arguments | None = None) -> int:
         told = f"did you mean: megatron-rl train {word} ...?" if "=" in word else hint
         print(f"error: {word}: no such command; {told}", file=sys.stderr)
         return 2
-    if word in PRINTS_ONLY:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    return COMMANDS[word][0](rest) or os.EX_OK
+    with exit_with_reader() if word in PRINTS_ONLY else nullcontext():
+        return COMMANDS[word][0](rest) or os.EX_OK
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ dataclasses and do not use Hydra.
 import errno
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -38,6 +38,7 @@ from megatron_rl.config.task_options import TASK_OPTIONS
 from megatron_rl.distributed.world import SharedOSError, SharedValueError, World, read_world
 from megatron_rl.errors import InfraError, PeerLost, RunFailed
 from megatron_rl.io.bounded_files import to_printable
+from megatron_rl.io.pipes import exit_with_reader
 from megatron_rl.models.model_folder import resolve_hub_name
 from megatron_rl.preflight.gpus import SHARED_MEMORY
 from megatron_rl.rollout.task import require_task
@@ -221,15 +222,15 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
     try:
         sys.argv[1:] = expand_config_flags(sys.argv[1:])
         given = parse_flags(sys.argv[1:])
-        if given.help or given.cfg:
-            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without an error when the reader ends, as in `... | head`
         require(not given.multirun, "--multirun", True, "all runs would use the same run.dir; start each run with its own command")
         register_tasks(tasks)
         if not given.help and given.cfg != DIFFERENCE:
             sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in given.overrides), *given.overrides]  # as Hydra requires
-            main()
+            with exit_with_reader() if given.cfg else nullcontext():
+                main()
         elif world.is_main:
-            print(render_help(given.overrides, is_doctor=is_doctor) if given.help else render_difference(given.overrides))
+            with exit_with_reader():
+                print(render_help(given.overrides, is_doctor=is_doctor) if given.help else render_difference(given.overrides))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         exit_with_line(format_error(error, sys.argv[1:]), world, on_all_ranks=True)
     except ValueError as error:  # e.g. for an unknown flag

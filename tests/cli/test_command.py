@@ -1,5 +1,6 @@
 """The command `megatron-rl` and its subcommands."""
 
+import signal
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 import megatron_rl
 from megatron_rl.__main__ import COMMANDS, main
+from megatron_rl.io.pipes import exit_with_reader
 from tests.conftest import ROOT
 
 GLOSSARY = (
@@ -51,6 +53,17 @@ def test_the_first_word_is_a_command(words: list[str], code: int, told: str, cap
     assert main(words or ["--help"]) == code
     output = capsys.readouterr()
     assert (output.err if code else output.out).startswith(told)
+
+
+def test_only_the_command_is_ended_by_its_reader() -> None:
+    """A process that runs a command and goes on is not ended by a closed pipe later."""
+    before = signal.getsignal(signal.SIGPIPE)
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    assert signal.getsignal(signal.SIGPIPE) is before
+    with exit_with_reader():
+        assert signal.getsignal(signal.SIGPIPE) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGPIPE) is before
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ MUTANTS = (
     Mutant(
         "a reader that ends is answered with a traceback",
         "megatron_rl/cli/app.py",
-        "        if given.help or given.cfg:\n",
-        "        if False:\n",
+        "            with exit_with_reader():\n                print(render_help",
+        "            with nullcontext():\n                print(render_help",
         "tests/cli/test_command.py -k no_error",
     ),
     Mutant(
