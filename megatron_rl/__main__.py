@@ -134,7 +134,7 @@ COMMANDS: dict[str, tuple[Callable[[Arguments], int | None], str]] = {
 }
 """Maps each subcommand to its function and a summary."""
 PRINTS_ONLY = ("compare", "sweep-report", "export", "check")
-"""Commands without sockets, which end silently if the reader of their output ends (`... | head`)."""
+"""Commands without sockets; they end silently if the reader of their output ends (`... | head`)."""
 
 
 def render_usage() -> str:
