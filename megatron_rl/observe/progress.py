@@ -107,12 +107,13 @@ class ProgressDisplay:
         """Estimate the remaining seconds from the mean time of the steps in this attempt.
 
         The first step also contains the start of the run. It only counts while it is the only one,
-        and then without the start, if its own time is known.
+        and then by the displayed times, if there are any.
         """
         now, remaining = self._clock(), self._total - step - 1
         if self._first_step_end is None:
             self._first_step_end = now
-            return metrics.get("time/total", now - self._start) * remaining
+            times = [metrics[name] for _, names, _ in PROGRESS_COLUMNS for name in names if name.startswith("time/") and name in metrics]
+            return (sum(times) if times else now - self._start) * remaining
         return (now - self._first_step_end) / max(step - self._first_step, 1) * remaining
 
 
