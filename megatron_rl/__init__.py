@@ -1,8 +1,9 @@
 """RL trainer for vision-language agents, based on Megatron-Core and vLLM.
 
-from megatron_rl import train
+Example:
+    from megatron_rl import train
 
-train("3b", data="mine.jsonl", eval_data="held_out.jsonl", run_dir="runs/mine", lora_rank=16)
+    train("3b", data="mine.jsonl", eval_data="held_out.jsonl", run_dir="runs/mine", lora_rank=16)
 """
 
 from typing import TYPE_CHECKING

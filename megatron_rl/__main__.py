@@ -8,14 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import megatron_rl
 from megatron_rl.io.pipes import exit_with_reader
 
 Arguments = Sequence[str]
-LAUNCH_FOLDER = Path(__file__).resolve().parents[1] / "launch"
-"""Folder launch/ of a checkout; does not exist in an installed wheel."""
 EPILOG = """
 Examples:
 
@@ -96,6 +93,7 @@ def _submit(arguments: Arguments) -> int:
 
 def _sweep(arguments: Arguments) -> int:
     from megatron_rl.launcher.sweep import sweep_main
+    from megatron_rl.models.model_folder import LAUNCH_FOLDER
 
     return sweep_main(arguments, launch=LAUNCH_FOLDER)
 

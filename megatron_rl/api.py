@@ -58,7 +58,7 @@ def train(
         eval_data: Evaluation data, in the same form.
         run_dir: Run directory; the default is that of the recipe, or runs/TASK.
         reward: Name of a built-in reward, a reward function (docs/extend.md), or several functions,
-            whose rewards are added. Functions in the form of TRL are accepted.
+            which are added. Functions in the form of TRL are accepted.
         tasks: User-defined tasks, keyed by name.
         algorithms: User-defined algorithms, keyed by name.
         after_step: Function of (completed steps, metrics), called on rank 0 after each step; if it

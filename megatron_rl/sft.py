@@ -21,7 +21,7 @@ from megatron_rl.run.shutdown import StopSignal
 from megatron_rl.types import Demonstration
 
 MAX_COMPARED = 32
-"""Number of transcripts whose prompts are compared with those of the task."""
+"""Maximum number of transcripts to compare with the prompts of the task."""
 CACHE_BYTES = 1 << 30
 """Maximum size in bytes of the images in one process's demonstration cache. The size of an image is
 the number of bytes of its resized RGB pixels.

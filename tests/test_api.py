@@ -99,6 +99,13 @@ def test_importing_the_package_is_cheap() -> None:
         megatron_rl.trian  # noqa: B018
 
 
+def test_importing_train_prints_nothing() -> None:
+    """In a fresh interpreter, no library prints a warning."""
+    code = "from megatron_rl import evaluate, train"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (ended.stdout, ended.stderr) == ("", "")
+
+
 @pytest.mark.timeout(300)
 def test_a_run_from_python(learning_model: Path, tmp_path: Path) -> None:
     """A run on rows in memory, with a reward in the form of TRL, is ended by a callback after step

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 GROUPS = ("experiment", "task", "algo", "judge")
-"""Keys whose value is the name of a YAML file in configs/."""
+"""Keys that select a YAML file in configs/ by its name."""
 
 
 def expand_config_flags(arguments: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Output into a pipe whose reader may end early, as in `... | head`."""
+"""Output into a pipe that may be closed early by its reader, as in `... | head`."""
 
 import signal
 import sys

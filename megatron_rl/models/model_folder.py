@@ -53,7 +53,7 @@ def _missing_folder_remedy(folder: str, *, key: str) -> str:
         return f"relative paths start in the current directory; create the folder with {made}"
     own = {Path(folder).parts[:1] for recipe in recipes.values() for folder in (recipe.get("run", {}).get("dir", "."),)}
     if HUB_NAME.fullmatch(folder) and not Path(folder).parent.is_dir() and Path(folder).parts[:1] not in own:
-        return f"and no such model in the Hugging Face cache; download it: hf download {folder}"
+        return f"the Hugging Face cache has no such model either; download it: hf download {folder}"
     return "use a Hugging Face model folder" + ("" if Path(folder).is_absolute() else "; relative paths start in the current directory")
 
 

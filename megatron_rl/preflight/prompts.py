@@ -70,7 +70,7 @@ def report_long_prompts(
     rollout_manager: RolloutManager,
     log: Callable[[str], None],
 ) -> None:
-    """Warn about questions that do not fit into a sequence, and name the file and row of each.
+    """Warn about images above model.max_pixels, and questions that do not fit into a sequence.
 
     The text around each question is assumed to be as long as in the first prompt.
     """

@@ -10,7 +10,7 @@ Functions in the form of TRL are accepted too. They receive lists, of one comple
 return a list:
 
     def right(completions, answer, **kwargs):
-        return [float(gold in said[0]["content"]) for said, gold in zip(completions, answer)]
+        return [float(gold in reply[0]["content"]) for reply, gold in zip(completions, answer)]
 
 If the function raises an exception, the rollout fails with an infrastructure error that names the
 function and the example; the rollout gets no reward.

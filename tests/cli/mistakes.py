@@ -152,7 +152,7 @@ MISTAKES = {
     "model.path={tmp}": "model.path={tmp}: config.json is missing (looked in {tmp}); use a Hugging Face model folder",
     "model.path=Qwen/Qwen2.5-VL-3B-Instruct": (
         "model.path=Qwen/Qwen2.5-VL-3B-Instruct: no such folder (looked in {tmp}/Qwen/Qwen2.5-VL-3B-Instruct); "
-        "and no such model in the Hugging Face cache; download it: hf download Qwen/Qwen2.5-VL-3B-Instruct"
+        "the Hugging Face cache has no such model either; download it: hf download Qwen/Qwen2.5-VL-3B-Instruct"
     ),
     "experiment=numberline_grpo_cpu model.path=runs/quickstart/sft/final": (
         "model.path=runs/quickstart/sft/final: no such folder (looked in {tmp}/runs/quickstart/sft/final); ...; "

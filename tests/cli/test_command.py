@@ -71,7 +71,7 @@ def test_only_the_command_is_ended_by_its_reader() -> None:
     "words", ["-m megatron_rl train --help all", "launch/train.py --help all", "launch/train.py --cfg all model.path=x"]
 )
 def test_a_reader_that_ends_is_no_error(words: str) -> None:
-    """A command whose output nobody reads any more, as in `... | head`, ends without a message."""
+    """A command ends without a message if its reader ends, as in `... | head`."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, *words.split()]

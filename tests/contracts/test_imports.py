@@ -68,7 +68,7 @@ MAY_IMPORT = {
     },
     "launcher": {"config", "io", "distributed", "observe", "run", "evaluation", "cli"},
     "api": {"config", "io", "algo", "callbacks", "compat", "rollout", "registry", "run", "entrypoints", "cli", "launcher"},
-    "__main__": {"io", "compat", "observe", "cli", "launcher"},
+    "__main__": {"io", "models", "compat", "observe", "cli", "launcher"},
 }  # fmt: skip
 """Allowed imports between top-level packages, in layer order, lowest first. rollout and policy
 never import each other.

@@ -43,8 +43,8 @@ def test_each_kind_has_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "run/nothing": f"no such folder (looked in {tmp_path}/run/nothing); use a Hugging Face model folder; {here}",
         "runs/mine": f"no such folder (looked in {tmp_path}/runs/mine); use a Hugging Face model folder; {here}",
         "Qwen/Qwen2.5-VL-3B-Instruct": (
-            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); and no such model in the Hugging Face cache; download it: "
-            "hf download Qwen/Qwen2.5-VL-3B-Instruct"
+            f"no such folder (looked in {tmp_path}/Qwen/Qwen2.5-VL-3B-Instruct); "
+            "the Hugging Face cache has no such model either; download it: hf download Qwen/Qwen2.5-VL-3B-Instruct"
         ),
     }.items():
         assert error_of(folder) == f"model.path={folder}: {said}"

@@ -18,7 +18,7 @@ MUTANTS = (
         "tests/test_api.py -k from_python",
     ),
     Mutant(
-        "transcripts without the task's instructions are trained on in silence",
+        "transcripts without the task's instructions give no warning",
         "megatron_rl/sft.py",
         "    where, mismatch = found[0]\n",
         "    return []\n",

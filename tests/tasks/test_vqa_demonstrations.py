@@ -1,5 +1,5 @@
-"""Supervised training of task vqa: reference answers as demonstrations, and transcripts whose
-prompts differ from those of the task.
+"""Supervised training of task vqa: reference answers as demonstrations, and transcripts with
+other prompts than the task.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ def test_the_only_split_is_the_default(tmp_path: Path) -> None:
 
 
 def test_transcripts_without_the_answer_instructions_are_reported(tmp_path: Path) -> None:
-    """A transcript whose question lacks the text that the task appends would train another prompt
+    """A transcript without the text that the task appends to a question would train another prompt
     than the policy gets. Transcripts with the text, and those of games, are not reported.
     """
     task = make_task(tmp_path)
