@@ -22,3 +22,13 @@ def test_the_collector_is_paused_and_skips_what_was_made(fails: bool) -> None:
         assert fails
     assert gc.isenabled() and gc.get_freeze_count() >= len(made)
     assert not {id(each) for each in made} & {id(each) for each in gc.get_objects()}
+
+
+def test_a_collector_that_was_disabled_stays_disabled() -> None:
+    gc.disable()
+    try:
+        with paused_collector():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
