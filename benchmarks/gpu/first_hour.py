@@ -127,15 +127,19 @@ def check(folders: Folders) -> list[Stage]:
     train = (*RUN, "launch/train.py", f"model.dtype={dtype}", f"engine.dtype={dtype}", "parallel.offload_params=true")
     warm = (*train, "experiment=numberline_sft_cpu", f"model.path={nano}", f"run.dir={sft}", *(TINY_RUNS["sft"] if tiny else ()))
     learn = (
-        *train, "experiment=numberline_grpo_cpu", f"model.path={sft / 'final'}", f"run.dir={kit / 'grpo'}", "checkpoint.every=4",
-        "task.eval_samples=1", "parallel.offload_optimizer=true", "algo.rollout_correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()),
+        *train, "experiment=numberline_grpo_cpu", f"model.path={sft / 'final'}", "checkpoint.every=4", "task.eval_samples=1",
+        "algo.rollout_correction=token_tis", *(TINY_RUNS["grpo"] if tiny else ()),
     )  # fmt: skip
+    on_device = (*learn, f"run.dir={kit / 'grpo'}")
+    on_host = (*learn, f"run.dir={kit / 'grpo_host'}", "parallel.offload_optimizer=true")
     steps = [
         Step("cycle nano, eager", 180, (*RUN, f"{HERE}/cycle.py", "--model", str(nano), "--eager", *("--tiny",) * tiny)),
         Step("tests/gpu", 120, (*RUN, "-m", "pytest", "tests/gpu", "-q", "-rs", "-p", "no:cacheprovider", "--timeout", "120")),
         Step("warm start", 160, warm, makes=sft / "final"),
-        Step("GRPO, 8 steps", 240, (*learn, "run.steps=8")),
-        Step("GRPO, resume to 10", 180, (*learn, "run.steps=10")),
+        Step("GRPO, 8 steps", 240, (*on_device, "run.steps=8")),
+        Step("GRPO, resume to 10", 180, (*on_device, "run.steps=10")),
+        Step("GRPO, optimizer on the host, 4 steps", 180, (*on_host, "run.steps=4")),
+        Step("GRPO, optimizer on the host, resume to 5", 180, (*on_host, "run.steps=5")),
     ]
     return [prepare(folders), Stage(steps, background=make_models(folders))]
 
@@ -144,18 +148,20 @@ def measure(folders: Folders) -> list[Stage]:
     """Return the stages of part 2, which runs the measurements in order of importance."""
     small, lora = ("--tiny",) * folders.tiny, ("--lora-rank", "4" if folders.tiny else "64")
     group = (*lora, "--recompute", "none", "--group", "2" if folders.tiny else "8")
-    fa3 = [] if folders.tiny else [Step("FA3", 30, (*RUN, f"{HERE}/varlen.py", "--implementation", "FA3"))]
+    large = ("--micro-batch-tokens", "16384")
     real = () if folders.tiny else (*lora, "--image", "560", "--max-model-len", "4096", "--turns", "3")
-    kernels = [Step("conv", 45, (*RUN, f"{HERE}/conv.py", *small)), Step("varlen", 45, (*RUN, f"{HERE}/varlen.py", *small)), *fa3]
+    kernels = [Step("conv", 45, (*RUN, f"{HERE}/conv.py", *small)), Step("varlen", 45, (*RUN, f"{HERE}/varlen.py", *small))]
     steps = [
         mfu(folders, "3B18", "--recompute", "none", profiles=True),
+        mfu(folders, "3B18", "--recompute", "none", *large),
         mfu(folders, "7B", *lora, "--recompute", "none", profiles=True),
+        mfu(folders, "7B", *lora, "--recompute", "none", *large),
         Step("cycle 7B", 300, (*RUN, f"{HERE}/cycle.py", "--model", str(folders.model("7B")), *real, *small)),
         mfu(folders, "7B", *group),
         mfu(folders, "7B", *group, "--unshared"),
-        mfu(folders, "3B18", "--recompute", "full"),
-        mfu(folders, "3B18", "--recompute", "vision"),
-        mfu(folders, "7B", *lora, "--recompute", "full", "--micro-batch-tokens", "16384"),
+        mfu(folders, "3B18", "--recompute", "vision", *large),
+        mfu(folders, "3B18", "--recompute", "full", *large),
+        mfu(folders, "7B", *lora, "--recompute", "full", *large),
     ]
     return [prepare(folders), Stage(kernels, background=make_models(folders)), Stage(steps)]
 

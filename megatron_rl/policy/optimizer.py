@@ -94,6 +94,8 @@ def build_optimizer(
     built = get_megatron_optimizer(config, wrapped, config_overrides=overrides, use_gloo_process_groups=not is_fake_group())
     optimizer = cast("ChainedOptimizer", built)
     for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            _use_fused_kernel(part.optimizer)
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             # The main weights passed to this optimizer are already fp32. If this flag were True,
             # megatron-core 0.16.1 would look for separate fp32 copies and raise KeyError after a
@@ -102,6 +104,16 @@ def build_optimizer(
     if offload:
         _release_buffers()
     return optimizer
+
+
+def _use_fused_kernel(optimizer: torch.optim.AdamW) -> None:
+    """Let torch's AdamW update parameters, moments and step counts in one kernel.
+
+    Without Transformer Engine and apex, Megatron builds torch's AdamW without an argument for this
+    (megatron-core 0.16.1, optimizer/__init__.py).
+    """
+    for group in optimizer.param_groups:
+        group["fused"] = True
 
 
 def _param_key(*patterns: str) -> ParamKey:

@@ -140,8 +140,8 @@ def set_step(optimizer: ChainedOptimizer, updates: int) -> None:
     function copies the main weights and moments to the optimizer.
     """
     for part in own_optimizers(optimizer):
-        for moments in part.optimizer.state.values():  # read by torch's AdamW
-            moments["step"] = torch.tensor(float(updates))
+        for moments in part.optimizer.state.values():  # read by torch's AdamW; on the device, as its fused kernel requires
+            moments["step"] = torch.tensor(float(updates), device=moments["exp_avg"].device)
         for group in part.optimizer.param_groups:  # read by Transformer Engine's AdamW
             group["step"] = updates
         _copy_main_params(part)

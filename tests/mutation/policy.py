@@ -18,6 +18,13 @@ MUTANTS = (
         "tests/policy/test_optimizer.py",
     ),
     Mutant(
+        "AdamW runs without its fused kernel",
+        "megatron_rl/policy/optimizer.py",
+        'group["fused"] = True',
+        'group["fused"] = None',
+        "tests/policy/test_optimizer.py -k kernel",
+    ),
+    Mutant(
         "a stretch of a tensor ends with its row",
         "megatron_rl/policy/optimizer_state.py",
         "end = min(stop, (number + 1) * row)",

@@ -11,6 +11,7 @@ import torch
 
 from megatron_rl.config import OptimSettings
 from megatron_rl.policy.optimizer import build_schedule
+from megatron_rl.policy.optimizer_state import reset_optimizer_state
 from megatron_rl.types import LossInputs, LossMetrics
 from tests.support.packed_example import make_example_items
 from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
@@ -95,6 +96,19 @@ def test_the_step_decides_the_rate_however_many_updates_it_makes(world: None, ra
     batches = policy.pack(make_example_items(renderer), max_tokens=10_000)
     assert [policy.update(batches, nothing, step=step)["lr"] for step in (0, 0, 2, 3)] == pytest.approx([0.1, 0.1, 0.05, 0.025])
     assert policy.network.num_updates == 4
+
+
+def test_one_kernel_updates_the_parameters(world: None, random_model: Path) -> None:
+    """AdamW runs torch's fused kernel, also after its state was reset."""
+    policy, renderer = make_policy_and_renderer(random_model, OptimSettings(lr=0.1))
+    batches = policy.pack(make_example_items(renderer), max_tokens=10_000)
+    for step in range(2):
+        with torch.profiler.profile() as seen:
+            policy.update(batches, nothing, step=step)
+        called = {event.key for event in seen.key_averages()}
+        assert "aten::_fused_adamw_" in called
+        assert not {"aten::_foreach_addcdiv_", "aten::addcdiv_"} & called
+        reset_optimizer_state(policy.network.optimizer)
 
 
 def test_a_closed_policy_leaves_no_thread_behind(random_model: Path) -> None:
