@@ -35,7 +35,7 @@ from megatron_rl.rollout.episode import EpisodeSettings
 from megatron_rl.rollout.load_balancer import EngineRank
 from megatron_rl.rollout.manager import RankCollectives, RunCallbacks
 from megatron_rl.rollout.scheduler import GenerationSettings
-from megatron_rl.run.directory import STEPS_KEYS
+from megatron_rl.run.directory import LENGTH_KEYS
 
 SETTINGS = Settings(
     model=ModelSettings(path="folder"),
@@ -204,4 +204,4 @@ def test_stages_say_what_they_span_and_read() -> None:
     settings = replace(SETTINGS, run=RunSettings(steps=7), sft=SftSettings(splits=["a", "b"], steps=[30, 4]))
     found = {name: (stage.num_steps(settings), stage.splits, stage.is_rl) for name, stage in train.STAGES.items()}
     assert found == {"rl": (7, ("train", "eval"), True), "sft": (34, ("eval",), False)}
-    assert train.STAGES.keys() == STEPS_KEYS.keys()
+    assert train.STAGES.keys() == LENGTH_KEYS.keys()

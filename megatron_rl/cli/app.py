@@ -28,9 +28,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from megatron_rl.cli.config_errors import format_error, reject_unknown_keys
+from megatron_rl.cli.config_errors import format_error, missing_task_line, reject_unknown_keys
 from megatron_rl.cli.config_file import expand_config_flags
-from megatron_rl.cli.flags import DIFFERENCE, parse_flags
+from megatron_rl.cli.flags import DIFFERENCE, choose_length, parse_flags
 from megatron_rl.cli.help import render_difference, render_help
 from megatron_rl.compat.startup import ignore_library_warnings, paused_collector
 from megatron_rl.config import Settings, require
@@ -223,14 +223,15 @@ def load_and_run(action: Callable[[Settings], None], tasks: Mapping[str, type], 
         sys.argv[1:] = expand_config_flags(sys.argv[1:])
         given = parse_flags(sys.argv[1:])
         require(not given.multirun, "--multirun", True, "all runs would use the same run.dir; start each run with its own command")
+        words = choose_length(given.overrides)
         register_tasks(tasks)
         if not given.help and given.cfg != DIFFERENCE:
-            sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in given.overrides), *given.overrides]  # as Hydra requires
+            sys.argv[1:] = [*(word for word in sys.argv[1:] if word not in given.overrides), *words]  # as Hydra requires
             with exit_with_reader() if given.cfg else nullcontext():
                 main()
         elif world.is_main:
             with exit_with_reader():
-                print(render_help(given.overrides, is_doctor=is_doctor) if given.help else render_difference(given.overrides))
+                print(render_help(given.overrides, is_doctor=is_doctor) if given.help else render_difference(words))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         exit_with_line(format_error(error, sys.argv[1:]), world, on_all_ranks=True)
     except ValueError as error:  # e.g. for an unknown flag
@@ -297,6 +298,8 @@ def resolve_settings(chosen: DictConfig, tasks: Mapping[str, type] = MappingProx
         reject_unknown_keys(chosen)
         settings = cast(Settings, OmegaConf.to_object(chosen))
     except MissingMandatoryValue as error:
+        if error.full_key == "task.name":
+            raise ValueError(missing_task_line()) from error
         raise ValueError(f"{error.full_key}=???: has no default; set it on the command line") from error
     except OmegaConfBaseException as error:
         raise ValueError(format_error(error, sys.argv[1:])) from error

@@ -32,6 +32,8 @@ FOREIGN_NAMES = {
     "epsilon": "algo.clip_ratio_low",
     "clip_ratio": "algo.clip_ratio_low",
     "max_steps": "run.steps",
+    "num_train_epochs": "run.epochs",
+    "total_epochs": "run.epochs",
     "save_steps": "checkpoint.every",
     "output_dir": "run.dir",
     "model_name_or_path": "model.path",
@@ -130,6 +132,12 @@ def missing_config_line(error: MissingConfigException) -> str:
     near = get_close_matches(name, error.options or [], n=3)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{group}={name}: no such {group}; {hint}--help lists all"
+
+
+def missing_task_line() -> str:
+    """Return the error message for settings without a task."""
+    known = sorted(file.name.removesuffix(".yaml") for file in (files(configs) / "task").iterdir() if file.name.endswith(".yaml"))
+    return f"task=???: has no default; choose one of {', '.join(known)}, or a recipe, e.g. experiment=numberline_grpo_cpu (see --help)"
 
 
 def multiple_values_line(key: str, value: str) -> str:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 
-from megatron_rl.cli.config_errors import FOREIGN_NAMES, setting_keys
+from megatron_rl.cli.config_errors import FOREIGN_NAMES, setting_keys, split_override
 from megatron_rl.config import Settings
 
 DIFFERENCE = "diff"
@@ -27,6 +27,18 @@ def parse_flags(arguments: Sequence[str]) -> argparse.Namespace:
     assert shown.choices is not None
     shown.choices = [*shown.choices, DIFFERENCE]
     return parser.parse_intermixed_args(arguments)
+
+
+def choose_length(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides; run.steps also replaces the run.epochs of a recipe.
+
+    Raises:
+        ValueError: The overrides set both run.steps and run.epochs.
+    """
+    given = dict(map(split_override, overrides))
+    if {"run.steps", "run.epochs"} <= given.keys():
+        raise ValueError(f"run.epochs={given['run.epochs']}: run.steps={given['run.steps']} is given, too; remove one of them")
+    return [*overrides, "run.epochs=0"] if "run.steps" in given else list(overrides)
 
 
 def reject_flags(message: str) -> NoReturn:

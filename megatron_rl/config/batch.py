@@ -20,7 +20,8 @@ class BatchSettings:
     """Number of mini-batches into which the groups of a step are split; each mini-batch is one
     optimizer update."""
     epochs: int = 1
-    """Number of passes over the mini-batches of a step."""
+    """Number of passes over the mini-batches of a step (PPO epochs); run.epochs is the number of
+    passes over the training examples."""
     micro_batch_tokens: int = 8192
     """Maximum number of tokens in a packed micro-batch, in stages rl and sft; a longer sequence
     gets its own micro-batch."""

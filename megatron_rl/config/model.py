@@ -19,9 +19,9 @@ class ModelSettings:
     path: str = MISSING
     """Hugging Face directory with the initial policy (Qwen2-VL, Qwen2.5-VL or Qwen3-VL), tokenizer
     and processor. The KL term uses the initial policy as the reference model."""
-    dtype: str = "float32"
+    dtype: str = "auto"
     """Data type of the trainer's weights and activations: float32, or bfloat16 with float32 main
-    weights in the optimizer."""
+    weights in the optimizer; auto is bfloat16 on GPUs and float32 on CPUs."""
     frozen: list[str] = field(default_factory=list)
     """Modules that are not trained: any of vision (the vision blocks), merger (the projector into
     the language model) and language (the language model)."""
@@ -34,7 +34,7 @@ class ModelSettings:
     300 x 300 image is resized to 84 x 84. Set a value slightly above the intended size."""
 
     def __post_init__(self) -> None:
-        require_choice("model.dtype", self.dtype, ("float32", "bfloat16"))
+        require_choice("model.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         for part in self.frozen:
             require_choice("model.frozen", part, PARTS)
         require(set(self.frozen) != set(PARTS), "model.frozen", self.frozen, "leaves no module to train; remove at least one entry")

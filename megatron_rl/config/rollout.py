@@ -34,15 +34,16 @@ class EngineSettings:
     tp: int = 1
     """Tensor-parallel size of an engine; with mode=colocated, world_size / tp engines generate in
     parallel."""
-    dtype: str = "float32"
-    """Data type of the engine's weights, activations and KV cache: float32 or bfloat16."""
+    dtype: str = "auto"
+    """Data type of the engine's weights, activations and KV cache: float32 or bfloat16; auto is
+    bfloat16 on GPUs and float32 on CPUs."""
     device: str = "auto"
     """Device of the engine: auto uses CUDA if available, cuda requires it, cpu never uses it."""
     kv_cache_mib: int = 64
     """Size of the KV cache in MiB per rank when the engine runs on a CPU."""
     gpu_memory_utilization: float = 0.45
     """Fraction of a GPU's memory that the engine uses for its weights and KV cache."""
-    max_model_len: int = 1024
+    max_model_len: int = 4096
     """Maximum length of a sequence in tokens, including prompts, images and responses; an episode
     that reaches it ends with stop reason max_tokens."""
     max_num_seqs: int = 256
@@ -84,7 +85,7 @@ class EngineSettings:
         remedy = "must be empty, because the run creates the token of its own servers; remove this setting"
         require(not (self.num_local_servers and self.token_file), "engine.token_file", self.token_file, remedy)
         require(self.tp >= 1, "engine.tp", self.tp, "must be at least 1")
-        require_choice("engine.dtype", self.dtype, ("float32", "bfloat16"))
+        require_choice("engine.dtype", self.dtype, ("auto", "float32", "bfloat16"))
         require_choice("engine.device", self.device, ("auto", "cpu", "cuda"))
         share = self.gpu_memory_utilization
         require(0 < share < 1, "engine.gpu_memory_utilization", share, "must be between 0 and 1")
@@ -276,7 +277,7 @@ class TaskSettings:
     """Maximum number of policy turns in an episode."""
     eval_max_turns: int = 0
     """Maximum number of turns in an evaluation episode; 0 uses task.max_turns."""
-    max_new_tokens: int = 64
+    max_new_tokens: int = 512
     """Maximum number of tokens that the policy samples per turn."""
     max_pixels: int = 0
     """Maximum total number of pixels of all images in a sequence, after resizing; 0 sets no limit.

@@ -19,7 +19,10 @@ class RunSettings:
     """Random seed for the data order, sampling and the initialization of adapters; the same seed
     reproduces a run."""
     steps: int = 40
-    """Number of training steps in stage=rl; stage=sft uses sft.steps."""
+    """Number of training steps in stage=rl, unless run.epochs is set; stage=sft uses sft.steps."""
+    epochs: float = 0.0
+    """Number of passes over the training examples in stage=rl, e.g. 0.5 or 3: sets run.steps to
+    epochs * examples / batch.prompts_per_step, rounded up. 0 uses run.steps."""
     eval_every: int = 0
     """Number of steps between evaluations; 0 evaluates once, at the end."""
     max_staleness: int = 0
@@ -60,7 +63,11 @@ class RunSettings:
         require(self.mode != "rollout_only" or self.max_staleness == 0, "run.max_staleness", self.max_staleness, remedy)
         remedy = "a replay has no engine to evaluate with: use run.eval_every=0, and launch/evaluate.py on the trained model"
         require(self.mode != "replay" or self.eval_every == 0, "run.eval_every", self.eval_every, remedy)
+        remedy = "requires training examples, which a replay does not read: use run.steps"
+        require(self.mode != "replay" or self.epochs == 0, "run.epochs", self.epochs, remedy)
         require(self.steps >= 1, "run.steps", self.steps, "must be at least 1")
+        remedy = "must be a finite, non-negative number; 0 uses run.steps"
+        require(0 <= self.epochs < math.inf, "run.epochs", self.epochs, remedy)
         require(self.grace_s >= 0, "run.grace_s", self.grace_s, "must not be negative")
         require(
             0 <= self.max_failed_fraction < 1,
@@ -79,7 +86,7 @@ class RunSettings:
         for key in ("eval_every", "trace"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
         remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
-        require(not self.require_improvement or self.steps >= 20, "run.steps", self.steps, remedy)
+        require(not self.require_improvement or self.epochs > 0 or self.steps >= 20, "run.steps", self.steps, remedy)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -30,6 +30,7 @@ from megatron_rl.distributed.world import (
     run_on_rank_zero,
     trim_malloc,
 )
+from megatron_rl.dtypes import resolve_dtypes
 from megatron_rl.entrypoints.train import run_in_own_thread
 from megatron_rl.errors import GracefulStop
 from megatron_rl.evaluation.endpoint_policy import EndpointRolloutRunner
@@ -92,7 +93,7 @@ def run_evaluation(settings: Settings, plugins: Plugins = Plugins()) -> dict[str
     world = read_world()
     waits = settings.parallel
     settings = replace(
-        settings, parallel=ParallelSettings(timeout_s=waits.timeout_s, straggler_timeout_s=waits.straggler_timeout_s)
+        resolve_dtypes(settings), parallel=ParallelSettings(timeout_s=waits.timeout_s, straggler_timeout_s=waits.straggler_timeout_s)
     )  # no model is sharded here
     with StopSignal(grace_s=settings.run.grace_s, close_timeout_s=max(CLOSE_TIMEOUT_S, settings.parallel.timeout_s)) as stop:
         return run_in_own_thread(lambda: _evaluate_on_ranks(settings, plugins, world=world, stop=stop))
@@ -129,7 +130,8 @@ def _load_task_and_weights(settings: Settings, plugins: Plugins, *, world: World
     """
     splits = (settings.evaluation.split,)
     if not settings.evaluation.urls:
-        return check_run(settings, plugins, world=world, needed=0, splits=splits), open_evaluated_weights(settings)
+        _, task = check_run(settings, plugins, world=world, needed=0, splits=splits)
+        return task, open_evaluated_weights(settings)
     require(world.size == 1, "evaluation.urls", settings.evaluation.urls, f"requires a single process, but torchrun started {world.size}")
     task = build_task(settings.task, plugins)
     check_examples(task, splits)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from megatron_rl.distributed.world import (
     read_world,
     trim_malloc,
 )
+from megatron_rl.dtypes import resolve_dtypes
 from megatron_rl.entrypoints.rollout_only import run_rollout_only
 from megatron_rl.errors import GracefulStop, InfraOutage, RunDenied, RunFailed
 from megatron_rl.evaluation.in_run import evaluate_in_run
@@ -124,6 +126,7 @@ def run(settings: Settings, plugins: Plugins = Plugins()) -> Result | None:
     in a notebook, and more than once in the same process.
     """
     world = read_world()
+    settings = resolve_dtypes(settings, on_gpu=settings.plan.only or None)  # the plan is for GPUs
     if settings.plan.only:
         print_plan(settings, world, plugins)
         return None
@@ -154,7 +157,7 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
     timeout_s, folder = settings.parallel.timeout_s, Path(settings.run.dir)
     stage = REPLAY if settings.run.mode == "replay" else STAGES[settings.stage]
     trim_malloc()
-    watch, num_steps = HangWatchdog(world, folder=folder, timeout_s=timeout_s), stage.num_steps(settings)
+    watch = HangWatchdog(world, folder=folder, timeout_s=timeout_s)
     if world.device.type == "cuda" and (settings.engine.tp == 1 or settings.engine.mode == "server"):
         expand_segments()
     needed = plan_gpu_bytes(settings, plugins, world=world)
@@ -162,7 +165,8 @@ def run_attempt(settings: Settings, plugins: Plugins, *, world: World, stop: Sto
         connect(world, timeout_s=timeout_s)
         closing.callback(disconnect)
         with watch:
-            task = raise_on_all_ranks(lambda: check_run(settings, plugins, world=world, needed=needed, splits=stage.splits))
+            settings, task = raise_on_all_ranks(partial(check_run, settings, plugins, world=world, needed=needed, splits=stage.splits))
+            num_steps = stage.num_steps(settings)
             standing = closing.enter_context(locked(settings))
             if standing.is_finished:
                 found = standing.evaluation

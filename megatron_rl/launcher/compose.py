@@ -9,6 +9,7 @@ from yaml import YAMLError
 
 from megatron_rl.cli.app import CONFIG_SEARCH_PATH, resolve_settings
 from megatron_rl.cli.config_errors import format_error
+from megatron_rl.cli.flags import choose_length
 from megatron_rl.config import Settings
 
 
@@ -19,8 +20,9 @@ def compose_settings(overrides: Sequence[str]) -> Settings:
         ValueError: The overrides are invalid. The message is the line that launch/train.py would
             print.
     """
+    words = choose_length(overrides)
     try:
         with initialize_config_module(CONFIG_SEARCH_PATH.removeprefix("pkg://"), version_base="1.3"):
-            return resolve_settings(compose("train", overrides=list(overrides)))
+            return resolve_settings(compose("train", overrides=words))
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ValueError(format_error(error, overrides)) from error

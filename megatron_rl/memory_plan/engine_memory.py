@@ -8,9 +8,8 @@ the vision tower, the layers and the sampler.
 import math
 from dataclasses import dataclass
 
-import torch
-
 from megatron_rl.config import Settings, require
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, format_gb
 from megatron_rl.models.model_spec import ModelSpec
 
@@ -71,7 +70,7 @@ def plan_engine(model: ModelSpec, settings: Settings, *, memory: int = 0) -> Eng
             sequence.
     """
     given = settings.engine
-    width = getattr(torch, given.dtype).itemsize
+    width = torch_dtype(given.dtype).itemsize
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * width // given.tp
     # deepstack_input_embeds of vLLM's model (0.32.0) is not sharded.
     added = model.vision.num_deepstack_layers * max_batched_tokens(settings) * model.hidden_size * width
@@ -172,5 +171,5 @@ def vision_bytes_per_token(model: ModelSpec, settings: Settings) -> float:
     Each patch needs space for its peak values in a block, and for its pixels in fp32 and in the
     engine's dtype.
     """
-    vision, width = model.vision, getattr(torch, settings.engine.dtype).itemsize
+    vision, width = model.vision, torch_dtype(settings.engine.dtype).itemsize
     return vision.patches_per_token * (peak_values_per_patch(model, tp=settings.engine.tp) * width + vision.patch_dim * (4 + width))

@@ -16,9 +16,8 @@ H100, the peaks of the three phases were measured with a 7B model and adapters
 
 from dataclasses import dataclass
 
-import torch
-
 from megatron_rl.config import Settings, require
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.activations import ActivationMemory, compute_activation_memory
 from megatron_rl.memory_plan.engine_memory import CUDA_GRAPH_BYTES, EnginePlan, plan_engine
 from megatron_rl.memory_plan.gpu_specs import GB, GPU_SPECS, USABLE_FRACTION, format_gb
@@ -161,7 +160,7 @@ def _plan_rank(
 ) -> RankMemoryPlan:
     """Return the plan of one rank; `unplanned` is the result of unplanned_bytes."""
     held, parallel = rank_share.total_footprint, settings.parallel
-    itemsize = getattr(torch, settings.model.dtype).itemsize
+    itemsize = torch_dtype(settings.model.dtype).itemsize
     # Megatron offloads the moments and a copy of the main weights. The main weights themselves
     # stay on the GPU (optimizer/distrib_optimizer.py, 0.16.1).
     optimizer = held.main_weight_bytes if parallel.offload_optimizer else held.main_weight_bytes + held.moment_bytes

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
@@ -20,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.compat.megatron_cpu import megatron_on_meta_device
 from megatron_rl.config import LoraSettings, Settings
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.policy.optimizer import build_optimizer, wrap_with_grad_buffers
@@ -138,7 +138,7 @@ def _build_network(
     model: ModelSpec, settings: Settings, layout: Layout, *, lora: LoraSettings, heads: HeadConfig
 ) -> tuple[nn.ModuleList, MemoryFootprint, int]:
     """Return a network, its footprint, and the bytes that its optimizer would pin on the host."""
-    chunks = build_chunks(model, layout, getattr(torch, settings.model.dtype), lora=lora, heads=heads)
+    chunks = build_chunks(model, layout, torch_dtype(settings.model.dtype), lora=lora, heads=heads)
     parallel = wrap_with_grad_buffers(chunks, settings.model.frozen, lora=lora, overlap=settings.parallel.overlap_grad_reduce)
     optimizer = build_optimizer(settings.optim, parallel, offload=False)
     stepped = [4 * p.numel() for group in optimizer.param_groups for p in group["params"]]

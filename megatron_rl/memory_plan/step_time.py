@@ -12,10 +12,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-import torch
-
 from megatron_rl.algo.algorithms import needs_old_logprob_forward, needs_reference
 from megatron_rl.config import Settings
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.memory_plan.activations import trains_vision
 from megatron_rl.memory_plan.gpu_memory import MemoryPlan
 from megatron_rl.memory_plan.gpu_specs import GPU_SPECS, GPUS_PER_NODE, GpuSpec
@@ -111,12 +110,12 @@ class StepTimeInputs:
     @property
     def itemsize(self) -> int:
         """Number of bytes per value in the policy."""
-        return getattr(torch, self.settings.model.dtype).itemsize
+        return torch_dtype(self.settings.model.dtype).itemsize
 
     @property
     def engine_itemsize(self) -> int:
         """Number of bytes per value in the engine."""
-        return getattr(torch, self.settings.engine.dtype).itemsize
+        return torch_dtype(self.settings.engine.dtype).itemsize
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 PROGRESS_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("return", ("reward/mean",), "+8.3f"),
     ("success", ("eval/greedy_success",), "6.1%"),
+    ("epoch", ("epoch",), ".2f"),
     ("loss", ("loss",), "9.4f"),
     ("gap", ("rollout_mismatch/logprob_abs_diff_max",), "8.1e"),
     ("rollouts", ("time/engine", "time/environment"), "7.2f"),

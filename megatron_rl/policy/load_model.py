@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_rl.compat.megatron_cpu import with_megatron_on_cpu
 from megatron_rl.config import LoraSettings
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.name_mapping import ParamMapping
 from megatron_rl.policy.kernels import uses_transformer_engine
@@ -43,7 +44,7 @@ def load_model(
     is used to initialize new adapters and the value head. `key` is the config key that contains
     `path`, used in error messages.
     """
-    chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
+    chunks = build_chunks(spec, layout, torch_dtype(dtype), lora=lora, heads=heads)
     if torch.cuda.is_available():  # use_cpu_initialization creates parameters on the CPU
         chunks.cuda()
     rows = [row for row in spec.param_mappings() if heads.has_lm_head or not is_of_output_layer(row)]

@@ -22,6 +22,7 @@ from megatron_rl.data.survey import QuestionSurvey, survey_questions
 from megatron_rl.data.transcript_survey import make_length_check
 from megatron_rl.data.transcripts import ANSWERS_SPLIT, TRANSCRIPTS_SPLIT, open_transcripts, survey_transcripts
 from megatron_rl.distributed.world import read_world
+from megatron_rl.dtypes import resolve_dtypes
 from megatron_rl.errors import InfraError
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
@@ -301,6 +302,7 @@ def run_doctor(settings: Settings, plugins: Plugins) -> int:
     Each problem is printed as `error: key=value: remedy`. Collective over all ranks of a job.
     """
     world = read_world()
+    settings = resolve_dtypes(settings, on_gpu=settings.plan.world_size > 0 or None)
     report = (
         run_checks(settings, plugins) if world.size == 1 else run_checks_on_nodes(settings, world, lambda: run_checks(settings, plugins))
     )

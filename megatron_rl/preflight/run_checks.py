@@ -1,5 +1,6 @@
 """Checks of a run before the model is built, and the memory plan that plan.only prints."""
 
+import math
 from dataclasses import replace
 
 from megatron_rl.config import Settings, require
@@ -46,8 +47,12 @@ def plan_gpu_bytes(settings: Settings, plugins: Plugins, *, world: World) -> int
         return trouble
 
 
-def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]) -> Task:
+def check_run(
+    settings: Settings, plugins: Plugins, *, world: World, needed: int | ValueError | OSError, splits: tuple[str, ...]
+) -> tuple[Settings, Task]:
     """Build the task, and check everything that can be checked before the model is built.
+
+    Returns the settings with the number of steps that run.epochs results in, and the task.
 
     Args:
         settings: Settings of the run.
@@ -60,6 +65,8 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
     require(settings.run.mode == "replay" or not replay_from, "rollouts.replay_from", replay_from, remedy)
     check_gpus(settings, world, needed=needed)
     task = build_task(settings.task, plugins)
+    if "train" in splits:
+        settings = resolve_epochs(settings, task)
     check_settings(settings, world.size, plugins)
     if world.is_main:
         check_wandb(settings.wandb)
@@ -70,7 +77,19 @@ def check_run(settings: Settings, plugins: Plugins, *, world: World, needed: int
             check_servers(settings)
             check_started(settings, num_ranks=world.local_size)
     check_examples(task, splits)
-    return task
+    return settings, task
+
+
+def resolve_epochs(settings: Settings, task: Task) -> Settings:
+    """Return the settings with run.steps set according to run.epochs; unchanged if it is 0.
+
+    Example: 0.5 epochs of 100 examples with 16 prompts per step are 4 steps.
+    """
+    if settings.run.epochs == 0:
+        return settings
+    steps = settings.run.epochs * len(task.examples("train")) / settings.batch.prompts_per_step
+    # 0.1 * 3 * 10 is slightly more than 3
+    return replace(settings, run=replace(settings.run, steps=max(1, math.ceil(round(steps, 6)))))
 
 
 def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:

@@ -376,8 +376,8 @@ class RolloutManager:
         yield
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last `update_weights` call."""
-        return self.engine.metrics()
+        """Return the metrics of the last `update_weights` call, and the epoch."""
+        return {**self.engine.metrics(), "epoch": self.scheduler.epoch}
 
     def busy_s(self) -> float:
         """Return the total busy time of this process's engine, in seconds."""

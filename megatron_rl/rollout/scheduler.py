@@ -146,6 +146,12 @@ class PromptScheduler:
         """
         return sorted([dealt.prompt_index for dealt in self.active_groups.values()] + self.pending_prompt_indices)
 
+    @property
+    def epoch(self) -> float:
+        """Number of prompts trained on so far, divided by the number of training examples."""
+        drawn = self.num_generation_batches * self._settings.num_prompts
+        return (drawn - len(self.unfinished_prompt_indices)) / len(self._examples())
+
 
 def choose_prompts(examples: Sequence[Example], num: int, *, seed: int, batch_index: int) -> list[Example]:
     """Return the examples of one generation batch.

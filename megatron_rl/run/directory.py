@@ -82,8 +82,8 @@ change instead of one change per key.
 """
 ABSENT = "absent"
 """Placeholder for the value of a missing setting."""
-STEPS_KEYS = {"rl": "run.steps", "sft": "sft.steps"}
-"""Maps each stage to the name of the setting that specifies its number of steps."""
+LENGTH_KEYS = {"rl": {"run.steps", "run.epochs"}, "sft": {"sft.steps"}}
+"""Maps each stage to the names of the settings that specify its number of steps."""
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -228,8 +228,14 @@ def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
         stored = read_settings(folder / CONFIG_FILE)
         changes = changed_keys(stored, yaml.safe_load(yaml.safe_dump(asdict(settings))))
         num_steps = sum(stored["sft"]["steps"]) if settings.stage == "sft" else int(stored["run"]["steps"])
+        has_epochs = stored["run"].get("epochs", 0) != 0
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         return ResumeState(refusal=f"contains a run whose {CONFIG_FILE} cannot be read ({' '.join(str(error).split())[:200]})")
+    if has_epochs and settings.run.epochs:
+        changes.pop("run.steps", None)  # follows from run.epochs
+    for key in ("model.dtype", "engine.dtype"):
+        if changes.get(key, ("", ""))[1] == "auto":  # a login node without a GPU cannot say which
+            del changes[key]
     others = {key: values for key, values in changes.items() if not is_mutable_key(key, *values)}
     if others:
         return ResumeState(refusal=f"contains a run with other settings: {describe_changes(others)}")
@@ -238,7 +244,7 @@ def read_resume_state(folder: Path, settings: Settings) -> ResumeState:
         return ResumeState(refusal=renamed)
     is_evaluated, missing = (folder / EVALUATION_FILE).is_file(), find_missing_file(folder / FINAL_FOLDER)
     is_finished = is_evaluated and not missing
-    if is_finished and STEPS_KEYS[settings.stage] not in changes:
+    if is_finished and not changes.keys() & LENGTH_KEYS[settings.stage]:
         return ResumeState(is_finished=True)
     num_done = num_steps if is_evaluated else _read_stopped_step(folder)
     if num_done > (step_of(newest) if newest else 0) and not settings.checkpoint.allow_repeat:
@@ -320,10 +326,13 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 def is_mutable_key(key: str, old: Any, new: Any) -> bool:
     """Return True if a resumed run may use the new value of a setting.
 
-    run.steps may be increased but not decreased. In sft.steps, only the last entry may be
-    increased, because the earlier stages are already completed.
+    run.steps and run.epochs may be increased but not decreased, and a run may change from one of
+    them to the other. In sft.steps, only the last entry may be increased, because the earlier
+    stages are already completed.
     """
-    if key in STEPS_KEYS.values() and old != ABSENT:
+    if key == "run.epochs":
+        return ABSENT in (old, new) or 0 in (old, new) or new >= old
+    if key in ("run.steps", "sft.steps") and old != ABSENT:
         return new >= old if key == "run.steps" else old[:-1] == new[:-1] and new[-1:] >= old[-1:]
     return any(key.startswith(free) if free.endswith(".") else key == free for free in MUTABLE_KEYS)
 

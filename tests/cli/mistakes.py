@@ -106,7 +106,7 @@ MISTAKES = {
     "evaluation.samples=4": "evaluation.samples=4: all greedy episodes of an example are equal; raise evaluation.temperature, or use 1",
     "evaluation.temperature=-1": "evaluation.temperature=-1.0: must not be negative; 0 decodes greedily",
     "evaluation.chunk=0": "evaluation.chunk=0: must be at least 1",
-    "model.dtype=float16": "model.dtype=float16: choose one of float32, bfloat16",
+    "model.dtype=float16": "model.dtype=float16: choose one of auto, float32, bfloat16",
     "model.max_pixels=100": "model.max_pixels=100: must be at least model.min_pixels=...",
     "model.frozen=[eyes]": "model.frozen=eyes: choose one of vision, merger, language",
     "lora.rank=4 lora.targets=[head]": "lora.targets=head: choose one of attention, mlp, vision, projector",
@@ -147,6 +147,8 @@ MISTAKES = {
     "engine.tp=2": "engine.tp=2: must divide the number of processes (1)",
     "wandb.mode=online": "wandb.mode=online: no API key: run wandb login, or set WANDB_API_KEY, or use offline...",
     # a model, a task, data, a folder that do not exist, or are none
+    "run.steps=3 run.epochs=1": "run.epochs=1: run.steps=3 is given, too; remove one of them",
+    "run.epochs=-1": "run.epochs=-1.0: must be a finite, non-negative number; 0 uses run.steps",
     "model.path=???": "model.path=???: has no default; set it on the command line",
     "model.path={tmp}/nowhere": "model.path={tmp}/nowhere: no such folder (looked in {tmp}/nowhere); use a Hugging Face model folder",
     "model.path={tmp}": "model.path={tmp}: config.json is missing (looked in {tmp}); use a Hugging Face model folder",

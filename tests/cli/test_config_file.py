@@ -1,6 +1,7 @@
 """`--config FILE`, configs/ in the current directory, and `--cfg diff`."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.cli.config_file import expand_config_flags, format_override_value, read_config_file
 from megatron_rl.cli.help import render_difference
+from megatron_rl.config.task_options import NumberLineOptions
 from megatron_rl.launcher.compose import compose_settings
 
 FILE = """
@@ -77,11 +79,21 @@ def test_own_experiments_are_found_in_the_current_directory(program: str, tmp_pa
     monkeypatch.setattr(sys, "argv", [program])
     folder = tmp_path / "configs" / "experiment"
     folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("# @package _global_\nrun: {steps: 7}\n")
+    (folder / "mine.yaml").write_text("# @package _global_\ndefaults: [override /task: vqa]\nrun: {steps: 7}\n")
     (folder.parent / "train.yaml").write_text("run: {steps: 3}\n")
     monkeypatch.chdir(tmp_path)
     assert compose_settings(["experiment=mine", "model.path=x", "run.dir=y"]).run.steps == 7
-    assert compose_settings(["model.path=x", "run.dir=y"]).run.steps == 40
+    assert compose_settings(["model.path=x", "run.dir=y", "task=number_line"]).run.steps == 40
+
+
+def test_steps_replace_the_epochs_of_a_recipe() -> None:
+    """The command line wins over the recipe, and cannot have both."""
+    assert compose_settings(["experiment=vqa_grpo_cpu"]).run.epochs == 8
+    run = compose_settings(["experiment=vqa_grpo_cpu", "run.steps=3"]).run
+    assert (run.steps, run.epochs) == (3, 0)
+    assert compose_settings(["experiment=numberline_grpo_cpu", "run.epochs=2"]).run.epochs == 2
+    with pytest.raises(ValueError, match=r"run.epochs=2: run.steps=3 is given, too"):
+        compose_settings(["experiment=vqa_grpo_cpu", "run.steps=3", "run.epochs=2"])
 
 
 def test_the_difference_names_what_was_changed() -> None:
@@ -91,5 +103,6 @@ def test_the_difference_names_what_was_changed() -> None:
     assert {key.strip(): default for key, default in found.items()} == {
         "model.path=runs/quickstart/sft/final": "???", "model.min_pixels=19600": "3136", "model.max_pixels=20000": "1003520",
         "optim.lr=0.001": "1e-06", "batch.prompts_per_step=24": "32", "run.dir=runs/quickstart/grpo": "???",
-    }  # fmt: skip
+        "task.name=number_line": "???", "task.max_new_tokens=48": "512", "task.eval_samples=8": "0",
+    } | {f"task.options.{key}={value}": "none" for key, value in asdict(NumberLineOptions()).items()}  # fmt: skip
     assert render_difference([]) == ""

@@ -89,7 +89,11 @@ def ends(random_model: Path, broken: Path, page: str) -> dict[str, tuple[int, st
     directory has a configs/ folder with the broken files.
     """
     given = [f"model.path={random_model}", f"run.dir={broken}/run"]
-    lines = [[*given, *mistake.replace("{tmp}", str(broken)).replace("{page}", page).split(" ")] for mistake in MISTAKES]
+    wrong = {mistake: mistake.replace("{tmp}", str(broken)).replace("{page}", page).split(" ") for mistake in MISTAKES}
+    lines = [
+        [*given, *words] if any(word.startswith("task=") for word in words) else [*given, "task=number_line", *words]
+        for words in wrong.values()
+    ]
     (broken / "lines.json").write_text(json.dumps(lines))
     shutil.copy(SUPPORT / "cli_error_lines.py", broken / "mine.py")
     nobody = {"HOME": str(broken), "NETRC": str(broken / "netrc"), "WANDB_API_KEY": ""}
@@ -176,7 +180,7 @@ def act(settings):
     except ImportError:
         print(settings.wandb.mode, "refused")
 for mode in ("disabled", "offline"):
-    sys.argv = ["mine.py", "model.path=here", "run.dir=there", f"wandb.mode={mode}"]
+    sys.argv = ["mine.py", "task=number_line", "model.path=here", "run.dir=there", f"wandb.mode={mode}"]
     load_and_run(act, {}, is_doctor=False)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)

@@ -23,7 +23,7 @@ TEXTS = [
     "x^2`.jsonl", "[draft] \u00fc.jsonl", "{v\u00e4}.jsonl", "(\u00e4", "\u00e4]", "ends in \u00e4\\", "1e3\u00e4",
     "\u4f60\u597d/\u8bad\u7ec3.jsonl", "a'\u00e4'b", "\U0001f600.jsonl",
 ]  # fmt: skip
-NONE = {"model.path": "m", "run.dir": "r"}
+NONE = {"model.path": "m", "run.dir": "r", "task": "vqa"}
 
 
 def pasted(word: str) -> object:

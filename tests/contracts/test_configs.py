@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 
 CONFIGS = ROOT / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-GIVEN = ["model.path=here", "run.dir=there"]
+GIVEN = ["model.path=here", "run.dir=there", "task=number_line"]
 
 
 def settings_of(*overrides: str) -> Settings:
@@ -58,7 +58,7 @@ def test_an_experiment_composes_and_its_values_arrive(experiment: str) -> None:
 
 @pytest.mark.parametrize("task", [path.stem for path in (CONFIGS / "task").glob("*.yaml")])
 def test_a_task_composes(task: str) -> None:
-    assert settings_of(f"task={task}", *GIVEN).task.name == task
+    assert settings_of(*GIVEN, f"task={task}").task.name == task
 
 
 @pytest.mark.parametrize("algo", [path.stem for path in (CONFIGS / "algo").glob("*.yaml")])

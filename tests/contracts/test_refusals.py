@@ -34,7 +34,7 @@ def test_a_misfit_is_told_with_its_key_and_what_to_do(override: str, random_mode
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     num_processes, remedy = MISFITS[override]
     with pytest.raises(ValueError, match=f"^{re.escape(f'{override}: {remedy}')}$"):
-        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", override), num_processes)
+        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "task=number_line", override), num_processes)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_every_size_that_is_cut_is_looked_at(sizes: dict, override: str, remedy:
     MLP or the number of attention heads in the vision tower.
     """
     model = replace(read_spec(random_model), **sizes)
-    settings = settings_of(f"model.path={random_model}", "run.dir=there", override)
+    settings = settings_of(f"model.path={random_model}", "run.dir=there", "task=number_line", override)
     if not remedy:
         check_sizes(settings, model, 3)
         return
@@ -75,20 +75,29 @@ def test_tokens_without_a_row_are_refused_before_anything_is_built(random_model:
     last = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
     said = f"^model.path={folder}: the tokenizer has ids up to {last}, config.json has vocab_size=900, model.embed_tokens.weight has"
     with pytest.raises(ValueError, match=f"{said} 1024 rows, lm_head.weight has 1024 rows; set vocab_size to 1024 in config.json$"):
-        check_settings(settings_of(f"model.path={folder}", "run.dir=there"), 1)
+        check_settings(settings_of(f"model.path={folder}", "run.dir=there", "task=number_line"), 1)
 
 
 def test_a_frozen_part_beside_adapters(random_model: Path) -> None:
     remedy = r"^model.frozen=\['vision'\]: with lora.rank the whole base model is frozen; choose the trained layers with lora.targets$"
     with pytest.raises(ValueError, match=remedy):
-        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "model.frozen=[vision]", "lora.rank=8"), 1)
+        check_settings(
+            settings_of(f"model.path={random_model}", "run.dir=there", "task=number_line", "model.frozen=[vision]", "lora.rank=8"), 1
+        )
 
 
 def test_more_staleness_than_engines_hold(random_model: Path) -> None:
     """Batches of 24 prompts with 8 episodes each: two batches are 384 episodes and three are 576.
     Two engines with tp=2 hold 2 * 192 episodes.
     """
-    given = (f"model.path={random_model}", "run.dir=there", "experiment=numberline_grpo_cpu", "engine.tp=2", "engine.max_num_seqs=192")
+    given = (
+        f"model.path={random_model}",
+        "run.dir=there",
+        "task=number_line",
+        "experiment=numberline_grpo_cpu",
+        "engine.tp=2",
+        "engine.max_num_seqs=192",
+    )
     check_settings(settings_of(*given, "run.max_staleness=1"), 4)
     check_settings(settings_of(*given, "run.max_staleness=2", "stage=sft"), 4)
     told = (
@@ -108,7 +117,14 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
     """The capacity check uses the number of servers and does not depend on the number of trainer
     processes.
     """
-    given = (f"model.path={random_model}", "run.dir=there", "experiment=numberline_grpo_cpu", "engine.max_num_seqs=192", *REMOTE)
+    given = (
+        f"model.path={random_model}",
+        "run.dir=there",
+        "task=number_line",
+        "experiment=numberline_grpo_cpu",
+        "engine.max_num_seqs=192",
+        *REMOTE,
+    )
     check_settings(settings_of(*given, "engine.tp=2"), 3)
     check_settings(settings_of(*given, "run.max_staleness=1"), 1)
     for engines in (REMOTE, ("engine.mode=server", "engine.num_local_servers=2", "engine.urls=[]")):
@@ -154,28 +170,30 @@ def test_engines_elsewhere_need_not_divide_the_processes(random_model: Path) -> 
 )
 def test_engines_that_cannot_be_asked(overrides: tuple[str, ...], told: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(told)}"):
-        settings_of("model.path=here", "run.dir=there", *overrides)
+        settings_of("model.path=here", "run.dir=there", "task=number_line", *overrides)
 
 
 def test_what_fits_is_not_refused(random_model: Path) -> None:
-    check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2", "engine.tp=2"), 8)
+    check_settings(
+        settings_of(f"model.path={random_model}", "run.dir=there", "task=number_line", "parallel.tp=2", "parallel.pp=2", "engine.tp=2"), 8
+    )
 
 
 def test_a_layout_needs_its_processes(random_model: Path) -> None:
     with pytest.raises(
         ValueError, match=r"parallel.tp\*parallel.pp=4: must divide the number of processes \(6\); set torchrun's --nproc_per_node"
     ):
-        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "parallel.tp=2", "parallel.pp=2"), 6)
+        check_settings(settings_of(f"model.path={random_model}", "run.dir=there", "task=number_line", "parallel.tp=2", "parallel.pp=2"), 6)
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^model.path={tmp_path}: .*use a Hugging Face model folder"):
-        check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
+        check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there", "task=number_line"), 1)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=f"^model.path={tmp_path}: config.json is damaged"):
-        check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there"), 1)
+        check_settings(settings_of(f"model.path={tmp_path}", "run.dir=there", "task=number_line"), 1)
 
 
 def test_a_task_that_does_not_exist() -> None:
     with pytest.raises(ValueError, match=r"^task.name=chess: no such task; choose one of .*number_line"):
-        build_task(settings_of("model.path=here", "run.dir=there", "task.name=chess").task)
+        build_task(settings_of("model.path=here", "run.dir=there", "task=number_line", "task.name=chess").task)

@@ -57,7 +57,9 @@ def sections() -> dict[str, str]:
 
 def test_every_algorithm_has_a_section() -> None:
     assert sorted(sections()) == PRESETS
-    assert {settings_of(f"algo={name}", "model.path=x", "run.dir=y").algo.name for name in sections()} == set(ALGORITHMS)
+    assert {settings_of(f"algo={name}", "model.path=x", "run.dir=y", "task=number_line").algo.name for name in sections()} == set(
+        ALGORITHMS
+    )
 
 
 def value_at(settings: object, key: str) -> object:
@@ -76,7 +78,10 @@ def test_a_section_states_paper_and_preset(name: str) -> None:
     assert set(re.findall(r"\b\d{4}\.\d{5}\b", preset)) <= set(re.findall(r"\b\d{4}\.\d{5}\b", section))
     _, _, listed = section.partition("sets ")
     stated = dict(re.findall(r"`((?:algo|batch|filter|critic)\.\w+)=([^`\s]+)`", listed.partition("**When to use**")[0]))
-    composed, plain = settings_of(f"algo={name}", "model.path=x", "run.dir=y"), settings_of("model.path=x", "run.dir=y")
+    composed, plain = (
+        settings_of(f"algo={name}", "model.path=x", "run.dir=y", "task=number_line"),
+        settings_of("model.path=x", "run.dir=y", "task=number_line"),
+    )
     assert {key: format_literal(value_at(composed, key)) for key in stated} == stated
     keys = [f"{group}.{key}" for group in ("algo", "batch", "filter", "critic") for key in type(value_at(plain, group)).__annotations__]
     changed = {key for key in keys if key != "algo.name" and value_at(composed, key) != value_at(plain, key)}
@@ -129,8 +134,8 @@ def test_names_of_the_python_api_can_be_imported() -> None:
 
 
 def test_the_script_that_draws_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The script of docs/your_data.md draws 80 and 20 pictures that show the answer, and transcripts
-    with the wording of task=vqa.
+    """The script of docs/your_data.md draws 80 and 20 pictures that show the answer, in
+    the folders that the recipe reads.
     """
     script, client = re.findall(r"^```python\n(.*?)^```", (DOCS / "your_data.md").read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -144,6 +149,7 @@ def test_the_script_that_draws_pictures(tmp_path: Path, monkeypatch: pytest.Monk
             name, _, color = row.split(",")
             drawn = {each for _, each in Image.open(tmp_path / "runs/colors" / split / name).getcolors()}
             assert drawn == {(255, 255, 255), rgb[color]}
-    lines = [json.loads(line) for line in (tmp_path / "runs/colors/transcripts.jsonl").read_text().splitlines()]
-    assert len(lines) == 80 and all(line["messages"][0]["content"].endswith(ANSWER) for line in lines)
-    assert all((tmp_path / "runs/colors" / line["images"][0]).is_file() for line in lines)
+    data = settings_of("experiment=vqa_grpo_cpu").task.data
+    assert (data.train, data.eval) == (["runs/colors/train"], ["runs/colors/eval"])
+    (transcript,) = re.findall(r"^```json\n(.*?)\n```", (DOCS / "your_data.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert json.loads(transcript)["messages"][0]["content"].endswith(ANSWER)

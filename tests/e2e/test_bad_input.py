@@ -18,6 +18,7 @@ from tests.support import fork_server
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
+    "task=number_line",
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=0", "batch.prompts_per_step=2", "batch.group_size=2",
 )  # fmt: skip
@@ -81,7 +82,7 @@ def test_a_misspelt_key_is_named_once(random_model: Path, tmp_path: Path) -> Non
 
 def test_a_missing_model_is_told_once(tmp_path: Path) -> None:
     """Two ranks without the model folder print one error line, and no run directory is created."""
-    overrides = (f"model.path={tmp_path / 'nowhere'}", f"run.dir={tmp_path / 'run'}", "parallel.tp=2")
+    overrides = ("task=number_line", f"model.path={tmp_path / 'nowhere'}", f"run.dir={tmp_path / 'run'}", "parallel.tp=2")
     key, value, remedy = the_one_error(ranks(*overrides, within_s=120))
     assert (key, value) == ("model.path", str(tmp_path / "nowhere")) and "use a Hugging Face model folder" in remedy
     assert not (tmp_path / "run").exists()
@@ -104,7 +105,7 @@ def test_corrupt_weights_are_told_once(corrupt: Path, tmp_path: Path) -> None:
     """Every rank reads the corrupt weights after the processes have connected, but the error is
     printed once.
     """
-    output = together(f"model.path={corrupt}", f"run.dir={tmp_path / 'run'}", within_s=120)
+    output = together("task=number_line", f"model.path={corrupt}", f"run.dir={tmp_path / 'run'}", within_s=120)
     assert output.splitlines()[-1].startswith("error: "), "the last word is ours"
     key, value, remedy = the_one_error(output)
     assert (key, value) == ("model.path", str(corrupt))

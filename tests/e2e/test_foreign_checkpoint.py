@@ -14,6 +14,7 @@ from tests.support.malicious_checkpoints import EXPLOITS, update_record
 
 TRAIN = ROOT / "launch" / "train.py"
 SFT = (
+    "task=number_line",
     "stage=sft", "sft.splits=[correct]", "sft.steps=[2]", "sft.batch_size=4", "sft.num_demonstrations=8", "checkpoint.every=1",
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=0",

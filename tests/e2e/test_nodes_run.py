@@ -18,6 +18,7 @@ from tests.support.loopback_nodes import start_ranks
 
 TRAIN = ROOT / "launch" / "train.py"
 TINY = (
+    "task=number_line",
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=0", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=500", "algo.entropy_coef=0.01",
 )  # fmt: skip

@@ -13,6 +13,7 @@ from tests.conftest import ROOT
 from tests.support import fork_server
 
 RUN = (
+    "task=number_line",
     "model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.eval_samples=0",
     "batch.prompts_per_step=2", "batch.group_size=2", "algo.kl_coef=0.05", "checkpoint.every=1",
 )  # fmt: skip

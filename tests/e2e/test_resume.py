@@ -33,7 +33,14 @@ SMALL_DISK, HELD = SUPPORT / "full_disk_train.py", SUPPORT / "paused_episodes_tr
 STOPPED = 75
 CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Timing fields of a rollout, its turns and its verdicts, which are not compared."""
-SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=0")
+SIZES = (
+    "task=number_line",
+    "model.min_pixels=12000",
+    "model.max_pixels=13000",
+    "engine.kv_cache_mib=16",
+    "task.max_turns=2",
+    "task.eval_samples=0",
+)
 GRPO = (
     "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
     "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",

@@ -54,7 +54,7 @@ def test_a_judges_job_comes_back_and_ends_with_the_run(slurm: Cluster, tree: Pat
     vLLM. At its time limit the job is requeued and publishes a new address.
     """
     run = tree / "runs" / "judged"
-    words = ["model.path=nano", f"run.dir={run}", "services.sandbox={kind: sandbox, external: true, args: [--size,1]}"]
+    words = ["task=number_line", "model.path=nano", f"run.dir={run}", "services.sandbox={kind: sandbox, external: true, args: [--size,1]}"]
     command = ("sbatch", "--parsable", "--output=runs/judge.out", "launch/slurm/judge.sbatch", "--requeue")
     job = slurm.run(*command, *words, cwd=tree).strip()
     first = wait_for_address(tree, run)

@@ -17,6 +17,7 @@ from tests.support import fork_server
 
 TRAIN, SPAWN = ROOT / "launch" / "train.py", ROOT / "launch" / "launch.py"
 TINY = (
+    "task=number_line",
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=0", "batch.prompts_per_step=2", "batch.group_size=2", "run.steps=500",
 )  # fmt: skip

@@ -19,7 +19,14 @@ from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
 
 WITNESSED = SUPPORT / "verified_save_train.py"
-SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=0")
+SIZES = (
+    "task=number_line",
+    "model.min_pixels=12000",
+    "model.max_pixels=13000",
+    "engine.kv_cache_mib=16",
+    "task.max_turns=2",
+    "task.eval_samples=0",
+)
 GRPO = ("optim.lr=1e-3", "batch.prompts_per_step=4", "batch.group_size=4", "algo.kl_coef=0.01", "batch.micro_batch_tokens=1500")
 SEVERAL = ("batch.minibatches=2", "batch.epochs=2")
 LAYOUTS = {

@@ -26,7 +26,14 @@ from megatron_rl.observe.metrics import read_metrics  # noqa: E402 (the script's
 from tests.support.comparable_metrics import drop_timings  # noqa: E402
 from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
-SMALL = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=1")
+SMALL = (
+    "task=number_line",
+    "model.min_pixels=12000",
+    "model.max_pixels=13000",
+    "engine.kv_cache_mib=16",
+    "task.max_turns=2",
+    "task.eval_samples=1",
+)
 SFT = (
     "stage=sft", "sft.splits=[correct]", "sft.steps=[40]", "sft.batch_size=30", "sft.num_demonstrations=60", "optim.lr=1e-3",
     "optim.warmup_steps=5", "optim.beta2=0.95", *SMALL,

@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a recipe's epochs win over the steps on the command line",
+        "megatron_rl/cli/flags.py",
+        'return [*overrides, "run.epochs=0"] if "run.steps" in given else list(overrides)',
+        "return list(overrides)",
+        "tests/cli/test_config_file.py -k epochs",
+    ),
+    Mutant(
         "a file of settings wins over the command line",
         "megatron_rl/cli/config_file.py",
         "return [override for file in files for override in read_config_file(Path(file))] + others",

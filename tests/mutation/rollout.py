@@ -4,6 +4,13 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "an epoch counts prompts in progress",
+        "megatron_rl/rollout/scheduler.py",
+        "(drawn - len(self.unfinished_prompt_indices))",
+        "drawn",
+        "tests/rollout/test_staleness.py -k epochs",
+    ),
+    Mutant(
         "what is wrong with a chat template is called too much time",
         "megatron_rl/rollout/template_probe.py",
         "    except (TemplateError, TypeError",

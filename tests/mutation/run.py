@@ -4,6 +4,20 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "a longer run by epochs counts as finished",
+        "megatron_rl/run/directory.py",
+        '"rl": {"run.steps", "run.epochs"}',
+        '"rl": {"run.steps"}',
+        "tests/run/test_directory.py -k epochs",
+    ),
+    Mutant(
+        "an open data type is another setting",
+        "megatron_rl/run/directory.py",
+        'if changes.get(key, ("", ""))[1] == "auto":',
+        "if False:",
+        "tests/run/test_directory.py -k dtype",
+    ),
+    Mutant(
         "a state is anything",
         "megatron_rl/run/checkpoint_state.py",
         "        _STATE.validate_json(json.dumps(read), strict=True)\n",

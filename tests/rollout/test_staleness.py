@@ -104,6 +104,17 @@ def test_killed_anywhere_every_prompt_is_trained_on_once(max_staleness: int) -> 
         assert max_staleness > 0 or taken == sorted(taken)
 
 
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_epochs_count_what_was_trained_on(max_staleness: int) -> None:
+    """Prompts in progress and pending prompts do not count."""
+    planned = admission_of(max_staleness=max_staleness)
+    assert planned.epoch == 0
+    for step in range(4):
+        planned.schedule(step)
+        planned.finish(sorted(planned.active_groups)[:2])
+        assert planned.epoch == pytest.approx(2 * (step + 1) / len(EXAMPLES))
+
+
 def test_groups_go_to_the_engine_that_has_least() -> None:
     """Groups are assigned one by one to the engine with the fewest groups. With 3, 0 and 1 groups,
     the order is 1, 1, 2, 1, 2, and then all engines have 3.

@@ -132,6 +132,33 @@ def test_of_a_warm_start_only_the_last_stage_grows(steps: list[int], splits: lis
     assert outcome(tmp_path, settings_of(tmp_path, stage="rl", sft={"steps": steps, "splits": splits})) == REFUSED
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ((2.0, 40), (2.0, 40), FINISHED), ((2.0, 40), (3.0, 60), RESUMES), ((2.0, 40), (1.0, 20), REFUSED),
+        ((0.0, 40), (3.0, 60), RESUMES), ((0.0, 40), (1.0, 20), REFUSED), ((3.0, 40), (0.0, 60), RESUMES), ((3.0, 40), (0.0, 30), REFUSED),
+        ((2.0, 40), (2.0, 9), FINISHED), ((2.0, 40), (3.0, 9), RESUMES),
+    ],
+)  # fmt: skip
+def test_epochs_decide_where_both_runs_have_them(old: tuple[float, int], new: tuple[float, int], expected: str, tmp_path: Path) -> None:
+    """Epochs can be increased. The last two rows are a sweep's view: the number of steps is not
+    known before the data is read.
+    """
+    leave(tmp_path, "steps last finished")
+    stored = settings_of(tmp_path, run={"epochs": old[0], "steps": old[1]})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(stored), sort_keys=False))
+    assert outcome(tmp_path, settings_of(tmp_path, run={"epochs": new[0], "steps": new[1]})) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("auto", RESUMES), ("bfloat16", RESUMES), ("float32", REFUSED)])
+def test_an_open_dtype_fits_every_run(asked: str, expected: str, tmp_path: Path) -> None:
+    """A login node without a GPU does not know the data types that the run uses."""
+    leave(tmp_path, "steps checkpoint")
+    stored = settings_of(tmp_path, model={"dtype": "bfloat16"}, engine={"dtype": "bfloat16"})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(asdict(stored), sort_keys=False))
+    assert outcome(tmp_path, settings_of(tmp_path, model={"dtype": asked}, engine={"dtype": asked})) == expected
+
+
 def test_what_is_not_a_run_is_no_obstacle_and_what_cannot_be_read_is_one(tmp_path: Path) -> None:
     assert outcome(tmp_path / "new", settings_of(tmp_path / "new")) == BEGINS
     leave(tmp_path, "steps checkpoint")

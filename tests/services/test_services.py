@@ -174,7 +174,7 @@ def test_a_job_of_its_own_serves_until_it_is_stopped(tmp_path: Path) -> None:
     addresses and ends them on SIGTERM. The run is already finished and is to be continued."""
     finish(tmp_path)
     judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
-    words = ("model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
+    words = ("task=number_line", "model.path=m", f"run.dir={tmp_path}", f"services.judge={{{judge}}}")
     job = fork_server.Process(ROOT / "launch" / "serve.py", *words)
     try:
         with run_services(
@@ -195,7 +195,7 @@ def test_it_serves_no_longer_than_the_run(tmp_path: Path) -> None:
     """launch/serve.py ends with code 0 when the run is finished. It refuses a run whose directory
     is to be moved aside."""
     judge = f"kind: vllm, model: m, external: true, host: {HERE}, command: [{sys.executable},{STAND_IN},{tmp_path},well]"
-    words = ("model.path=m", f"run.dir={tmp_path}/run", f"services.judge={{{judge}}}")
+    words = ("task=number_line", "model.path=m", f"run.dir={tmp_path}/run", f"services.judge={{{judge}}}")
     job = fork_server.Process(ROOT / "launch" / "serve.py", *words)
     try:
         deadline = time.monotonic() + 60

@@ -9,6 +9,7 @@ from megatron_rl.observe.metrics import read_metrics
 from tests.support.comparable_metrics import drop_timings
 
 TINY_OVERRIDES = (
+    "task=number_line",
     "model.min_pixels=3136", "model.max_pixels=4000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=4",
     "task.eval_samples=0", "batch.prompts_per_step=2", "batch.group_size=2", "algo.entropy_coef=0.01",
     "optim.lr=1e-3",

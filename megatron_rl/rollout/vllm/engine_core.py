@@ -23,6 +23,7 @@ import torch
 
 from megatron_rl.compat.startup import paused_collector
 from megatron_rl.config import EngineSettings, require
+from megatron_rl.dtypes import dtype_name
 from megatron_rl.rollout.engine import Completion, ImageInput, Request, SamplingSettings
 from megatron_rl.rollout.vllm.kv_cache_errors import kv_cache_error
 from megatron_rl.rollout.vllm.patch_cache import keep_covered_patches
@@ -124,7 +125,7 @@ def engine_arguments(
     sizes = {"shortest_edge": pixels[0], "longest_edge": pixels[1]} if pixels else None
     return {
         "model": model_path,
-        "dtype": settings.dtype,
+        "dtype": dtype_name(settings.dtype),
         "load_format": "auto" if reads_weights else "dummy",
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rl.config import EngineSettings, require
+from megatron_rl.dtypes import dtype_name
 from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.models.vocabulary import MAX_TOKENIZER_BYTES
@@ -129,7 +130,7 @@ def expected_fingerprint(
     """Return the fingerprint that a run with these settings requires."""
     sizes = {"size": {"shortest_edge": pixels[0], "longest_edge": pixels[1]}}
     return engine_fingerprint(
-        model_path, dtype=settings.dtype, max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs,
+        model_path, dtype=dtype_name(settings.dtype), max_model_len=settings.max_model_len, max_num_seqs=settings.max_num_seqs,
         max_images=settings.max_images, banned_ids=banned_ids, logprobs_mode="processed_logprobs", backend=TRANSFER_BACKEND, pixels=sizes,
     )  # fmt: skip
 
