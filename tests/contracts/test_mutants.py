@@ -2,9 +2,13 @@
 exist.
 """
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from tests.conftest import ROOT
+from tests.mutation.__main__ import copy_tree
 from tests.mutation.mutant import Mutant
 from tests.mutation.table import MUTANTS
 
@@ -14,6 +18,14 @@ def test_a_mistake_can_be_planted(mutant: Mutant) -> None:
     assert (ROOT / mutant.file).read_text().count(mutant.old) == 1 and mutant.new != mutant.old
     files = [word for word in mutant.tests.split(" ") if word.startswith("tests/")]
     assert files and all((ROOT / file.split("::")[0]).exists() for file in files)
+
+
+def test_the_copy_is_complete(tmp_path: Path) -> None:
+    """Without megatron_rl/configs, which is a link, tests would fail whatever was planted."""
+    copy_tree(tmp_path)
+    assert (tmp_path / "megatron_rl" / "configs" / "train.yaml").is_file()
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(tracked) > 500 and [name for name in tracked if (ROOT / name).exists() and not (tmp_path / name).exists()] == []
 
 
 def test_the_table_is_long_enough() -> None:

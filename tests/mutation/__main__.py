@@ -41,11 +41,12 @@ def find_failing_test(mutant: Mutant, tree: Path) -> str:
 
 
 def copy_tree(target: Path) -> None:
+    """Copy all files and links that git tracks or would track."""
     files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
     for name in files.stdout.splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+            shutil.copy2(ROOT / name, target / name, follow_symlinks=False)
 
 
 def main() -> int:
