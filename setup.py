@@ -15,14 +15,14 @@ setup(
     description="Reinforcement learning of vision-language models (Qwen2-VL, 2.5, 3): Megatron-Core policy, vLLM rollouts, no Ray",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=find_packages(include=["megatron_rl*", "sandbox*", "tools*"]),
+    packages=find_packages(include=["megatron_rl*"]),
     package_data={
         "megatron_rl": ["py.typed"],
         "megatron_rl.configs": ["**/*.yaml"],
         "megatron_rl.observe": ["viewer/static/*"],
         "megatron_rl.rewards": ["prompts/*.yaml"],
         "megatron_rl.tasks": ["**/*.ttf", "**/*.txt"],
-        "tools.data": ["*.txt", "*.jinja"],
+        "megatron_rl_tools.data": ["*.txt", "*.jinja"],
     },
     # Tested versions of everything, transitive packages included: requirements/cpu.txt and requirements/gpu.txt.
     install_requires=[
@@ -76,9 +76,9 @@ setup(
         "torch.backends": ["torchvision_on_cpu = megatron_rl.compat.torchvision_cpu:declare_operators"],
         "console_scripts": [
             "megatron-rl = megatron_rl.__main__:main",
-            "converter_hf_to_mcore = tools.convert.converter_hf_to_mcore:main",
-            "merger = tools.convert.merger:main",
-            "extract_images_from_parquet = tools.data.extract_images_from_parquet:main",
+            "converter_hf_to_mcore = megatron_rl_tools.convert.converter_hf_to_mcore:main",
+            "merger = megatron_rl_tools.convert.merger:main",
+            "extract_images_from_parquet = megatron_rl_tools.data.extract_images_from_parquet:main",
         ],
     },
 )

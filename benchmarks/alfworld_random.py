@@ -29,7 +29,7 @@ from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND
 from megatron_rl.tasks.alfworld.scene_prompts import write_reply
 from megatron_rl.tasks.alfworld.task import MAX_STEPS, AlfworldTask
 from megatron_rl.types import Example
-from tools.data import make_alfworld
+from megatron_rl_tools.data import make_alfworld
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.scheduler import GenerationSettings
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 WORD = 65
 """Id of the only token that the simulated engine samples."""

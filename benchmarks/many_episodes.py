@@ -35,7 +35,7 @@ from megatron_rl.registry import Plugins
 from megatron_rl.rollout import manager
 from megatron_rl.rollout.task import Env, Step, Task
 from megatron_rl.types import Example, Message
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LOOKS = 3
 """Number of images in a rollout: the whole image and then crops."""

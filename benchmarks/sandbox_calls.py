@@ -27,9 +27,9 @@ from pathlib import Path
 import psutil
 from PIL import Image
 
-from sandbox import Box, BoxLimits, CallResult, Fault, SandboxPool
-from sandbox.image_codec import encode_png
-from sandbox.sandbox_client import RemoteBox, SandboxClient
+from megatron_rl_sandbox import Box, BoxLimits, CallResult, Fault, SandboxPool
+from megatron_rl_sandbox.image_codec import encode_png
+from megatron_rl_sandbox.sandbox_client import RemoteBox, SandboxClient
 
 CODES = {
     "print": "print(1 + 1)",
@@ -140,7 +140,7 @@ async def per_second(pool: SandboxPool | SandboxClient, sizes: Sizes, *, reopen:
 @contextmanager
 def server(sizes: Sizes) -> Iterator[str]:
     """Run a sandbox server and yield its URL."""
-    command = [sys.executable, "-m", "sandbox", "serve", "--port", str(sizes.port), "--size", str(sizes.clients)]
+    command = [sys.executable, "-m", "megatron_rl_sandbox", "serve", "--port", str(sizes.port), "--size", str(sizes.clients)]
     command += ["--limit", "images_total=1000000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -26,7 +26,7 @@ from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Env, Step
 from megatron_rl.types import Example, Message, Rollout
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @dataclass

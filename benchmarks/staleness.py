@@ -65,7 +65,7 @@ class SlowTools:
 @contextmanager
 def slow_sandbox(size: int, *, median: float, sigma: float) -> Iterator[str]:
     """Run a sandbox server behind a `SlowTools` proxy and yield the proxy's URL."""
-    command = [sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", str(size), "--wait", "300"]
+    command = [sys.executable, "-m", "megatron_rl_sandbox", "serve", "--port", "0", "--size", str(size), "--wait", "300"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as behind:
         assert behind.stdout
         target = next(word for word in behind.stdout.readline().split() if word.startswith("http://"))

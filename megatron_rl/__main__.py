@@ -42,7 +42,7 @@ def _attempt(arguments: Arguments) -> int:
 
 
 def _check(arguments: Arguments) -> int:
-    from tools.convert.compare import main
+    from megatron_rl_tools.convert.compare import main
 
     return main(list(arguments))
 
@@ -54,7 +54,7 @@ def _compare(arguments: Arguments) -> int:
 
 
 def _convert(arguments: Arguments) -> int:
-    from tools.convert.converter_hf_to_mcore import main
+    from megatron_rl_tools.convert.converter_hf_to_mcore import main
 
     return main(list(arguments))
 
@@ -80,7 +80,7 @@ def _launch(arguments: Arguments) -> int:
 
 
 def _merge(arguments: Arguments) -> int:
-    from tools.convert.merger import main
+    from megatron_rl_tools.convert.merger import main
 
     return main(list(arguments))
 

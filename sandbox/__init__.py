@@ -8,10 +8,10 @@ Example:
             result = await box.run("image_0.crop((0, 0, 64, 64)).show()")
 """
 
-from sandbox.box import Box
-from sandbox.layers import Layers
-from sandbox.pool import SandboxPool
-from sandbox.records import (
+from megatron_rl_sandbox.box import Box
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.pool import SandboxPool
+from megatron_rl_sandbox.records import (
     BoxClosed,
     BoxLimits,
     CallError,

@@ -1,4 +1,4 @@
-"""Sandbox commands: python -m sandbox doctor | run FILE [--image IMG]... | serve | attack.
+"""Sandbox commands: python -m megatron_rl_sandbox doctor | run FILE [--image IMG]... | serve | attack.
 
 doctor reports the isolation layers and protections of this host. run executes one file. serve makes
 a pool of boxes available over HTTP. attack runs attacks that test the protections of this host.
@@ -10,11 +10,11 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from sandbox import host_report
-from sandbox.layers import PROTECTIONS
-from sandbox.pool import SandboxPool
-from sandbox.records import BoxLimits, CallResult, Fault, Isolation, SandboxError
-from sandbox.token import read_token
+from megatron_rl_sandbox import host_report
+from megatron_rl_sandbox.layers import PROTECTIONS
+from megatron_rl_sandbox.pool import SandboxPool
+from megatron_rl_sandbox.records import BoxLimits, CallResult, Fault, Isolation, SandboxError
+from megatron_rl_sandbox.token import read_token
 
 EXIT_OK, EXIT_CODE_FAILED, EXIT_LIMIT, EXIT_HOST = 0, 1, 2, 3
 """Exit statuses of `run`.
@@ -94,7 +94,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def run_server(arguments: argparse.Namespace) -> int:
     """Serve a pool over HTTP until SIGINT or SIGTERM."""
-    from sandbox import server  # the other commands do not need FastAPI
+    from megatron_rl_sandbox import server  # the other commands do not need FastAPI
 
     limits = BoxLimits(**dict(arguments.limit))
     pool = SandboxPool(size=arguments.size, limits=limits, isolation=arguments.isolation, allow_missing=arguments.allow_missing)
@@ -114,7 +114,7 @@ def run_server(arguments: argparse.Namespace) -> int:
 
 def run_attacks(arguments: argparse.Namespace) -> int:
     """Run the attack suite."""
-    from sandbox.attack import suite
+    from megatron_rl_sandbox.attack import suite
 
     return suite.main(arguments.probes)
 
@@ -130,7 +130,7 @@ def parse_limit(text: str) -> tuple[str, float]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the argument parser with a subparser for each command."""
-    top = argparse.ArgumentParser(prog="python -m sandbox", description=__doc__)
+    top = argparse.ArgumentParser(prog="python -m megatron_rl_sandbox", description=__doc__)
     commands = top.add_subparsers(required=True)
     running = commands.add_parser("run", help="run one file; exits with 0, 1 (the code failed), 2 (limit exceeded) or 3 (the host failed)")
     running.add_argument("file", type=Path)

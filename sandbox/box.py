@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandbox import fault_diagnosis, frames, image_codec, replies
-from sandbox.clock import BoxTimer
-from sandbox.records import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, Fault, SandboxError, check_source_length
-from sandbox.zygote_manager import ExitStatus, Interpreter
+from megatron_rl_sandbox import fault_diagnosis, frames, image_codec, replies
+from megatron_rl_sandbox.clock import BoxTimer
+from megatron_rl_sandbox.records import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, Fault, SandboxError, check_source_length
+from megatron_rl_sandbox.zygote_manager import ExitStatus, Interpreter
 
 if TYPE_CHECKING:
-    from sandbox.cgroups import ControlGroup
-    from sandbox.zygote_manager import ZygoteManager
+    from megatron_rl_sandbox.cgroups import ControlGroup
+    from megatron_rl_sandbox.zygote_manager import ZygoteManager
 
 
 class Box:

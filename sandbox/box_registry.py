@@ -9,9 +9,9 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from sandbox.pool import Box
-from sandbox.records import BoxClosed
-from sandbox.server_metrics import SandboxMetrics
+from megatron_rl_sandbox.pool import Box
+from megatron_rl_sandbox.records import BoxClosed
+from megatron_rl_sandbox.server_metrics import SandboxMetrics
 
 
 @dataclass

@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from sandbox.process_control import list_process_tree
+from megatron_rl_sandbox.process_control import list_process_tree
 
 if TYPE_CHECKING:
-    from sandbox.cgroups import ControlGroup
+    from megatron_rl_sandbox.cgroups import ControlGroup
 
 CHECKS_PER_LIMIT = 20
 MIN_CHECK_INTERVAL_S = 0.2

@@ -15,9 +15,9 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sandbox import kernel, landlock, mounts, seccomp
-from sandbox.layers import Layers
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox import kernel, landlock, mounts, seccomp
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.records import BoxLimits
 
 INNER_UID = 1000  # user and group id inside a box's own user namespace
 WORKER_HEADROOM_BYTES = 64 << 20

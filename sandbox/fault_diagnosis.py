@@ -6,9 +6,9 @@ The code is considered at fault only if there is evidence that it caused the fai
 import os
 import signal
 
-from sandbox.layers import Layers
-from sandbox.records import BoxLimits, CallError, Fault
-from sandbox.zygote_manager import ExitStatus, Interpreter
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.records import BoxLimits, CallError, Fault
+from megatron_rl_sandbox.zygote_manager import ExitStatus, Interpreter
 
 LIMIT_MESSAGES = {
     "memory": "the code used more than {limits.memory} bytes of memory",

@@ -16,10 +16,10 @@ from enum import StrEnum
 
 from pydantic import BaseModel, Field
 
-from sandbox.inputs import MAX_INPUTS
-from sandbox.messages import decode_base64, encode_base64
-from sandbox.pool import Box
-from sandbox.records import CallResult, Fault
+from megatron_rl_sandbox.inputs import MAX_INPUTS
+from megatron_rl_sandbox.messages import decode_base64, encode_base64
+from megatron_rl_sandbox.pool import Box
+from megatron_rl_sandbox.records import CallResult, Fault
 
 KILLED_EXIT_CODE = 137
 """Return code of a killed program, as reported by a shell (128 + SIGKILL)."""

@@ -22,13 +22,23 @@ from PIL import Image
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from sandbox import image_codec as pictures
-from sandbox.bounded_http import BoundedClient, NoResponse, Transport
-from sandbox.clock import MAX_WALL_FACTOR
-from sandbox.fusion import CommandStatus, FusionRunStatus, RunCodeRequest, RunCodeResponse
-from sandbox.messages import count_json_delimiters, decode_base64, encode_base64, max_response_bytes
-from sandbox.records import BoxClosed, BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, ReturnedImage, SandboxError
-from sandbox.sandbox_client import CLIENT_GRACE_S, CONNECT_RETRIES, CONNECT_TIMEOUT_S, encode_image_file
+from megatron_rl_sandbox import image_codec as pictures
+from megatron_rl_sandbox.bounded_http import BoundedClient, NoResponse, Transport
+from megatron_rl_sandbox.clock import MAX_WALL_FACTOR
+from megatron_rl_sandbox.fusion import CommandStatus, FusionRunStatus, RunCodeRequest, RunCodeResponse
+from megatron_rl_sandbox.messages import count_json_delimiters, decode_base64, encode_base64, max_response_bytes
+from megatron_rl_sandbox.records import (
+    BoxClosed,
+    BoxLimits,
+    CallError,
+    CallResult,
+    CallUsage,
+    DroppedOutput,
+    Fault,
+    ReturnedImage,
+    SandboxError,
+)
+from megatron_rl_sandbox.sandbox_client import CLIENT_GRACE_S, CONNECT_RETRIES, CONNECT_TIMEOUT_S, encode_image_file
 
 MAX_STREAM_BYTES = 8 << 20
 """Maximum size of each output stream in a response, in bytes of JSON.

@@ -4,9 +4,9 @@ import os
 import platform
 from collections.abc import Collection
 
-from sandbox import mounts
-from sandbox.layers import LAYER_NAMES, PROTECTIONS, SOURCE_DIR, Layers, choose_layers, detect_layers
-from sandbox.records import SandboxError
+from megatron_rl_sandbox import mounts
+from megatron_rl_sandbox.layers import LAYER_NAMES, PROTECTIONS, SOURCE_DIR, Layers, choose_layers, detect_layers
+from megatron_rl_sandbox.records import SandboxError
 
 LAYER_DESCRIPTIONS = {
     "user_ns": "namespaces without root",

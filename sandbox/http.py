@@ -23,9 +23,9 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
-from sandbox.connections import ConnectionRegistry, LimitedConnection, LogRateLimiter
-from sandbox.request_gate import RETRY_HEADERS
-from sandbox.token import is_reachable_remotely
+from megatron_rl_sandbox.connections import ConnectionRegistry, LimitedConnection, LogRateLimiter
+from megatron_rl_sandbox.request_gate import RETRY_HEADERS
+from megatron_rl_sandbox.token import is_reachable_remotely
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)

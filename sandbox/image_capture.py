@@ -23,8 +23,8 @@ from matplotlib._pylab_helpers import Gcf  # plt.figure(number) would change the
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from sandbox import image_codec
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox import image_codec
+from megatron_rl_sandbox.records import BoxLimits
 
 MAX_ENTRIES = 5000
 MAX_DEPTH = 6

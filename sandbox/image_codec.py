@@ -6,7 +6,7 @@ from io import BytesIO
 
 from PIL import Image
 
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox.records import BoxLimits
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PNG_CHANNELS = {0: 1, 2: 3, 6: 4}

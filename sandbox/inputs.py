@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from PIL import Image
 
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox.records import BoxLimits
 
 IMAGE_MAGIC = {
     b"\x89PNG": ".png",

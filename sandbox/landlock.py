@@ -9,7 +9,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 
-from sandbox import kernel
+from megatron_rl_sandbox import kernel
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 VERSION_FLAG = 1

@@ -1,6 +1,6 @@
 """Tests every isolation layer, each in its own child process.
 
-The command `python -m sandbox.layer_probe` prints a JSON object that maps each layer to null, or to
+The command `python -m megatron_rl_sandbox.layer_probe` prints a JSON object that maps each layer to null, or to
 the reason why the layer is not available.
 """
 
@@ -9,9 +9,9 @@ import os
 import tempfile
 from collections.abc import Callable
 
-from sandbox import cgroups, confine, kernel, landlock, mounts, resource_usage, seccomp
-from sandbox.layers import LAYER_NAMES, Layers
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox import cgroups, confine, kernel, landlock, mounts, resource_usage, seccomp
+from megatron_rl_sandbox.layers import LAYER_NAMES, Layers
+from megatron_rl_sandbox.records import BoxLimits
 
 
 def try_in_child(trial: Callable[[], None]) -> str | None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sandbox.records import SandboxError
+from megatron_rl_sandbox.records import SandboxError
 
 SOURCE_DIR = str(Path(__file__).resolve().parents[1])
 """Directory that contains this package."""
@@ -139,7 +139,7 @@ def detect_layers() -> dict[str, str | None]:
     Each layer is tested by entering it in a separate process. The test takes about 0.3 s.
     """
     environment = {**os.environ, "PYTHONPATH": SOURCE_DIR}
-    command = [sys.executable, "-m", "sandbox.layer_probe"]
+    command = [sys.executable, "-m", "megatron_rl_sandbox.layer_probe"]
     probe = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
     return json.loads(probe.stdout)
 

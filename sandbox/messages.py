@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from sandbox import image_codec
-from sandbox.inputs import MAX_INPUTS
-from sandbox.records import BoxLimits, CallResult, Fault
+from megatron_rl_sandbox import image_codec
+from megatron_rl_sandbox.inputs import MAX_INPUTS
+from megatron_rl_sandbox.records import BoxLimits, CallResult, Fault
 
 TRUNCATION_MARGIN = 200
 """Characters allowed beyond an output stream's limit, for the note about omitted characters."""

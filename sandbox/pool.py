@@ -14,13 +14,13 @@ from typing import Self
 import psutil
 from PIL import Image
 
-from sandbox import cgroups, fault_diagnosis, frames
-from sandbox.box import Box
-from sandbox.inputs import BoxInput, collect_inputs
-from sandbox.layers import PROTECTIONS, Layers, choose_layers, detect_layers
-from sandbox.records import BoxClosed, BoxLimits, CallError, Fault, Isolation, PoolFull, SandboxError
-from sandbox.watchdog import ResourceWatchdog
-from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
+from megatron_rl_sandbox import cgroups, fault_diagnosis, frames
+from megatron_rl_sandbox.box import Box
+from megatron_rl_sandbox.inputs import BoxInput, collect_inputs
+from megatron_rl_sandbox.layers import PROTECTIONS, Layers, choose_layers, detect_layers
+from megatron_rl_sandbox.records import BoxClosed, BoxLimits, CallError, Fault, Isolation, PoolFull, SandboxError
+from megatron_rl_sandbox.watchdog import ResourceWatchdog
+from megatron_rl_sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 
 MAX_POOL_SIZE = 256
 DESCRIPTORS_PER_BOX = 5
@@ -40,7 +40,7 @@ class SandboxPool:
 
     With `layers=None`, the pool uses every layer that the host offers. With `isolation="none"`, the
     pool uses no layers. `allow_missing` names the protections that this host may lack (keys of
-    `layers.PROTECTIONS`; `python -m sandbox doctor` lists them).
+    `layers.PROTECTIONS`; `python -m megatron_rl_sandbox doctor` lists them).
     """
 
     layers: Layers

@@ -8,9 +8,9 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from sandbox import image_codec
-from sandbox.frames import Frame, MalformedFrame
-from sandbox.records import BoxLimits, CallError, DroppedOutput, ReturnedImage
+from megatron_rl_sandbox import image_codec
+from megatron_rl_sandbox.frames import Frame, MalformedFrame
+from megatron_rl_sandbox.records import BoxLimits, CallError, DroppedOutput, ReturnedImage
 
 MAX_NAME = 4096
 MAX_MESSAGE = 2000

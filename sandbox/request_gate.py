@@ -10,9 +10,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox.access import AccessRules, RequestRejection
-from sandbox.messages import count_json_delimiters
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox.access import AccessRules, RequestRejection
+from megatron_rl_sandbox.messages import count_json_delimiters
+from megatron_rl_sandbox.records import BoxLimits
 
 RETRY_HEADERS = {"Retry-After": "1"}
 """Headers of a rejection that ask the client to retry after one second."""

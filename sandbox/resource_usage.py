@@ -16,7 +16,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox.records import BoxLimits
 
 SOCKET_BYTES = 256 << 10
 """Maximum number of bytes that can be queued at one end of a socket.

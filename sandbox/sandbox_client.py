@@ -26,11 +26,11 @@ from PIL import Image
 from pydantic import TypeAdapter
 from pydantic_core import from_json
 
-from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse, Transport
-from sandbox.clock import MAX_WALL_FACTOR
-from sandbox.image_codec import ImageBudget
-from sandbox.inputs import collect_inputs
-from sandbox.messages import (
+from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, BoundedClient, NoResponse, Transport
+from megatron_rl_sandbox.clock import MAX_WALL_FACTOR
+from megatron_rl_sandbox.image_codec import ImageBudget
+from megatron_rl_sandbox.inputs import collect_inputs
+from megatron_rl_sandbox.messages import (
     MAX_TEXT_CHARS,
     count_json_delimiters,
     decode_base64,
@@ -39,7 +39,7 @@ from sandbox.messages import (
     max_response_bytes,
     max_response_chars,
 )
-from sandbox.records import (
+from megatron_rl_sandbox.records import (
     BoxClosed,
     BoxLimits,
     CallError,
@@ -50,7 +50,7 @@ from sandbox.records import (
     SandboxError,
     check_source_length,
 )
-from sandbox.zygote_manager import ZYGOTE_START_TIMEOUT_S
+from megatron_rl_sandbox.zygote_manager import ZYGOTE_START_TIMEOUT_S
 
 CLIENT_GRACE_S = 30.0
 """Seconds for which a client waits in addition to the server's worst-case response time.

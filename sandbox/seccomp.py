@@ -17,7 +17,7 @@ import socket
 import struct
 import termios
 
-from sandbox import kernel
+from megatron_rl_sandbox import kernel
 
 AUDIT_ARCH_X86_64 = 0xC000003E
 X32_BIT = 0x40000000

@@ -29,10 +29,10 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException as StarletteException
 from starlette.requests import ClientDisconnect
 
-from sandbox import fusion
-from sandbox.box_registry import BoxRegistry, OpenBox
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import (
+from megatron_rl_sandbox import fusion
+from megatron_rl_sandbox.box_registry import BoxRegistry, OpenBox
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import (
     NO_DOC_PAGES,
     handle_disconnect,
     handle_http_error,
@@ -44,11 +44,11 @@ from sandbox.http import (
     run_while_connected,
     serve_until_signal,
 )
-from sandbox.messages import CallRequest, FetchRequest, OpenRequest, decode_base64, encode_base64, encode_result
-from sandbox.pool import DESCRIPTORS_PER_BOX, EXTRA_DESCRIPTORS, Box, SandboxPool
-from sandbox.records import BoxClosed, PoolFull, SandboxError
-from sandbox.request_gate import RequestGuardMiddleware, make_body_limits
-from sandbox.server_metrics import SandboxMetrics
+from megatron_rl_sandbox.messages import CallRequest, FetchRequest, OpenRequest, decode_base64, encode_base64, encode_result
+from megatron_rl_sandbox.pool import DESCRIPTORS_PER_BOX, EXTRA_DESCRIPTORS, Box, SandboxPool
+from megatron_rl_sandbox.records import BoxClosed, PoolFull, SandboxError
+from megatron_rl_sandbox.request_gate import RequestGuardMiddleware, make_body_limits
+from megatron_rl_sandbox.server_metrics import SandboxMetrics
 
 MAX_CALLS_PER_BOX = 100_000
 """Maximum number of calls per box. The ids of all calls are stored, so that no call runs twice."""

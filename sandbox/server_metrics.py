@@ -2,8 +2,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from sandbox.pool import SandboxPool
-from sandbox.records import CallResult
+from megatron_rl_sandbox.pool import SandboxPool
+from megatron_rl_sandbox.records import CallResult
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 

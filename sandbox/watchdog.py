@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 
-from sandbox import resource_usage
-from sandbox.records import BoxLimits
-from sandbox.zygote_manager import Interpreter, ZygoteManager
+from megatron_rl_sandbox import resource_usage
+from megatron_rl_sandbox.records import BoxLimits
+from megatron_rl_sandbox.zygote_manager import Interpreter, ZygoteManager
 
 POLL_S = 0.1
 

@@ -24,8 +24,8 @@ from typing import TextIO
 import numpy as np
 from PIL import Image
 
-from sandbox import confine, frames, image_codec, kernel
-from sandbox.image_capture import ImageCapture
+from megatron_rl_sandbox import confine, frames, image_codec, kernel
+from megatron_rl_sandbox.image_capture import ImageCapture
 
 MAX_MESSAGE = 2000
 MAX_TRACEBACK = 4000

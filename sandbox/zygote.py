@@ -1,7 +1,7 @@
 """Zygote: single-threaded process with preloaded libraries that forks and reaps boxes.
 
 The process runs inside the zygote's layers (confine.py). The pool starts the process with the
-command `python -m sandbox.zygote SETTINGS` and a control socket (SOCK_SEQPACKET, JSON datagrams) as
+command `python -m megatron_rl_sandbox.zygote SETTINGS` and a control socket (SOCK_SEQPACKET, JSON datagrams) as
 descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors (channel,
@@ -26,10 +26,10 @@ import time
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from sandbox import confine, kernel, worker
-from sandbox.frames import MAX_CONTROL_BYTES
-from sandbox.layers import Layers
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox import confine, kernel, worker
+from megatron_rl_sandbox.frames import MAX_CONTROL_BYTES
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.records import BoxLimits
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 THREAD_WAIT_S, THREAD_CHECKS = 2.0, 200

@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from sandbox.frames import MAX_CONTROL_BYTES
-from sandbox.layers import SOURCE_DIR, Layers
-from sandbox.mounts import BOX_DIR
-from sandbox.process_control import is_dying, kill_process_tree
-from sandbox.records import BoxLimits, SandboxError
+from megatron_rl_sandbox.frames import MAX_CONTROL_BYTES
+from megatron_rl_sandbox.layers import SOURCE_DIR, Layers
+from megatron_rl_sandbox.mounts import BOX_DIR
+from megatron_rl_sandbox.process_control import is_dying, kill_process_tree
+from megatron_rl_sandbox.records import BoxLimits, SandboxError
 
 ZYGOTE_START_TIMEOUT_S = 60.0
 ZYGOTE_STOP_TIMEOUT_S = 10.0
@@ -107,7 +107,7 @@ class ZygoteManager:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs, tempfile.TemporaryDirectory(prefix="sandbox-start-") as folder:  # for Matplotlib's font list (0.1 s)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "sandbox.zygote", settings],
+                    [sys.executable, "-P", "-m", "megatron_rl_sandbox.zygote", settings],
                     stdin=theirs,
                     stdout=subprocess.DEVNULL,
                     env={**ZYGOTE_ENVIRONMENT, "PATH": os.defpath, "PYTHONPATH": SOURCE_DIR, "MPLCONFIGDIR": folder, "HOME": folder},

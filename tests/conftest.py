@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_tools.convert import converter_hf_to_mcore
+from megatron_rl_tools.data import make_alfworld
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support import fork_server
-from tools.convert import converter_hf_to_mcore
-from tools.data import make_alfworld
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 SUPPORT = ROOT / "tests" / "support"

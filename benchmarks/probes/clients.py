@@ -23,12 +23,12 @@ from benchmarks.probes.probe import Probe
 from benchmarks.probes.sites import TOKEN, SandboxServer
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.services import address
-from sandbox import access
-from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
-from sandbox.bounded_http import BoundedClient, send_request
-from sandbox.records import BoxLimits
-from sandbox.sandbox_client import SandboxClient
-from sandbox.token import bearer_header
+from megatron_rl_sandbox import access
+from megatron_rl_sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
+from megatron_rl_sandbox.bounded_http import BoundedClient, send_request
+from megatron_rl_sandbox.records import BoxLimits
+from megatron_rl_sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox.token import bearer_header
 
 LIMIT_S = 1.5
 HEALTH = {"limits": asdict(BoxLimits())}

@@ -9,7 +9,7 @@ from socket import MSG_PEEK, socket
 from typing import Any
 
 from benchmarks.probes.sites import num_open
-from sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.connections import ConnectionRegistry
 
 LINES = 24
 """Number of connections that a client opens."""

@@ -24,8 +24,8 @@ from jinja2 import TemplateError
 
 from megatron_rl.clients.endpoint_pool import EndpointError
 from megatron_rl.errors import InfraError
-from sandbox.bounded_http import NoResponse
-from sandbox.records import BoxClosed, PoolFull, SandboxError
+from megatron_rl_sandbox.bounded_http import NoResponse
+from megatron_rl_sandbox.records import BoxClosed, PoolFull, SandboxError
 
 LIMIT_S = 30.0
 """Time limit of an attempt; clients wait 1.5 s for a response, and servers 1 s for a header."""

@@ -25,13 +25,13 @@ from megatron_rl.observe.viewer.web_app import create_app as viewer_app
 from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
 from megatron_rl.tasks.lewis.server.model_server import make_application
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits as ModelLimits
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import make_uvicorn_config
-from sandbox.inputs import collect_inputs
-from sandbox.layers import Layers
-from sandbox.pool import SandboxPool
-from sandbox.records import BoxLimits, CallResult
-from sandbox.server import create_app
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import make_uvicorn_config
+from megatron_rl_sandbox.inputs import collect_inputs
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.pool import SandboxPool
+from megatron_rl_sandbox.records import BoxLimits, CallResult
+from megatron_rl_sandbox.server import create_app
 
 TOKEN = "a-word-of-thirty-two-characters!"
 READ_S = 5.0

@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
 from megatron_rl.clients.proxies import Proxy, find_proxy, proxy_hint
 from megatron_rl.errors import InfraError
-from sandbox.token import read_token
+from megatron_rl_sandbox.token import read_token
 
 MAX_BODY_BYTES = 1 << 20
 """Maximum size of a response body in bytes."""

@@ -1,8 +1,8 @@
 """Client of the sandbox server that a run uses."""
 
 from megatron_rl.config import SandboxSettings
-from sandbox.sandbox_client import SandboxClient
-from sandbox.token import read_token
+from megatron_rl_sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox.token import read_token
 
 
 def make_sandbox_client(settings: SandboxSettings) -> SandboxClient:

@@ -117,7 +117,7 @@ class SandboxSettings:
     """Settings of the sandbox in which a task's episodes run code (sandbox/README.md)."""
 
     url: str = ""
-    """URL of a sandbox server (python -m sandbox serve). The server uses its own limits, not the
+    """URL of a sandbox server (python -m megatron_rl_sandbox serve). The server uses its own limits, not the
     limits in task.sandbox. If empty, each engine starts a local pool of boxes, which are
     isolated Python interpreters."""
     token_file: str = ""
@@ -134,7 +134,7 @@ class SandboxSettings:
     """Isolation of a box: auto uses every isolation feature that the host supports; none runs the
     policy's code without isolation (only for tests with trusted code)."""
     allow_missing: list[str] = field(default_factory=list)
-    """Isolation features that this host may lack, named as in the output of python -m sandbox
+    """Isolation features that this host may lack, named as in the output of python -m megatron_rl_sandbox
     doctor; a missing feature that is not listed prevents the pool from starting."""
 
     def __post_init__(self) -> None:

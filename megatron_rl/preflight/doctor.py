@@ -7,9 +7,7 @@ from contextlib import AsyncExitStack
 
 from rich.console import Console
 
-import sandbox
-import sandbox.host_report
-import sandbox.layers
+import megatron_rl_sandbox as sandbox
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.clients.health_check import HealthCheck, check_endpoints, health_warning
 from megatron_rl.clients.openai import api_key, make_client
@@ -37,6 +35,8 @@ from megatron_rl.rollout.manager import render_prompt
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.task import Task
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl_sandbox import host_report
+from megatron_rl_sandbox.layers import SOURCE_DIR
 
 SANDBOX_TASKS = ("visual_python", "visual_search")
 """Names of the tasks that may run code in a sandbox."""
@@ -224,17 +224,19 @@ def check_sandbox(settings: Settings, report: CheckReport) -> None:
         except sandbox.SandboxAccessDenied as denied:
             report.add_failure("sandbox", f"task.sandbox.url={denied}: set task.sandbox.token_file=FILE")
         except (sandbox.SandboxError, sandbox.BoxClosed, sandbox.PoolFull, ValueError) as fault:  # a 404 response raises BoxClosed
-            report.add_failure("sandbox", f"task.sandbox.url={chosen.url}: {error_line(fault)}; start it: python -m sandbox serve")
+            remedy = "start it: python -m megatron_rl_sandbox serve"
+            report.add_failure("sandbox", f"task.sandbox.url={chosen.url}: {error_line(fault)}; {remedy}")
         else:
             report.add_finding("sandbox", chosen.url)
         return
-    layers, walled = sandbox.host_report.make_report(allow_missing=chosen.allow_missing)
-    report.warnings += [line.removeprefix("warning: ") for line in sandbox.host_report.warn_exposed_paths(private_paths(settings))]
+    layers, walled = host_report.make_report(allow_missing=chosen.allow_missing)
+    report.warnings += [line.removeprefix("warning: ") for line in host_report.warn_exposed_paths(private_paths(settings))]
     if chosen.isolation == "none":
         report.warnings.append("task.sandbox.isolation=none: the policy's code runs without isolation; use auto")
     elif not walled:
         report.add_failure(
-            "sandbox", f"task.sandbox.isolation={chosen.isolation}: {layers.splitlines()[-1]}; python -m sandbox doctor shows all"
+            "sandbox",
+            f"task.sandbox.isolation={chosen.isolation}: {layers.splitlines()[-1]}; python -m megatron_rl_sandbox doctor shows all",
         )
         return
     report.add_finding("sandbox", f"{layers.count(' in use ')} isolation layers in use")
@@ -248,7 +250,7 @@ def private_paths(settings: Settings) -> dict[str, str]:
     }
     given = {f"{key}[{place}]": path for key, paths in files.items() for place, path in enumerate(paths) if os.path.exists(path)}
     images = {"task.data.images": data.images} if data.images else {}
-    return {"the source": sandbox.layers.SOURCE_DIR, "run.dir": settings.run.dir, **given, **images}
+    return {"the source": SOURCE_DIR, "run.dir": settings.run.dir, **given, **images}
 
 
 def check_trackers(settings: Settings, report: CheckReport) -> None:

@@ -19,7 +19,7 @@ from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest
 from megatron_rl.rollout.vllm.weight_sender import WeightSender, run_in_daemon_thread
-from sandbox.bounded_http import BoundedClient
+from megatron_rl_sandbox.bounded_http import BoundedClient
 
 POLL_S = 1.0
 """Seconds between two checks of a server."""

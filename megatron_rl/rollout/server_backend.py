@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_rl.clients.endpoint_pool import Endpoint
 from megatron_rl.rollout.busy_timer import BusyTimer
-from sandbox.bounded_http import BoundedClient, BoundedResponse
+from megatron_rl_sandbox.bounded_http import BoundedClient, BoundedResponse
 
 
 class ServerBackend(Protocol):

@@ -30,7 +30,7 @@ from megatron_rl.rollout.health import MISSED_UPDATE, HealthMonitor, ServerContr
 from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED, GenerateClient, GenerateRequest, PartialCompletion, find_stop
 from megatron_rl.types import Image, SpecialTokens
-from sandbox.bounded_http import BoundedClient
+from megatron_rl_sandbox.bounded_http import BoundedClient
 
 T = TypeVar("T")
 MAX_ATTEMPTS = 5

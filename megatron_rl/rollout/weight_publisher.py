@@ -19,8 +19,8 @@ from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, describ
 from megatron_rl.config import WeightPublishSettings, require
 from megatron_rl.distributed.world import raise_on_all_ranks
 from megatron_rl.rollout.vllm.weight_receiver import split_into_buckets
-from sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
-from sandbox.token import read_token
+from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
+from megatron_rl_sandbox.token import read_token
 
 MAX_RESPONSE_BYTES = 64 << 10
 """Maximum size of a response in bytes."""

@@ -22,9 +22,9 @@ from megatron_rl.config.services import ServiceSettings
 from megatron_rl.io.bounded_files import read_bytes
 from megatron_rl.io.jsonl import write_bytes_atomically
 from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE
-from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
-from sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
-from sandbox.token import read_token
+from megatron_rl_sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
+from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, NoResponse, send_request
+from megatron_rl_sandbox.token import read_token
 
 SERVICES_FOLDER = "services"
 HEALTH_TIMEOUT_S, MAX_HEALTH_BYTES = 2.0, 64 << 10
@@ -86,7 +86,7 @@ SERVICE_KINDS: Mapping[str, ServiceKind] = {
         key_remedy="the run passes a key to its command in VLLM_API_KEY; do not change it",
     ),
     "sandbox": ServiceKind(
-        command=[sys.executable, "-m", "sandbox", "serve"],
+        command=[sys.executable, "-m", "megatron_rl_sandbox", "serve"],
         make_options=lambda settings, name, nonce, token: ["--name", nonce, "--token-file", str(token)],
         url_path="", health_path="/health", read_names=lambda body: [_ServiceHealth.model_validate_json(body).name],
     ),

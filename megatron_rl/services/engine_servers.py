@@ -28,7 +28,7 @@ from megatron_rl.rollout.vllm.server_command import server_environment
 from megatron_rl.services.address import SERVICES_FOLDER, has_proven_token, token_file
 from megatron_rl.services.service_launcher import POLL_S, REPORT_INTERVAL_S, check_service, enabled_services, rank_zero_host
 from megatron_rl.services.supervised_process import SupervisedProcess, find_free_port, make_environment
-from sandbox.token import write_token
+from megatron_rl_sandbox.token import write_token
 
 ENGINES_TOKEN_NAME = "engines"
 """Name of the servers' token file (RUN/services/engines.token) without the suffix."""

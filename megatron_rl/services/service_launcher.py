@@ -42,7 +42,7 @@ from megatron_rl.services.address import (
     token_file,
 )
 from megatron_rl.services.supervised_process import SupervisedProcess, find_free_port, is_port_free, make_environment
-from sandbox.token import write_token
+from megatron_rl_sandbox.token import write_token
 
 P = TypeVar("P", JudgeSettings, ListenerSettings, SpeakerSettings)
 

@@ -15,7 +15,7 @@ import psutil
 
 from megatron_rl.io.bounded_files import read_tail
 from megatron_rl.services import supervisor
-from sandbox.token import USER_KEY_VARIABLES
+from megatron_rl_sandbox.token import USER_KEY_VARIABLES
 
 STOP_TIMEOUT_S = 3 * supervisor.TERM_GRACE_S
 """Timeout in seconds for a supervisor to end its server (up to TERM_GRACE_S) and then the server's

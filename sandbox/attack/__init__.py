@@ -1,10 +1,10 @@
-"""Attacks on the sandbox, each with a control; `python -m sandbox attack` runs them.
+"""Attacks on the sandbox, each with a control; `python -m megatron_rl_sandbox attack` runs them.
 
 A control is a run of the same attack without the layers that should stop it. The control shows that
 the attack succeeds if these layers are missing.
 """
 
-from sandbox.attack import (
+from megatron_rl_sandbox.attack import (
     crosstalk_attacks,
     diagnosis_attacks,
     file_attacks,
@@ -15,7 +15,7 @@ from sandbox.attack import (
     socket_attacks,
     syscall_attacks,
 )
-from sandbox.attack.attack_probe import AttackProbe
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe
 
 PROBES: tuple[AttackProbe, ...] = (
     *file_attacks.PROBES, *socket_attacks.PROBES, *process_attacks.PROBES, *privilege_attacks.PROBES, *resource_attacks.PROBES,

@@ -28,9 +28,9 @@ from typing import Any, Self
 
 from PIL import Image
 
-from sandbox.attack import ipc_secrets
-from sandbox.attack.attack_probe import AttackProbe, Evidence
-from sandbox.records import BoxLimits, CallResult, Fault
+from megatron_rl_sandbox.attack import ipc_secrets
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.records import BoxLimits, CallResult, Fault
 
 CANARY = """
 import ctypes, json, os, signal, sys

@@ -4,7 +4,7 @@ The control is the same attack with some layers disabled. The control runs in it
 inside the outer bounds (outer_bounds.py). The suite starts the process with this command, which
 prints the outcome as a line of JSON:
 
-python -m sandbox.attack.attack_run PROBE LAYER,LAYER,...
+python -m megatron_rl_sandbox.attack.attack_run PROBE LAYER,LAYER,...
 """
 
 import argparse
@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, replace
 
 from PIL import Image
 
-from sandbox.attack import PROBES, outer_bounds
-from sandbox.attack.attack_oracle import AttackOracle
-from sandbox.attack.attack_probe import PRELUDE, AttackProbe, Evidence
-from sandbox.layers import LAYER_NAMES, Layers
-from sandbox.pool import SandboxPool
-from sandbox.records import BoxLimits, CallResult, Fault
+from megatron_rl_sandbox.attack import PROBES, outer_bounds
+from megatron_rl_sandbox.attack.attack_oracle import AttackOracle
+from megatron_rl_sandbox.attack.attack_probe import PRELUDE, AttackProbe, Evidence
+from megatron_rl_sandbox.layers import LAYER_NAMES, Layers
+from megatron_rl_sandbox.pool import SandboxPool
+from megatron_rl_sandbox.records import BoxLimits, CallResult, Fault
 
 ATTACK_LIMITS = BoxLimits(call_timeout_s=2.0, open_timeout_s=120.0, memory=256 << 20, processes=16, disk=16 << 20, inodes=512, file=8 << 20)
 CONTROL_TIMEOUT_S = 180.0

@@ -4,7 +4,7 @@ The shared state consists of files that all boxes and the host read, information
 and the channel between each box and the pool.
 """
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
 
 SECCOMP_LAYERS = frozenset({"seccomp"})
 WATCH_SNIPPET = """

@@ -4,7 +4,7 @@ After a host fault, the code is run again instead of being scored, so such an at
 low score.
 """
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
 
 SECCOMP_LAYERS = frozenset({"seccomp"})
 FROM_KERNEL = "info = (ctypes.c_int * 32)()\ninfo[0], info[2] = {number}, 0x80\n"

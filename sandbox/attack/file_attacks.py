@@ -1,6 +1,6 @@
 """Attacks on files of the host and of other boxes, on environment variables and on input images."""
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
 
 FILE_LAYERS = frozenset({"mount_ns", "read_only_root", "private_tmp", "landlock", "drop_uid", "capabilities"})
 """Layers that restrict which files a box can read and write."""

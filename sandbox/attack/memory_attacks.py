@@ -1,7 +1,7 @@
 """Attacks that use kernel memory, evade memory accounting, or take CPU cores from other boxes."""
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
-from sandbox.attack.resource_attacks import MEMORY_LAYERS, SLOW_LIMITS
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.resource_attacks import MEMORY_LAYERS, SLOW_LIMITS
 
 SECCOMP_MEMORY_LAYERS = MEMORY_LAYERS | {"seccomp"}
 CROWD_SIZE, SMALL_CROWD_SIZE = 14, 4

@@ -23,9 +23,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sandbox import cgroups, kernel, mounts
-from sandbox.layer_probe import is_privileged
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox import cgroups, kernel, mounts
+from megatron_rl_sandbox.layer_probe import is_privileged
+from megatron_rl_sandbox.records import BoxLimits
 
 FRESH_MOUNTS = {"/tmp": "1777", "/var/tmp": "1777", "/dev/shm": "1777"}
 FRESH_BYTES = 512 << 20

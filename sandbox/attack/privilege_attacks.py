@@ -4,8 +4,8 @@ The interfaces are mounts, namespaces, devices, and system calls that can be use
 containers.
 """
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
-from sandbox.attack.file_attacks import FILE_LAYERS
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.file_attacks import FILE_LAYERS
 
 MOUNT_LAYERS = FILE_LAYERS | {"seccomp"}
 UNSHARE_SNIPPET = "libc.unshare(0x10000000 | 0x00020000)"

@@ -1,6 +1,6 @@
 """Attacks that signal or debug other processes, and attacks that start too many processes."""
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
 
 PROCESS_LAYERS = frozenset({"pid_ns", "drop_uid", "capabilities", "landlock", "seccomp"})
 """Layers that hide host processes from a box, or deny the box access to host processes."""

@@ -1,7 +1,7 @@
 """Attacks that exhaust resources: memory, disk, inodes, time and the size of the output."""
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
-from sandbox.attack.file_attacks import FILE_LAYERS
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.file_attacks import FILE_LAYERS
 
 SLOW_LIMITS = {"call_timeout_s": 20}
 """Raised limits for the controls of slow attacks that do not target the timeout."""
@@ -261,7 +261,7 @@ channel = next(thing for thing in gc.get_objects() if isinstance(thing, socket.s
 file = BytesIO()
 Image.new("RGB", (64, 64)).save(file, "PNG")
 reply = {"id": 1, "error": None, "limit": None, "sources": ["show"] * 40, "dropped": [], "files": {}, "cpu_s": 0.0, "memory": 1}
-channel.sendall(sys.modules["sandbox.frames"].pack_frame(reply, [file.getvalue()] * 40))
+channel.sendall(sys.modules["megatron_rl_sandbox.frames"].pack_frame(reply, [file.getvalue()] * 40))
 """,
         ),
         frozenset(),

@@ -1,7 +1,7 @@
 """Attacks through sockets of every address family, and attacks on IPC objects of the host."""
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
-from sandbox.attack.file_attacks import FILE_LAYERS
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.file_attacks import FILE_LAYERS
 
 NETWORK_LAYERS = frozenset({"net_ns", "seccomp", "landlock"})
 RAW_SOCKET_LAYERS = NETWORK_LAYERS | {"drop_uid", "capabilities"}

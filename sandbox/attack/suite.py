@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from sandbox.attack import PROBES
-from sandbox.attack.attack_oracle import AttackOracle
-from sandbox.attack.attack_probe import AttackProbe
-from sandbox.attack.attack_run import ATTACK_LIMITS, AttackOutcome, lift_layers, run_attack
-from sandbox.layer_probe import is_privileged
-from sandbox.layers import Layers
-from sandbox.pool import SandboxPool
+from megatron_rl_sandbox.attack import PROBES
+from megatron_rl_sandbox.attack.attack_oracle import AttackOracle
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe
+from megatron_rl_sandbox.attack.attack_run import ATTACK_LIMITS, AttackOutcome, lift_layers, run_attack
+from megatron_rl_sandbox.layer_probe import is_privileged
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.pool import SandboxPool
 
 MAX_PARALLEL_CONTROLS = 2
 
@@ -79,7 +79,7 @@ def find_missing_requirement(probe: AttackProbe) -> str:
 
 
 async def _run_control_process(probe: AttackProbe, layers: Layers) -> AttackOutcome:
-    command = (sys.executable, "-m", "sandbox.attack.attack_run", probe.name, ",".join(layers.enabled_names()))
+    command = (sys.executable, "-m", "megatron_rl_sandbox.attack.attack_run", probe.name, ",".join(layers.enabled_names()))
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
     output, trouble = await child.communicate()
     if child.returncode != 0 or not output:

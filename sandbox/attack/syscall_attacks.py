@@ -1,9 +1,9 @@
 """Attacks through new system calls, which many filters miss, and through obsolete system calls."""
 
-from sandbox.attack.attack_probe import AttackProbe, Evidence
-from sandbox.attack.file_attacks import FILE_LAYERS
-from sandbox.attack.privilege_attacks import MOUNT_LAYERS, SYSCALL_LAYERS, UNSHARE_SNIPPET
-from sandbox.attack.process_attacks import DEBUG_LAYERS
+from megatron_rl_sandbox.attack.attack_probe import AttackProbe, Evidence
+from megatron_rl_sandbox.attack.file_attacks import FILE_LAYERS
+from megatron_rl_sandbox.attack.privilege_attacks import MOUNT_LAYERS, SYSCALL_LAYERS, UNSHARE_SNIPPET
+from megatron_rl_sandbox.attack.process_attacks import DEBUG_LAYERS
 
 NEWER = (
     AttackProbe(

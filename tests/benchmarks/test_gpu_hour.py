@@ -22,13 +22,13 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention
 from megatron_rl.policy.vision import LinearPatchEmbed
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl_tools.data import make_shapes
 from tests.benchmarks.test_benchmarks import benchmark, rows
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.policy.test_attention import aligned, bottom_right, pairs
 from tests.support import fork_server
 from tests.support.packed_example import make_picture, user_message
-from tools.data import make_shapes
 
 FOLDER = ROOT / "benchmarks" / "gpu"
 

@@ -102,8 +102,8 @@ def _boxes(whom: str) -> list[int]:
     found = []
     for pid, command in descendants().items():
         with contextlib.suppress(psutil.NoSuchProcess):
-            is_worker = "sandbox.zygote" in " ".join(psutil.Process(psutil.Process(pid).ppid()).cmdline())
-            if "sandbox.zygote" in command and is_worker == (whom == "worker"):
+            is_worker = "megatron_rl_sandbox.zygote" in " ".join(psutil.Process(psutil.Process(pid).ppid()).cmdline())
+            if "megatron_rl_sandbox.zygote" in command and is_worker == (whom == "worker"):
                 found.append(pid)
     return sorted(found)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.chaos.room import descendants
 from tests.support import fork_server
 from tests.support.free_port import free_port
 from tests.support.trained_speaker import train_speaker, write_lewis_data
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 SCRIPT = Path(__file__)
 MEMBERS = {

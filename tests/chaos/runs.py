@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.tasks.visual_search.task import SearchCanvas
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.chaos import pair
 from tests.chaos.pair import prepare_pair, words_of_pair
 from tests.chaos.plan import STEPS
@@ -23,7 +24,6 @@ from tests.chaos.servers import ENGINE
 from tests.golden.golden_runs import LOOK
 from tests.support import fork_server
 from tests.support.free_port import free_port
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 PLAYER = Path(__file__).parent / "player.py"
 WAIT_S = 60

@@ -117,7 +117,7 @@ class Engine(Server):
 
 class Boxes(Server):
     def start(self) -> None:
-        command = [sys.executable, "-m", "sandbox", "serve", "--host", "127.0.0.1", "--port", str(self.port), "--size", "2"]
+        command = [sys.executable, "-m", "megatron_rl_sandbox", "serve", "--host", "127.0.0.1", "--port", str(self.port), "--size", "2"]
         self.process = _begun(command, self.log, {**os.environ, "TMPDIR": str(self.log.parent)})
 
 

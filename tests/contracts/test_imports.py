@@ -221,7 +221,7 @@ def test_the_package_stands_without_the_folders_beside_it() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path == PACKAGE / "__main__.py":
             continue
-        assert not any(name.split(".")[0] in ("launch", "tools", "tests", "configs") for name in imported(path)), path
+        assert not any(name.split(".")[0] in ("launch", "tools", "megatron_rl_tools", "tests", "configs") for name in imported(path)), path
 
 
 def chains() -> list[list[str]]:
@@ -286,8 +286,16 @@ def test_the_sandbox_stands_alone() -> None:
     """sandbox/ imports nothing from the trainer, and its worker processes never load torch."""
     for path in (ROOT / "sandbox").rglob("*.py"):
         names = imported(path)
-        assert not {name.split(".")[0] for name in names} & {"megatron_rl", "torch", "transformers", "hydra", "launch", "tools"}, path
-    loads = "import sandbox.worker, sys; sandbox.worker.preload_libraries()"
+        assert not {name.split(".")[0] for name in names} & {
+            "megatron_rl",
+            "torch",
+            "transformers",
+            "hydra",
+            "launch",
+            "tools",
+            "megatron_rl_tools",
+        }, path
+    loads = "import megatron_rl_sandbox.worker, sys; megatron_rl_sandbox.worker.preload_libraries()"
     code = f"{loads}; print(*sorted({{'sys', 'torch', 'megatron_rl'}} & sys.modules.keys()))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert result.stdout.split() == ["sys"], result.stdout + result.stderr

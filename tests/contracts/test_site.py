@@ -17,13 +17,13 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from megatron_rl.config import Settings
+from megatron_rl_tools.docs.command_line import COMMANDS, PARSERS, read_arguments
+from megatron_rl_tools.docs.configuration import list_settings
+from megatron_rl_tools.docs.hooks import link_settings, render_source_link
 from tests.conftest import ROOT
 from tests.contracts.test_readme import keys
 from tests.observe.test_viewer import CHROMIUM
 from tests.support.browser import open_browser
-from tools.docs.command_line import COMMANDS, PARSERS, read_arguments
-from tools.docs.configuration import list_settings
-from tools.docs.hooks import link_settings, render_source_link
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: bash launch/install.sh")
 

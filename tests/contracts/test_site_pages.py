@@ -13,11 +13,11 @@ from PIL import Image
 
 from megatron_rl.algo.algorithms import ALGORITHMS
 from megatron_rl.tasks.vqa import ANSWER
+from megatron_rl_tools.docs import recipes
+from megatron_rl_tools.docs.configuration import format_literal
 from tests.conftest import ROOT
 from tests.contracts.test_configs import EXPERIMENTS, settings_of
 from tests.support.message_templates import collect_templates, find_missing
-from tools.docs import recipes
-from tools.docs.configuration import format_literal
 
 DOCS = ROOT / "docs"
 PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algo").glob("*.yaml"))

@@ -18,9 +18,9 @@ from megatron_rl.data.transcript_survey import TranscriptSurvey
 from megatron_rl.data.transcripts import load_transcripts, open_transcripts, survey_transcripts
 from megatron_rl.data.unread_names import UnreadColumns
 from megatron_rl.launcher.compose import compose_settings
+from megatron_rl_tools.data import make_easy_vqa, make_visual_search
 from tests.support.data_files import make_png, write_rows
 from tests.support.transcripts import REPLY, USER
-from tools.data import make_easy_vqa, make_visual_search
 
 ASKED = {"question": "What?", "answer": "B", "image": "red.png"}
 TALK = {"messages": [USER, REPLY]}

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from megatron_rl.launcher.spawn import omp_num_threads
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 from tests.support.loopback_nodes import start_launchers
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: the parallelism that crosses nodes

@@ -20,8 +20,8 @@ from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
 from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example
-from sandbox import BoxLimits, SandboxPool
-from sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox import BoxLimits, SandboxPool
+from megatron_rl_sandbox.sandbox_client import SandboxClient
 from tests.support.sandbox_pool import PoolRunner, start_pool
 from tests.support.visual_python_episodes import (
     NOISE,

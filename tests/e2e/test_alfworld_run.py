@@ -12,8 +12,8 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.tasks.alfworld.game_files import GAME_FILE
 from megatron_rl.types import Rollout
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN = ROOT / "launch" / "train.py"
 

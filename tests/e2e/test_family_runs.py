@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from megatron_rl.observe.metrics import read_metrics
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.support.indivisible_vocabulary import add_tokens
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("qwen2_vl", 2), ("qwen3_vl", 1)])

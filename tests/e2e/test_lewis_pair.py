@@ -17,12 +17,12 @@ import pytest
 
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.e2e.test_lewis_run import SIZES, wait_for
 from tests.support import fork_server
 from tests.support.model_server_process import running_model_server, start_model_server
 from tests.support.trained_speaker import train_speaker, write_lewis_data
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 # A random listener never answers yes or no, so all its rewards are equal; the entropy bonus

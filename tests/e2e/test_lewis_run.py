@@ -27,11 +27,11 @@ from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import Rollout
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.support import fork_server
 from tests.support.model_server_process import ServerProcess, encode_base64, start_model_server
 from tests.support.trained_speaker import train_speaker, write_lewis_data
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 SIZES = (

@@ -14,8 +14,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.weights.formats.peft import WEIGHTS
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl_tools.convert.merger import MergeOptions, merge_checkpoint
 from tests.conftest import ROOT, start
-from tools.convert.merger import MergeOptions, merge_checkpoint
 
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=1", "task.max_new_tokens=16")
 # All responses of an untrained model earn the same reward. The entropy bonus provides the gradient

@@ -23,11 +23,11 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.clip import Clip
 from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.types import Rollout, ToolCall
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.e2e.test_video_task import GREEN, LATE, RED, make_clip
 from tests.e2e.test_visual_python_task import room_or_skip
 from tests.support.vllm_servers import serve_openai
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.long
 TRAIN, EVALUATE = ROOT / "launch" / "train.py", ROOT / "launch" / "evaluate.py"

@@ -26,8 +26,8 @@ from megatron_rl.rollout.episode import EpisodeSettings, run_episode
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.visual_python.task import TOOL_PROTOCOLS, VisualPythonTask
 from megatron_rl.types import Example, Image, Rollout, Status, StopReason
-from sandbox import SandboxError
-from sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox import SandboxError
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
 from tests.conftest import ROOT
 from tests.support.fake_judge_server import JudgeReply, make_completion, serve_judge
 from tests.support.fake_judge_server import make_judge_settings as judged_by
@@ -106,7 +106,7 @@ def server() -> Iterator[str]:
     Skips the tests if this machine cannot run a sandbox.
     """
     room_or_skip()
-    command = [sys.executable, "-m", "sandbox", "serve", "--port=0", "--size=2", "--wait=30"]
+    command = [sys.executable, "-m", "megatron_rl_sandbox", "serve", "--port=0", "--size=2", "--wait=30"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process.stdout.readline().strip()

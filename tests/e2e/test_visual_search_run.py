@@ -13,8 +13,8 @@ import pytest
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from megatron_rl.types import Rollout
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN = ROOT / "launch" / "train.py"
 OWN = ("engine.kv_cache_mib=16", "task.eval_samples=1", "task.data.max_eval=8", "task.sandbox.size=4")

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config import EvaluationSettings, ModelSettings, RunSettings, Settings
 from megatron_rl.entrypoints.evaluate import open_evaluated_weights
 from megatron_rl.evaluation.results_directory import fingerprint_weights
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.support import fork_server
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 TRAIN, EVALUATE, COMPARE = (ROOT / "launch" / name for name in ("train.py", "evaluate.py", "compare.py"))
 TINY = (

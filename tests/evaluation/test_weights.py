@@ -14,11 +14,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForImageTextToText
 
 from megatron_rl.observe.recorder import read_recorded
+from megatron_rl_tools.convert.converter_hf_to_mcore import main as convert
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.support import fork_server
 from tests.support.vllm_servers import ENGINE_SETTINGS, serve_engines
-from tools.convert.converter_hf_to_mcore import main as convert
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 EVALUATE = ROOT / "launch" / "evaluate.py"
 GAME = (

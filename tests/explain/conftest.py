@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(scope="session")

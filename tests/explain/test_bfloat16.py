@@ -24,6 +24,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Rollout
 from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.explain_run_folder import (
     STALE_TENSOR,
     TEMPERATURE,
@@ -34,7 +35,6 @@ from tests.support.explain_run_folder import (
     set_engine_logprobs,
     write_run,
 )
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 NAMED = {
     "temperature": r"temperature 0\.(69\d*|7(0\d*)?), not 0\.9",

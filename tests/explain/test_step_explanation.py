@@ -21,11 +21,11 @@ from megatron_rl.explain.trainer_forward import TrainerForward
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import Image, Rollout
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 from tests.support.explain_run_folder import STALE_TENSOR, EngineBehavior, engine_mistakes, read_stale_tensor, resize_twice, write_run
 from tests.support.golden_rollouts import CASES, GOLDEN
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,11 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.open_checkpoint import open_source
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.support import fork_server
 from tests.support.engine_logprob_oracle import policy_logits
 from tests.support.explain_run_folder import STALE_TENSOR, make_rollouts, nested_name, write_run
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 MODELS = {"qwen2_5_vl": {}, "tied": {"tied": True}, "qwen2_vl": {"family": "qwen2_vl"}, "qwen3_vl": {"family": "qwen3_vl"}}
 

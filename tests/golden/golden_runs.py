@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron_rl.observe.metrics import read_metrics  # noqa: E402 (the script's own tree comes first)
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 from tests.support.comparable_metrics import drop_timings  # noqa: E402
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
 SMALL = (
     "task=number_line",

@@ -33,10 +33,10 @@ from megatron_rl.rollout.renderer import Renderer  # noqa: E402
 from megatron_rl.rollout.scheduler import GenerationSettings  # noqa: E402
 from megatron_rl.tasks.gym_cards.task import NumberLineTask  # noqa: E402
 from megatron_rl.types import Rollout, Status, StopReason  # noqa: E402
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 from tests.support.custom_task import TwoImageTask  # noqa: E402
 from tests.support.golden_rollouts import CASES, GOLDEN, PIXELS, compute_golden_step  # noqa: E402
 from tests.support.single_process_policy import single_process_world  # noqa: E402
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint  # noqa: E402
 
 HOW = EpisodeSettings(temperature=1.0, max_turns=2, max_new_tokens=16, max_sequence_tokens=512, max_images=4, seed=7)
 STOP = ("s", "y")

@@ -38,7 +38,7 @@ from megatron_rl.services.address import find_address
 from megatron_rl.types import Image, Rollout, TokenSequence
 from megatron_rl.weights.formats import pickle_tensors
 from megatron_rl.weights.formats.digests import recorded_files
-from sandbox.token import read_token
+from megatron_rl_sandbox.token import read_token
 from tests.observe.test_recorder import picture
 from tests.support import bombs
 

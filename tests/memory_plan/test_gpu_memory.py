@@ -40,9 +40,9 @@ from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
 from megatron_rl.registry import has_critic
 from megatron_rl.types import LossMetrics, SpecialTokens, TokenSequence
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.memory_footprint import measure_footprint
 from tests.support.single_process_policy import close_with_world, single_process_world
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 KINDS = {
     "float32": {},

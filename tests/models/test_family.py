@@ -20,7 +20,7 @@ from megatron_rl.models.hf_config import parse_spec, read_spec
 from megatron_rl.models.model_spec import ModelSpec
 from megatron_rl.models.qwen3_vl import QWEN3_VL
 from megatron_rl.policy.parallel import check_layout
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 STORED = {
     "model_type": "made",

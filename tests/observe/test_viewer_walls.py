@@ -26,7 +26,7 @@ from megatron_rl.observe.viewer.store import RunFolder, label_folders
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.services.supervised_process import find_free_port
-from sandbox.connections import LimitedConnection
+from megatron_rl_sandbox.connections import LimitedConnection
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import found, rollout
 from tests.support import bombs

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_tools.convert.converter_hf_to_mcore import main
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
-from tools.convert.converter_hf_to_mcore import main
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from megatron_rl.config import ModelSettings
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl_tools.convert import merger
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.support.critic_layouts import COEF, CRITIC, PAST_RETURNS
 from tests.support.hf_reference import compute_logits, relative_error, sampled_log_softmax, write_adapter
 from tests.support.packed_example import make_example_items
-from tools.convert import merger
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 ONE = "1,1,1,0,none,tied"

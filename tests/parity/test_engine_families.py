@@ -14,9 +14,9 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.engine import SamplingSettings
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, max_logprob_diff, open_engine
 from tests.support.packed_example import make_picture, make_prompts, user_message
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 SQUARE = torch.tensor([[1, 4, 4]])
 

@@ -12,9 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from megatron_rl.models.name_mapping import canonical_name
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.support.hf_reference import HfReference, compute_logits, relative_error, write_adapter
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)  # the first test waits for the run with four processes
 ONE_PROCESS = ["1,1,1,0,none,tied"]

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.parity import test_lora as checks
 from tests.support.hf_reference import HfReference, write_adapter
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 LAYOUT = "2,1,1,1,full,tied"

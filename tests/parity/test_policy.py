@@ -16,12 +16,12 @@ from megatron_rl.config import ModelSettings, RunSettings, Settings
 from megatron_rl.memory_plan.rank_shares import compute_model_shares
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
 from tests.support.hf_reference import HfReference, compute_logits, relative_error
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.packed_example import make_picture, user_message
 from tests.support.parallel_layouts import LayoutCase
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(1900)  # the first test waits for the runs with one, four and eight processes
 ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]

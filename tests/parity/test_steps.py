@@ -12,11 +12,11 @@ from megatron_rl.config import ModelSettings, OptimSettings
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.hf_reference import TEMPERATURE, compute_forward, relative_error
 from tests.support.packed_example import make_example_items
 from tests.support.parallel_layouts import weighted_nll
 from tests.support.single_process_policy import make_policy_and_renderer, single_process_world
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 pytestmark = pytest.mark.timeout(600)
 OPTIM = OptimSettings(lr=0.2, eps=5e-3, weight_decay=0.1, clip_grad=5.0, beta2=0.99)

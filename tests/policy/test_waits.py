@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import SUPPORT
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 UPDATE = {
     "item in finalize_model_grads.py": 1,

@@ -23,7 +23,7 @@ from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-import sandbox.host_report
+import megatron_rl_sandbox.host_report
 from megatron_rl.algo.rollout_correction import mismatch_warnings
 from megatron_rl.config import ColumnSettings, Settings
 from megatron_rl.data.questions import load_questions, open_questions
@@ -35,11 +35,11 @@ from megatron_rl.preflight.doctor import check_judges, check_sandbox, report_que
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.tasks.vqa import ANSWER
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support import fork_server
 from tests.support.data_files import make_png, write_rows
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
     sandbox.
     """
     url = judge[0].removesuffix("/v1")
-    monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
+    monkeypatch.setattr(megatron_rl_sandbox.host_report, "make_report", lambda **_: ("seccomp missing\n\nisolation: not available", False))
 
     def told(*overrides: str) -> CheckReport:
         report = CheckReport()
@@ -325,13 +325,13 @@ def test_the_sandbox_where_it_is_used(sound: list[str], judge: tuple, monkeypatc
 
     assert told().findings == []
     agent = "task.name=visual_python"
-    assert told(agent).errors == ["task.sandbox.isolation=auto: isolation: not available; python -m sandbox doctor shows all"]
+    assert told(agent).errors == ["task.sandbox.isolation=auto: isolation: not available; python -m megatron_rl_sandbox doctor shows all"]
     assert told(agent, "task.sandbox.isolation=none").errors == []
     (warning,) = told(agent, "task.sandbox.isolation=none").warnings
     assert warning == "task.sandbox.isolation=none: the policy's code runs without isolation; use auto"
     (error,) = told(agent, f"task.sandbox.url={url}").errors
     assert error.startswith(f"task.sandbox.url={url}: SandboxError: {url}: the server is not a sandbox server or is too busy: BoxClosed: ")
-    monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
+    monkeypatch.setattr(megatron_rl_sandbox.host_report, "make_report", lambda **_: ("a in use b\nc in use d\n", True))
     assert told(agent).findings == [("sandbox", "2 isolation layers in use")]
 
 
@@ -339,8 +339,8 @@ def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeyp
     """The doctor warns if the run directory or a data file lies in a folder that code in every
     sandbox can read, such as a project below /usr in a container. That code could read the answers.
     """
-    monkeypatch.setattr(sandbox.host_report, "make_report", lambda **_: ("a in use b\n", True))
-    monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
+    monkeypatch.setattr(megatron_rl_sandbox.host_report, "make_report", lambda **_: ("a in use b\n", True))
+    monkeypatch.setattr(megatron_rl_sandbox.mounts, "system_paths", lambda: [str(tmp_path)])
     questions = tmp_path / "questions.json"
     questions.write_text("[]")
     settings = settings_of(
@@ -350,7 +350,7 @@ def test_what_boxes_would_read_is_told(sound: list[str], tmp_path: Path, monkeyp
     check_sandbox(settings, report)
     below = f"is below {tmp_path}, which code in every box can read: move it"
     assert report.warnings == [f"run.dir ({tmp_path}/run) {below}", f"task.data.train[0] ({questions}) {below}"]
-    monkeypatch.setattr(sandbox.mounts, "system_paths", lambda: ["/usr"])
+    monkeypatch.setattr(megatron_rl_sandbox.mounts, "system_paths", lambda: ["/usr"])
     check_sandbox(settings, clear := CheckReport())
     assert clear.warnings == []
 

@@ -16,10 +16,10 @@ from megatron_rl.distributed import world
 from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.doctor_machine import check_disk_speed, check_memory_plan, check_open_files, check_versions, check_visible_gpus
 from megatron_rl.registry import Plugins
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.conftest import ROOT
 from tests.contracts.test_configs import settings_of
 from tests.support.fake_gpus import H100, L4, patch_gpus
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 
 @pytest.fixture

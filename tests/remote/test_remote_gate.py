@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from megatron_rl.services.address import has_proven_token
-from sandbox.token import bearer_header
+from megatron_rl_sandbox.token import bearer_header
 from tests.support.vllm_servers import TOKEN
 
 CONTROL = ("/pause", "/resume", "/abort_requests", "/init_weight_transfer_engine", "/update_weights", "/collective_rpc", "/weight_checker")

@@ -12,7 +12,7 @@ from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.client import ABORTED
 from megatron_rl.rollout.vllm.server_api import VllmServer
-from sandbox.bounded_http import BoundedClient
+from megatron_rl_sandbox.bounded_http import BoundedClient
 from tests.support.packed_example import user_message
 from tests.support.vllm_servers import TOKEN, connect_server_engine
 

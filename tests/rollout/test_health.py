@@ -20,7 +20,7 @@ from megatron_rl.rollout.health import ServerControl
 from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.types import SpecialTokens
-from sandbox.bounded_http import BoundedClient
+from megatron_rl_sandbox.bounded_http import BoundedClient
 
 PROBE_S = 0.2
 GENERATE = "/inference/v1/generate"

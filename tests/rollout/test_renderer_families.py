@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from megatron_rl.config import ModelSettings
 from megatron_rl.models.family import FAMILIES
 from megatron_rl.rollout.renderer import Renderer
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.packed_example import make_picture, user_message
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 LEAST, MOST = 4096, 40000
 

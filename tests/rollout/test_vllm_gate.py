@@ -23,7 +23,7 @@ from megatron_rl.config import EngineSettings
 from megatron_rl.rollout.vllm.http_gate import ALLOWED_RPC, TOKEN_FILE
 from megatron_rl.rollout.vllm.server_command import MIDDLEWARE, PROGRAM, launch_commands, server_arguments, server_environment
 from megatron_rl.services.address import has_proven_token
-from sandbox.token import bearer_header
+from megatron_rl_sandbox.token import bearer_header
 
 TOKEN = "a-word-of-many-letters"
 CONTROL = (

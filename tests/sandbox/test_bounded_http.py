@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse, send_request
+from megatron_rl_sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse, send_request
 from tests.support.hostile_server import serve_hostile
 from tests.support.json_server import server_url, start_server, stop_server
 

@@ -8,9 +8,9 @@ import socket
 import httpx
 import pytest
 
-from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, AccessRules
-from sandbox.http import NO_DOC_PAGES
-from sandbox.server import create_app
+from megatron_rl_sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, AccessRules
+from megatron_rl_sandbox.http import NO_DOC_PAGES
+from megatron_rl_sandbox.server import create_app
 from tests.support.fake_sandbox_server import FakePool, read_answer, serve_sandbox
 
 TOKEN = "a-word-of-thirty-two-characters!"

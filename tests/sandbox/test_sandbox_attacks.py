@@ -1,4 +1,4 @@
-"""Runs a representative part of `python -m sandbox attack`: one attack of every class fails with
+"""Runs a representative part of `python -m megatron_rl_sandbox attack`: one attack of every class fails with
 all layers, and the controls of some of them succeed without some layers. A long test runs the
 controls of all."""
 
@@ -11,11 +11,11 @@ from collections import Counter
 
 import pytest
 
-from sandbox import SandboxError
-from sandbox.attack import PROBES, suite
-from sandbox.attack.attack_run import AttackOutcome
-from sandbox.attack.suite import AttackResult, format_table
-from sandbox.layers import LAYER_NAMES, choose_layers, detect_layers
+from megatron_rl_sandbox import SandboxError
+from megatron_rl_sandbox.attack import PROBES, suite
+from megatron_rl_sandbox.attack.attack_run import AttackOutcome
+from megatron_rl_sandbox.attack.suite import AttackResult, format_table
+from megatron_rl_sandbox.layers import LAYER_NAMES, choose_layers, detect_layers
 from tests.conftest import ROOT
 
 REPRESENTATIVES = (
@@ -75,7 +75,7 @@ def test_controls_get_through(names: tuple[str, ...]) -> None:
 def test_attacks_are_held_without_privilege() -> None:
     """The attacks fail with a user namespace and the watchdog in place of control groups. Their
     controls succeed there too."""
-    command = (sys.executable, ROOT / "tests/support/unprivileged.py", sys.executable, "-m", "sandbox", "attack", *UNPRIVILEGED)
+    command = (sys.executable, ROOT / "tests/support/unprivileged.py", sys.executable, "-m", "megatron_rl_sandbox", "attack", *UNPRIVILEGED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=300, check=False, env=environment)
     summary = f"{len(UNPRIVILEGED)} probes: 0 attacks succeeded, 0 controls failed, 0 controls skipped on this host"

@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 from pydantic import TypeAdapter
 
-from sandbox import BoxLimits, CallResult, Fault, ReturnedImage, SandboxAccessDenied, SandboxError
-from sandbox.fusion_client import FusionSandbox
-from sandbox.image_codec import encode_png
-from sandbox.messages import decode_base64, encode_result, max_response_bytes, max_response_chars
-from sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox import BoxLimits, CallResult, Fault, ReturnedImage, SandboxAccessDenied, SandboxError
+from megatron_rl_sandbox.fusion_client import FusionSandbox
+from megatron_rl_sandbox.image_codec import encode_png
+from megatron_rl_sandbox.messages import decode_base64, encode_result, max_response_bytes, max_response_chars
+from megatron_rl_sandbox.sandbox_client import SandboxClient
 from tests.support.fake_sandbox_server import parse_results
 from tests.support.hostile_server import serve_hostile
 
@@ -182,7 +182,7 @@ def test_any_answer_to_a_call_is_a_result_or_the_hosts_fault(answer: Any, said: 
 def test_an_answer_by_drops_has_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A response that arrives in drops ends at a limit on its total time, 1.5 s. The timeout of
     httpx restarts with each part of a response."""
-    monkeypatch.setattr("sandbox.sandbox_client.CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("megatron_rl_sandbox.sandbox_client.CONNECT_TIMEOUT_S", 0.5)
 
     async def work(url: str) -> float:
         client, began = SandboxClient(url), time.monotonic()

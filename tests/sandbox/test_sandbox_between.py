@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import mounts
+from megatron_rl_sandbox import mounts
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 SHARED = os.path.realpath(os.__file__)

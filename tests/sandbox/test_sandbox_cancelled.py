@@ -9,9 +9,9 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import SandboxPool
-from sandbox.server import create_app
-from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
+from megatron_rl_sandbox import SandboxPool
+from megatron_rl_sandbox.server import create_app
+from megatron_rl_sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 RUN_CODE = {

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import cgroups
-from sandbox.box import Box
-from sandbox.layers import Layers
-from sandbox.records import BoxLimits, Fault
-from sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
+from megatron_rl_sandbox import cgroups
+from megatron_rl_sandbox.box import Box
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.records import BoxLimits, Fault
+from megatron_rl_sandbox.zygote_manager import ExitStatus, Interpreter, ZygoteManager
 
 
 def proc(folder: Path, *, groups: str, mounts: str) -> Path:

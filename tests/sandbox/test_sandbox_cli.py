@@ -1,4 +1,4 @@
-"""Tests `python -m sandbox run` and `doctor` as a user calls them: as root, without privileges, and
+"""Tests `python -m megatron_rl_sandbox run` and `doctor` as a user calls them: as root, without privileges, and
 on a host that offers no isolation."""
 
 import json
@@ -37,7 +37,7 @@ def call(*command: object, prefix: tuple[object, ...] = ()) -> subprocess.Comple
 
 def run_file(folder: Path, code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     (folder / "code.py").write_text(code)
-    return call("-m", "sandbox", "run", folder / "code.py", *arguments)
+    return call("-m", "megatron_rl_sandbox", "run", folder / "code.py", *arguments)
 
 
 def test_a_file_sees_its_image_and_its_output_is_printed(tmp_path: Path):
@@ -84,7 +84,7 @@ def test_mistakes_of_the_caller(tmp_path: Path):
 
 
 def test_the_doctor_reports_every_layer():
-    done = call("-m", "sandbox", "doctor")
+    done = call("-m", "megatron_rl_sandbox", "doctor")
     assert done.returncode == 0
     assert done.stdout.endswith("isolation: available\n")
     assert all(f"\n{name} " in done.stdout for name in ("mount_ns", "seccomp", "landlock", "cgroup", "drop_uid"))
@@ -97,13 +97,13 @@ def test_a_host_without_room_is_refused_and_none_is_by_request_only(tmp_path: Pa
     uid."""
     prefix = ("unshare", "-Ur", "sh", "-c", 'echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh")
     (tmp_path / "code.py").write_text("print(6 * 7)")
-    done = call("-m", "sandbox", "run", tmp_path / "code.py", prefix=prefix)
+    done = call("-m", "megatron_rl_sandbox", "run", tmp_path / "code.py", prefix=prefix)
     assert (done.returncode, done.stdout) == (3, "")
     assert "offers no isolation (drop_uid: " in done.stderr
-    done = call("-m", "sandbox", "doctor", prefix=prefix)
+    done = call("-m", "megatron_rl_sandbox", "doctor", prefix=prefix)
     assert done.returncode == 3
     assert 'isolation="none"' in done.stdout
-    done = call("-m", "sandbox", "run", tmp_path / "code.py", "--isolation", "none", prefix=prefix)
+    done = call("-m", "megatron_rl_sandbox", "run", tmp_path / "code.py", "--isolation", "none", prefix=prefix)
     assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 

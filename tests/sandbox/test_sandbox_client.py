@@ -18,13 +18,13 @@ import httpx
 import pytest
 from PIL import Image
 
-from sandbox import BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, PoolFull, ReturnedImage, SandboxError
-from sandbox import image_codec as pictures
-from sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse
-from sandbox.fusion_client import FusionSandbox
-from sandbox.image_codec import encode_png
-from sandbox.messages import encode_result
-from sandbox.sandbox_client import CONNECT_TIMEOUT_S, SandboxClient
+from megatron_rl_sandbox import BoxLimits, CallError, CallResult, CallUsage, DroppedOutput, Fault, PoolFull, ReturnedImage, SandboxError
+from megatron_rl_sandbox import image_codec as pictures
+from megatron_rl_sandbox.bounded_http import BoundedClient, BoundedResponse, NoResponse
+from megatron_rl_sandbox.fusion_client import FusionSandbox
+from megatron_rl_sandbox.image_codec import encode_png
+from megatron_rl_sandbox.messages import encode_result
+from megatron_rl_sandbox.sandbox_client import CONNECT_TIMEOUT_S, SandboxClient
 from tests.support.fake_sandbox_server import parse_results
 
 HEALTH = {"limits": {"call_timeout_s": 1.0, "open_timeout_s": 1.0}}
@@ -107,7 +107,7 @@ def test_a_connection_that_breaks_in_a_call_is_not_tried_again() -> None:
 def waited(monkeypatch: pytest.MonkeyPatch, *, answers_after: float) -> tuple[dict[str, float], list[Fault | None]]:
     """Return the seconds that a client waits, keyed by path, and the faults that it reports for a
     server that takes `answers_after` seconds."""
-    monkeypatch.setattr("sandbox.sandbox_client.CLIENT_GRACE_S", 0.0)
+    monkeypatch.setattr("megatron_rl_sandbox.sandbox_client.CLIENT_GRACE_S", 0.0)
     told = encode_result(CallResult(id=1, fault=Fault.CODE, error=CallError(type="TimeLimit", message="1 s")))
     allowed = {}
 

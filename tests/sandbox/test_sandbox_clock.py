@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from sandbox import BoxLimits, CallResult, Fault, SandboxPool, clock
-from sandbox.clock import BoxTimer, ProcessSnapshot, runnable_fraction
-from sandbox.layers import choose_layers, detect_layers
-from sandbox.process_control import kill_process_tree
+from megatron_rl_sandbox import BoxLimits, CallResult, Fault, SandboxPool, clock
+from megatron_rl_sandbox.clock import BoxTimer, ProcessSnapshot, runnable_fraction
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox.process_control import kill_process_tree
 from tests.support.sandbox_pool import start_pool
 
 S = 1_000_000_000

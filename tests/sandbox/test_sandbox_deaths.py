@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandbox import BoxLimits, Fault, frames
-from sandbox.box import Box
+from megatron_rl_sandbox import BoxLimits, Fault, frames
+from megatron_rl_sandbox.box import Box
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 LIMITS = BoxLimits(call_timeout_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)

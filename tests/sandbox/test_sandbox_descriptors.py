@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 PRELUDE = '''
 import asyncio, json, os, resource, sys, tempfile
 import psutil
-from sandbox import SandboxError, SandboxPool
+from megatron_rl_sandbox import SandboxError, SandboxPool
 
 def held():
     return [os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")]

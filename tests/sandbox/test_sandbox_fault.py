@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, zygote_manager
-from sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, zygote_manager
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 LIMITS = BoxLimits(call_timeout_s=1.0, memory=192 << 20, disk=8 << 20, file=4 << 20)
@@ -30,7 +30,7 @@ def ask(number, *arguments):
     return os.strerror(ctypes.get_errno())
 from_kernel = (ctypes.c_int * 32)()
 """
-CHANNEL = "import gc, socket, sys\nframes = sys.modules['sandbox.frames']\n" + (
+CHANNEL = "import gc, socket, sys\nframes = sys.modules['megatron_rl_sandbox.frames']\n" + (
     "channel = next(o for o in gc.get_objects() if isinstance(o, socket.socket))\n"
 )
 FORGED = {"error": None, "limit": None, "dropped": [], "files": {}, "cpu_s": 0.0, "memory": 1}
@@ -317,7 +317,7 @@ def test_a_stopped_zygote_is_given_up(room: PoolRunner, monkeypatch: pytest.Monk
 
 OWNER = """
 import asyncio
-from sandbox import SandboxPool
+from megatron_rl_sandbox import SandboxPool
 
 async def work():
     async with SandboxPool(size=1) as pool, await pool.open() as box:

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from sandbox import BoxLimits, SandboxPool
+from megatron_rl_sandbox import BoxLimits, SandboxPool
 
 LIMITS = BoxLimits(disk=4 << 20, input_bytes=1 << 20, file=2 << 20)
 

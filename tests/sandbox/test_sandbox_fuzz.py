@@ -13,9 +13,9 @@ from fastapi import FastAPI, Request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox import BoxLimits
-from sandbox.connections import ConnectionRegistry
-from sandbox.server import create_app
+from megatron_rl_sandbox import BoxLimits
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.server import create_app
 from tests.support.fake_sandbox_server import FakePool, build_request, read_answer, serve_sandbox
 
 POOL = FakePool(BoxLimits(call_timeout_s=0.05, input_bytes=1 << 16), size=200)

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from PIL import Image
 
-from sandbox import BoxClosed, Fault, Isolation, PoolFull, SandboxError
-from sandbox.fusion_client import FusionSandbox
-from sandbox.layers import choose_layers, detect_layers
-from sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox import BoxClosed, Fault, Isolation, PoolFull, SandboxError
+from megatron_rl_sandbox.fusion_client import FusionSandbox
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox.sandbox_client import SandboxClient
 from tests.conftest import ROOT
 
 SIZE, IDLE_S = 2, 4.0
@@ -38,7 +38,7 @@ def server() -> Iterator[tuple[str, psutil.Process, int]]:
         print(f"this host offers no room: served without isolation ({reason})")
         isolation = Isolation.NONE
     options = {"port": 0, "size": SIZE, "wait": 0.3, "idle": IDLE_S, "isolation": isolation.value, "limit": "call_timeout_s=30"}
-    command = [sys.executable, "-m", "sandbox", "serve", *[f"--{name}={value}" for name, value in options.items()]]
+    command = [sys.executable, "-m", "megatron_rl_sandbox", "serve", *[f"--{name}={value}" for name, value in options.items()]]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from sandbox import image_codec
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox import image_codec
+from megatron_rl_sandbox.records import BoxLimits
 
 
 def picture(mode: str = "RGB", size: tuple[int, int] = (40, 30)) -> Image.Image:

@@ -6,12 +6,12 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from sandbox import replies
-from sandbox.frames import MalformedFrame
-from sandbox.image_codec import ImageBudget, encode_png
-from sandbox.inputs import BoxInput, collect_inputs
-from sandbox.layers import LAYER_NAMES, choose_layers
-from sandbox.records import BoxLimits, SandboxError
+from megatron_rl_sandbox import replies
+from megatron_rl_sandbox.frames import MalformedFrame
+from megatron_rl_sandbox.image_codec import ImageBudget, encode_png
+from megatron_rl_sandbox.inputs import BoxInput, collect_inputs
+from megatron_rl_sandbox.layers import LAYER_NAMES, choose_layers
+from megatron_rl_sandbox.records import BoxLimits, SandboxError
 
 RED = Image.new("RGB", (40, 30), "red")
 PNG = encode_png(RED)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from sandbox import BoxClosed, BoxLimits, Fault, Layers, PoolFull, SandboxPool
+from megatron_rl_sandbox import BoxClosed, BoxLimits, Fault, Layers, PoolFull, SandboxPool
 from tests.support.sandbox_pool import PoolRunner, snapshot_host, start_pool
 
 LIMITS = BoxLimits(
@@ -122,7 +122,7 @@ def test_a_forged_reply_is_never_the_next_calls_answer(room: PoolRunner):
     """After a forged reply, the genuine one that arrives late is not used for the next call. That
     call is the code's fault, and the interpreter is replaced."""
     forge = (
-        "import gc, socket, sys\nframes = sys.modules['sandbox.frames']\n"
+        "import gc, socket, sys\nframes = sys.modules['megatron_rl_sandbox.frames']\n"
         "s = next(o for o in gc.get_objects() if isinstance(o, socket.socket))\n"
         "reply = {'id': 1, 'error': None, 'limit': None, 'sources': [], 'dropped': [], 'files': {}, 'cpu_s': 0.0, 'memory': 1}\n"
         "s.sendall(frames.pack_frame(reply))"

@@ -13,7 +13,7 @@ from socket import socket
 import httpx
 import pytest
 
-from sandbox.connections import ConnectionRegistry, LogRateLimiter
+from megatron_rl_sandbox.connections import ConnectionRegistry, LogRateLimiter
 from tests.support.fake_sandbox_server import RunningServer, build_request, read_answer, serve_sandbox
 
 QUICK = ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0, response_timeout_s=1.0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sandbox import BoxLimits, Fault
+from megatron_rl_sandbox import BoxLimits, Fault
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 120, 3), dtype=np.uint8))

@@ -6,9 +6,9 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from sandbox import CallResult, CallUsage, Fault
-from sandbox.sandbox_client import SandboxClient
-from sandbox.server import create_app
+from megatron_rl_sandbox import CallResult, CallUsage, Fault
+from megatron_rl_sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox.server import create_app
 from tests.support.sandbox_pool import PoolRunner, start_pool
 
 

@@ -18,10 +18,10 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
-from sandbox import BoxLimits
-from sandbox.messages import OpenRequest
-from sandbox.server import create_app
-from sandbox.token import is_reachable_remotely, read_token
+from megatron_rl_sandbox import BoxLimits
+from megatron_rl_sandbox.messages import OpenRequest
+from megatron_rl_sandbox.server import create_app
+from megatron_rl_sandbox.token import is_reachable_remotely, read_token
 from tests.support.fake_sandbox_server import FakePool, build_request, read_answer, serve_sandbox
 
 JSON = {"Content-Type": "application/json"}
@@ -237,7 +237,7 @@ def test_half_characters_of_a_box_and_endless_words_are_told_in_short() -> None:
 def test_one_box_takes_few_requests_at_once_and_its_calls_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A box accepts eight requests at once and a limited number of calls. Formerly a thousand calls
     that waited for one box held every connection, and names of calls were kept without limit."""
-    monkeypatch.setattr("sandbox.server.MAX_CALLS_PER_BOX", 12)
+    monkeypatch.setattr("megatron_rl_sandbox.server.MAX_CALLS_PER_BOX", 12)
 
     async def calls(http: httpx.AsyncClient) -> httpx.Response:
         box = f"/boxes/{(await http.post('/boxes', json={})).json()['box']}/calls"

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from sandbox import BoxLimits, resource_usage
-from sandbox.resource_usage import MAPPING_BYTES, PIPE_BYTES, SOCKET_BYTES
+from megatron_rl_sandbox import BoxLimits, resource_usage
+from megatron_rl_sandbox.resource_usage import MAPPING_BYTES, PIPE_BYTES, SOCKET_BYTES
 
 NOISE = 1 << 20
 """Bytes by which an interpreter grows while it reads a line."""

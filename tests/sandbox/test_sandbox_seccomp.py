@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox import seccomp
+from megatron_rl_sandbox import seccomp
 
 HEADERS = [Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), Path("/usr/include/asm/unistd_64.h")]
 EPERM, ENOSYS = seccomp.ERRNO | 1, seccomp.ERRNO | 38

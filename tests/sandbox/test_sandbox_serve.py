@@ -1,4 +1,4 @@
-"""Tests `python -m sandbox serve` from the command line: its token, its open files, and honest
+"""Tests `python -m megatron_rl_sandbox serve` from the command line: its token, its open files, and honest
 calls in real boxes during hostile requests."""
 
 import asyncio
@@ -15,15 +15,15 @@ from socket import create_connection, socket
 import httpx
 import pytest
 
-from sandbox import CallResult, Fault, SandboxAccessDenied, SandboxError
-from sandbox.fusion_client import FusionSandbox
-from sandbox.layers import choose_layers, detect_layers
-from sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox import CallResult, Fault, SandboxAccessDenied, SandboxError
+from megatron_rl_sandbox.fusion_client import FusionSandbox
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox.sandbox_client import SandboxClient
 from tests.conftest import ROOT
 from tests.support.fake_sandbox_server import build_request
 
 TOKEN = "a-word-of-thirty-two-characters!"
-SERVE = (sys.executable, "-m", "sandbox", "serve", "--port", "0", "--size", "2")
+SERVE = (sys.executable, "-m", "megatron_rl_sandbox", "serve", "--port", "0", "--size", "2")
 
 
 @contextmanager
@@ -128,7 +128,8 @@ def test_a_flood_of_connections_leaves_it_files(tmp_path: Path) -> None:
 
 def test_a_server_with_too_few_open_files_does_not_start() -> None:
     limit = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150)); from sandbox.__main__ import main; sys.exit(main())"
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (150, 150)); "
+        "from megatron_rl_sandbox.__main__ import main; sys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", limit, *SERVE[3:]], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 3

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from sandbox.zygote_manager import ZYGOTE_ENVIRONMENT
+from megatron_rl_sandbox.zygote_manager import ZYGOTE_ENVIRONMENT
 
 HEAD = "import threading, time\nfrom sandbox import kernel, zygote\n"
 

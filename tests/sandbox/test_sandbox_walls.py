@@ -7,8 +7,8 @@ from dataclasses import fields
 import pytest
 
 from megatron_rl.config import SandboxSettings
-from sandbox import SandboxError, SandboxPool, host_report, pool
-from sandbox.layers import LAYER_NAMES, PROTECTIONS, REQUIRED_LAYERS, Layers, choose_layers, find_missing_protections
+from megatron_rl_sandbox import SandboxError, SandboxPool, host_report, pool
+from megatron_rl_sandbox.layers import LAYER_NAMES, PROTECTIONS, REQUIRED_LAYERS, Layers, choose_layers, find_missing_protections
 
 EVERYTHING: dict[str, str | None] = dict.fromkeys(LAYER_NAMES)
 UNPRIVILEGED = EVERYTHING | {"drop_uid": "no root", "cgroup": "not delegated"}

@@ -6,13 +6,13 @@ import sys
 import warnings
 from pathlib import Path
 
-from sandbox.image_capture import format_warning
+from megatron_rl_sandbox.image_capture import format_warning
 from tests.conftest import ROOT
 
 CODE = """
 import sys
-from sandbox.image_capture import ImageCapture
-from sandbox.records import BoxLimits
+from megatron_rl_sandbox.image_capture import ImageCapture
+from megatron_rl_sandbox.records import BoxLimits
 import matplotlib.pyplot as plt
 gallery = ImageCapture(BoxLimits(), work_dir=sys.argv[1])
 plt.title("\u4f60\u597d")

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, confine, resource_usage
-from sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox import BoxLimits, CallResult, Fault, SandboxError, SandboxPool, confine, resource_usage
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
 from tests.support.sandbox_pool import PoolRunner
 
 GREEDY = """

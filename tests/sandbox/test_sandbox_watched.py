@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from sandbox import BoxLimits, Layers, SandboxError, SandboxPool, resource_usage, watchdog
-from sandbox.watchdog import ResourceWatchdog
-from sandbox.zygote_manager import ExitStatus, ZygoteManager
+from megatron_rl_sandbox import BoxLimits, Layers, SandboxError, SandboxPool, resource_usage, watchdog
+from megatron_rl_sandbox.watchdog import ResourceWatchdog
+from megatron_rl_sandbox.zygote_manager import ExitStatus, ZygoteManager
 
 
 def life(number: int) -> Any:

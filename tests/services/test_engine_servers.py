@@ -30,7 +30,7 @@ from megatron_rl.services.engine_servers import (
     run_engine_servers,
     split_cores,
 )
-from sandbox.token import read_token, write_token
+from megatron_rl_sandbox.token import read_token, write_token
 from tests.conftest import SUPPORT
 from tests.support.hostile_server import serve_hostile
 

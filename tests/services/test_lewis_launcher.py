@@ -20,13 +20,13 @@ from megatron_rl.services.service_launcher import check_service
 from megatron_rl.services.supervised_process import make_environment
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.tasks.lewis.server.model_server import build_parser
-from sandbox.token import read_token
+from megatron_rl_sandbox.token import read_token
+from megatron_rl_tools.data import dataset_dict
+from megatron_rl_tools.data.dataset_dict import STRING
 from tests.rewards.test_listener_client import held
 from tests.support.fake_listener import FakeEngineHolder
 from tests.support.listener_clients import listener_settings as listening_to
 from tests.support.listener_clients import serve_listener
-from tools.data import dataset_dict
-from tools.data.dataset_dict import STRING
 
 ROOT = Path(__file__).resolve().parents[2]
 TELLS = f"""#!/bin/sh

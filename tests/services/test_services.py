@@ -21,7 +21,7 @@ from megatron_rl.errors import GracefulStop
 from megatron_rl.services.address import address_file, find_address, publish_address, token_file
 from megatron_rl.services.service_launcher import check_service, resolve_addresses, run_services
 from megatron_rl.services.supervised_process import make_environment
-from sandbox.token import write_token
+from megatron_rl_sandbox.token import write_token
 from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 from tests.support.hostile_server import serve_hostile

@@ -33,10 +33,10 @@ from megatron_rl.errors import InfraError
 from megatron_rl.rewards.judge import Judge
 from megatron_rl.services.address import can_prove_token, find_address, is_service_running, token_file
 from megatron_rl.services.service_launcher import LaunchedService, resolve_addresses, run_services
-from sandbox import SandboxError, SandboxPool
-from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
-from sandbox.sandbox_client import SandboxClient
-from sandbox.token import write_token
+from megatron_rl_sandbox import SandboxError, SandboxPool
+from megatron_rl_sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
+from megatron_rl_sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox.token import write_token
 from tests.support import fake_judge_server
 
 

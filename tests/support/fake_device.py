@@ -30,6 +30,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import Multimod
 from torch import nn
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import optimizer
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -40,6 +41,7 @@ from megatron_rl.algo.value import make_value_objective, shared_value_loss
 from megatron_rl.batching.packing import pack
 from megatron_rl.compat import megatron_cpu
 from megatron_rl.config import AlgoSettings, CriticSettings, LoraSettings, ModelSettings, OptimSettings, ParallelSettings
+from megatron_rl.dtypes import torch_dtype
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy import attention, network, policy, transformer, vision
 from megatron_rl.policy.load_model import LoadedModel
@@ -150,7 +152,7 @@ def fake_varlen_kernel(q_TND, k_KMD, v_KMD, gathered, causal, scale):  # noqa: A
 def empty_model(spec, layout, path, *, dtype, lora, heads, seed):  # noqa: ANN001
     """Replace build.load_model: create the model on the fake device without reading weights."""
     with _disable_current_modes(), megatron_cpu._patched_cuda(torch.device("cpu")):
-        chunks = build_chunks(spec, layout, getattr(torch, dtype), lora=lora, heads=heads)
+        chunks = build_chunks(spec, layout, torch_dtype(dtype), lora=lora, heads=heads)
     for module in chunks.modules():
         for name, parameter in module.named_parameters(recurse=False):
             there = nn.Parameter(torch.empty_like(parameter, device=DEVICE), requires_grad=parameter.requires_grad)
@@ -218,6 +220,7 @@ def count_update_waits(model: Path, *, tp: int, recompute: str, rank: int, micro
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
 
+    optimizer._get_fused_kernels_supported_devices = lambda: [DEVICE]
     megatron_cpu.megatron_on_cpu = lambda: megatron_cpu._patched_cuda(torch.device(DEVICE))
     policy.load_model, policy.HfWeightIterator = empty_model, lambda *_, **__: None
     attention.has_varlen_kernel, attention.varlen_attention = lambda *_: True, fake_varlen_kernel

@@ -17,8 +17,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from megatron_rl.rollout.vllm.http_gate import TOKEN_FILE
-from sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
-from sandbox.token import read_token
+from megatron_rl_sandbox.access import CHALLENGE_HEADER, PROOF_HEADER, compute_proof
+from megatron_rl_sandbox.token import read_token
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -25,8 +25,8 @@ from megatron_rl.tasks.lewis.server.image_cache import ImageCache
 from megatron_rl.tasks.lewis.server.listener_app import ListenerService, create_app
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import open_listener, serve_until_signal
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import open_listener, serve_until_signal
 
 
 def yes_probability(picture: Picture, question: str) -> float:

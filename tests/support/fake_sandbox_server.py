@@ -16,15 +16,15 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import make_uvicorn_config
-from sandbox.image_codec import ImageBudget
-from sandbox.inputs import collect_inputs
-from sandbox.layers import Layers
-from sandbox.messages import decode_result
-from sandbox.pool import SandboxPool
-from sandbox.records import BoxLimits, CallResult
-from sandbox.server import create_app
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import make_uvicorn_config
+from megatron_rl_sandbox.image_codec import ImageBudget
+from megatron_rl_sandbox.inputs import collect_inputs
+from megatron_rl_sandbox.layers import Layers
+from megatron_rl_sandbox.messages import decode_result
+from megatron_rl_sandbox.pool import SandboxPool
+from megatron_rl_sandbox.records import BoxLimits, CallResult
+from megatron_rl_sandbox.server import create_app
 
 
 class FakeBox:

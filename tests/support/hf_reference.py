@@ -14,8 +14,8 @@ from megatron_rl.config import ModelSettings
 from megatron_rl.models.name_mapping import canonical_name
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import TokenSequence
+from megatron_rl_tools.convert import verify
 from tests.support.packed_example import make_example_items
-from tools.convert import verify
 
 TEMPERATURE = 0.7
 MODULES = (

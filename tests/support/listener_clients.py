@@ -12,8 +12,8 @@ import uvicorn
 
 from megatron_rl.config import ListenerSettings
 from megatron_rl.tasks.lewis.listener_client import ImageFile
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import make_uvicorn_config
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import make_uvicorn_config
 from tests.support.fake_listener import FakeEngineHolder, build_app, yes_probability
 from tests.support.model_server_process import encode_png, make_noise_image
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_tools.convert import merger
 from tests.support.foreign_checkpoints import State
-from tools.convert import merger
 
 
 def run_merge(checkpoint: Path, out: Path, *options: object) -> int:

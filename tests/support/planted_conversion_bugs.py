@@ -27,7 +27,7 @@ from megatron_rl.policy import transformer
 from megatron_rl.policy.parallel import Layout
 from megatron_rl.policy.vision import encode_images
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from tools.convert.converter_hf_to_mcore import main
+from megatron_rl_tools.convert.converter_hf_to_mcore import main
 
 
 def swap_heads(q: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:

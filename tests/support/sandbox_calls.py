@@ -8,7 +8,7 @@ import time
 
 from PIL import Image
 
-from sandbox import BoxLimits, SandboxPool
+from megatron_rl_sandbox import BoxLimits, SandboxPool
 
 CALLS = {
     "layers": "",

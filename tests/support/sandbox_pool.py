@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox import BoxLimits, SandboxError, SandboxPool
-from sandbox.cgroups import find_own_groups
-from sandbox.layers import choose_layers, detect_layers
+from megatron_rl_sandbox import BoxLimits, SandboxError, SandboxPool
+from megatron_rl_sandbox.cgroups import find_own_groups
+from megatron_rl_sandbox.layers import choose_layers, detect_layers
 
 
 class PoolRunner:

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 
 from megatron_rl.tasks.lewis.description import PROMPT
+from megatron_rl_tools.data.make_lewis import main as make_rounds
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.model_server_process import encode_png, make_noise_image
-from tools.data.make_lewis import main as make_rounds
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 COLORS = ("red", "blue", "green", "pink")
 STEPS, BATCH_SIZE = 60, 8

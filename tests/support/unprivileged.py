@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from sandbox import kernel
+from megatron_rl_sandbox import kernel
 
 UID = 123456789
 ROOT = Path(__file__).resolve().parents[2]

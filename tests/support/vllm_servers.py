@@ -19,7 +19,7 @@ from megatron_rl.rollout.vllm.server_api import VllmServer
 from megatron_rl.rollout.vllm.server_command import expected_fingerprint, server_arguments, server_environment
 from megatron_rl.rollout.vllm.weight_sender import WeightSender
 from megatron_rl.services.supervised_process import find_free_port
-from sandbox.token import bearer_header
+from megatron_rl_sandbox.token import bearer_header
 from tests.conftest import SUPPORT
 from tests.support import fork_server
 

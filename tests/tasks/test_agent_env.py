@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 from PIL import Image
 
-import sandbox
+import megatron_rl_sandbox as sandbox
 from megatron_rl.tasks.visual_python.env import AgentEnv
 from megatron_rl.tasks.visual_python.pyvision import PyVisionProtocol
 from megatron_rl.types import Example
-from sandbox.image_codec import encode_png
+from megatron_rl_sandbox.image_codec import encode_png
 from tests.support.visual_python_episodes import DecodedImage
 
 CROP = Image.new("RGB", (20, 10), "red")

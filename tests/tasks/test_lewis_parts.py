@@ -20,12 +20,12 @@ from megatron_rl.tasks.lewis.description import PROMPT, parse_description
 from megatron_rl.tasks.lewis.listener_protocol import make_listener_score
 from megatron_rl.tasks.lewis.sheets import GREEN, RED, ContactSheets
 from megatron_rl.types import Rollout, Turn
+from megatron_rl_tools.data.make_lewis import main
 from tests.rewards.test_speaker_client import speaking
 from tests.support.fake_listener import FakeEngineHolder, yes_probability
 from tests.support.listener_clients import serve_listener
 from tests.support.model_server_process import encode_png, make_noise_image
 from tests.support.rollout_factory import make_reward_input
-from tools.data.make_lewis import main
 
 REPLY = "<thinking>x</thinking><coarse>a photo of a red kind0</coarse><detailed>The kind0 is red.</detailed>"
 

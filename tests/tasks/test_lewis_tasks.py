@@ -16,11 +16,11 @@ from megatron_rl.rollout.task import Task
 from megatron_rl.tasks.lewis.description import parse_description
 from megatron_rl.tasks.lewis.listener_client import ListenerClient
 from megatron_rl.types import Turn
+from megatron_rl_tools.data.make_lewis import main
 from tests.support.fake_listener import FakeEngineHolder, yes_probability
 from tests.support.listener_clients import serve_listener
 from tests.support.model_server_process import encode_png, make_noise_image
 from tests.support.rollout_factory import make_reward_input
-from tools.data.make_lewis import main
 
 REPLY = "<thinking>x</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red.</detailed>"
 QUESTION = 'Does this description, "a photo of a red mug The mug is red.", describe the main subject of the image? Answer yes or no.'

@@ -27,8 +27,8 @@ from megatron_rl.tasks.visual_search.task import (
     write_crop_code,
 )
 from megatron_rl.types import StopReason, ToolCall, Turn
+from megatron_rl_tools.data.make_visual_search import make_dataset, split_sprites
 from tests.support.rollout_factory import make_reward_input
-from tools.data.make_visual_search import make_dataset, split_sprites
 
 SPRITES = draw_shapes(SHAPES)
 

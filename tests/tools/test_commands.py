@@ -12,9 +12,9 @@ import pytest
 
 from megatron_rl.distributed.world import SharedOSError
 from megatron_rl.io.jsonl import write_error_line
+from megatron_rl_tools.commands import format_error
 from tests.conftest import ROOT
 from tests.support import fork_server
-from tools.commands import format_error
 
 FILES = sorted(
     path for room in ("convert", "data") for path in (ROOT / "tools" / room).rglob("*.py") if "argparse.ArgumentParser(" in path.read_text()

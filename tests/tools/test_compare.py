@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.models.name_mapping import nested_name
+from megatron_rl_tools.convert import compare, converter_hf_to_mcore
 from tests.support.foreign_checkpoints import State
-from tools.convert import compare, converter_hf_to_mcore
 
 NAME = "model.layers.2.mlp.down_proj.weight"
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.models import name_mapping
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
+from megatron_rl_tools.convert.converter_hf_to_mcore import main
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support import fork_server
-from tools.convert.converter_hf_to_mcore import main
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 WEIGHTS = "model.safetensors"
 EMBEDDINGS = "model.embed_tokens.weight"
@@ -291,7 +291,7 @@ def test_a_result_that_is_not_the_plan(fault: str, models: dict[str, Path], tmp_
 DIES = """
 import os, signal, sys
 from megatron_rl.weights.formats.torch_dist import TorchDistWriter
-from tools.convert.converter_hf_to_mcore import main
+from megatron_rl_tools.convert.converter_hf_to_mcore import main
 add = TorchDistWriter.add
 def die_at_the_norm(self, name, *arguments, **options):
     if name == "language.decoder.final_layernorm.weight":

@@ -24,9 +24,9 @@ from transformers import (
     ViTModel,
 )
 
+from megatron_rl_tools.data.encoders import encode_images
+from megatron_rl_tools.data.make_lewis import main
 from tests.tools.test_make_lewis import pictures
-from tools.data.encoders import encode_images
-from tools.data.make_lewis import main
 
 __all__ = ["pictures"]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 32, "patch_size": 8}

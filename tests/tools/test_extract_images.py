@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from megatron_rl.data.questions import load_questions
+from megatron_rl_tools.data import extract_images_from_parquet as tool
+from megatron_rl_tools.data.extract_images_from_parquet import file_name, main
 from tests.support.data_files import make_png, write_rows
-from tools.data import extract_images_from_parquet as tool
-from tools.data.extract_images_from_parquet import file_name, main
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 from megatron_rl.tasks.alfworld.game_files import GAME_FILE, TRANSCRIPT_FILES, load_transcript
 from megatron_rl.tasks.alfworld.game_generator import find_alfworld_package, generate_drafts
 from megatron_rl.tasks.alfworld.goals import ALFWORLD_NAME_BY_KIND, KIND_BY_ALFWORLD_NAME, AlfworldGoal
-from tools.data import make_tiny_qwen2_5_vl as tiny
-from tools.data.make_alfworld import PARTIAL_SUFFIX, TEXTS_FILE, main
+from megatron_rl_tools.data import make_tiny_qwen2_5_vl as tiny
+from megatron_rl_tools.data.make_alfworld import PARTIAL_SUFFIX, TEXTS_FILE, main
 
 SCENES = {"train": {*range(7, 31)}, "eval": {*range(1, 7)}}
 """Floor plan numbers per split, modulo 100; the hundreds digit is the room type."""

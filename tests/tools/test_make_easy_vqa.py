@@ -15,9 +15,9 @@ from megatron_rl.config import DataSettings, TaskSettings
 from megatron_rl.data.questions import load_questions
 from megatron_rl.tasks.vqa import VqaTask
 from megatron_rl.types import Turn
+from megatron_rl_tools.data import make_easy_vqa as tool
+from megatron_rl_tools.data.make_easy_vqa import main, read_rows
 from tests.support.rollout_factory import make_reward_input
-from tools.data import make_easy_vqa as tool
-from tools.data.make_easy_vqa import main, read_rows
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from PIL import Image, ImageDraw
 from transformers import ViTConfig, ViTImageProcessor, ViTModel
 
 from megatron_rl.data.records import RecordFiles
-from tools.data import make_emoji
-from tools.data.lewis_rounds import RoundGenerator, read_catalogue, split_by_concept
-from tools.data.make_lewis import LISTENER_FEATURES, main
+from megatron_rl_tools.data import make_emoji
+from megatron_rl_tools.data.lewis_rounds import RoundGenerator, read_catalogue, split_by_concept
+from megatron_rl_tools.data.make_lewis import LISTENER_FEATURES, main
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

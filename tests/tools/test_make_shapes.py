@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3VLForConditionalGeneration
 
 from megatron_rl.models.hf_config import read_spec
-from tools.data import make_shapes
+from megatron_rl_tools.data import make_shapes
 
 
 def test_a_folder_holds_the_tensors_of_its_config(tmp_path: Path, monkeypatch) -> None:  # noqa: ANN001

@@ -20,7 +20,7 @@ from transformers import AutoProcessor, AutoTokenizer, Qwen2_5_VLConfig, Qwen2_5
 
 from megatron_rl.tasks.gym_cards.number_line import STATES, draw_state, optimal_action
 from megatron_rl.tasks.gym_cards.task import write_reply
-from tools.data import make_tiny_qwen2_5_vl as maker
+from megatron_rl_tools.data import make_tiny_qwen2_5_vl as maker
 
 # Qwen2.5's 22 added tokens, with ids 151643 to 151664 in the released tokenizers, in this order.
 ADDED = (  # noqa: SIM905

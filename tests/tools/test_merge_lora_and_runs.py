@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl.weights.formats.torch_dist import McoreTensors, TorchDistWriter
+from megatron_rl_tools.convert import merge_run
 from tests.support.foreign_checkpoints import State, read_hf_tensors
 from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
-from tools.convert import merge_run
 
 
 def write_adapter(folder: Path, *, targets: dict[str, tuple[int, int]], rank: int = 3, **settings: object) -> State:

@@ -79,7 +79,7 @@ def test_verify_runs_both_models(checkpoints: dict[str, tuple[Path, Path]], tmp_
 import sys
 from megatron_rl.models import name_mapping
 name_mapping.split_halves = lambda fused: fused.chunk(2, 0)[::-1]
-from tools.convert.merger import main
+from megatron_rl_tools.convert.merger import main
 sys.exit(main(sys.argv[1:]))""")
     result = fork_server.run_script(swapped, "--checkpoint", checkpoint, "--out", tmp_path / "swapped", "--verify", timeout_s=120)
     assert result.returncode == 1 and "error: --verify=" in result.stdout, result.stdout
@@ -280,7 +280,7 @@ def test_a_killed_merge_leaves_no_folder_and_can_be_run_again(checkpoints: dict[
     killed.write_text("""
 import os, signal, sys
 from megatron_rl.weights.formats.checkpoint_source import MegatronSource
-from tools.convert.merger import main
+from megatron_rl_tools.convert.merger import main
 read = MegatronSource.read
 def killed(self, name):
     if name == "model.norm.weight":

@@ -12,11 +12,11 @@ from transformers import AutoModelForImageTextToText
 
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.torch_dist import McoreTensors
+from megatron_rl_tools.convert import converter_hf_to_mcore, merger
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.foreign_checkpoints import read_hf_tensors, write_fsdp, write_megatron_lm, write_verl_megatron
 from tests.support.indivisible_vocabulary import add_tokens
 from tests.support.merge_checks import assert_refused, assert_same_tensors, run_merge
-from tools.convert import converter_hf_to_mcore, merger
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 FAMILIES = ["qwen2_vl", "qwen3_vl"]
 

@@ -20,7 +20,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.weights.formats.checkpoint_source import HfNamedSource, TensorSource
 from megatron_rl.weights.formats.open_checkpoint import detect_format, find_hf_folder, open_source
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
-from tools.commands import format_error, quiet_libraries
+from megatron_rl_tools.commands import format_error, quiet_libraries
 
 CHUNK_SIZE = 1 << 24
 """Number of elements compared at a time; each element takes 8 bytes in double precision."""
@@ -123,7 +123,7 @@ def compare_logits(first: Path, second: Path, *, atol: float) -> bool:
 
     Returns True if no logit differs by more than `atol`.
     """
-    from tools.convert.verify import compute_hf_logits, compute_mcore_logits  # importing Megatron takes seconds and memory
+    from megatron_rl_tools.convert.verify import compute_hf_logits, compute_mcore_logits  # importing Megatron takes seconds and memory
 
     sides = [
         (compute_hf_logits if detect_format(folder, key="folder") == "hf" else compute_mcore_logits)(folder, key="folder")

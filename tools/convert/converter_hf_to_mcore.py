@@ -27,7 +27,7 @@ from megatron_rl.weights.formats.open_checkpoint import set_config_dtype
 from megatron_rl.weights.formats.safetensors_folder import HfTensors
 from megatron_rl.weights.formats.tensor_files import atomic_folder, copy_companions
 from megatron_rl.weights.formats.to_mcore import McoreImport
-from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
+from megatron_rl_tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
 PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
@@ -55,7 +55,7 @@ def convert(hf: Path, out: Path, *, tp: int, pp: int, dtype: torch.dtype | None,
             described = partial / "hf" / "config.json"
             described.write_text(json.dumps(set_config_dtype(read_json(described), dtype), indent=2))
         if check_logits:
-            from tools.convert.verify import verify_logits
+            from megatron_rl_tools.convert.verify import verify_logits
 
             console.print(verify_logits(hf, partial, dtype=dtype), **PLAIN)
     if source.skipped:

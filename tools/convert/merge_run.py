@@ -9,8 +9,8 @@ import re
 import sys
 from pathlib import Path
 
-from tools.commands import DTYPES, format_error, quiet_libraries
-from tools.convert.merger import MergeOptions, add_options, check_not_input, merge_checkpoint
+from megatron_rl_tools.commands import DTYPES, format_error, quiet_libraries
+from megatron_rl_tools.convert.merger import MergeOptions, add_options, check_not_input, merge_checkpoint
 
 
 def find_steps(run: Path) -> dict[int, Path]:

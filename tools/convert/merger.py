@@ -25,7 +25,7 @@ from megatron_rl.weights.formats.open_checkpoint import detect_format, find_crit
 from megatron_rl.weights.formats.pixel_limits import read_pixel_limits
 from megatron_rl.weights.formats.safetensors_folder import INDEX_FILE, HfTensors, write_hf_folder
 from megatron_rl.weights.formats.tensor_files import prefetch
-from tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
+from megatron_rl_tools.commands import DTYPES, progress_bar, quiet_libraries, run_command
 
 NAME_STYLES = ("released", "nested")
 """Naming styles for tensors.
@@ -143,7 +143,7 @@ def _check_verify(merge_options: MergeOptions, kind: str, *, is_merged: bool) ->
 
 
 def _verify_logits(partial: Path, checkpoint: Path) -> str:
-    from tools.convert.verify import verify_logits  # importing Megatron takes seconds and memory
+    from megatron_rl_tools.convert.verify import verify_logits  # importing Megatron takes seconds and memory
 
     return verify_logits(partial, checkpoint)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_rl.config import require
-from tools.data.lewis_rounds import normalize_rows, open_image
+from megatron_rl_tools.data.lewis_rounds import normalize_rows, open_image
 
 ONNX = "model.onnx"
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

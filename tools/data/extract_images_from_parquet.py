@@ -35,7 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron_rl.config import require
 from megatron_rl.data.images import SUFFIXES, UNREADABLE, StoredImage, make_stored_image, shorten
 from megatron_rl.errors import InfraError
-from tools.commands import run_command
+from megatron_rl_tools.commands import run_command
 
 JPEG_QUALITY = 95
 ROWS_AT_ONCE = 64

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.config import require
-from tools.commands import run_command
+from megatron_rl_tools.commands import run_command
 
 PACKAGE = "easy-vqa==1.0"
 SHA256 = "fcb51b309b78c7b00f97b64cdbcbcf5c105f94da1b39c0796cee5a787c4f650f"

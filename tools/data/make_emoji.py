@@ -27,7 +27,7 @@ from PIL import Image
 from PIL.Image import Image as Picture
 
 from megatron_rl.config import require
-from tools.commands import run_command
+from megatron_rl_tools.commands import run_command
 
 PACKAGE = "@lobehub/fluent-emoji-3d@1.1.0"
 SHA256 = "c1bb7eee7de090205a232518a9ab4adb3df458bfbe8a1f78232991194c8b2e58"

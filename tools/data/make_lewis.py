@@ -26,11 +26,11 @@ from pathlib import Path
 
 from megatron_rl.config import require
 from megatron_rl.tasks.lewis.demonstrations import make_tokenizer_texts
-from tools.commands import run_command
-from tools.data import dataset_dict
-from tools.data.dataset_dict import IMAGE, STRING, STRINGS
-from tools.data.encoders import encode_images
-from tools.data.lewis_rounds import (
+from megatron_rl_tools.commands import run_command
+from megatron_rl_tools.data import dataset_dict
+from megatron_rl_tools.data.dataset_dict import IMAGE, STRING, STRINGS
+from megatron_rl_tools.data.encoders import encode_images
+from megatron_rl_tools.data.lewis_rounds import (
     DEFAULT_EASY_SHARE,
     DISTRACTORS,
     POSITIVES,

@@ -19,7 +19,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import RELEASED_SIZES, make_released_config
 from megatron_rl.weights.formats.safetensors_folder import write_hf_folder
 from megatron_rl.weights.formats.tensor_files import copy_companions
-from tools.commands import run_command
+from megatron_rl_tools.commands import run_command
 
 BLOCK_SIZE = 1 << 25
 """Size of the random block in elements: 64 MiB in bfloat16."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.docs.configuration import escape
+from megatron_rl_tools.docs.configuration import escape
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = "command_line.md"

@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
 from megatron_rl.config import Settings  # noqa: E402
-from tools.docs import command_line, configuration  # noqa: E402
+from megatron_rl_tools.docs import command_line, configuration  # noqa: E402
 
 SETTINGS = frozenset(setting.key for setting in configuration.list_settings(Settings))
 GROUPS = frozenset(key.split(".")[0] for key in SETTINGS)

@@ -27,9 +27,9 @@ import uvicorn
 from megatron_rl.observe.viewer.demo import make_demo_run
 from megatron_rl.observe.viewer.store import label_folders
 from megatron_rl.observe.viewer.web_app import create_app
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import make_uvicorn_config
-from sandbox.token import is_reachable_remotely, read_token
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import make_uvicorn_config
+from megatron_rl_sandbox.token import is_reachable_remotely, read_token
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.server_backend import ServerBackend
 from megatron_rl.rollout.vllm.sampler import NUM_SAMPLED_KEY, SEED_KEY
 from megatron_rl.types import Image, SpecialTokens
-from sandbox.bounded_http import BoundedClient, NoResponse
+from megatron_rl_sandbox.bounded_http import BoundedClient, NoResponse
 
 GENERATE_PATH = "/inference/v1/generate"
 MAX_BYTES_PER_TOKEN, MAX_OTHER_BYTES = 1 << 10, 1 << 20

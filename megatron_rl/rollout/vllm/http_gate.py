@@ -15,9 +15,9 @@ import os
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sandbox.access import AccessRules, RequestRejection
-from sandbox.request_gate import MIN_BODY_BYTES, replay_body, send_rejection
-from sandbox.token import read_token
+from megatron_rl_sandbox.access import AccessRules, RequestRejection
+from megatron_rl_sandbox.request_gate import MIN_BODY_BYTES, replay_body, send_rejection
+from megatron_rl_sandbox.token import read_token
 
 TOKEN_FILE = "MEGATRON_RL_TOKEN_FILE"
 """Environment variable that contains the path of the server's token file."""

@@ -15,8 +15,8 @@ from megatron_rl.config import EngineSettings, Settings, require
 from megatron_rl.rollout.busy_timer import BusyTimer
 from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.rollout.vllm.server_command import PROGRAM, VLLM_VERSION, expected_fingerprint, launch_commands, server_arguments
-from sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse, NoResponse, send_request
-from sandbox.token import read_token
+from megatron_rl_sandbox.bounded_http import DENIED_STATUSES, BoundedClient, BoundedResponse, NoResponse, send_request
+from megatron_rl_sandbox.token import read_token
 
 REPLY_TIMEOUT_S, LOAD_TIMEOUT_S, CHECKSUM_TIMEOUT_S = 10.0, 120.0, 600.0
 """Timeouts in seconds for a query, for a call that changes the server's state, and for checksums of

@@ -16,7 +16,7 @@ from megatron_rl.models.vocabulary import MAX_TOKENIZER_BYTES
 from megatron_rl.rollout.vllm.engine_core import engine_arguments
 from megatron_rl.rollout.vllm.http_gate import MIDDLEWARE, TOKEN_FILE
 from megatron_rl.rollout.vllm.sampler import BANNED_IDS_KEY
-from sandbox.token import USER_KEY_VARIABLES
+from megatron_rl_sandbox.token import USER_KEY_VARIABLES
 
 TRANSFER_BACKEND = "megatron_rl"
 VLLM_VERSION = "0.32.0"

@@ -36,7 +36,7 @@ from megatron_rl.errors import InfraError, PermanentInfraError
 from megatron_rl.rewards.verdict_cache import VerdictCache
 from megatron_rl.tasks.lewis.listener_protocol import BatchScoreResponse, ListenerScore, make_listener_score
 from megatron_rl.tasks.lewis.partner_client import check_partner, open_http_client, raise_for_status, read_partner_token
-from sandbox.messages import encode_base64
+from megatron_rl_sandbox.messages import encode_base64
 
 
 @dataclass(slots=True, frozen=True)

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ValidationError
 from megatron_rl.clients.endpoint_pool import EndpointError, KeyRefused, RequestRejected, describe_error, parse_retry_after, to_one_line
 from megatron_rl.clients.health_check import HEALTH_TIMEOUT_S, HealthCheck
 from megatron_rl.clients.openai import BOUNDED_CLIENT_OPTIONS, UnreadBody, proxy_options
-from sandbox.bounded_http import DENIED_STATUSES
-from sandbox.token import bearer_header, read_token
+from megatron_rl_sandbox.bounded_http import DENIED_STATUSES
+from megatron_rl_sandbox.token import bearer_header, read_token
 
 REJECTED_STATUSES = (400, 413, 422)
 """HTTP statuses with which a healthy server rejects an invalid request."""

@@ -16,7 +16,7 @@ from megatron_rl.clients.health_check import health_warning
 from megatron_rl.clients.openai import UnreadBody
 from megatron_rl.config import SpeakerSettings
 from megatron_rl.tasks.lewis.partner_client import check_partner, open_http_client, raise_for_status, read_partner_token
-from sandbox.messages import encode_base64
+from megatron_rl_sandbox.messages import encode_base64
 
 TOKEN_FILE_KEY = "task.speaker.token_file"
 

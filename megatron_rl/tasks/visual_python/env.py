@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL.Image import Image as Picture
 
-import sandbox
+import megatron_rl_sandbox as sandbox
 from megatron_rl.data.clips import StoredVideo
 from megatron_rl.errors import AccessDenied, InfraError, PermanentInfraError
 from megatron_rl.rollout.task import Env, Step
@@ -22,8 +22,8 @@ from megatron_rl.tasks.visual_python.image_tools import IMAGE_TOOLS, ToolError
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME
 from megatron_rl.tasks.visual_python.tool_protocol import CodeAction, FinalAnswer, MalformedReply, ToolAction, ToolProtocol
 from megatron_rl.types import Example, Message, ToolCall
-from sandbox.image_codec import encode_png
-from sandbox.sandbox_client import RemoteBox, SandboxClient
+from megatron_rl_sandbox.image_codec import encode_png
+from megatron_rl_sandbox.sandbox_client import RemoteBox, SandboxClient
 
 PRELOAD = """\
 import base64, collections, io, itertools, json, math, re

@@ -6,7 +6,7 @@ from typing import Any
 
 from PIL.Image import Image as Picture
 
-import sandbox
+import megatron_rl_sandbox as sandbox
 from megatron_rl.clients.sandbox_service import make_sandbox_client
 from megatron_rl.config import SandboxSettings, TaskSettings
 from megatron_rl.data.benchmarks.catalog import compute_benchmark_metrics, load_benchmark_questions
@@ -22,7 +22,7 @@ from megatron_rl.tasks.visual_python.function_tools import FunctionsProtocol
 from megatron_rl.tasks.visual_python.pyvision import CLIP_NAME, PyVisionProtocol
 from megatron_rl.tasks.visual_python.tool_protocol import ToolProtocol
 from megatron_rl.types import Example, Rollout
-from sandbox.sandbox_client import SandboxClient
+from megatron_rl_sandbox.sandbox_client import SandboxClient
 
 MAX_INPUT_BYTES = 512 << 20
 """Maximum total size of an episode's images in PNG format, in bytes. The limit is large enough for
@@ -156,7 +156,7 @@ async def start_sandbox(pool: sandbox.SandboxPool | SandboxClient, settings: San
     except sandbox.SandboxError as fault:
         url, isolation = settings.url, settings.isolation
         chosen = f"url={url}: {fault}; start the sandbox server" if url else f"isolation={isolation}: {fault}; find the cause"
-        raise InfraError(f"task.sandbox.{chosen} with `python -m sandbox {'serve' if url else 'doctor'}`") from fault
+        raise InfraError(f"task.sandbox.{chosen} with `python -m megatron_rl_sandbox {'serve' if url else 'doctor'}`") from fault
 
 
 def make_sandbox(settings: SandboxSettings) -> sandbox.SandboxPool | SandboxClient:

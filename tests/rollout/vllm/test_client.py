@@ -14,7 +14,7 @@ from megatron_rl.rollout.engine import Completion, SamplingSettings
 from megatron_rl.rollout.vllm.client import GenerateClient, GenerateRequest, PartialCompletion, find_stop
 from megatron_rl.rollout.vllm.server_api import CONNECTION_HINT, VllmServer
 from megatron_rl.types import Image, SpecialTokens
-from sandbox.bounded_http import BoundedClient
+from megatron_rl_sandbox.bounded_http import BoundedClient
 from tests.support.json_server import server_url, start_server, stop_server
 
 WANTED = {"model": "abc", "tokenizer": "def", "weight transfer": "megatron_rl"}

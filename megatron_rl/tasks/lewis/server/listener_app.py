@@ -51,7 +51,7 @@ from megatron_rl.tasks.lewis.server.prompt_renderer import RenderSlots, render_p
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimiter, RequestLimits
 from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
 from megatron_rl.types import TokenSequence
-from sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
+from megatron_rl_sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
 
 if TYPE_CHECKING:  # these import torch
     from transformers import PreTrainedTokenizerBase

@@ -24,8 +24,8 @@ from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES, MAX_ITEMS
 from megatron_rl.tasks.lewis.server.image_cache import ImageCache
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from megatron_rl.tasks.lewis.server.weight_updates import WeightPart, WeightUpdateHandler
-from sandbox.connections import ConnectionRegistry
-from sandbox.http import (
+from megatron_rl_sandbox.connections import ConnectionRegistry
+from megatron_rl_sandbox.http import (
     NO_DOC_PAGES,
     handle_disconnect,
     handle_http_error,
@@ -34,8 +34,8 @@ from sandbox.http import (
     reserve_connections,
     serve_until_signal,
 )
-from sandbox.request_gate import MIN_BODY_BYTES, RequestGuardMiddleware
-from sandbox.token import read_token
+from megatron_rl_sandbox.request_gate import MIN_BODY_BYTES, RequestGuardMiddleware
+from megatron_rl_sandbox.token import read_token
 
 EXTRA_DESCRIPTORS = 128
 """Number of file descriptors that are reserved for the engine, the renderer's threads and the log.

@@ -15,7 +15,7 @@ from megatron_rl.errors import InfraError
 from megatron_rl.io.jsonl import to_json_line
 from megatron_rl.tasks.lewis.listener_protocol import MAX_CANDIDATES, MAX_ITEMS, MAX_QUESTION_CHARS
 from megatron_rl.tasks.lewis.server.image_cache import MAX_IMAGE_BYTES, MAX_IMAGE_PIXELS
-from sandbox.http import make_retry_error
+from megatron_rl_sandbox.http import make_retry_error
 
 LATENCY_BUCKETS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 MAX_WAITING = 4096

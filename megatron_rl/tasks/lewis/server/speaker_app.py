@@ -37,7 +37,7 @@ from megatron_rl.tasks.lewis.server.model_server import make_application, run_se
 from megatron_rl.tasks.lewis.server.prompt_renderer import RenderSlots, render_prompts, store_candidates
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimiter, RequestLimits
 from megatron_rl.tasks.lewis.server.weight_updates import WeightUpdateHandler
-from sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
+from megatron_rl_sandbox.http import make_retry_error, openapi_body, read_body, run_while_connected
 
 if TYPE_CHECKING:  # imports torch
     from megatron_rl.tasks.lewis.server.engine_holder import EngineHolder

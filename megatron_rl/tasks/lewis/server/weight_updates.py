@@ -22,7 +22,7 @@ from pydantic import Field, StringConstraints
 from megatron_rl.errors import InfraError
 from megatron_rl.models.name_mapping import canonical_name, nested_name
 from megatron_rl.tasks.lewis.listener_protocol import StrictMessage
-from sandbox.http import read_body
+from megatron_rl_sandbox.http import read_body
 
 if TYPE_CHECKING:  # these import torch
     import torch

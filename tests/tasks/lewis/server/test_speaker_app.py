@@ -22,8 +22,8 @@ from megatron_rl.tasks.lewis.description import PROMPT
 from megatron_rl.tasks.lewis.server.image_cache import ImageCache
 from megatron_rl.tasks.lewis.server.request_limiter import RequestLimits
 from megatron_rl.tasks.lewis.server.speaker_app import MAX_REPLY_TOKENS, SpeakerService, create_app
+from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support.model_server_process import ServerProcess, encode_base64, encode_png, make_noise_image, running_model_server
-from tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 
 REPLIES = {
     "mug": "<thinking>t</thinking><coarse>a photo of a red mug</coarse><detailed>The mug is red.</detailed>",
