@@ -35,8 +35,8 @@ CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Timing fields of a rollout, its turns and its verdicts, which are not compared."""
 SIZES = ("model.min_pixels=12000", "model.max_pixels=13000", "engine.kv_cache_mib=16", "task.max_turns=2", "task.eval_samples=0")
 GRPO = (
-    "optim.lr=3e-4", "optim.eps=1e-3", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
-    "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
+    "optim.lr=3e-4", "optim.eps=1e-3", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2",
+    "algo.kl_coef=0.05", "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
     "filter.drop=[zero_std]", "filter.max_num_gen_batches=2", "filter.prefer_high_std=true", "algo.turn_credit=return_to_go",
     "algo.gamma=0.9",
 )  # fmt: skip

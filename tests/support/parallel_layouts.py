@@ -130,9 +130,7 @@ def make_policy(model: Path, renderer: Renderer, layout: Layout, case: LayoutCas
     )  # fmt: skip
 
 
-def train_steps(
-    policy: Policy, contexts: list[PackItem], *, num_steps: int, max_tokens: int, initial: HfTensors
-) -> dict[str, object]:
+def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, max_tokens: int, initial: HfTensors) -> dict[str, object]:
     """Run GRPO steps with micro-batches of at most `max_tokens` tokens (1: one per sequence).
 
     Return losses, gradient norms and the change of every tensor from `initial`. The learning rate
