@@ -28,7 +28,6 @@ LAYOUTS = {  # tp, pp, vpp, sequence parallel, recomputation, model: the paralle
     "4,1,1,0,none,wide": "tp",
     "2,1,1,1,none,wide": "dp",
     "2,2,1,0,none,wide": "pp",
-    "1,1,1,0,none,wide": "dp of four",
 }
 
 

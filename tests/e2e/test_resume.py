@@ -42,14 +42,14 @@ SIZES = (
     "task.eval_samples=0",
 )
 GRPO = (
-    "optim.lr=3e-4", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2", "algo.kl_coef=0.05",
-    "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
+    "optim.lr=3e-4", "optim.eps=1e-3", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2",
+    "algo.kl_coef=0.05", "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
     "filter.drop=[zero_std]", "filter.max_num_gen_batches=2", "filter.prefer_high_std=true", "algo.turn_credit=return_to_go",
     "algo.gamma=0.9",
 )  # fmt: skip
 SFT = (
-    "stage=sft", "sft.splits=[correct,biased]", "sft.steps=[35,5]", "sft.batch_size=30", "sft.num_demonstrations=60", "optim.lr=1e-3",
-    "optim.beta2=0.95", "checkpoint.every=18",
+    "stage=sft", "sft.splits=[correct,biased]", "sft.steps=[19,5]", "sft.batch_size=16", "sft.num_demonstrations=60", "optim.lr=1.5e-3",
+    "optim.beta2=0.95", "checkpoint.every=10",
 )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def scalars(run: Path) -> list[tuple[int, float]]:
 
 @pytest.fixture(scope="module")
 def warm(learning_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run 40 steps of SFT from the random nano model, after which its policy writes JSON and is
+    """Run 24 steps of SFT from the random nano model, after which its policy writes JSON and is
     sometimes correct.
     """
     home = tmp_path_factory.mktemp("warm")
@@ -337,11 +337,8 @@ def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_pat
     both = (read_rollouts(step_path(run / "rollouts", 5), with_images=False) for run in (unbroken, again))
     assert [rollout.sequences for rollout in next(both)] == [rollout.sequences for rollout in next(both)], "advantages and all"
 
-    few = ("run.steps=2", "optim.eps=1e-3", "rollouts.save=best")
-    one, two = (
-        learned(replayed(unbroken, warm, tmp_path / name, *few, *layout, nproc=num), steps=2)
-        for name, layout, num in (("one", (), 1), ("two", ("parallel.tp=2", "parallel.sequence_parallel=true"), 2))
-    )
+    two_ranks = ("parallel.tp=2", "parallel.sequence_parallel=true", "run.steps=2", "rollouts.save=best")
+    one, two = learned(again, steps=2), learned(replayed(unbroken, warm, tmp_path / "two", *two_ranks, nproc=2), steps=2)
     for line, other in zip(one, two, strict=True):
         assert line.keys() == other.keys() and {"loss", "grad_norm", "policy/kl_ref"} < line.keys()
         for name in ("loss", "grad_norm", "policy/kl_ref", "policy/entropy"):
@@ -392,50 +389,50 @@ def test_a_runs_checkpoint_is_verified_and_merged(warm: Path, tmp_path: Path) ->
     """The merger's --verify compares Megatron's logits from the training checkpoint with Hugging
     Face's logits from the merged folder.
     """
-    checkpoint = warm / "checkpoints" / "step_00000036"
+    checkpoint = warm / "checkpoints" / "step_00000020"
     command = (ROOT / "tools" / "convert" / "merger.py", "--checkpoint", checkpoint, "--out", tmp_path / "merged", "--verify")
     merged = fork_server.run_script(*command, timeout_s=120)
     assert merged.returncode == 0 and "logits" in merged.stdout, merged.stdout
 
 
 def test_a_warm_start_goes_on_in_the_middle_of_a_stage(warm: Path, learning_model: Path, tmp_path: Path) -> None:
-    """A stopped SFT run resumes from step 36, the first of the five steps of its second stage;
+    """A stopped SFT run resumes from step 20, the first of the five steps of its second stage;
     later steps of the old run are moved to superseded/. A finished run that is given one more step
     resumes after its last step.
     """
     run = tmp_path / "sft"
     shutil.copytree(warm, run)
     shutil.rmtree(run / "final")
-    shutil.rmtree(run / "checkpoints" / "step_00000040")
+    shutil.rmtree(run / "checkpoints" / "step_00000024")
     overrides = (*SFT, f"model.path={learning_model}", f"run.dir={run}", "checkpoint.allow_repeat=true")
     life = begin(*overrides)
-    while "sft step 37/40" not in life.output.read_text():
+    while "sft step 21/24" not in life.output.read_text():
         assert life.poll() is None, end(life)
         time.sleep(0.002)
     life.send_signal(signal.SIGTERM)
     output = end(life, code=STOPPED)
     resumed = (
-        f"resume: {run}/checkpoints/step_00000036; changed since: checkpoint.allow_repeat=True (was False), run.dir={run} (was {warm}); "
+        f"resume: {run}/checkpoints/step_00000020; changed since: checkpoint.allow_repeat=True (was False), run.dir={run} (was {warm}); "
     )
     assert f"{resumed}{run}/final/config.json is missing, the run is not finished\n" in output
     (step,) = (
-        int(number) for number in re.findall(r"^stopped at step (\d+) of 40; the same command resumes the run$", output, re.MULTILINE)
+        int(number) for number in re.findall(r"^stopped at step (\d+) of 24; the same command resumes the run$", output, re.MULTILINE)
     )
-    assert "sft step 36/40" not in output and step in (37, 38, 39) and max(names(run)) == f"step_{step:08d}"
+    assert "sft step 20/24" not in output and step in (21, 22, 23) and max(names(run)) == f"step_{step:08d}"
     output = end(begin(*overrides))
-    assert f"sft step {step + 1}/40" in output and f"sft step {step}/40" not in output
+    assert f"sft step {step + 1}/24" in output and f"sft step {step}/24" not in output
     check_equal(run, warm)
-    superseded = run / "superseded" / "step_00000036"
-    assert [line["step"] for line in read_metrics(superseded / "metrics.jsonl")] == [36, 37, 38, 39, 40]
+    superseded = run / "superseded" / "step_00000020"
+    assert [line["step"] for line in read_metrics(superseded / "metrics.jsonl")] == [20, 21, 22, 23, 24]
     assert (superseded / "eval.json").read_bytes() == (warm / "eval.json").read_bytes()
 
-    output = end(begin(*overrides, "sft.steps=[35,6]"))
-    assert f"resume: {run}/checkpoints/step_00000040; changed since: " in output
-    assert "sft step 41/41" in output and "sft step 40/41" not in output
+    output = end(begin(*overrides, "sft.steps=[19,6]"))
+    assert f"resume: {run}/checkpoints/step_00000024; changed since: " in output
+    assert "sft step 25/25" in output and "sft step 24/25" not in output
     shorter, longer = (read_metrics(folder / "metrics.jsonl") for folder in (warm, run))
-    assert [line["step"] for line in longer] == list(range(42))
-    assert [line["loss"] for line in longer[:40]] == [line["loss"] for line in shorter[:40]]
-    assert longer[39]["eval/greedy_success"] == shorter[40]["eval/greedy_success"], "the evaluation that ended the shorter run stays"
+    assert [line["step"] for line in longer] == list(range(26))
+    assert [line["loss"] for line in longer[:24]] == [line["loss"] for line in shorter[:24]]
+    assert longer[23]["eval/greedy_success"] == shorter[24]["eval/greedy_success"], "the evaluation that ended the shorter run stays"
 
 
 def test_a_disk_that_fills_up_in_the_background_ends_the_run(random_model: Path, tmp_path: Path) -> None:

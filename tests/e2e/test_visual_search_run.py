@@ -32,12 +32,12 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
-    """Train with SFT for 80 steps, which teach the format but not the correct positions, so that
+    """Train with SFT for 50 steps, which teach the format but not the correct positions, so that
     the policy crops some region and answers something. Then run two GRPO steps.
     """
     home = tmp_path_factory.mktemp("search")
     make_checkpoint(home / "nano", preset="nano_search", seed=0)
-    stages = ("sft.splits=[correct]", "sft.steps=[80]", "sft.batch_size=12", "sft.num_demonstrations=48", "optim.lr=2e-3")
+    stages = ("sft.splits=[correct]", "sft.steps=[50]", "sft.batch_size=12", "sft.num_demonstrations=48", "optim.lr=2e-3")
     begin = f"model.path={home / 'nano'}"
     torchrun(2, TRAIN, "experiment=visual_search_sft_cpu", begin, f"run.dir={home / 'sft'}", *stages, *OWN, timeout_s=400)
     sizes = ("batch.prompts_per_step=4", "batch.group_size=4", "run.steps=2", "rollouts.keep_best=16")

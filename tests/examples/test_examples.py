@@ -38,10 +38,10 @@ WARM_UP = (
     "stage=sft",
     "experiment=numberline_sft_cpu",
     "sft.splits=[correct]",
-    "sft.steps=[60]",
-    "sft.batch_size=30",
+    "sft.steps=[40]",
+    "sft.batch_size=16",
     "optim.lr=2e-3",
-    "sft.num_demonstrations=600",
+    "sft.num_demonstrations=200",
 )
 GRAY, BLUE, RED = (128, 128, 128), (0, 0, 255), (255, 0, 0)
 

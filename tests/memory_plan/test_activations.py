@@ -113,10 +113,10 @@ def batch_of(num_tokens: int, *, num_patches: int) -> MicroBatch:
 
 
 def sharing(batch: MicroBatch) -> MicroBatch:
-    """Return the batch's 512 tokens as a prompt of 448 and eight segments of 8 tokens that continue
+    """Return the batch's 256 tokens as a prompt of 224 and eight segments of 4 tokens that continue
     it. This is the maximum number of keys of a micro-batch."""
-    offsets = [0, *range(448, 513, 8)]
-    assert 448 + 8 * 456 == MAX_KV_RATIO * batch.num_tokens == MAX_KV_RATIO * offsets[-1]
+    offsets = [0, *range(224, 257, 4)]
+    assert 224 + 8 * 228 == MAX_KV_RATIO * batch.num_tokens == MAX_KV_RATIO * offsets[-1]
     return replace(batch, cu_seqlens_S1=torch.tensor(offsets, dtype=torch.int32), offset_S1=offsets, prefix_S=[-1] + [0] * 8)
 
 
@@ -192,7 +192,7 @@ def test_a_layer_keeps_gathered_keys_as_the_formula_says(world: None, family: st
     2 K per token. In return it saves neither the fused projection, A + 2 K, nor the rotated keys,
     K. The gather indices are shared by all layers and not counted."""
     gpu_kernel_stubs.patch_varlen(monkeypatch)
-    model, num_tokens = MADE[family](2), 512
+    model, num_tokens = MADE[family](2), 256
     chunk = build(model, torch.bfloat16).module
     rotary = chunk.language.rotary_pos_emb(torch.arange(num_tokens).expand(3, 1, -1), chunk.config.mrope_section)
     packed = chunk._packed(sharing(batch_of(num_tokens, num_patches=64)), rotary[:, 0, 0], None)
@@ -224,8 +224,8 @@ def test_a_vision_block_keeps_what_the_formula_says(world: None, dtype: torch.dt
 
 RECOMPUTED = ["none", "selective", "vision", "full"]
 FILLED = [  # dtype, patches, rank of adapters, frozen parts
-    (torch.bfloat16, 64, 0, FROZEN), (torch.float32, 64, 0, FROZEN), (torch.bfloat16, 4 * 512, 0, []),
-    (torch.bfloat16, 4 * 512, 0, FROZEN), (torch.bfloat16, 64, 8, []),
+    (torch.bfloat16, 64, 0, FROZEN), (torch.float32, 64, 0, FROZEN), (torch.bfloat16, 4 * 256, 0, []),
+    (torch.bfloat16, 4 * 256, 0, FROZEN), (torch.bfloat16, 64, 8, []),
 ]  # fmt: skip
 OF_OTHERS = {("none", 2), ("full", 2), ("full", 3), ("none", 4)}
 """Cases that other families run by default: the vision tower with and without recomputation,
@@ -245,7 +245,7 @@ def test_a_pass_stays_below_the_plan_and_near_it(
     never exceeds the plan. If the batch has as many image tokens as the plan assumes, the peak is
     at least two thirds of it."""
     gpu_kernel_stubs.patch_varlen(monkeypatch)
-    model, num_tokens, parallel = MADE[family](4), 512, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
+    model, num_tokens, parallel = MADE[family](4), 256, ParallelSettings(recompute=recompute, log_probs_chunk_size=1)
     chunk = build(model, dtype, recompute=recompute, lora=lora, frozen=frozen)
     batch = sharing(batch_of(num_tokens, num_patches=num_patches))
     known = [*chunk.parameters(), *chunk.module.buffers(), *(buffer.grad_data for buffer in chunk.buffers), batch.patch_PC]

@@ -47,10 +47,14 @@ def test_greedy_is_hf_argmax(engine: ColocatedEngine, hf: HF, renderer: Renderer
 
 
 def test_frequencies_follow_the_probabilities(engine: ColocatedEngine, hf: HF, renderer: Renderer) -> None:
-    """Sampled frequencies follow HF's probabilities by a chi-squared test, over 3000 seeds at
+    check_sampled_frequencies(engine, hf, renderer, num=3000)
+
+
+def check_sampled_frequencies(engine: ColocatedEngine, hf: HF, renderer: Renderer, *, num: int) -> None:
+    """Sampled frequencies follow HF's probabilities by a chi-squared test, over `num` seeds at
     temperature 2. First tokens are tested, and second tokens after the 20 most frequent first
     tokens."""
-    context, num = make_prompts(renderer)[1], 3000
+    context = make_prompts(renderer)[1]
 
     def probability(token_ids: list[int]) -> torch.Tensor:
         return policy_logits(hf, token_ids, context.images, renderer=renderer)[-1].div(2).softmax(-1)

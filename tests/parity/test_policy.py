@@ -28,15 +28,22 @@ ONE_PROCESS = ["1,1,1,0,none,tied", "1,1,1,0,none,untied"]
 FOUR_PROCESSES = [
     # tp, pp, vpp, sequence parallel, recomputation, (MiB of a bucket of exported weights,) model.
     # The data-parallel size is world size / (tp * pp).
-    "2,1,1,1,selective,tied",
-    "2,1,1,1,none,untied",
-    "1,2,2,0,none,tied",
-    "1,2,1,0,selective,untied",
+    "1,1,1,0,selective,tied",
+    "1,2,1,0,none,tied",
+    "1,2,2,0,full,untied",
+    "2,1,1,0,full,tied",
+    "2,2,1,1,selective,untied",
+    "2,2,2,1,none,0.1,tied",
     "4,1,1,0,none,untied",
-    "1,1,1,0,full,tied",
+    "4,1,1,1,full,tied",
 ]
-EIGHT_PROCESSES = ["4,2,2,1,selective,tied", "4,2,1,1,full,tied", "2,2,2,0,full,0.1,untied"]
-OTHER_FAMILIES = {"qwen2_vl": ["2,1,1,1,none", "2,2,2,0,full"], "qwen3_vl": ["2,1,1,1,none", "1,2,1,0,none", "2,2,2,0,full"]}
+EIGHT_PROCESSES = ["4,2,2,0,selective,untied"]
+LONG_IN_FOUR = [
+    "2,1,1,1,selective,tied", "2,1,1,1,none,untied", "1,2,2,0,none,tied", "1,2,1,0,selective,untied", "1,1,1,0,full,tied",
+]  # fmt: skip
+LONG_IN_EIGHT = ["4,2,2,1,selective,tied", "4,2,1,1,full,tied", "2,2,2,0,full,0.1,untied"]
+"""Layouts of the tests marked long. Each choice in them is also in the layouts above."""
+OTHER_FAMILIES = {"qwen2_vl": ["2,2,2,0,full"], "qwen3_vl": ["2,1,1,1,none", "2,2,2,0,full"]}
 """Layouts with four processes of the other families."""
 SEVERAL_PROCESSES = FOUR_PROCESSES + EIGHT_PROCESSES
 OTHERS_IN_ONE = [f"1,1,1,0,none,{family}" for family in OTHER_FAMILIES]
@@ -209,30 +216,42 @@ def test_no_image_is_encoded_twice(layout: str, results: dict) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_another_family_at_every_layout(family: str, models: Path, hf: dict[str, HfReference], tmp_path: Path, torchrun) -> None:  # noqa: ANN001
-    """The other families pass the same tests with all fourteen layouts.
+    """The other families pass the same tests with all layouts.
 
     Some layouts coincide, because tied and untied are one model here.
     """
-    walks = {1: ["1,1,1,0,none"], 4: FOUR_PROCESSES, 8: EIGHT_PROCESSES, 2: ["2,1,1,0,none", "1,2,1,0,full"]}
-    for world, layouts in walks.items():
-        out = tmp_path / str(world)
+    worlds = {4: FOUR_PROCESSES + LONG_IN_FOUR, 8: EIGHT_PROCESSES + LONG_IN_EIGHT, 2: ["2,1,1,0,none,tied", "1,2,1,0,full,tied"]}
+    named = {world: [f"{layout.rsplit(',', 1)[0]},{family}" for layout in layouts] for world, layouts in worlds.items()}
+    check_layouts({1: [f"1,1,1,0,none,{family}"], **named}, models, hf, tmp_path, torchrun)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_further_layouts(models: Path, hf: dict[str, HfReference], tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+    """Further layouts pass the same tests; one of them combines all three kinds of parallelism."""
+    check_layouts({1: ONE_PROCESS, 4: LONG_IN_FOUR, 8: LONG_IN_EIGHT}, models, hf, tmp_path, torchrun)
+
+
+def check_layouts(worlds: dict[int, list[str]], models: Path, hf: dict[str, HfReference], folder: Path, torchrun) -> None:  # noqa: ANN001
+    """Run the layouts of each world size, in this order, and the tests above on their results."""
+    results: dict[str, dict] = {}
+    for world, layouts in worlds.items():
+        out = folder / str(world)
         out.mkdir()
-        named = [f"{layout.removesuffix(',tied').removesuffix(',untied')},{family}" for layout in layouts]
-        torchrun(world, SUPPORT / "parallel_layouts.py", models, out, *dict.fromkeys(named), timeout_s=1500)
-        results = {path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
-        one = torch.load(tmp_path / "1" / f"1,1,1,0,none,{family}.pt", weights_only=True)
-        for layout in dict.fromkeys(named):
+        torchrun(world, SUPPORT / "parallel_layouts.py", models, out, *dict.fromkeys(layouts), timeout_s=1500)
+        alone = {layout: result for layout, result in results.items() if layout in worlds[1]}
+        results = {**alone, **{path.stem: torch.load(path, weights_only=True) for path in out.glob("*.pt")}}
+        for layout in dict.fromkeys(layouts):
             test_logits_and_logprobs_are_those_of_hf(layout, results, hf)
             test_no_image_is_encoded_twice(layout, results)
             for cut in ("one", "each"):
                 test_every_gradient_is_that_of_hf(layout, cut, results, hf)
             if world > 1:
-                for steps, bound in (("first_step", 1e-5), ("three_steps", 1e-3)):
-                    both = {f"1,1,1,0,none,{family}": one, layout: results[layout]}
-                    test_training_is_the_same_at_every_layout(layout, steps, bound, both)
-                if not layout.startswith("1,2,1,0,full"):  # with two untied stages there are no copies
-                    test_copies_of_a_parameter_stay_bitwise_equal(layout, results)
                 test_every_rank_holds_what_the_dry_plan_says(layout, results, models)
+                for steps, bound in (("first_step", 1e-5), ("three_steps", 1e-3)):
+                    test_training_is_the_same_at_every_layout(layout, steps, bound, results)
+                if world > 2 or not layout.startswith("1,2,1,0,full"):  # two stages without data parallelism have no copies
+                    test_copies_of_a_parameter_stay_bitwise_equal(layout, results)
 
 
 def test_the_example_is_a_tree(hf: dict[str, HfReference]) -> None:

@@ -27,8 +27,9 @@ PARAMETERS = "item in utils.py"
 (0.16.1, local_multi_tensor_l2_norm), once per update after the backward pass."""
 CASES = [
     # layers of decoder and vision tower, tp, recomputation, LoRA rank, micro-batches, planted bug
-    "2,1,none,0,1,none", "4,1,none,0,1,none", "2,1,none,0,3,none", "4,2,none,0,1,none", "4,2,full,4,1,none",
-]  # fmt: skip
+    pytest.param(["2,1,none,0,3,none", "4,2,full,4,1,none"], id="layers, micro-batches"),
+    pytest.param(["2,1,none,0,1,none", "4,1,none,0,1,none", "4,2,none,0,1,none"], marks=pytest.mark.long, id="one at a time"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,11 @@ def waits(models: Path, out: Path, torchrun, *cases: str) -> dict[str, Counter[s
     return counted
 
 
-def test_the_host_waits_in_no_micro_batch_and_in_no_layer(models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
+@pytest.mark.parametrize("cases", CASES)
+def test_the_host_waits_in_no_micro_batch_and_in_no_layer(cases: list[str], models: Path, tmp_path: Path, torchrun) -> None:  # noqa: ANN001
     """The host waits only for an update, whatever the number of micro-batches and layers: with
     images, a shared prompt, adapters, recomputation, a value head and sequence parallelism."""
-    for case, counted in waits(models, tmp_path, torchrun, *CASES).items():
+    for case, counted in waits(models, tmp_path, torchrun, *cases).items():
         assert counted.pop(PARAMETERS) > 10
         assert counted == Counter(UPDATE), case
 

@@ -19,6 +19,7 @@ from megatron_rl.rollout.server_engine import ServerEngine
 from megatron_rl.rollout.vllm.client import GenerateClient
 from megatron_rl.types import TokenSequence
 from tests.parity.test_engine import (
+    check_sampled_frequencies,
     test_a_full_context_is_unfinished,
     test_a_refused_request_leaves_the_others_alone,
     test_a_stop_text_ends_a_turn_and_stays_in_it,
@@ -26,7 +27,6 @@ from tests.parity.test_engine import (
     test_logprobs_are_those_of_the_policy,
     test_wrong_placeholders_are_refused,
 )
-from tests.parity.test_engine import test_frequencies_follow_the_probabilities as frequencies_follow_the_probabilities
 from tests.support.engine_logprob_oracle import LOGPROB_BOUND, generate_all, open_engine
 from tests.support.packed_example import make_picture, make_prompts, user_message
 from tests.support.vllm_servers import ENGINE_SETTINGS, connect_server_engine, serve_engines
@@ -50,9 +50,12 @@ def engine(urls: list[str], random_model: Path, renderer: Renderer) -> Iterator[
         yield engine
 
 
-def test_frequencies_follow_the_probabilities(engine: ServerEngine, hf: Qwen2_5_VLForConditionalGeneration, renderer: Renderer) -> None:
-    """The frequencies over 3,000 seeds match the probabilities of transformers' model."""
-    frequencies_follow_the_probabilities(engine, hf, renderer)
+@pytest.mark.parametrize("num", [800, pytest.param(3000, marks=pytest.mark.long)])
+def test_frequencies_follow_the_probabilities(
+    num: int, engine: ServerEngine, hf: Qwen2_5_VLForConditionalGeneration, renderer: Renderer
+) -> None:
+    """The frequencies over all seeds match the probabilities of transformers' model."""
+    check_sampled_frequencies(engine, hf, renderer, num=num)
 
 
 def test_it_samples_what_the_engine_in_this_process_does(engine: ServerEngine, random_model: Path, renderer: Renderer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI, Request
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megatron_rl_sandbox import BoxLimits
@@ -103,7 +103,9 @@ def test_the_fuzzer_finds_what_was_there() -> None:
 
     broken.post("/boxes")(opened)
 
-    @settings(max_examples=4000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    quick = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}  # the first failure, not the smallest
+
+    @settings(max_examples=4000, deadline=None, derandomize=True, database=None, **quick)
     @given(body=(RIGHT | BODY).map(lambda value: json.dumps(value).encode()))
     def fuzz(body: bytes) -> None:
         answered(broken, "POST", "/boxes", body, {})
@@ -156,10 +158,10 @@ def test_bytes_of_any_kind_get_an_answer_or_none() -> None:
     """Mutated requests on real sockets get no status of 500 or above. The server then responds and
     has logged nothing."""
     chance, seen = random.Random(0), set()
-    with serve_sandbox(connections=ConnectionRegistry(header_timeout_s=1.0, body_timeout_s=1.0), pool=FakePool(size=200)) as server:
-        for _ in range(9):
+    with serve_sandbox(connections=ConnectionRegistry(header_timeout_s=0.3, body_timeout_s=0.3), pool=FakePool(size=200)) as server:
+        for _ in range(5):
             with ExitStack() as opened:
-                lines = [opened.enter_context(server.connect()) for _ in range(100)]
+                lines = [opened.enter_context(server.connect()) for _ in range(180)]
                 for line in lines:
                     with suppress(OSError):  # the server has already closed this connection
                         line.sendall(mutated(chance.choice(LINES), chance))

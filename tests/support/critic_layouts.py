@@ -29,14 +29,12 @@ from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.patches import patch_bytes
 from megatron_rl.policy.policy import Policy
 from megatron_rl.policy.trainable_model import TrainableModel
-from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.run.checkpoint_state import InputDigests
 from megatron_rl.run.checkpoints import Checkpoints, list_checkpoints
 from megatron_rl.run.record import History
 from megatron_rl.training_loop import make_updaters
 from megatron_rl.types import MicroBatch
-from tests.support.packed_example import make_example_items
-from tests.support.parallel_layouts import LayoutCase, destroy_layout
+from tests.support.parallel_layouts import LayoutCase, destroy_layout, make_example
 
 CRITIC = {"head_sizes": [8], "normalize_returns": True, "lr": 0.05, "cliprange_value": 0.3}
 PAST_RETURNS = [1.0, 3.0, 5.0, 9.0]
@@ -65,8 +63,8 @@ def set_returns(batches: list[MicroBatch]) -> list[MicroBatch]:
 
 def run_layout(model: Path, out: Path, text: str) -> None:
     case = LayoutCase.parse(text)
-    layout, renderer = build_layout(case.parallel_settings(), seed=0), Renderer(ModelSettings(path=str(model)))
-    contexts, spec = make_example_items(renderer), read_spec(model)
+    layout, (renderer, contexts) = build_layout(case.parallel_settings(), seed=0), make_example(model)
+    spec = read_spec(model)
     whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     optim, settings = OptimSettings(lr=0.1, eps=1e-3), ModelSettings(path=str(model))
     policy = Policy(
@@ -126,8 +124,8 @@ def run_adapters(model: Path, adapter: Path, out: Path, text: str) -> None:
     interruption, and with new models resumed from the checkpoint.
     """
     case = LayoutCase.parse(text)
-    layout, renderer = build_layout(case.parallel_settings(), seed=0), Renderer(ModelSettings(path=str(model)))
-    contexts, spec = make_example_items(renderer), read_spec(model)
+    layout, (renderer, contexts) = build_layout(case.parallel_settings(), seed=0), make_example(model)
+    spec = read_spec(model)
     whole = [pack(contexts, image_token_id=renderer.image_token_id, positions=spec.rope_positions, multiple_of=case.tp)]
     settings = Settings(
         model=ModelSettings(path=str(model)), lora=LORA, parallel=case.parallel_settings(), optim=OptimSettings(lr=1e-2, eps=1e-4),

@@ -24,11 +24,9 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.policy.network import TrainingSettings
 from megatron_rl.policy.parallel import build_layout
 from megatron_rl.policy.policy import Policy
-from megatron_rl.rollout.renderer import Renderer
 from megatron_rl.types import MicroBatch
 from megatron_rl.weights.stream import is_adapter
-from tests.support.packed_example import make_example_items
-from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, digest_parameters, full_logits
+from tests.support.parallel_layouts import LayoutCase, compute_gradients, destroy_layout, digest_parameters, full_logits, make_example
 
 LORA = LoraSettings(rank=4, alpha=8.0, targets=["attention", "mlp", "vision", "projector"])
 
@@ -96,8 +94,7 @@ def resume_training(trained: Policy, make: Callable[[], Policy], contexts: list[
 def run_layout(models: Path, adapter: Path, out: Path, text: str) -> None:
     case = LayoutCase.parse(text)
     parallel, model = case.parallel_settings(), models / case.model
-    renderer = Renderer(ModelSettings(path=str(model)))
-    contexts = make_example_items(renderer)
+    renderer, contexts = make_example(model)
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=read_spec(model).rope_positions, multiple_of=case.tp)
 
     made: list[Policy] = []

@@ -31,7 +31,7 @@ def train_layout(models: Path, text: str) -> dict[str, object]:
     model, layout = models / case.model, build_layout(case.parallel_settings(), seed=0)
     renderer = Renderer(ModelSettings(path=str(model)))
     policy = make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-4)
-    done = train_steps(policy, make_example_items(renderer), num_steps=2, initial=HfTensors(model))
+    done = train_steps(policy, make_example_items(renderer), num_steps=2, max_tokens=1, initial=HfTensors(model))
     destroy_layout(policy)
     return {"loss": done["loss"], "grad_norm": done["grad_norm"]}
 

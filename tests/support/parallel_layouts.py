@@ -10,6 +10,7 @@ import gc
 import hashlib
 import sys
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -129,14 +130,14 @@ def make_policy(model: Path, renderer: Renderer, layout: Layout, case: LayoutCas
     )  # fmt: skip
 
 
-def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, initial: HfTensors) -> dict[str, object]:
-    """Run GRPO steps with one micro-batch per sequence.
+def train_steps(policy: Policy, contexts: list[PackItem], *, num_steps: int, max_tokens: int, initial: HfTensors) -> dict[str, object]:
+    """Run GRPO steps with micro-batches of at most `max_tokens` tokens (1: one per sequence).
 
     Return losses, gradient norms and the change of every tensor from `initial`. The learning rate
     keeps the changes far above the fp32 rounding of the weights.
     """
     loss = make_policy_objective(AlgoSettings(entropy_coef=0.1))
-    metrics = [policy.update(policy.pack(contexts, max_tokens=1), loss, step=step) for step in range(num_steps)]
+    metrics = [policy.update(policy.pack(contexts, max_tokens=max_tokens), loss, step=step) for step in range(num_steps)]
     change = {name: tensor - initial.read(name) for name, tensor in policy.hf_weights()}
     return {"loss": [m["loss"] for m in metrics], "grad_norm": [m["grad_norm"] for m in metrics], "change": change}
 
@@ -168,11 +169,17 @@ def padding_extrema(policy: Policy) -> list[list[float]]:
     return [[tensor[own:].abs().max().item() for tensor in (table.detach(), table.main_grad)] for table in tables]
 
 
+@cache
+def make_example(model: Path) -> tuple[Renderer, list[PackItem]]:
+    """Return the renderer and the example sequences of a model, which all layouts share."""
+    renderer = Renderer(ModelSettings(path=str(model)))
+    return renderer, make_example_items(renderer)
+
+
 def run_layout(models: Path, out: Path, text: str) -> None:
     case = LayoutCase.parse(text)
     model, layout = models / case.model, build_layout(case.parallel_settings(), seed=0)
-    renderer = Renderer(ModelSettings(path=str(model)))
-    contexts = make_example_items(renderer)
+    renderer, contexts = make_example(model)
     positions = read_spec(model).rope_positions
     whole = pack(contexts, image_token_id=renderer.image_token_id, positions=positions, multiple_of=case.tp)  # in order, no shared prompts
     stored = HfTensors(model)
@@ -186,9 +193,9 @@ def run_layout(models: Path, out: Path, text: str) -> None:
     result["logprobs"] = policy.logprobs([whole])[0]
     for cut, max_tokens in (("one", 10_000), ("each", 1)):
         result[f"gradients_{cut}"] = compute_gradients(policy, policy.pack(contexts, max_tokens=max_tokens))
-    result["first_step"] = train_steps(policy, contexts, num_steps=1, initial=stored)
+    result["first_step"] = train_steps(policy, contexts, num_steps=1, max_tokens=1, initial=stored)
     first, policy = policy, make_policy(model, renderer, layout, case, lr=1e-3, eps=1e-8)
-    result["three_steps"] = train_steps(policy, contexts, num_steps=3, initial=stored)
+    result["three_steps"] = train_steps(policy, contexts, num_steps=3, max_tokens=400, initial=stored)
     replicas, held = [None] * dist.get_world_size(), [None] * dist.get_world_size()
     dist.all_gather_object(replicas, digest_parameters(policy))
     result["copies"] = [entry for found in replicas for entry in found]

@@ -133,7 +133,7 @@ def test_classic_shards_with_tied_embeddings(family: str, models: Path, tmp_path
     assert_same_tensors(read_hf_tensors(tmp_path / "out"), read_hf_tensors(model))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [pytest.param("qwen2_vl", marks=pytest.mark.long), "qwen3_vl"])
 def test_classic_shards_without_any_one_tensor_are_refused(
     family: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
