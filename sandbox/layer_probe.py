@@ -1,7 +1,7 @@
 """Tests every isolation layer, each in its own child process.
 
-The command `python -m megatron_rl_sandbox.layer_probe` prints a JSON object that maps each layer to null, or to
-the reason why the layer is not available.
+The command `python -m megatron_rl_sandbox.layer_probe` prints a JSON object that maps each layer to
+null, or to the reason why the layer is not available.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Zygote: single-threaded process with preloaded libraries that forks and reaps boxes.
 
 The process runs inside the zygote's layers (confine.py). The pool starts the process with the
-command `python -m megatron_rl_sandbox.zygote SETTINGS` and a control socket (SOCK_SEQPACKET, JSON datagrams) as
-descriptor 0.
+command `python -m megatron_rl_sandbox.zygote SETTINGS` and a control socket (SOCK_SEQPACKET, JSON
+datagrams) as descriptor 0.
 
     pool -> zygote   {"spawn": id, "slot": n, "directory": path} + three descriptors (channel,
                      stdout, stderr);   {"kill": id}

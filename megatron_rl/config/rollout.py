@@ -117,9 +117,9 @@ class SandboxSettings:
     """Settings of the sandbox in which a task's episodes run code (sandbox/README.md)."""
 
     url: str = ""
-    """URL of a sandbox server (python -m megatron_rl_sandbox serve). The server uses its own limits, not the
-    limits in task.sandbox. If empty, each engine starts a local pool of boxes, which are
-    isolated Python interpreters."""
+    """URL of a sandbox server (python -m megatron_rl_sandbox serve). The server uses its own
+    limits, not the limits in task.sandbox. If empty, each engine starts a local pool of boxes,
+    which are isolated Python interpreters."""
     token_file: str = ""
     """File with the access token of the server at task.sandbox.url, required if the server is on
     another machine; not needed for a service that the run starts."""
@@ -134,8 +134,8 @@ class SandboxSettings:
     """Isolation of a box: auto uses every isolation feature that the host supports; none runs the
     policy's code without isolation (only for tests with trusted code)."""
     allow_missing: list[str] = field(default_factory=list)
-    """Isolation features that this host may lack, named as in the output of python -m megatron_rl_sandbox
-    doctor; a missing feature that is not listed prevents the pool from starting."""
+    """Isolation features that this host may lack, named as in the output of python -m
+    megatron_rl_sandbox doctor; a missing feature that is not listed prevents the pool from starting."""
 
     def __post_init__(self) -> None:
         remedy = "has no effect without task.sandbox.url; set the URL of the server"

@@ -20,8 +20,9 @@ class ServiceSettings:
     """A server that is started before the first step of a run and stopped when the run ends."""
 
     kind: str = ""
-    """Kind of server: vllm (OpenAI-compatible model server), sandbox (python -m megatron_rl_sandbox serve),
-    listener or speaker (Lewis game, megatron_rl.tasks.lewis.server); empty starts no server."""
+    """Kind of server: vllm (OpenAI-compatible model server), sandbox (python -m
+    megatron_rl_sandbox serve), listener or speaker (Lewis game, megatron_rl.tasks.lewis.server);
+    empty starts no server."""
     model: str = ""
     """Directory of the model for a vllm, listener or speaker server. A vllm server also accepts a
     model name on the Hugging Face Hub."""

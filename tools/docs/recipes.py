@@ -1,7 +1,7 @@
 """Writes the tables of docs/recipes.md from the memory plan of each GPU recipe.
 
     python -m megatron_rl_tools.docs.recipes            # update the tables in docs/recipes.md
-    python -m megatron_rl_tools.docs.recipes --check    # exit code 1: the tables differ from the memory plan
+    python -m megatron_rl_tools.docs.recipes --check    # exit code 1: the tables are out of date
 
 The tables are between the comments `<!-- NAME: begin -->` and `<!-- NAME: end -->`.
 """
