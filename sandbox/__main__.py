@@ -1,4 +1,4 @@
-"""Sandbox commands (python -m megatron_rl_sandbox): doctor, run FILE [--image IMG]..., serve, attack.
+"""Sandbox commands (python -m megatron_rl_sandbox): doctor, run FILE [--image IMG], serve, attack.
 
 doctor reports the isolation layers and protections of this host. run executes one file. serve makes
 a pool of boxes available over HTTP. attack runs attacks that test the protections of this host.

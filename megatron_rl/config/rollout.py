@@ -135,7 +135,8 @@ class SandboxSettings:
     policy's code without isolation (only for tests with trusted code)."""
     allow_missing: list[str] = field(default_factory=list)
     """Isolation features that this host may lack, named as in the output of python -m
-    megatron_rl_sandbox doctor; a missing feature that is not listed prevents the pool from starting."""
+    megatron_rl_sandbox doctor; a missing feature that is not listed prevents the pool from
+    starting."""
 
     def __post_init__(self) -> None:
         remedy = "has no effect without task.sandbox.url; set the URL of the server"
