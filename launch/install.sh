@@ -17,13 +17,13 @@ has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep
 
 find_python() {
     local candidate
-    for candidate in python3.11 python3; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then
             command -v "$candidate"
             return
         fi
     done
-    fail "needs CPython 3.11 with its venv module, because the lock files are for 3.11; neither python3.11 nor python3 is suitable." \
+    fail "needs CPython 3.11 (or 3.12 or 3.13, which are not tested) with its venv module; no python3 in PATH is suitable." \
         "Install it (Debian: apt-get install python3.11 python3.11-venv) and run this again."
 }
 
@@ -113,6 +113,7 @@ if [[ ! -e $VENV ]]; then
     python=$(find_python)
     if [[ $LOCK == *gpu.txt ]]; then check_compiler "$python"; fi
     say "creating $VENV with $("$python" --version)"
+    if [[ $("$python" --version) != *" 3.11."* ]]; then say "only Python 3.11 is tested"; fi
     "$python" -m venv "$VENV"
 fi
 

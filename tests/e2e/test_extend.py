@@ -16,6 +16,7 @@ import yaml
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
+from tests.mutation.__main__ import copy_tree
 from tests.support import fork_server
 from tests.support.documented_commands import doc_examples
 
@@ -70,10 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    for room in ("megatron_rl", "configs", "sandbox", "tools"):
-        shutil.copytree(ROOT / room, source / room, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE"):
-        shutil.copy(ROOT / file, source)
+    copy_tree(source)
     pip = [sys.executable, "-m", "pip", "-q", "--no-input"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True, timeout=120)
     (wheel,) = folder.glob("*.whl")
@@ -111,7 +109,9 @@ def test_a_reward_of_ten_lines_runs_from_a_wheel(home: Path, site: Path) -> None
     """
     data = ["task.data.train=[mine.jsonl]", "task.data.eval=[mine.jsonl]"]
     arguments = ["short.py", "task=vqa", "experiment=mine", "task.reward=accuracy+short", "run.dir=out", *data]
-    assert installed(home, site, "-c", "import megatron_rl, sandbox, tools; print(megatron_rl.__file__)").startswith(str(site))
+    assert installed(
+        home, site, "-c", "import megatron_rl, megatron_rl_sandbox, megatron_rl_tools; print(megatron_rl.__file__)"
+    ).startswith(str(site))
     installed(home, site, *arguments)
     rollouts = [entry.rollout for entry in read_recorded(home / "out" / "rollouts" / "step_000000.jsonl")]
     assert len(rollouts) == 8

@@ -115,12 +115,15 @@ def test_another_kind_of_machine_is_named(checkout: Path):
 def test_the_image_is_made_of_what_is_there():
     """The image of launch/slurm/Dockerfile is never built by the tests.
 
-    This test checks that every path it copies exists and that it copies all packages of the
-    repository.
+    This test checks that every path it copies exists, that it copies all packages of the repository
+    and that it creates their links.
     """
     lines = (ROOT / "launch" / "slurm" / "Dockerfile").read_text().splitlines()
     copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
-    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.glob("**/*.py"))} - {"tests", "benchmarks", "shared"}
+    found = [path for path in ROOT.iterdir() if path.is_dir() and any(path.glob("**/*.py"))]
+    packages = {path.name for path in found if not path.is_symlink()} - {"tests", "benchmarks", "shared"}
+    links = {f"ln -s {path.readlink()} {path.name}" for path in found if path.is_symlink()}
+    assert len(links) == 2 and any(links <= set(line.removeprefix("RUN ").split(" && ")) for line in lines)
     assert all((ROOT / word).exists() for word in copied)
     assert {path for path in packages if not path.startswith(".")} | {"requirements", "setup.py"} <= {word.split("/")[0] for word in copied}
     assert "RUN bash launch/install.sh gpu" in lines
@@ -161,7 +164,7 @@ def test_what_triton_lacks_is_named_before_anything_is_made(checkout: Path):
 
 def test_without_a_python_of_311_nothing_is_made(checkout: Path):
     """Without CPython 3.11, the script fails before it creates a virtual environment."""
-    for name in ("python3.11", "python3"):
+    for name in ("python3.11", "python3.12", "python3.13", "python3"):
         write_script(checkout / "bin" / name, "exit 1")
     result = install(checkout)
     assert result.returncode == 1

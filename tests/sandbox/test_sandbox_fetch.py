@@ -37,7 +37,7 @@ def test_a_hostile_box_is_not_read_past_the_sum(sizes: list[int], taken: bool):
     names = [str(number) for number in range(50)]
     told = {name: size for name, size in zip(names, sizes, strict=False)}
     code = (
-        "import sys\nfrom sandbox import frames, worker\n"
+        "import sys\nfrom megatron_rl_sandbox import frames, worker\n"
         "def answer(self, number, names):\n"
         f"    sizes = {told}\n"
         "    self.channel.sendall(frames.pack_frame({'id': number, 'names': list(sizes)}, [bytes(size) for size in sizes.values()]))\n"

@@ -7,7 +7,7 @@ import sys
 
 from megatron_rl_sandbox.zygote_manager import ZYGOTE_ENVIRONMENT
 
-HEAD = "import threading, time\nfrom sandbox import kernel, zygote\n"
+HEAD = "import threading, time\nfrom megatron_rl_sandbox import kernel, zygote\n"
 
 
 def told(code: str) -> str:
@@ -37,4 +37,4 @@ def test_a_thread_that_stays_is_named():
 
 def test_nothing_that_is_loaded_keeps_a_thread():
     """The preloaded libraries leave no thread running."""
-    assert told("from sandbox import worker\nworker.preload_libraries()\nprint(zygote.list_other_threads())") == "[]\n"
+    assert told("from megatron_rl_sandbox import worker\nworker.preload_libraries()\nprint(zygote.list_other_threads())") == "[]\n"
