@@ -85,8 +85,6 @@ class RunSettings:
         )
         for key in ("eval_every", "trace"):
             require(getattr(self, key) >= 0, f"run.{key}", getattr(self, key), "must not be negative")
-        remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
-        require(not self.require_improvement or self.epochs > 0 or self.steps >= 20, "run.steps", self.steps, remedy)
 
 
 @dataclass(kw_only=True, slots=True)

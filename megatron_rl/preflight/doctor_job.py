@@ -20,6 +20,8 @@ from megatron_rl.distributed.world import World, all_gather_object, connect, dis
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.preflight.check_report import CheckReport
 from megatron_rl.preflight.nodes import check_nodes
+from megatron_rl.run.directory import read_settings
+from megatron_rl.run.record import CONFIG_FILE
 
 RENDEZVOUS_TIMEOUT_S = 600.0
 """Timeout of the rendezvous in seconds. A long timeout is needed because some nodes may have to
@@ -144,8 +146,9 @@ def check_time_left(settings: Settings, report: CheckReport) -> None:
     if end is None or not steps or settings.stage != "rl":
         return
     takes = median(sum(seconds for name, seconds in step.items() if name in STEP_TIMES) for step in steps[-LAST_STEPS:])
-    left, planned = int(end) - time.time(), settings.run.steps - (steps[-1]["step"] + 1)
+    num_steps = read_settings(Path(settings.run.dir) / CONFIG_FILE)["run"]["steps"] if settings.run.epochs else settings.run.steps
+    left, planned = int(end) - time.time(), num_steps - (steps[-1]["step"] + 1)
     report.add_finding("time", f"{planned:.0f} steps of {takes:.1f} s, {left / 3600:.1f} hours left")
     if planned * takes > left:
         remedy = f"{max(left, 0) / takes:.0f} fit into the job; the same command resumes the run in the next job"
-        report.warnings.append(f"run.steps={settings.run.steps}: {planned:.0f} steps of {takes:.1f} s are left, {remedy}")
+        report.warnings.append(f"run.steps={num_steps}: {planned:.0f} steps of {takes:.1f} s are left, {remedy}")

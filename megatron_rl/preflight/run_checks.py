@@ -13,7 +13,7 @@ from megatron_rl.models.hf_config import read_spec
 from megatron_rl.models.known_models import load_known_spec
 from megatron_rl.observe.metrics import check_trackio, check_wandb
 from megatron_rl.preflight.gpus import check_gpus, visible_gpus
-from megatron_rl.preflight.settings import check_examples, check_settings, check_sizes
+from megatron_rl.preflight.settings import check_examples, check_num_steps, check_settings, check_sizes
 from megatron_rl.registry import Plugins, build_task, has_critic, uses_sandbox
 from megatron_rl.rollout.replay import require_recorded_steps
 from megatron_rl.rollout.task import Task
@@ -89,7 +89,9 @@ def resolve_epochs(settings: Settings, task: Task) -> Settings:
         return settings
     steps = settings.run.epochs * len(task.examples("train")) / settings.batch.prompts_per_step
     # 0.1 * 3 * 10 is slightly more than 3
-    return replace(settings, run=replace(settings.run, steps=max(1, math.ceil(round(steps, 6)))))
+    settings = replace(settings, run=replace(settings.run, steps=max(1, math.ceil(round(steps, 6)))))
+    check_num_steps(settings)
+    return settings
 
 
 def print_plan(settings: Settings, world: World, plugins: Plugins) -> None:

@@ -67,6 +67,8 @@ def check_sizes(settings: Settings, model: ModelSpec, world_size: int, plugins: 
         for key, value in asdict(settings.critic).items():
             remedy = f"algo.name={settings.algo.name} has no critic; choose algo=ppo, or leave it out"
             require(value == plain[key], f"critic.{key}", value, remedy)
+    if settings.run.epochs == 0:  # otherwise resolve_epochs checks the number of steps
+        check_num_steps(settings)
     check_layout(settings.parallel, model, world_size)
     remedy = "with lora.rank the whole base model is frozen; choose the trained layers with lora.targets"
     require(not (settings.model.frozen and settings.lora.rank), "model.frozen", settings.model.frozen, remedy)
@@ -102,6 +104,14 @@ def _check_adaptive_kl(settings: Settings) -> None:
     require(fits, "algo.kl_horizon", algo.kl_horizon, f"must be at least {most}, the maximum number of episodes of a step")
 
 
+def check_num_steps(settings: Settings) -> None:
+    """Raise ValueError if the run has too few steps for its other settings."""
+    run, warmup = settings.run, settings.critic.warmup_steps
+    require(run.steps > warmup, "critic.warmup_steps", warmup, f"leaves no training steps for the policy (run.steps={run.steps})")
+    remedy = "run.require_improvement compares the first with the last 10 steps: use at least 20"
+    require(not run.require_improvement or run.steps >= 20, "run.steps", run.steps, remedy)
+
+
 def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None:
     critic, optim = settings.critic, settings.optim
     if critic.path:
@@ -113,10 +123,6 @@ def _check_critic(settings: Settings, model: ModelSpec, world_size: int) -> None
     moves = critic.backbone == "shared" and critic.warmup_steps > 0 and optim.weight_decay > 0
     remedy = "would change the shared backbone while critic.warmup_steps train only the head; set it to 0, or critic.backbone=own"
     require(not moves, "optim.weight_decay", optim.weight_decay, remedy)
-    left = settings.run.steps - critic.warmup_steps
-    require(
-        left > 0, "critic.warmup_steps", critic.warmup_steps, f"leaves no training steps for the policy (run.steps={settings.run.steps})"
-    )
 
 
 VISION_KEYS: Mapping[str, Callable[[ModelSpec], int]] = {

@@ -1,11 +1,12 @@
 """The number of steps that run.epochs results in."""
 
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
 import pytest
 
-from megatron_rl.config import BatchSettings, RunSettings, Settings
+from megatron_rl.config import BatchSettings, CriticSettings, RunSettings, Settings
 from megatron_rl.preflight.run_checks import resolve_epochs
 from megatron_rl.types import Example
 
@@ -35,6 +36,15 @@ def test_steps_by_hand(epochs: float, examples: int, prompts: int, steps: int) -
 def test_without_epochs_the_steps_stay() -> None:
     settings = Settings(run=RunSettings(dir="r", steps=9))
     assert resolve_epochs(settings, Questions(100)) is settings
+
+
+def test_a_run_that_becomes_too_short_is_refused() -> None:
+    """The checks of the number of steps apply to the steps that the epochs result in."""
+    settings = Settings(run=RunSettings(dir="r", epochs=2, require_improvement=True), batch=BatchSettings(prompts_per_step=16))
+    with pytest.raises(ValueError, match=r"run.steps=10: run.require_improvement"):
+        resolve_epochs(settings, Questions(80))
+    with pytest.raises(ValueError, match=r"critic.warmup_steps=10: leaves no training steps for the policy \(run.steps=10\)"):
+        resolve_epochs(replace(settings, critic=CriticSettings(warmup_steps=10)), Questions(80))
 
 
 def test_a_replay_has_no_epochs() -> None:
