@@ -27,7 +27,7 @@ from megatron_rl.observe.recorder import BestWorstRecorder, save_images
 from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.observe.viewer.__main__ import main
 from megatron_rl.observe.viewer.demo import COLORS, make_demo_run
-from megatron_rl.observe.viewer.store import TABLE_COLUMNS, label_folders
+from megatron_rl.observe.viewer.store import TABLE_COLUMNS, find_runs, label_folders
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
@@ -54,6 +54,7 @@ def rollout(sample: int, reward: float | None, *, step: int, said: str = "one", 
     status = Status.FAILED if reward is None else Status.COMPLETED
     return Rollout(
         task="t", example_id=f"e{group}", source="cups" if group else "", group=group, sample_index=sample,
+        question=f"who is e{group}?", answer=f"answer {group}",
         sequences=[context], turns=[turn], status=status, reward=reward,
         stop_reason=StopReason.DONE if sample % 2 else StopReason.MAX_TURNS, reward_terms={"part": math.nan} if sample == 1 else {},
         verdicts=[
@@ -113,6 +114,10 @@ def found(client: TestClient, what: str, **params: object) -> object:
         ({"stale_from": 2, "reward_to": 8}, [(2, 2), (2, 5)]),
         ({"source": "cups", "step_to": 0}, [(0, 3), (0, 4), (0, 5)]),
         ({"text": "nobody said this"}, []),
+        ({"text": "Who IS e1", "step_to": 0}, [(0, 3), (0, 4), (0, 5)]),
+        ({"errors_from": 1, "step_to": 1}, [(0, 0), (0, 3), (1, 0), (1, 3)]),
+        ({"is_mixed": True, "step_from": 2}, [(2, place) for place in range(6)]),
+        ({"is_mixed": True, "step_from": 1, "step_to": 1}, [(1, place) for place in range(6)]),
     ],
 )
 def test_the_table_has_what_is_asked_for(filters: dict, expected: list, client: TestClient) -> None:
@@ -160,6 +165,8 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
         (4, 0.25, 0.0),
         (5, 0.5, 0.0),
     ]
+    assert (told["question"], told["answer"]) == ("who is e1?", "answer 1")
+    assert [image["key"] for image in told["first"]] == [picture(0, width=28, height=28).key]
     one = found(client, "episode", step=0, row_index=1)
     shown = [found(client, "episode", step=step, row_index=place) for step, place in ((0, 0), (1, 0), (1, 5))]
     neighbors = [[each[name] for name in ("before", "after")] for each in shown]
@@ -167,6 +174,7 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert (one["turns"][0]["generation_s"], one["turns"][0]["env_s"]) == (0.5, 1.25)
     (about,) = client.get("/api/runs").json()
     assert (about["sources"], about["stop_reasons"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
+    assert about["constant"] == ["num_turns", "num_images"] and about["rewards"] == [0.0, 9.0]
     assert one["reward_terms"] == {"part": None} and one["no_words"] == "no tokenizer was found"
     assert one["sequences"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
     assert (
@@ -282,14 +290,35 @@ def test_a_spoiled_folder_is_shown_as_far_as_it_goes(tmp_path: Path) -> None:
         (["--port", "70000"], "error: --port=70000: bind(): port must be 0-65535.; choose another value\n"),
         (["--host", "no.such.host.invalid"], r"error: --host=no.such.host.invalid: .*; choose another value\n"),
         (["nowhere"], "error: RUN=nowhere: no such folder; give the run.dir of a run\n"),
+        (["empty"], "error: RUN=empty: contains no run; give the run.dir of a run, or a folder of runs\n"),
     ],
 )
-def test_it_ends_in_one_line(options: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_it_ends_in_one_line(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Invalid ports, hosts and folders end the viewer's command with a one-line error and exit code
     2.
     """
-    assert main([str(tmp_path), *options]) == 2
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    (tmp_path / "empty" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", *options]) == 2
     assert re.fullmatch(said.replace("()", r"\(\)"), capsys.readouterr().err)
+
+
+def test_runs_are_found_below_a_folder(tmp_path: Path) -> None:
+    """A folder stands for the runs below it. Folders inside runs, deeper folders and links are not
+    searched.
+    """
+    for name in ("a/metrics.jsonl", "b/c/config.yaml", "b/d/rollouts/x", "b/c/evaluations/e/config.yaml", "1/2/3/4/config.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "z").symlink_to(tmp_path / "a")
+    assert find_runs(tmp_path) == [tmp_path / "a", tmp_path / "b" / "c", tmp_path / "b" / "d"]
+    assert find_runs(tmp_path / "b" / "c") == [tmp_path / "b" / "c"]
+    assert list(label_folders(find_runs(tmp_path))) == ["a", "c", "d"]
+    assert find_runs(tmp_path / "1" / "2" / "3" / "4") == [tmp_path / "1" / "2" / "3" / "4"]
 
 
 def test_the_demo(tmp_path: Path) -> None:

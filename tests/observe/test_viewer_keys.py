@@ -90,13 +90,51 @@ def test_every_view_fits_its_window(width: int, scheme: str, page: BrowserPage, 
 
 @needs_chromium
 def test_curves_of_two_runs(page: BrowserPage, url: str) -> None:
-    """Two runs have one line each, in different colors; with one run selected there is one line."""
+    """Two runs have one line each, in different colors; with one run selected there is one line, in
+    the same color as before. The legend has its last value, and the value at the pointer.
+    """
     page.set_window(width=1280)
     lines = "document.querySelectorAll('#main .card:first-child svg polyline, #main .card:first-child svg path').length"
     page.navigate(f"{url}#/curves?run=one&run=two")
     both = page.evaluate(lines)
     page.navigate(f"{url}#/curves?run=two")
     assert both == 2 * page.evaluate(lines) > 0
+    colors = "[...document.querySelectorAll('#runs span.run1, #main .card:first-child .run1')].map(each => getComputedStyle(each).color)"
+    assert len(page.evaluate(colors)) == 3 and len(set(page.evaluate(colors))) == 1
+    legend = "document.querySelector('#main .card:first-child .legend').innerText"
+    assert page.evaluate(legend) == "two 0.5 (step 1)"
+    move = "new PointerEvent('pointermove', { clientX: document.querySelector('svg.chart').getBoundingClientRect().left + 5 })"
+    page.evaluate(f"document.querySelector('svg.chart').dispatchEvent({move}), 0")
+    assert page.evaluate(legend) == "two 0 (step 0)"
+
+
+@needs_chromium
+def test_smoothing_and_zoom(page: BrowserPage, url: str) -> None:
+    """A smoothed line is drawn over the raw one, and the choice is part of the address. Dragging
+    shows the chosen steps only, until the whole run is asked for.
+    """
+    page.navigate(f"{url}#/curves?run=two&smoothing=0.9")
+    first = "document.querySelector('#main .card')"
+    assert page.evaluate(f"{first}.querySelectorAll('polyline').length") == 2
+    # The average of 0 and 0.5 with weight 0.9, without bias: 0.05 / 0.19
+    assert page.evaluate(f"{first}.querySelector('.legend').innerText") == "two 0.2632 (step 1)"
+    drag = "(kind, share) => {{ const svg = {0}.querySelector('svg'), box = svg.getBoundingClientRect(); "
+    drag += "svg.dispatchEvent(new PointerEvent(kind, {{ clientX: box.left + share * box.width }})); }}"
+    page.evaluate(f"[['pointerdown', 0.5], ['pointerup', 1]].map(each => ({drag.format(first)})(...each)), 0")
+    assert page.evaluate(f"{first}.querySelectorAll('polyline').length + '/' + {first}.querySelectorAll('circle').length") == "0/2"
+    page.evaluate(f"{first}.querySelector('.legend button').click(), 0")
+    assert page.evaluate(f"{first}.querySelectorAll('polyline').length") == 2
+
+
+@needs_chromium
+def test_presets_and_hidden_columns(page: BrowserPage, url: str) -> None:
+    """A preset sets its filters, and columns with one value are hidden."""
+    page.navigate(f"{url}#/rollouts?run=one")
+    head = page.evaluate("[...document.querySelectorAll('th')].map(each => each.innerText.replace(/ [↑↓]/, '')).join()")
+    assert head == "step,example,source,group,sample,reward,stop reason,sampled,errors,version,question,expected,responses"
+    page.evaluate("[...document.querySelectorAll('.presets a')].find(each => each.innerText === 'mixed groups').click(), 0")
+    page.wait_until("location.hash.includes('is_mixed=true') && document.querySelectorAll('tbody tr').length === 6")
+    assert page.evaluate("document.querySelector('.presets .here').innerText") == "mixed groups"
 
 
 @needs_chromium

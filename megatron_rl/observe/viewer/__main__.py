@@ -2,6 +2,7 @@
 
     python -m megatron_rl.observe.viewer runs/agent
     python -m megatron_rl.observe.viewer runs/a runs/b --port 8010     # two runs on one page
+    python -m megatron_rl.observe.viewer runs                          # all runs below a folder
     python -m megatron_rl.observe.viewer --demo                        # a generated run, to try it
     ssh -L 8008:127.0.0.1:8008 machine                                 # for a remote run
     # for other users, who open the page once as /?token=...:
@@ -25,7 +26,7 @@ import pyarrow as pa
 import uvicorn
 
 from megatron_rl.observe.viewer.demo import make_demo_run
-from megatron_rl.observe.viewer.store import label_folders
+from megatron_rl.observe.viewer.store import find_runs, label_folders
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl_sandbox.connections import ConnectionRegistry
 from megatron_rl_sandbox.http import make_uvicorn_config
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_rl.observe.viewer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="directory (run.dir) of a run or an evaluation")
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN", help="run.dir of a run or an evaluation, or a folder of them")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: only this machine can connect)")
     parser.add_argument("--port", type=int, default=8008)
     parser.add_argument(
@@ -61,12 +62,17 @@ def main(arguments: Sequence[str]) -> int:
 def serve_viewer(options: argparse.Namespace) -> int:
     """Serve the page until interrupted, and return the exit status.
 
-    The status is 2 in these cases: a folder is missing, the token file is invalid, the address
-    cannot be used, or the address is remotely reachable and no token is given.
+    The status is 2 in these cases: a folder is missing or contains no run, the token file is
+    invalid, the address cannot be used, or the address is remotely reachable and no token is given.
     """
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
         print(f"error: RUN={missing[0]}: no such folder; give the run.dir of a run", file=sys.stderr)
+        return 2
+    runs = {run: find_runs(run) for run in options.runs}
+    empty = [str(run) for run, found in runs.items() if not found]
+    if empty:
+        print(f"error: RUN={empty[0]}: contains no run; give the run.dir of a run, or a folder of runs", file=sys.stderr)
         return 2
     try:
         token = read_token(options.token_file) if options.token_file else ""
@@ -93,7 +99,7 @@ def serve_viewer(options: argparse.Namespace) -> int:
         limit_memory(options.memory_gb)
         print(f"http://{host}:{port}/", flush=True)
         hosts = ["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow]
-        app = create_app(label_folders(options.runs), hosts=hosts, token=token)
+        app = create_app(label_folders([run for found in runs.values() for run in found]), hosts=hosts, token=token)
         uvicorn.Server(make_uvicorn_config(app, ConnectionRegistry())).run(sockets=[listening])
     return 0
 

@@ -36,7 +36,7 @@ pc = cast(Any, compute)  # pyarrow creates these functions when it is imported, 
 TABLE_COLUMNS = (
     "step", "row_index", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
     "num_turns", "num_tokens",
-    "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "responses",
+    "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "question", "answer", "responses",
 )  # fmt: skip
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
 MAX_TEXT_CHARS = 400
@@ -47,6 +47,8 @@ MAX_FILE_BYTES = 256 << 20
 
 The rest of a larger file is skipped with a note.
 """
+MAX_RUN_DEPTH = 3
+"""Number of levels below a given folder at which runs are found."""
 NUM_READER_THREADS = 4
 """Number of files to read at the same time."""
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -73,8 +75,12 @@ class RolloutFilters(BaseModel):
     Staleness is the number of updates from the oldest weights that sampled the rollout to the
     weights at the start of the rollout's step.
     """
+    errors_from: StepNumber | None = None
+    """Minimum number of tool calls that failed."""
+    is_mixed: bool = False
+    """If set, only rollouts of groups whose rewards differ."""
     text: str = ""
-    """Text to search for in the responses, ignoring case."""
+    """Text to search for in the questions and the responses, ignoring case."""
 
     def apply(self, folder: "RunFolder") -> pa.Table:
         """Return the rollouts of a run that pass all filters."""
@@ -97,9 +103,22 @@ class RolloutFilters(BaseModel):
         if self.stale_from is not None:
             behind = pc.subtract(table["step"], table["step"] if folder.has_fixed_weights() else table["oldest_version"])
             table = table.filter(pc.greater_equal(behind, self.stale_from))
+        if self.errors_from is not None:
+            table = table.filter(pc.greater_equal(table["num_errors"], self.errors_from))
+        if self.is_mixed:
+            table = table.filter(find_mixed_groups(folder.rollout_table(), of=table))
         if self.text:
-            table = table.filter(pc.match_substring(table["responses"], self.text, ignore_case=True))
+            found = [pc.match_substring(pc.fill_null(table[name], ""), self.text, ignore_case=True) for name in ("question", "responses")]
+            table = table.filter(pc.or_(*found))
         return table
+
+
+def find_mixed_groups(table: pa.Table, *, of: pa.Table) -> pa.Array:
+    """Return for each row of `of` whether the rewards of its group in `table` differ."""
+    extremes = table.group_by(["step", "group"]).aggregate([("reward", "min"), ("reward", "max")]).to_pylist()
+    mixed = {(row["step"], row["group"]) for row in extremes if row["reward_min"] != row["reward_max"]}
+    groups = zip(of["step"].to_pylist(), of["group"].to_pylist(), strict=True)
+    return pa.array([each in mixed for each in groups], type=pa.bool_())
 
 
 @dataclass(slots=True)
@@ -297,7 +316,18 @@ def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limi
     keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "row_index") if name != sort)]
     index = pc.sort_indices(table.select([name for name, _ in keys]), sort_keys=keys)[offset : offset + limit]
     rows = table.take(index).to_pylist()
-    return [{**row, "responses": row["responses"][:MAX_TEXT_CHARS]} for row in rows]
+    return [{**row, **{name: (row[name] or "")[:MAX_TEXT_CHARS] for name in ("question", "answer", "responses")}} for row in rows]
+
+
+def find_runs(path: Path, depth: int = MAX_RUN_DEPTH) -> list[Path]:
+    """Return the folder itself if it is the directory of a run, else the runs below it.
+
+    At most `depth` levels are searched. Symbolic links and the contents of runs are not searched.
+    """
+    if any((path / name).exists() for name in (METRICS_FILE, CONFIG, ROLLOUTS_FOLDER)):
+        return [path]
+    folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.is_symlink()) if depth else []
+    return [run for folder in folders for run in find_runs(folder, depth - 1)]
 
 
 def label_folders(paths: Sequence[Path]) -> dict[str, RunFolder]:

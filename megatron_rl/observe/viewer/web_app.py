@@ -42,11 +42,15 @@ OTHER_SITES = ("cross-site", "same-site")
 
 Such requests are rejected unless they result from following a link.
 """
-SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "responses"))
+SORTABLE_COLUMNS = tuple(name for name in TABLE_COLUMNS if name not in ("tools", "question", "answer", "responses"))
 if TYPE_CHECKING:
     SortColumn = str
 else:
     SortColumn = Literal[SORTABLE_COLUMNS]
+HIDDEN_IF_CONSTANT = (
+    "source", "sample_index", "status", "stop_reason", "num_turns", "num_images", "num_errors", "oldest_version", "question", "answer",
+)  # fmt: skip
+"""Columns that the table leaves out if all rollouts of the run have the same value."""
 MAX_ROWS = 500
 TOKENIZER_FILE = "tokenizer.json"
 PAD_TOKEN_RUN = re.compile(r"(<\|(?:image|video)_pad\|>)\1*")
@@ -126,7 +130,11 @@ def _group_response(members: list[tuple[int, Rollout]]) -> dict[str, Any]:
     """Return the members of a group, with the mean and standard deviation of their rewards."""
     rewards = [rollout.reward for _, rollout in members if rollout.reward is not None]
     figures = {"mean": fmean(rewards), "std": pstdev(rewards)} if rewards else {"mean": None, "std": None}
-    return _to_json_value({**figures, "members": [_member_record(row_index, rollout) for row_index, rollout in members]})
+    first = members[0][1] if members else None
+    shown = {} if first is None else {
+        "question": first.question, "answer": first.answer, "first": [_image_record(image) for image in _prompt_images(first)],
+    }  # fmt: skip
+    return _to_json_value({**figures, **shown, "members": [_member_record(row_index, rollout) for row_index, rollout in members]})
 
 
 class _DecoderCache:
@@ -187,7 +195,12 @@ def _run_summary(name: str, folder: RunFolder) -> dict[str, Any]:
     tools = sorted(pc.unique(pc.list_flatten(table["tools"])).to_pylist())
     last = max((int(line["step"]) for line in metrics), default=None)
     choices = {"stop_reasons": ends, "tools": tools, "sources": sources[:MAX_ROWS]}
-    return {"name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped}
+    rewards = pc.min_max(table["reward"]).as_py()
+    constant = [each for each in HIDDEN_IF_CONSTANT if pc.count_distinct(table[each], mode="all").as_py() <= 1]
+    return {
+        "name": name, "rollouts": table.num_rows, "last_step": last, **choices, "skipped": folder.skipped, "constant": constant,
+        "rewards": [_finite_or_none(rewards["min"]), _finite_or_none(rewards["max"])],
+    }  # fmt: skip
 
 
 def _member_record(row_index: int, rollout: Rollout) -> dict[str, Any]:

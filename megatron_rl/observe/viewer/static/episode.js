@@ -56,7 +56,7 @@ function tokens(context, name, hasWords) {
 }
 
 // `frame`: width and height that the box is given in; without one the picture's own.
-function picture(run, missing, image, box, frame) {
+export function picture(run, missing, image, box, frame) {
   if (missing.includes(image.key)) return el("span", { class: "hint" }, `the image file is missing: ${image.key}`);
   const img = el("img", { src: `picture/${run.split("/").map(encodeURIComponent).join("/")}/${image.key}.png`, alt: `image of ${image.tokens} tokens`, loading: "lazy" });
   const framed = el("span", { class: "picture" }, img);

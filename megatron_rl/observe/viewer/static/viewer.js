@@ -1,6 +1,6 @@
 // Everything that a model, a tool or a data set wrote reaches the page through textContent; nothing is ever parsed as HTML.
 import { chart } from "./chart.js";
-import { episodeView } from "./episode.js";
+import { episodeView, picture } from "./episode.js";
 import { el, ask, number, route, link, replaceRoute } from "./parts.js";
 
 const main = document.getElementById("main"), banner = document.getElementById("banner");
@@ -32,32 +32,61 @@ function views(at) {
 
 async function curves(at) {
   const names = at.params.getAll("run");
-  const series = await Promise.all(names.map(async run => ({ run, lines: await ask("curves", { run }) })));
+  const series = await Promise.all(names.map(async run => ({ run, place: runs.findIndex(each => each.name === run), lines: await ask("curves", { run }) })));
   const all = new Set(series.flatMap(each => each.lines.flatMap(line => Object.keys(line))));
   all.delete("step");
   const rank = name => { const place = FIRST.indexOf(name); return place < 0 ? FIRST.length : place; };
   const metrics = [...all].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-  const box = el("input", { type: "search", placeholder: "metrics: reward, time/, gap ...", value: at.params.get("find") || "" });
+  const box = el("input", { type: "search", placeholder: "reward, time/, gap ...", value: at.params.get("find") || "" });
+  const smoothing = el("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: at.params.get("smoothing") || 0 });
+  const log = el("input", { type: "checkbox" });
+  log.checked = at.params.get("log") === "true";
   const charts = el("div", {});
   const draw = () => {
+    const how = { smoothing: Number(smoothing.value), log: log.checked };
     const found = metrics.filter(name => name.includes(box.value));
     const sections = Map.groupBy(found, name => rank(name) < FIRST.length && !box.value ? "at a glance" : name.includes("/") ? name.split("/")[0] : "update");
     charts.replaceChildren(...[...sections].flatMap(([title, part]) => [
       el("h2", {}, title),
-      el("div", { class: "charts" }, ...part.map(name => el("div", { class: "card" }, el("h3", {}, name), chart(name, series)))),
+      el("div", { class: "charts" }, ...part.map(name => el("div", { class: "card" }, el("h3", {}, name), chart(name, series, how)))),
     ]));
     if (!found.length) charts.replaceChildren(el("p", { class: "hint" }, "no metric with this name"));
     keys = choosing([...charts.querySelectorAll(".card")], place => link("curves", new URLSearchParams([...names.map(run => ["run", run]), ["find", found[place]]])));
   };
-  box.addEventListener("input", () => { draw(); const next = new URLSearchParams(at.params); box.value ? next.set("find", box.value) : next.delete("find"); replaceRoute("curves", next); });
+  const changed = () => {
+    draw();
+    const next = new URLSearchParams(at.params);
+    for (const [name, value] of [["find", box.value], ["smoothing", smoothing.value === "0" ? "" : smoothing.value], ["log", log.checked ? "true" : ""]]) {
+      value ? next.set(name, value) : next.delete(name);
+    }
+    replaceRoute("curves", next);
+  };
+  for (const input of [box, smoothing, log]) input.addEventListener("input", changed);
   draw();
-  main.replaceChildren(el("div", { class: "filters" }, box), charts);
+  main.replaceChildren(el("div", { class: "filters" }, el("label", {}, "metrics", box), el("label", {}, "smoothing", smoothing), el("label", { class: "check" }, log, "log axis"),
+    el("span", { class: "hint" }, "drag over a chart to zoom in")), charts);
 }
 
 const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["source", "sources"], ["stop_reason", "stop_reasons"], ["tool", "tools"],
-  ["example", "text"], ["stale_from", "number"], ["text", "search"]];
+  ["example", "text"], ["stale_from", "number"], ["errors_from", "number"], ["text", "search"]];
+const TIPS = { stale_from: "at least this many updates between the oldest weights that sampled a rollout and its step", text: "text in questions and responses",
+  errors_from: "at least this many failed tool calls", sampled: "tokens that the policy sampled", version: "oldest weights that sampled a token of the rollout",
+  "stop reason": "why the episode ended", errors: "failed tool calls", sample: "number within the group" };
+const PRESETS = [["failed", { status: "failed" }], ["mixed groups", { is_mixed: "true" }], ["longest", { sort: "num_sampled", descending: "true" }],
+  ["cut off", { stop_reason: "max_tokens" }], ["tool errors", { errors_from: "1" }], ["lowest reward", { sort: "reward" }]];
 const SHOWN = [["step", "step"], ["example_id", "example"], ["source", "source"], ["group", "group"], ["sample_index", "sample"], ["reward", "reward"], ["stop_reason", "stop reason"],
   ["num_turns", "turns"], ["num_sampled", "sampled"], ["num_images", "images"], ["num_errors", "errors"], ["oldest_version", "version"]];
+const TEXTS = [["question", "question"], ["answer", "expected"], ["responses", "responses"]];
+
+// A reward on a background between red (the run's lowest) and green (its highest).
+function chip(reward, [low, high]) {
+  const made = el("span", { class: "chip" }, number(reward));
+  if (reward !== null && low !== null && low < high) {
+    made.style.backgroundColor = `color-mix(in srgb, #2f9e44 ${Math.round(100 * (reward - low) / (high - low))}%, #e03131)`;
+    made.classList.add("colored");
+  }
+  return made;
+}
 
 async function rollouts(at) {
   const run = runs.find(each => each.name === at.params.get("run")) || runs[0];
@@ -78,11 +107,12 @@ async function rollouts(at) {
       : el("input", kind === "number" ? { type: "number", step: "any" } : { type: kind });
     input.value = params.get(name) || "";
     input.addEventListener("change", () => change(name, input.value));
-    return el("label", {}, name.replace("_", " "), input);
+    return el("label", { title: TIPS[name] || "" }, name.replace("_", " "), input);
   };
   const sorted = params.get("sort") || "step", down = params.get("descending") === "true";
-  const head = SHOWN.map(([column, title]) => {
-    const button = el("button", {}, title + (column === sorted ? (down ? " ↓" : " ↑") : ""));
+  const columns = SHOWN.filter(([column]) => !run.constant.includes(column)), texts = TEXTS.filter(([column]) => !run.constant.includes(column));
+  const head = columns.map(([column, title]) => {
+    const button = el("button", { title: TIPS[title] || "" }, title + (column === sorted ? (down ? " ↓" : " ↑") : ""));
     button.addEventListener("click", () => {
       const next = new URLSearchParams(params);
       next.set("sort", column); next.set("descending", String(column === sorted && !down)); next.delete("offset");
@@ -92,10 +122,11 @@ async function rollouts(at) {
   });
   const to = row => link("episode", new URLSearchParams({ run: run.name, step: row.step, row_index: row.row_index }));
   const body = found.rows.map(row => {
-    const cells = SHOWN.map(([column]) => el("td", {}, column === "step" ? el("a", { href: to(row) }, String(row.step))
+    const cells = columns.map(([column]) => el("td", {}, column === "step" ? el("a", { href: to(row) }, String(row.step))
       : column === "group" ? el("a", { href: link("group", new URLSearchParams({ run: run.name, step: row.step, group: row.group })) }, String(row.group))
+      : column === "reward" ? chip(row.reward, run.rewards)
       : number(row[column])));
-    return el("tr", {}, ...cells, el("td", { class: "responses" }, row.responses));
+    return el("tr", {}, ...cells, ...texts.map(([column]) => el("td", { class: `text ${column}` }, row[column])));
   });
   const pages = el("p", { class: "hint" }, `${found.total} rollouts, ${Math.min(offset + 1, found.total)} to ${Math.min(offset + limit, found.total)} `);
   for (const [title, next, possible] of [["earlier", offset - limit, offset > 0], ["later", offset + limit, offset + limit < found.total]]) {
@@ -104,9 +135,15 @@ async function rollouts(at) {
     button.addEventListener("click", () => change("offset", String(Math.max(0, next))));
     pages.append(button, " ");
   }
+  const jump = el("input", { type: "number", min: 1, max: Math.max(1, Math.ceil(found.total / limit)), value: Math.floor(offset / limit) + 1 });
+  jump.addEventListener("change", () => change("offset", String((Math.max(1, Math.min(Number(jump.max), Number(jump.value) || 1)) - 1) * limit)));
+  pages.append(el("label", {}, "page ", jump, ` of ${jump.max}`));
+  const presets = PRESETS.map(([name, asked]) => el("a", { href: link("rollouts", new URLSearchParams({ run: run.name, ...asked })),
+    class: Object.entries(asked).every(([key, value]) => params.get(key) === value) ? "here" : "" }, name));
   banner.textContent = found.skipped.length ? `left out: ${found.skipped.join("; ")}` : "";
-  main.replaceChildren(el("div", { class: "filters" }, ...FIELDS.map(filter)), pages,
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, el("th", {}, "responses"))), el("tbody", {}, ...body))),
+  main.replaceChildren(el("nav", { class: "presets" }, el("a", { href: link("rollouts", new URLSearchParams({ run: run.name })) }, "all"), ...presets),
+    el("div", { class: "filters" }, ...FIELDS.map(filter)), pages,
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head, ...texts.map(([, title]) => el("th", {}, title)))), el("tbody", {}, ...body))),
     el("p", { class: "hint" }, "keys: j and k select a row, Enter opens it, ? lists all keys"));
   keys = choosing(body, place => to(found.rows[place]));
 }
@@ -117,11 +154,15 @@ async function group(at) {
   const members = found.members.map(each => el("div", { class: "card" },
     el("h3", {}, el("a", { href: link("episode", new URLSearchParams({ run, step, row_index: each.row_index })) }, `sample ${each.sample_index}`)),
     el("div", { class: "facts" }, ...[["reward", each.reward], ["minus the mean", each.reward === null || found.mean === null ? null : each.reward - found.mean],
-      ["advantage", each.advantage], ["stop reason", each.stop_reason], ["filtered", each.filter_reason || null], ...Object.entries(each.reward_terms)]
+      ["advantage", each.advantage], ["stop reason", each.stop_reason], ["filtered", each.filter_reason || null],
+      ...Object.entries(each.reward_terms).filter(([, value]) => value !== 0)]
       .filter(([, value]) => value !== null).map(([name, value]) => el("div", {}, `${name} `, el("b", {}, number(value))))),
     ...each.turns.map(turn => el("pre", {}, turn.text))));
   main.replaceChildren(el("h2", {}, `${run}, step ${step}, group ${at.params.get("group")}`),
-    el("div", { class: "facts" }, el("div", {}, "mean reward ", el("b", {}, number(found.mean))), el("div", {}, "standard deviation ", el("b", {}, number(found.std)))),
+    el("div", { class: "facts" }, el("div", {}, "mean reward ", el("b", {}, number(found.mean))), el("div", {}, "standard deviation ", el("b", {}, number(found.std))),
+      ...(found.answer ? [el("div", {}, "expected ", el("b", {}, found.answer))] : [])),
+    ...(found.question ? [el("pre", {}, found.question)] : []),
+    ...(found.first?.length ? [el("div", { class: "pictures" }, ...found.first.map(image => picture(run, [], image)))] : []),
     el("div", { class: "members" }, ...members), el("p", { class: "hint" }, "keys: j and k select a member, Enter opens it, ? lists all keys"));
   keys = choosing(members, place => link("episode", new URLSearchParams({ run, step, row_index: found.members[place].row_index })));
 }
