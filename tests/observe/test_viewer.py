@@ -190,6 +190,46 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert found(client, "curves")[1] == {"step": 1, "reward/mean": 0.5, "loss": None, "time/total": 2.0}
 
 
+def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
+    """The overview has the last figures, the state and the steps of each run, and only the settings
+    that differ. What cannot be read is left out.
+    """
+    texts = {
+        "one": "stage: rl\noptim: {lr: 0.1}\nrun: {steps: 3, dir: x}\n", "two": "stage: rl\noptim: {lr: 0.2}\nrun: {steps: 9, dir: y}\n",
+        "three": "- no settings\n",
+    }  # fmt: skip
+    for name, text in texts.items():
+        shutil.copytree(run, tmp_path / name)
+        (tmp_path / name / "config.yaml").write_text(text)
+    (tmp_path / "one" / "eval.json").write_text("{}")
+    (tmp_path / "two" / "ended.json").write_text('{"state": "failed", "line": "x", "step": 1}')
+    (tmp_path / "three" / "ended.json").write_text('{"state": "<b>", "line": "x", "step": 1}')
+    client = TestClient(create_app(label_folders([tmp_path / name for name in texts]), hosts=["testserver"]))
+    told = client.get("/api/overview").json()
+    assert told["differing"] == ["optim.lr", "run.steps", "stage"]
+    assert [(each["state"], each["num_done"], each["num_steps"]) for each in told["runs"]] == [
+        ("finished", 3, 3),
+        ("failed", 3, 9),
+        ("", 3, 0),
+    ]
+    assert told["runs"][0]["figures"] == {
+        "reward/mean": 1.0, "eval/greedy_success": None, "loss": 0.5, "rollout_mismatch/logprob_abs_diff_max": None,
+    }  # fmt: skip
+    assert 0 <= told["runs"][0]["age_s"] < 600
+    assert [each["settings"].get("optim.lr") for each in told["runs"]] == ["0.1", "0.2", None]
+
+
+def test_examples_get_better_or_worse(client: TestClient) -> None:
+    """Means by hand: the rewards of e0 are 0, 0.25, 0.5 plus the step, those of e1 lack one."""
+    rows = {row["example_id"]: row for row in client.get("/api/examples", params={"run": "run"}).json()}
+    assert list(rows) == ["e1", "e0", "e7"]
+    assert (rows["e0"]["rollouts"], rows["e0"]["mean"], rows["e0"]["lowest"], rows["e0"]["highest"]) == (9, 1.25, 0.0, 2.5)
+    # Four of the nine rewards belong to each half: 0, 0.25, 0.5, 1 and 1.5, 2, 2.25, 2.5.
+    assert (rows["e0"]["early"], rows["e0"]["late"]) == (pytest.approx(1.75 / 4), pytest.approx(8.25 / 4))
+    assert rows["e1"]["rollouts"] == 8 and rows["e1"]["mean"] == pytest.approx((0.75 + 2.25 + 6.75) / 8)
+    assert (rows["e7"]["question"], rows["e7"]["answer"]) == ("who is e7?", "answer 7")
+
+
 def test_what_is_refused(client: TestClient, run: Path) -> None:
     """Other host names, files outside the run and unknown runs are refused. Every response has the
     content security policy.

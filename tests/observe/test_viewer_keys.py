@@ -64,7 +64,14 @@ def url(runs: tuple[Path, Path]) -> Iterator[str]:
 
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
-VIEWS = ("curves?run=one&run=two", "rollouts?run=one", "group?run=one&step=1&group=1", "episode?run=one&step=1&row_index=3")
+VIEWS = (
+    "runs",
+    "examples?run=one",
+    "curves?run=one&run=two",
+    "rollouts?run=one",
+    "group?run=one&step=1&group=1",
+    "episode?run=one&step=1&row_index=3",
+)
 
 
 @needs_chromium

@@ -23,7 +23,9 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from megatron_rl.io.bounded_files import is_regular
 from megatron_rl.io.rollout_codec import IMAGE_KEY_PATTERN
-from megatron_rl.observe.viewer.store import TABLE_COLUMNS, RolloutFilters, RunFolder, page_rows, replace_surrogates
+from megatron_rl.observe.viewer.filters import RolloutFilters
+from megatron_rl.observe.viewer.overview import make_example_rows, make_overview
+from megatron_rl.observe.viewer.store import TABLE_COLUMNS, RunFolder, page_rows, replace_surrogates
 from megatron_rl.observe.viewer.token_access import TokenAccess
 from megatron_rl.observe.viewer.token_decoder import TokenDecoder
 from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout, TokenSequence, Turn
@@ -93,6 +95,10 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
     def runs() -> list[dict[str, Any]]:
         return [_run_summary(name, each) for name, each in folders.items()]
 
+    @app.get("/api/overview")
+    def overview() -> dict[str, Any]:
+        return _to_json_value(make_overview(folders))
+
     @app.get("/api/curves")
     def curves(run: str) -> list[dict[str, float | None]]:
         return [{name: _finite_or_none(value) for name, value in line.items()} for line in folder(run).metrics()]
@@ -100,6 +106,10 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
     @app.get("/api/rollouts")
     def rollouts(asked: Annotated[RolloutPageQuery, Query()]) -> dict[str, Any]:
         return _rollout_page(asked, folder(asked.run))
+
+    @app.get("/api/examples")
+    def examples(run: str) -> list[dict[str, Any]]:
+        return _to_json_value(make_example_rows(folder(run), limit=MAX_ROWS))
 
     @app.get("/api/group")
     def group(run: str, step: int, group: int) -> dict[str, Any]:

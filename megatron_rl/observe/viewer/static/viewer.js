@@ -6,7 +6,7 @@ import { el, ask, number, route, link, replaceRoute } from "./parts.js";
 const main = document.getElementById("main"), banner = document.getElementById("banner");
 const FIRST = ["reward/mean", "eval/greedy_success", "loss", "grad_norm", "policy/entropy", "policy/kl_ref", "rollout_mismatch/logprob_abs_diff_max", "rollout/turns"];
 const EVERY_MS = 5000; // between two looks at runs that may be under way
-const KEYS = [["1, 2", "curves, rollouts"], ["/", "focus the search field or the first filter"], ["Escape", "leave the field"], ["j, k, arrows", "next, previous rollout, group member or chart"],
+const KEYS = [["0, 1, 2, 3", "runs, curves, rollouts, examples"], ["/", "focus the search field or the first filter"], ["Escape", "leave the field"], ["j, k, arrows", "next, previous rollout, group member or chart"],
   ["Enter", "open the selected item"], ["g", "open the group of a rollout"], ["?", "show or hide this list"]];
 let runs = [], keys = {}, chosenLink = "";
 
@@ -14,7 +14,7 @@ function views(at) {
   const own = new URLSearchParams();
   for (const run of at.params.getAll("run")) own.append("run", run);
   document.getElementById("views").replaceChildren(
-    ...["curves", "rollouts"].map(name => el("a", { href: link(name, own), class: at.view === name ? "here" : "" }, name)));
+    ...["runs", "curves", "rollouts", "examples"].map(name => el("a", { href: link(name, own), class: at.view === name ? "here" : "" }, name)));
   const chosen = new Set(at.params.getAll("run"));
   document.getElementById("runs").replaceChildren(...runs.map((run, place) => {
     const box = el("input", { type: at.view === "curves" ? "checkbox" : "radio", name: "run" });
@@ -23,7 +23,7 @@ function views(at) {
       const next = new URLSearchParams(), names = runs.map(each => each.name);
       const kept = at.view === "curves" ? names.filter(name => name === run.name ? box.checked : chosen.has(name)) : [run.name];
       for (const name of kept.length ? kept : [run.name]) next.append("run", name);
-      location.hash = link(at.view === "curves" ? "curves" : "rollouts", next);
+      location.hash = link(["curves", "examples"].includes(at.view) ? at.view : "rollouts", next);
     });
     const text = el("span", { class: "run" + place % 6 }, ` ${run.name} (${run.rollouts} rollouts${run.last_step === null ? "" : `, step ${run.last_step}`})`);
     return el("label", { class: "choice" }, el("span", {}, box, text));
@@ -65,6 +65,24 @@ async function curves(at) {
   draw();
   main.replaceChildren(el("div", { class: "filters" }, el("label", {}, "metrics", box), el("label", {}, "smoothing", smoothing), el("label", { class: "check" }, log, "log axis"),
     el("span", { class: "hint" }, "drag over a chart to zoom in")), charts);
+}
+
+const AGES = [[86400, "days"], [3600, "h"], [60, "min"], [1, "s"]];
+const ago = seconds => { if (seconds === null) return "–"; const [size, unit] = AGES.find(([size]) => seconds >= size) || AGES.at(-1); return `${Math.round(seconds / size)} ${unit} ago`; };
+
+async function overview() {
+  const found = await ask("overview", {});
+  const metrics = Object.keys(found.runs[0]?.figures || {}).filter(name => found.runs.some(run => run.figures[name] !== null));
+  const to = name => link("rollouts", new URLSearchParams({ run: name }));
+  const body = found.runs.map((run, place) => el("tr", {}, el("td", {}, el("a", { href: to(run.name), class: `run${place % 6}` }, run.name)),
+    el("td", { class: `state ${run.state}` }, run.state || "no end recorded"), el("td", {}, run.num_done === null ? "–" : `${run.num_done}${run.num_steps ? `/${run.num_steps}` : ""}`),
+    el("td", {}, ago(run.age_s)), ...metrics.map(name => el("td", {}, number(run.figures[name]))), ...found.differing.map(key => el("td", {}, run.settings[key] ?? "–"))));
+  const head = ["run", "state", "steps", "last step", ...metrics, ...found.differing].map(name => el("th", {}, name));
+  main.replaceChildren(el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))),
+    el("p", { class: "hint" }, found.runs.length > 1 ? "The last columns are the settings in which the runs differ." : ""),
+    ...found.runs.map(run => el("details", {}, el("summary", {}, `all settings of ${run.name}`),
+      el("pre", {}, Object.entries(run.settings).map(([key, value]) => `${key}: ${value}`).join("\n") || "config.yaml cannot be read"))));
+  keys = choosing(body, place => to(found.runs[place].name));
 }
 
 const FIELDS = [["step_from", "number"], ["step_to", "number"], ["reward_from", "number"], ["reward_to", "number"], ["source", "sources"], ["stop_reason", "stop_reasons"], ["tool", "tools"],
@@ -148,6 +166,23 @@ async function rollouts(at) {
   keys = choosing(body, place => to(found.rows[place]));
 }
 
+// One row an example: does the policy solve it, and does it get better at it?
+async function examples(at) {
+  const run = runs.find(each => each.name === at.params.get("run")) || runs[0];
+  const found = await ask("examples", { run: run.name });
+  const to = row => link("rollouts", new URLSearchParams({ run: run.name, example: row.example_id }));
+  const change = row => row.early === null ? null : row.late - row.early;
+  const body = found.map(row => el("tr", {}, el("td", {}, el("a", { href: to(row) }, row.example_id)), el("td", {}, number(row.rollouts)),
+    ...["mean", "lowest", "highest", "early", "late"].map(name => el("td", {}, chip(row[name], run.rewards))),
+    el("td", { class: change(row) < 0 ? "error" : "" }, change(row) === null ? "–" : `${change(row) > 0 ? "+" : ""}${number(change(row))}`),
+    el("td", { class: "text question" }, row.question), el("td", { class: "text answer" }, row.answer)));
+  const head = ["example", "rollouts", "mean reward", "lowest", "highest", "first half", "second half", "change", "question", "expected"].map(name => el("th", {}, name));
+  main.replaceChildren(el("p", { class: "hint" }, `${found.length} examples, lowest mean reward first. The halves are those of an example's rollouts, in the order of the steps.`),
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body))),
+    el("p", { class: "hint" }, "keys: j and k select an example, Enter shows its rollouts, ? lists all keys"));
+  keys = choosing(body, place => to(found[place]));
+}
+
 async function group(at) {
   const [run, step] = [at.params.get("run"), at.params.get("step")];
   const found = await ask("group", { run, step, group: at.params.get("group") });
@@ -185,12 +220,15 @@ async function show() {
   keys = {};
   banner.textContent = "";
   const at = route();
+  if (!location.hash && runs.length > 1) at.view = "runs";
   if (!at.params.get("run") && runs.length) {
     for (const run of at.view === "curves" ? runs : runs.slice(0, 1)) at.params.append("run", run.name);
   }
   views(at);
   try {
-    if (at.view === "rollouts") await rollouts(at);
+    if (at.view === "runs") await overview();
+    else if (at.view === "rollouts") await rollouts(at);
+    else if (at.view === "examples") await examples(at);
     else if (at.view === "group") await group(at);
     else if (at.view === "episode") keys = await episodeView(at, main);
     else await curves(at);
@@ -209,7 +247,7 @@ async function follow() {
   if (JSON.stringify(now) === JSON.stringify(runs) || main.contains(document.activeElement)) return;
   runs = now;
   const { view } = route();
-  if (view === "curves" || view === "rollouts") await show();
+  if (["runs", "curves", "rollouts"].includes(view)) await show();
   else views(route());
 }
 
@@ -217,7 +255,8 @@ addEventListener("hashchange", show);
 setInterval(() => { if (!document.hidden) follow(); }, EVERY_MS);
 const help = document.getElementById("help");
 help.replaceChildren(el("h2", {}, "keys"), el("table", {}, ...KEYS.map(([key, told]) => el("tr", {}, el("td", {}, key), el("td", {}, told)))));
-const EVERYWHERE = { 1: () => { location.hash = "#/curves"; }, 2: () => { location.hash = "#/rollouts"; },
+const EVERYWHERE = { 0: () => { location.hash = "#/runs"; }, 1: () => { location.hash = "#/curves"; }, 2: () => { location.hash = "#/rollouts"; },
+  3: () => { location.hash = "#/examples"; },
   "/": () => main.querySelector("input[type=search], .filters input")?.focus(), "?": () => help.open ? help.close() : help.showModal() };
 addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || (help.open && event.key !== "?")) return;

@@ -1,0 +1,108 @@
+"""Overview of runs: how they ended, their last figures, and the settings in which they differ."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Any, cast
+
+from pyarrow import compute
+
+from megatron_rl.io.bounded_files import read_bytes, read_yaml
+from megatron_rl.observe.metrics import METRICS_FILE
+from megatron_rl.observe.viewer.store import CONFIG, MAX_TEXT_CHARS, RunFolder
+
+pc = cast(Any, compute)  # pyarrow creates these functions when it is imported, so their types are unknown
+EVALUATION, ENDED = "eval.json", "ended.json"
+MAX_ENDED_BYTES = 1 << 20
+ENDS = ("stopped", "failed")
+"""States in ended.json."""
+OVERVIEW_METRICS = ("reward/mean", "eval/greedy_success", "loss", "rollout_mismatch/logprob_abs_diff_max")
+MAX_DIFFERING, MAX_SETTING_CHARS = 30, 80
+"""Maximum number of differing settings in the overview of runs, and length of a value."""
+
+
+def make_overview(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
+    """Return state, last figures and settings of all runs, and the settings in which they differ."""
+    settings = {name: _read_settings(folder.path) for name, folder in folders.items()}
+    keys = sorted({key for given in settings.values() for key in given} - {"run.dir"})
+    texts = {name: {key: str(value)[:MAX_SETTING_CHARS] for key, value in given.items()} for name, given in settings.items()}
+    return {
+        "differing": [key for key in keys if len({given.get(key, "") for given in texts.values()}) > 1][:MAX_DIFFERING],
+        "runs": [_overview_row(name, folder, settings[name]) | {"settings": texts[name]} for name, folder in folders.items()],
+    }
+
+
+def _overview_row(name: str, folder: RunFolder, settings: Mapping[str, Any]) -> dict[str, Any]:
+    lines = folder.metrics()
+    figures = {metric: next((line[metric] for line in reversed(lines) if metric in line), None) for metric in OVERVIEW_METRICS}
+    steps = settings.get("sft.steps", [0]) if settings.get("stage") == "sft" else [settings.get("run.steps", 0)]
+    last = max((int(line["step"]) for line in lines if "time/update" in line or "reward/mean" in line), default=None)
+    is_known = isinstance(steps, list) and all(isinstance(each, int) for each in steps)
+    return {
+        "name": name, "state": _read_state(folder.path), "num_done": None if last is None else last + 1,
+        "num_steps": sum(steps) if is_known else 0, "age_s": _seconds_since_last_step(folder.path), "figures": figures,
+    }  # fmt: skip
+
+
+def make_example_rows(folder: RunFolder, *, limit: int) -> list[dict[str, Any]]:
+    """Return one row per example with its mean rewards, lowest mean first.
+
+    `early` and `late` are the mean rewards in the first and the second half of the example's scored
+    rollouts, in the order of the steps; both are None with fewer than two. At most `limit` rows are
+    returned.
+    """
+    table = folder.rollout_table().select(["example_id", "step", "row_index", "reward", "question", "answer"])
+    table = table.filter(pc.is_finite(pc.fill_null(table["reward"], math.nan)))
+    order = [("example_id", "ascending"), ("step", "ascending"), ("row_index", "ascending")]
+    rows = table.take(pc.sort_indices(table, sort_keys=order)).to_pylist()
+    found = []
+    for example, group in groupby(rows, key=itemgetter("example_id")):
+        members = list(group)
+        rewards, half = [row["reward"] for row in members], len(members) // 2
+        found.append({
+            "example_id": example, "question": (members[0]["question"] or "")[:MAX_TEXT_CHARS], "answer": members[0]["answer"] or "",
+            "rollouts": len(rewards), "mean": fmean(rewards), "lowest": min(rewards), "highest": max(rewards),
+            "early": fmean(rewards[:half]) if half else None, "late": fmean(rewards[-half:]) if half else None,
+        })  # fmt: skip
+    return sorted(found, key=itemgetter("mean"))[:limit]
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a run by dotted key; empty if they cannot be read."""
+    try:
+        return _flatten(read_yaml(path / CONFIG))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def _read_state(path: Path) -> str:
+    """Return how a run ended: finished, stopped or failed; "" if no end is recorded.
+
+    A run without a recorded end is active or was killed.
+    """
+    if (path / EVALUATION).is_file():
+        return "finished"
+    try:
+        state = json.loads(read_bytes(path / ENDED, at_most=MAX_ENDED_BYTES))["state"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return ""
+    return state if state in ENDS else ""
+
+
+def _seconds_since_last_step(path: Path) -> float | None:
+    """Return the time since metrics.jsonl was written; None if there is no such file."""
+    file = path / METRICS_FILE
+    return time.time() - file.stat().st_mtime if file.is_file() else None
