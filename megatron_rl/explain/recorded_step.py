@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config import EngineSettings, ModelSettings, ParallelSettings
+from megatron_rl.dtypes import dtype_name
 from megatron_rl.evaluation.results_directory import EVALUATION_FILE
 from megatron_rl.io.jsonl import iterate_lines
 from megatron_rl.io.rollout_codec import from_record
@@ -115,14 +116,15 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
             sampled, start = found["evaluation"]["temperature"] or 1.0, str(found["evaluation"]["weights"])
         stays = is_evaluation or found["run"].get("mode") == "rollout_only"
         chosen = ModelSettings(
-            path=model_path or str(given["path"]), min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
+            path=model_path or str(given["path"]), dtype="float32", min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
         )  # fmt: skip
         sizes = {name: found["parallel"][name] for name in ("tp", "pp", "vpp", "sequence_parallel")}
         alike = {name: engine[name] for name in ("dtype", "kv_cache_mib", "max_model_len", "max_images", "gpu_memory_utilization")}
+        alike["dtype"] = dtype_name(engine["dtype"])
         alike["tp"] = engine["tp"] if num_processes % engine["tp"] == 0 else 1
         return ReplaySettings(
             model=chosen, parallel=ParallelSettings(**sizes), engine=EngineSettings(**alike), temperature=float(sampled),
-            dtype="bfloat16" if "bfloat16" in (given["dtype"], engine["dtype"]) else "float32",
+            dtype="bfloat16" if "bfloat16" in (dtype_name(given["dtype"]), alike["dtype"]) else "float32",
             num_steps=int(found["run"]["steps"]), max_staleness=sys.maxsize if stays else int(found["run"]["max_staleness"]),
             initial_weights=start or chosen.path, trains_subset=bool(given["frozen"] or found["lora"]["rank"]),
             allow_grounding_tokens=bool(found["task"]["data"]["allow_grounding_tokens"]),

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "evaluation": {"config", "types", "io", "distributed", "data", "observe", "clients", "rollout", "run"},
     "export": {"types", "io", "data", "observe", "rollout"},
     "explain": {
-        "config", "types", "io", "distributed", "batching", "observe", "models", "weights", "compat", "policy",
+        "config", "dtypes", "types", "io", "distributed", "batching", "observe", "models", "weights", "compat", "policy",
         "rollout", "run", "evaluation",
     },
     "services": {"config", "io", "distributed", "clients", "rollout", "run"},
