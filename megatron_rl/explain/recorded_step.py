@@ -116,7 +116,8 @@ def read_replay_settings(run: Path, *, model_path: str = "", num_processes: int 
             sampled, start = found["evaluation"]["temperature"] or 1.0, str(found["evaluation"]["weights"])
         stays = is_evaluation or found["run"].get("mode") == "rollout_only"
         chosen = ModelSettings(
-            path=model_path or str(given["path"]), dtype="float32", min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
+            path=model_path or str(given["path"]), dtype="float32",
+            min_pixels=int(given["min_pixels"]), max_pixels=int(given["max_pixels"]),
         )  # fmt: skip
         sizes = {name: found["parallel"][name] for name in ("tp", "pp", "vpp", "sequence_parallel")}
         alike = {name: engine[name] for name in ("dtype", "kv_cache_mib", "max_model_len", "max_images", "gpu_memory_utilization")}
