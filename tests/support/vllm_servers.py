@@ -24,7 +24,7 @@ from tests.conftest import SUPPORT
 from tests.support import fork_server
 
 HOST, TOKEN = "127.0.0.1", "a-word-of-many-letters"
-ENGINE_SETTINGS = EngineSettings(mode="server", urls=["http://127.0.0.1:1"], kv_cache_mib=32, health_timeout_s=60)
+ENGINE_SETTINGS = EngineSettings(mode="server", urls=["http://127.0.0.1:1"], kv_cache_mib=32, max_model_len=1024, health_timeout_s=60)
 """Settings of the servers. Their addresses are only known once they have started."""
 NO_PIXEL_LIMITS: Mapping[str, int] = {}
 SCRIPT = SUPPORT / "vllm_openai_server.py"
