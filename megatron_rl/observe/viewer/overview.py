@@ -27,7 +27,7 @@ MAX_DIFFERING, MAX_SETTING_CHARS = 30, 80
 
 
 def make_overview(folders: Mapping[str, RunFolder]) -> dict[str, Any]:
-    """Return state, last figures and settings of all runs, and the settings in which they differ."""
+    """Return state, last figures and settings of the runs, and the settings that differ."""
     settings = {name: _read_settings(folder.path) for name, folder in folders.items()}
     keys = sorted({key for given in settings.values() for key in given} - {"run.dir"})
     texts = {name: {key: str(value)[:MAX_SETTING_CHARS] for key, value in given.items()} for name, given in settings.items()}
