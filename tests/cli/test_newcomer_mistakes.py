@@ -18,9 +18,9 @@ from tests.conftest import ROOT
 from tests.support import fork_server
 
 pytestmark = pytest.mark.long
-TRAIN, DOCTOR = ROOT / "launch" / "train.py", ROOT / "launch" / "doctor.py"
-GAME = ("task=number_line", "model={nano}", "run.dir={home}/run", "engine.kv_cache_mib=16")
-ROWS = ("task=vqa", "model={nano}", "run.dir={home}/run", "task.data.train=[{home}/rows.jsonl]", "task.data.eval=[{home}/rows.jsonl]")
+TRAIN, DOCTOR, COMMAND = ROOT / "launch" / "train.py", ROOT / "launch" / "doctor.py", ROOT / "megatron_rl" / "__main__.py"
+GAME = ("task=number_line", "model={nano}", "run.dir={home}/{number}", "engine.kv_cache_mib=16")
+ROWS = ("task=vqa", "model={nano}", "run.dir={home}/{number}", "task.data.train=[{home}/rows.jsonl]", "task.data.eval=[{home}/rows.jsonl]")
 SMALL = (
     "run.steps=1",
     "batch.prompts_per_step=2",
@@ -49,20 +49,31 @@ MISTAKES = {
     "a misspelt recipe": Mistake(r"did you mean numberline_grpo_cpu", ("experiment=numberline_grpo",)),
     "no such model folder": Mistake(r"error: model.path=/nowhere: no such folder \(looked in /nowhere\)", (*GAME, "model.path=/nowhere")),
     "a name of the hub": Mistake(r"hf download Qwen/Qwen2.5-VL-3B-Instruct", (*GAME, "model.path=Qwen/Qwen2.5-VL-3B-Instruct")),
-    "the wrong order of stages": Mistake(r"quickstart", ("experiment=numberline_grpo_cpu", "run.dir={home}/run")),
+    "the wrong order of stages": Mistake(r"quickstart", ("experiment=numberline_grpo_cpu", "run.dir={home}/{number}")),
     "no such data file": Mistake(r"task.data.train=.*nofile.jsonl: no such file", (*ROWS, "task.data.train=[nofile.jsonl]")),
     "a list without brackets": Mistake(r"expects a list; write 'task.data.train=\[a.jsonl\]'", (*GAME, "task.data.train=a.jsonl")),
     "pictures behind a link": Mistake(r"task.data.image_roots", (*ROWS, "task.data.train=[{home}/linked/rows.jsonl]")),
-    "other column names": Mistake(r"no answer.*columns: (.|\n)*task.data.columns", (*ROWS, "task.data.train=[{home}/wrong.csv]"), DOCTOR),
+    "other column names": Mistake(
+        r"no answer \(all 40 rows\). Columns: filename, question, label. Choose one: 'task.data.columns=\{answer: label\}'",
+        (*ROWS, "task.data.train=[{home}/wrong.csv]"),
+        DOCTOR,
+    ),
     "a picture column of another name": Mistake(
-        r"task.data.columns=\{images: my_photos\}", (*ROWS, "task.data.train=[{home}/photos.csv]"), DOCTOR, code=0
+        r"task.data.columns=\{images: my_photos\}", (*ROWS, "task.data.train=[{home}/photos.csv]"), DOCTOR
     ),
     "a context that is too short": Mistake(r"raise engine.max_model_len", (*ROWS, "engine.max_model_len=16"), DOCTOR),
-    "a context that is too long": Mistake(r"engine.max_model_len=99999: the model has at most 4096", (*GAME, "engine.max_model_len=99999")),
-    "heads that cannot be divided": Mistake(r"^error: parallel.tp=3: .*use 1(, 2| or 2|, 2 or 4)", (*GAME, "parallel.tp=3"), ranks=3),
-    "two ranks are needed": Mistake(r"error: parallel.tp=2: .*nproc_per_node", (*GAME, "parallel.tp=2")),
+    "a context that is too long": Mistake(
+        r"engine.max_model_len=99999: the model supports at most 4096", (*GAME, "engine.max_model_len=99999")
+    ),
+    "heads that cannot be divided": Mistake(
+        r"^error: parallel.tp=3: does not divide the model's 4 attention heads; use one of 1, 2$", (*GAME, "parallel.tp=3"), ranks=3
+    ),
+    "two ranks are needed": Mistake(
+        r"error: parallel.tp\*parallel.pp=2: must divide the number of processes \(1\); set torchrun's --nproc_per_node",
+        (*GAME, "parallel.tp=2"),
+    ),
     "a language model": Mistake(r"config.json has model_type llama; supported: ", (*GAME, "model.path={home}/llama")),
-    "no model": Mistake(r"error: model.path=\?\?\?: has no default", ("task=number_line", "run.dir={home}/run")),
+    "no model": Mistake(r"error: model.path=\?\?\?: has no default", ("task=number_line", "run.dir={home}/{number}")),
     "a misspelt algorithm": Mistake(r"did you mean reinforce_pp", (*GAME, "algo=reinforce")),
     "a word for a number": Mistake(r"error: optim.lr=fast: expects a number", (*GAME, "optim.lr=fast")),
     "a group of one": Mistake(r"error: batch.group_size=1: must be at least 2", (*GAME, "batch.group_size=1")),
@@ -75,15 +86,18 @@ MISTAKES = {
     "a KV cache of 1 MiB": Mistake(r"engine.kv_cache_mib=1: too small for engine.max_model_len=\d+", (*GAME, "engine.kv_cache_mib=1")),
     "a KV cache of 9 TB": Mistake(r"error: engine.kv_cache_mib=9000000: ", (*GAME, "engine.kv_cache_mib=9000000")),
     "other settings in the same folder": Mistake(
-        r"contains a run with other settings: optim.lr=0.5 \(was .*run.overwrite=true", (*GAME, "run.dir={home}/old", "optim.lr=0.5")
+        r"contains a run with other settings: optim.lr=0.5 \(was 1e-06\); set run.overwrite=true",
+        (*GAME, "run.dir={home}/old", *SMALL, "optim.lr=0.5"),
     ),
     "W&B without a key": Mistake(r"wandb.mode=online.*wandb login", (*GAME, "wandb.mode=online")),
-    "no transcripts": Mistake(r"sft.splits=.*transcripts", (*ROWS, "stage=sft", "sft.splits=[transcripts]")),
+    "no transcripts": Mistake(r"task.data.demonstrations=\[\]: set the transcript files", (*ROWS, "stage=sft", "sft.splits=[transcripts]")),
     "a judge that is down": Mistake(
-        r"task.judge.urls=http://127.0.0.1:9/v1: ", (*ROWS, "judge=text", "task.judge.urls=[http://127.0.0.1:9/v1]"), DOCTOR
+        r"no judge is available \(http://127.0.0.1:9/v1: ConnectError",
+        (*ROWS, "judge=text", "task.judge.urls=[http://127.0.0.1:9/v1]"),
+        DOCTOR,
     ),
-    "a port that is taken": Mistake(r"--port={port}: .*choose another", ("run", "--port", "{port}"), ROOT / "launch" / "viewer.py"),
-    "no such run": Mistake(r"/nowhere: no such folder", ("/nowhere",), ROOT / "launch" / "viewer.py"),
+    "a port that is taken": Mistake(r"--port={port}: .*choose another", ("viewer", "{home}/old", "--port", "{port}"), COMMAND, code=2),
+    "no such run": Mistake(r"error: RUN=/nowhere: no such folder", ("viewer", "/nowhere"), COMMAND, code=2),
     "a module for an adapter": Mistake(
         r"lora.targets=q_proj: choose one of attention, mlp, vision, projector", (*GAME, "lora.rank=4", "lora.targets=[q_proj]")
     ),
@@ -130,7 +144,8 @@ def port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def fill(words: tuple[str, ...], home: Path, model: Path, *, port: int) -> list[str]:
+def fill(words: tuple[str, ...], home: Path, model: Path, *, port: int, number: int = 0) -> list[str]:
+    words = tuple(word.replace("{number}", str(number)) for word in words)
     filled = [
         word.replace("model={nano}", f"model.path={model}").replace("{home}", str(home)).replace("{port}", str(port)) for word in words
     ]
@@ -143,7 +158,7 @@ def fill(words: tuple[str, ...], home: Path, model: Path, *, port: int) -> list[
 def test_a_newcomers_mistake_ends_clearly(name: str, home: Path, random_model: Path, port: int) -> None:
     mistake = MISTAKES[name]
     script = home / mistake.script if not mistake.script.is_absolute() else mistake.script
-    words = fill(mistake.words, home, random_model, port=port)
+    words = fill(mistake.words, home, random_model, port=port, number=list(MISTAKES).index(name))
     if mistake.ranks > 1:
         result = fork_server.run_world(mistake.ranks, script, *words, timeout_s=200)
     else:
