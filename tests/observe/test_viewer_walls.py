@@ -245,6 +245,7 @@ def test_nobody_else_without_a_token(
 ) -> None:
     """Serving on all interfaces is refused without a valid token file."""
     monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: pytest.fail("the page is served"))
+    (tmp_path / "metrics.jsonl").touch()
     given = [word.format(tmp=tmp_path) for word in words]
     assert main([str(tmp_path), "--host", "0.0.0.0", "--port", "0", *given]) == 2
     assert capsys.readouterr().err.startswith(said.format(tmp=tmp_path))
