@@ -4,6 +4,27 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "groups with equal rewards count as mixed",
+        "megatron_rl/observe/viewer/filters.py",
+        'if row["reward_min"] != row["reward_max"]',
+        'if row["reward_min"] is not None',
+        "tests/observe/test_viewer.py -k asked_for",
+    ),
+    Mutant(
+        "runs inside runs are found",
+        "megatron_rl/observe/viewer/store.py",
+        "        return [path]\n    folders =",
+        "        pass\n    folders =",
+        "tests/observe/test_viewer.py -k below_a_folder",
+    ),
+    Mutant(
+        "settings that are equal count as differing",
+        "megatron_rl/observe/viewer/overview.py",
+        "for given in texts.values()}) > 1]",
+        "for given in texts.values()}) > 0]",
+        "tests/observe/test_viewer.py -k compared",
+    ),
+    Mutant(
         "pictures of the page follow links",
         "megatron_rl/observe/viewer/store.py",
         "return path if is_inside and is_regular(path, follow_link=False) else None",
