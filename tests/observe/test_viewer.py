@@ -217,6 +217,8 @@ def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     assert 0 <= told["runs"][0]["age_s"] < 600
     assert [each["settings"].get("optim.lr") for each in told["runs"]] == ["0.1", "0.2", None]
+    both = TestClient(create_app(label_folders([tmp_path / "one", tmp_path / "two"]), hosts=["testserver"]))
+    assert both.get("/api/overview").json()["differing"] == ["optim.lr", "run.steps"]
 
 
 def test_examples_get_better_or_worse(client: TestClient) -> None:
