@@ -1,4 +1,4 @@
-"""The wheel in an environment of its own, beside a user's package with the name of one of this
+"""The wheel in a separate environment, next to a user's package with the name of one of this
 project's folders."""
 
 import subprocess
@@ -46,7 +46,7 @@ def test_the_wheel_has_three_packages_and_their_data(wheel: Path) -> None:
     assert set(data) <= {*names}
 
 
-def test_the_wheel_works_beside_a_package_called_tools(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_works_next_to_a_package_called_tools(wheel: Path, tmp_path: Path) -> None:
     """Imports, subprocesses of the sandbox and commands work in an environment that has only the
     wheel, its dependencies and another package called tools."""
     venv.create(tmp_path / "env", with_pip=False)

@@ -27,20 +27,13 @@ from tests.conftest import ROOT, SUPPORT
 from tests.support import fork_server
 from tests.support.comparable_metrics import drop_timings
 from tests.support.corrupted_checkpoint import flip_signs
+from tests.support.game_runs import GAME_OVERRIDES
 
 TRAIN = ROOT / "launch" / "train.py"
 SMALL_DISK, HELD = SUPPORT / "full_disk_train.py", SUPPORT / "paused_episodes_train.py"
 STOPPED = 75
 CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Timing fields of a rollout, its turns and its verdicts, which are not compared."""
-SIZES = (
-    "task=number_line",
-    "model.min_pixels=12000",
-    "model.max_pixels=13000",
-    "engine.kv_cache_mib=16",
-    "task.max_turns=2",
-    "task.eval_samples=0",
-)
 GRPO = (
     "optim.lr=3e-4", "optim.eps=1e-3", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2",
     "algo.kl_coef=0.05", "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
@@ -57,7 +50,7 @@ def begin(*overrides: str, script: Path = TRAIN) -> fork_server.Process:
     """Start a run as one process in its own process group, so that all processes it starts can be
     killed with it.
     """
-    return fork_server.Process(script, *SIZES, *overrides)
+    return fork_server.Process(script, *GAME_OVERRIDES, *overrides)
 
 
 def end(run: fork_server.Process, *, code: int = 0) -> str:
@@ -280,7 +273,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
 
 def replayed(recorded: Path, warm: Path, folder: Path, *overrides: str, nproc: int = 1) -> Path:
     given = (
-        *SIZES,
+        *GAME_OVERRIDES,
         *GRPO,
         f"model.path={warm / 'final'}",
         "run.mode=replay",
@@ -319,7 +312,10 @@ def learned(run: Path, *, steps: int) -> list[dict[str, float]]:
     which a replay does not know: those of rollouts, losses, gradients and divergences.
     """
     lines = read_metrics(run / "metrics.jsonl")[:steps]
-    return [{name: value for name, value in alike(line).items() if not name.startswith(("eval/", "store/", "epoch"))} for line in lines]
+    return [
+        {name: value for name, value in alike(line).items() if name != "epoch" and not name.startswith(("eval/", "store/"))}
+        for line in lines
+    ]
 
 
 def test_recorded_steps_are_trained_on_again(warm: Path, unbroken: Path, tmp_path: Path) -> None:

@@ -17,16 +17,9 @@ from transformers import AutoProcessor, Qwen2_5_VLForConditionalGeneration
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import SUPPORT
+from tests.support.game_runs import GAME_OVERRIDES
 
 WITNESSED = SUPPORT / "verified_save_train.py"
-SIZES = (
-    "task=number_line",
-    "model.min_pixels=12000",
-    "model.max_pixels=13000",
-    "engine.kv_cache_mib=16",
-    "task.max_turns=2",
-    "task.eval_samples=0",
-)
 GRPO = ("optim.lr=1e-3", "batch.prompts_per_step=4", "batch.group_size=4", "algo.kl_coef=0.01", "batch.micro_batch_tokens=1500")
 SEVERAL = ("batch.minibatches=2", "batch.epochs=2")
 LAYOUTS = {
@@ -65,14 +58,14 @@ def warm(torchrun, learning_model: Path, tmp_path_factory: pytest.TempPathFactor
     home = tmp_path_factory.mktemp("warm")
     sizes = ("sft.splits=[correct]", "sft.steps=[25]", "sft.batch_size=16", "sft.num_demonstrations=60")
     own = ("stage=sft", f"model.path={learning_model}", *sizes)
-    overrides = (*own, "optim.lr=1e-3", "optim.warmup_steps=5", "optim.beta2=0.95", *SIZES, f"run.dir={home / 'sft'}")
+    overrides = (*own, "optim.lr=1e-3", "optim.warmup_steps=5", "optim.beta2=0.95", *GAME_OVERRIDES, f"run.dir={home / 'sft'}")
     return Finished(home / "sft", torchrun(2, WITNESSED, *overrides, timeout_s=280), overrides)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def run(request: pytest.FixtureRequest, warm: Finished, torchrun, tmp_path_factory: pytest.TempPathFactory) -> Finished:  # noqa: ANN001
     folder = tmp_path_factory.mktemp("grpo") / "run"
-    overrides = (f"model.path={warm.folder / 'final'}", f"run.dir={folder}", *SIZES, *GRPO, *LAYOUTS[request.param])
+    overrides = (f"model.path={warm.folder / 'final'}", f"run.dir={folder}", *GAME_OVERRIDES, *GRPO, *LAYOUTS[request.param])
     return Finished(folder, torchrun(2, WITNESSED, *overrides, timeout_s=280), overrides)
 
 

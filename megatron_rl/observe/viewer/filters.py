@@ -34,7 +34,7 @@ class RolloutFilters(BaseModel):
     errors_from: StepNumber | None = None
     """Minimum number of tool calls that failed."""
     is_mixed: bool = False
-    """If set, only rollouts of groups whose rewards differ."""
+    """If set, only rollouts of groups with different rewards."""
     text: str = ""
     """Text to search for in the questions and the responses, ignoring case."""
 

@@ -10,10 +10,10 @@ function draw(tag, attributes, text) {
   return made;
 }
 
-export const short = value => Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(Number(value.toPrecision(4)));
+const short = value => Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 
 // Exponential moving average without the bias of its start, as in TensorBoard.
-export function smooth(points, weight) {
+function smooth(points, weight) {
   let sum = 0, total = 0;
   return points.map(([step, value]) => {
     sum = weight * sum + (1 - weight) * value;

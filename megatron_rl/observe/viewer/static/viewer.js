@@ -91,7 +91,7 @@ const TIPS = { stale_from: "at least this many updates between the oldest weight
   errors_from: "at least this many failed tool calls", sampled: "tokens that the policy sampled", version: "oldest weights that sampled a token of the rollout",
   "stop reason": "why the episode ended", errors: "failed tool calls", sample: "number within the group" };
 const PRESETS = [["failed", { status: "failed" }], ["mixed groups", { is_mixed: "true" }], ["longest", { sort: "num_sampled", descending: "true" }],
-  ["cut off", { stop_reason: "max_tokens" }], ["tool errors", { errors_from: "1" }], ["lowest reward", { sort: "reward" }]];
+  ["truncated", { status: "truncated" }], ["tool errors", { errors_from: "1" }], ["lowest reward", { sort: "reward" }]];
 const SHOWN = [["step", "step"], ["example_id", "example"], ["source", "source"], ["group", "group"], ["sample_index", "sample"], ["reward", "reward"], ["stop_reason", "stop reason"],
   ["num_turns", "turns"], ["num_sampled", "sampled"], ["num_images", "images"], ["num_errors", "errors"], ["oldest_version", "version"]];
 const TEXTS = [["question", "question"], ["answer", "expected"], ["responses", "responses"]];
