@@ -8,7 +8,7 @@ could expand a small file to any size.
 
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -145,3 +145,11 @@ class _PlainLoader(_NoAliasComposer, yaml.SafeLoader):
 
 class _TextLoader(_NoAliasComposer, yaml.BaseLoader):
     pass
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings to dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

@@ -28,6 +28,7 @@ from megatron_rl.preflight.check_report import CheckReport, print_report
 from megatron_rl.preflight.doctor_job import check_time_left, run_checks_on_nodes
 from megatron_rl.preflight.doctor_machine import check_machine, check_memory_plan
 from megatron_rl.preflight.doctor_services import check_engine_servers, check_services
+from megatron_rl.preflight.run_checks import resolve_epochs
 from megatron_rl.registry import Plugins, build_task
 from megatron_rl.rewards.accuracy import find_example_family
 from megatron_rl.rewards.answer import NUMERIC_SOURCES
@@ -280,6 +281,16 @@ def error_line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
+def check_epochs(settings: Settings, report: CheckReport, *, task: Task | None) -> None:
+    """Report the number of steps that run.epochs results in, unless the data has errors."""
+    if task is None or report.errors or settings.stage != "rl" or settings.run.epochs == 0:
+        return
+    try:
+        report.add_finding("run.epochs", f"{settings.run.epochs:g}: {resolve_epochs(settings, task).run.steps} steps")
+    except ValueError as error:
+        report.add_failure("run.epochs", str(error))
+
+
 def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
     """Run all of the doctor's checks on this machine."""
     report = CheckReport()
@@ -289,6 +300,7 @@ def run_checks(settings: Settings, plugins: Plugins = Plugins()) -> CheckReport:
         check_memory_plan(settings, report, plugins)
     task = check_task(settings, report, plugins)
     check_data(settings, report, renderer=renderer, task=task)
+    check_epochs(settings, report, task=task)
     report.warnings += mismatch_warnings(settings)
     check_engine_servers(settings, report)
     check_services(settings, report)

@@ -19,7 +19,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.io.bounded_files import is_regular, read_tail
+from megatron_rl.io.bounded_files import flatten, is_regular, read_tail
 from megatron_rl.io.jsonl import read_json
 from megatron_rl.observe.metrics import METRICS_FILE, read_metrics
 from megatron_rl.run.directory import ENDED, LOCK, read_settings
@@ -157,14 +157,6 @@ def _settings_of(folder: Path) -> dict[str, Any]:
         return flatten(read_settings(path)) if is_regular(path) else {}
     except ValueError as error:
         raise ValueError(f"{path}: {' '.join(str(error).split())[:300]}; restore the original file") from error
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
 
 
 def _num_steps(settings: Mapping[str, Any]) -> int:

@@ -2,7 +2,6 @@
 project's folders."""
 
 import subprocess
-import sys
 import sysconfig
 import venv
 import zipfile
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.__main__ import copy_tree
+from tests.support.wheels import build_wheel
 
 TOP_LEVEL = {"megatron_rl", "megatron_rl_sandbox", "megatron_rl_tools"}
 
@@ -24,13 +23,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel of a copy of the source tree."""
-    home = tmp_path_factory.mktemp("wheel")
-    copy_tree(home / "tree")
-    command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation", "-w", home, home / "tree")
-    run(*command, cwd=home)
-    (built,) = home.glob("*.whl")
-    return built
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_has_three_packages_and_their_data(wheel: Path) -> None:

@@ -5,7 +5,6 @@ installed wheel.
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,9 @@ import yaml
 from megatron_rl.observe.metrics import read_metrics
 from megatron_rl.observe.recorder import read_recorded
 from tests.conftest import ROOT
-from tests.mutation.__main__ import copy_tree
 from tests.support import fork_server
 from tests.support.documented_commands import doc_examples
+from tests.support.wheels import build_wheel
 
 EXAMPLES = {name.removesuffix(".py"): source for name, source in doc_examples().items()}
 TINY = {
@@ -70,12 +69,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.
     """
     folder = tmp_path_factory.mktemp("wheel")
-    source = folder / "source"
-    copy_tree(source)
+    wheel = build_wheel(folder)
     pip = [sys.executable, "-m", "pip", "-q", "--no-input"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source)], check=True, timeout=120)
-    (wheel,) = folder.glob("*.whl")
-    shutil.rmtree(source)
     subprocess.run([*pip, "install", "--no-deps", "--no-index", "--target", str(folder / "site"), str(wheel)], check=True, timeout=120)
     return folder / "site"
 

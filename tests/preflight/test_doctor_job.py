@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,3 +80,7 @@ def test_the_time_that_is_left_is_held_against_the_steps(
     assert report.findings == [("time", f"70 steps of 10.0 s, {hours:.1f} hours left")]
     told = "run.steps=100: 70 steps of 10.0 s are left, 36 fit into the job; the same command resumes the run in the next job"
     assert report.warnings == [told] * warned
+    (tmp_path / "config.yaml").write_text("run: {steps: 100, epochs: 2.0}\n")
+    by_epochs, again = replace(settings, run=RunSettings(dir=str(tmp_path), epochs=2)), CheckReport()
+    check_time_left(by_epochs, again)
+    assert again.findings == report.findings, "the steps that the epochs resulted in, not the default of run.steps"

@@ -7,6 +7,8 @@ from math import ceil
 import pytest
 
 from megatron_rl.config import BatchSettings, CriticSettings, RunSettings, Settings
+from megatron_rl.preflight.check_report import CheckReport
+from megatron_rl.preflight.doctor import check_epochs
 from megatron_rl.preflight.run_checks import resolve_epochs
 from megatron_rl.types import Example
 
@@ -31,6 +33,16 @@ def test_steps_by_hand(epochs: float, examples: int, prompts: int, steps: int) -
     found = resolve_epochs(settings, Questions(examples)).run
     assert (found.steps, found.epochs) == (steps, epochs)
     assert found.steps == max(1, ceil(Fraction(str(epochs)) * examples / prompts))
+
+
+def test_the_doctor_reports_the_steps() -> None:
+    """The doctor names the number of steps, or why the run is too short."""
+    settings = Settings(run=RunSettings(dir="r", epochs=2), batch=BatchSettings(prompts_per_step=16))
+    report = CheckReport()
+    check_epochs(settings, report, task=Questions(80))
+    assert report.findings == [("run.epochs", "2: 10 steps")]
+    check_epochs(replace(settings, critic=CriticSettings(warmup_steps=10)), report, task=Questions(80))
+    assert report.errors == ["critic.warmup_steps=10: leaves no training steps for the policy (run.steps=10)"]
 
 
 def test_without_epochs_the_steps_stay() -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from pyarrow import compute
 
-from megatron_rl.io.bounded_files import read_bytes, read_yaml
+from megatron_rl.io.bounded_files import flatten, read_bytes, read_yaml
 from megatron_rl.observe.metrics import METRICS_FILE
 from megatron_rl.observe.viewer.store import CONFIG, MAX_TEXT_CHARS, RunFolder
 
@@ -75,17 +75,9 @@ def make_example_rows(folder: RunFolder, *, limit: int) -> list[dict[str, Any]]:
 def _read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of a run by dotted key; empty if they cannot be read."""
     try:
-        return _flatten(read_yaml(path / CONFIG))
+        return flatten(read_yaml(path / CONFIG))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
-
-
-def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested settings to dotted keys. Example: {"a": {"b": 1}} -> {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
 
 
 def _read_state(path: Path) -> str:
