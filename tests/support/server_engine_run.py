@@ -12,7 +12,8 @@ from tests.support.custom_task import TwoImageTask
 
 OVERRIDES = (
     "task=mine", "task.max_new_tokens=12", "task.eval_samples=0", "run.steps=3", "batch.prompts_per_step=3", "batch.group_size=4",
-    "optim.lr=1e-4", "algo.kl_coef=0.01", "engine.kv_cache_mib=32", "checkpoint.every=3",
+    "optim.lr=1e-4", "algo.kl_coef=0.01", "engine.kv_cache_mib=32", "engine.max_model_len=1024",
+    "checkpoint.every=3",
 )  # fmt: skip
 SERVER_ENGINE_OVERRIDES = ("engine.mode=server", "engine.health_timeout_s=60")
 
