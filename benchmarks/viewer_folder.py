@@ -30,7 +30,9 @@ from megatron_rl.types import TOKEN_COLUMNS, Rollout, TokenSequence, Turn
 
 PER_STEP, TURNS, NUM_METRICS = 256, 3, 80
 HEAD = (
-    "episodes", "steps", "GB", "--memory-gb", "start, s", "runs, s", "rows, s", "sorted, s", "text, s", "curves, s", "episode, s",
+    "episodes", "steps", "GB", "--memory-gb", "start, s", "runs, s", "rows, s", "sorted, s", "text, s", "mixed, s", "examples, s",
+    "curves, s",
+    "episode, s",
     "rollouts, skipped files", "peak, MB",
 )  # fmt: skip
 WORDS = "go to microwave 1, and heat the apple "
@@ -61,8 +63,10 @@ def episode(dice: np.random.Generator, number: int, size: Size) -> Rollout:
     for column in TOKEN_COLUMNS:
         context.set_column(column, dice.random(len(context.token_ids)).tolist())
     return Rollout(
-        task="made", example_id=str(number // 8), group=number // 8, sample_index=number % 8, sequences=[context], turns=turns, reward=0.5
-    )
+        task="made", example_id=str(number // 8), group=number // 8, sample_index=number % 8, sequences=[context], turns=turns,
+        reward=number % 2 / 2, reward_terms={"accuracy": float(number % 2), "format": 1.0}, answer="pear",
+        question=f"What is in image {number // 8}?",
+    )  # fmt: skip
 
 
 def make(run: Path, size: Size, *, num_bytes: float) -> int:
@@ -115,10 +119,12 @@ def asked(client: httpx.Client, last: int) -> str:
     rows_s, rows = timed("rollouts", run=name, limit=50)
     again_s, _ = timed("rollouts", run=name, limit=50, sort="reward")
     text_s, _ = timed("rollouts", run=name, text="heat the pear")
+    mixed_s, _ = timed("rollouts", run=name, is_mixed=True)
+    examples_s, _ = timed("examples", run=name)
     curves_s, _ = timed("curves", run=name)
     episode_s, _ = timed("episode", run=name, step=last, row_index=PER_STEP - 1)
     read = f"{rows.get('total', 0)}, {len(rows.get('skipped', []))}" if rows else "none"
-    return " | ".join((runs_s, rows_s, again_s, text_s, curves_s, episode_s, read))
+    return " | ".join((runs_s, rows_s, again_s, text_s, mixed_s, examples_s, curves_s, episode_s, read))
 
 
 def main() -> None:

@@ -29,6 +29,10 @@ content is a string or a list of parts. A part is {"type": "text", "text": ...} 
 """
 
 
+ACCURACY_TERM = "accuracy"
+"""Name of the reward term that contains a rollout's score, if the task has one."""
+
+
 class Status(StrEnum):
     """Status of an episode, which determines whether the episode is scored and trained on."""
 

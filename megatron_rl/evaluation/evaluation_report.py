@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_rl.config import Settings
-from megatron_rl.data.benchmarks.benchmark_scores import ACCURACY_TERM, INTERVAL_PERCENTILES, SEED
+from megatron_rl.data.benchmarks.benchmark_scores import INTERVAL_PERCENTILES, SEED
 from megatron_rl.evaluation.results_directory import PROMPT_FILE
 from megatron_rl.rollout.task import Task
 from megatron_rl.rollout.vllm.server_command import VLLM_VERSION
-from megatron_rl.types import Example, Rollout
+from megatron_rl.types import ACCURACY_TERM, Example, Rollout
 
 NUM_RESAMPLES = 10_000
 RESULT_COLUMNS = ("solved", "credit", "rewards", "stop_reasons", "responses")

@@ -15,19 +15,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megatron_rl.io.bounded_files import is_regular
 from megatron_rl.io.jsonl import write_bytes_atomically
-from megatron_rl.io.rollout_codec import IMAGE_KEY_PATTERN, RECORD_FIELDS, from_record, to_record
+from megatron_rl.io.rollout_codec import IMAGE_KEY_PATTERN, from_record, to_record
 from megatron_rl.observe.recorder import ROLLOUTS_FOLDER, image_file_name, image_keys_in, make_image_loader, save_images
-from megatron_rl.types import TOKEN_COLUMNS, Image, Rollout
+from megatron_rl.observe.rollout_schema import SCHEMA, SUMMARY_SCHEMA, summarize_rollout
+from megatron_rl.types import TOKEN_COLUMNS, Rollout
 
 ROW_GROUP_SIZE = 64
 """Number of rollouts per row group; reading one rollout decompresses its whole row group."""
@@ -37,43 +36,6 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, KeyError, TypeError, Memo
 STEP_NAME_PATTERN = re.compile(r"step_\d{6,}")
 MAX_ERROR_CHARS = 400
 """Maximum length in characters of the error message about a file."""
-SCALAR_TYPES = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_(), Image: pa.string()}
-IMAGE_TYPE = pa.struct([("name", pa.string()), ("grid", pa.list_(pa.int64())), ("merge", pa.int64())])
-SUMMARY_SCHEMA = pa.schema(
-    [
-        ("step", pa.int64()), ("row_index", pa.int64()), ("num_turns", pa.int64()), ("num_tokens", pa.int64()), ("num_sampled", pa.int64()),
-        ("num_images", pa.int64()), ("tools", pa.list_(pa.string())), ("num_errors", pa.int64()), ("oldest_version", pa.int64()),
-        ("responses", pa.string()),
-    ]
-)  # fmt: skip
-"""Columns derived from a rollout for searching.
-
-`row_index` is the index within the step; `responses` contains the policy's responses, joined by
-line breaks.
-"""
-
-
-def arrow_type(annotation: Any) -> pa.DataType:
-    """Return the Arrow type for a field annotation, as io/rollout_codec.py encodes the field."""
-    parts = get_args(annotation)
-    if annotation in RECORD_FIELDS:
-        return pa.struct([(name, arrow_type(part)) for name, part in RECORD_FIELDS[annotation].items()])
-    if annotation in SCALAR_TYPES:
-        return SCALAR_TYPES[annotation]
-    if get_origin(annotation) is dict:
-        return pa.map_(pa.string(), arrow_type(parts[1]))
-    if get_origin(annotation) in (list, tuple):
-        return pa.list_(arrow_type(parts[0]))
-    if NoneType in parts:
-        return arrow_type(parts[0])
-    assert issubclass(annotation, StrEnum), f"rollout_store.py has no column type for {annotation}"
-    return pa.string()
-
-
-SCHEMA = pa.schema(
-    [*SUMMARY_SCHEMA, ("version", pa.int64()), ("images", pa.map_(pa.string(), IMAGE_TYPE)),
-     *((name, arrow_type(kind)) for name, kind in RECORD_FIELDS[Rollout].items())]
-)  # fmt: skip
 
 
 @dataclass(slots=True, frozen=True)
@@ -196,23 +158,6 @@ def write_step(path: Path, rollouts: Sequence[Rollout], *, step: int, num_gen_ba
     encoded = pa.BufferOutputStream()
     pq.write_table(table, encoded, compression="zstd", row_group_size=ROW_GROUP_SIZE)
     write_bytes_atomically(path, encoded.getvalue())
-
-
-def summarize_rollout(rollout: Rollout, *, step: int, row_index: int) -> dict[str, Any]:
-    """Return the values of SUMMARY_SCHEMA for a rollout."""
-    calls = [turn.tool_call for turn in rollout.turns if turn.tool_call is not None]
-    return {
-        "step": step,
-        "row_index": row_index,
-        "num_turns": len(rollout.turns),
-        "num_tokens": sum(len(context.token_ids) for context in rollout.sequences),
-        "num_sampled": rollout.num_sampled,
-        "num_images": len({image.key for image in rollout.images}),
-        "tools": [call.tool for call in calls],
-        "num_errors": sum(bool(call.error) for call in calls),
-        "oldest_version": rollout.oldest_version,
-        "responses": "\n".join(turn.text for turn in rollout.turns),
-    }
 
 
 def image_keys_of_step(path: Path) -> frozenset[str]:

@@ -65,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pages(site: Path) -> dict[str, PageParser]:
-    return {path.name: PageParser(path.read_text()) for path in site.glob("*.html")}
+    return {str(path.relative_to(site)): PageParser(path.read_text()) for path in (*site.glob("*.html"), site / "viewer" / "index.html")}
 
 
 def test_nothing_is_loaded_from_another_host(site: Path, pages: dict[str, PageParser]) -> None:

@@ -4,10 +4,66 @@ from tests.mutation.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "the mismatch of a rollout counts tokens of older weights",
+        "megatron_rl/observe/rollout_schema.py",
+        "if version == step",
+        "if version >= 0",
+        "tests/observe/test_rollout_store.py -k mismatch",
+    ),
+    Mutant(
+        "an exported table keeps failed rollouts below a reward",
+        "megatron_rl/observe/viewer/static/data.js",
+        "row.reward !== null && row.reward <= Number(value)",
+        "row.reward <= Number(value)",
+        "tests/observe/test_viewer_export.py -k filters",
+    ),
+    Mutant(
+        "an exported table ignores the lower bound of a reward term",
+        "megatron_rl/observe/viewer/static/data.js",
+        '(term_from === "" || given >= Number(term_from))',
+        "true",
+        "tests/observe/test_viewer_export.py -k filters",
+    ),
+    Mutant(
+        "an export writes into a folder with files",
+        "megatron_rl/observe/viewer/export.py",
+        "any(out.iterdir())",
+        "False",
+        "tests/observe/test_viewer_export.py -k in_use",
+    ),
+    Mutant(
+        "a failed export leaves its folder",
+        "megatron_rl/observe/viewer/export.py",
+        "shutil.rmtree(folder, ignore_errors=True)",
+        "pass",
+        "tests/observe/test_viewer_export.py -k half_written",
+    ),
+    Mutant(
+        "keys in an episode ignore the table that led to it",
+        "megatron_rl/observe/viewer/static/episode.js",
+        "if (place >= 0 && /[?&](?!run=|offset=)\\w/.test(list.link))",
+        "if (false)",
+        "tests/observe/test_viewer_keys.py -k neighbors",
+    ),
+    Mutant(
+        "an observation repeats the turns before it",
+        "megatron_rl/observe/viewer/rollout_records.py",
+        "        stop_of[turn.sequence] = stop\n",
+        "",
+        "tests/observe/test_viewer_keys.py -k words_of",
+    ),
+    Mutant(
+        "a run that was killed counts as running",
+        "megatron_rl/observe/viewer/overview.py",
+        "age_s < max(ACTIVE_STEPS * step_s, MIN_ACTIVE_S)",
+        "age_s >= 0",
+        "tests/observe/test_viewer.py -k compared",
+    ),
+    Mutant(
         "groups with equal rewards count as mixed",
         "megatron_rl/observe/viewer/filters.py",
-        'if row["reward_min"] != row["reward_max"]',
-        'if row["reward_min"] is not None',
+        'pc.not_equal(joined["reward_min"], joined["reward_max"])',
+        'pc.is_valid(joined["reward_min"])',
         "tests/observe/test_viewer.py -k asked_for",
     ),
     Mutant(
@@ -20,8 +76,8 @@ MUTANTS = (
     Mutant(
         "settings that are equal count as differing",
         "megatron_rl/observe/viewer/overview.py",
-        "for given in texts.values()}) > 1]",
-        "for given in texts.values()}) > 0]",
+        "for given in texts.values() if given}) > 1]",
+        "for given in texts.values() if given}) > 0]",
         "tests/observe/test_viewer.py -k compared",
     ),
     Mutant(

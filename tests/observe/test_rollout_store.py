@@ -84,10 +84,26 @@ def test_columns_are_read_without_the_rest(tmp_path: Path) -> None:
     path = step_path(tmp_path, 4)
     write_step(path, [full(), rollout(1, None)], step=4, num_gen_batches=1)
     first, second = read_columns(path, [*SUMMARY_SCHEMA.names, "reward"]).to_pylist()
-    assert list(first.values()) == [4, 0, 1, 5, 2, 1, ["zoom"], 1, 6, "a\nb", 0.3]
-    assert list(second.values()) == [4, 1, 1, 5, 2, 0, [], 0, 7, "+", None]
+    assert list(first.values()) == [4, 0, 1, 5, 2, 1, ["zoom"], 1, 6, "a\nb", picture(0).key, None, 0.3]
+    assert list(second.values()) == [4, 1, 1, 5, 2, 0, [], 0, 7, "+", "", None, None]
     with pytest.raises(ValueError, match=r"step_000004.parquet: lacks mood; it was written by another version of this program$"):
         read_columns(path, ["reward", "mood"])
+
+
+def test_mismatch_of_a_rollout(tmp_path: Path) -> None:
+    """The column is the largest difference of the logprobs of engine and trainer over the tokens
+    that the step's own weights sampled, by hand. NaN stays NaN.
+    """
+    made = [rollout(1, 1.0) for _ in range(3)]
+    for each, logprob in zip(made, (-0.25, -0.5, math.nan), strict=True):
+        context = TokenSequence()
+        context.extend([1, 2])
+        context.extend([3, 4, 5], logprobs=[-0.5, logprob, -1.0], versions=[4, 4, 3])
+        context.set_column("old_logprobs", [0.0, 0.0, -0.375, -0.5, -9.0])
+        each.sequences = [context]
+    write_step(step_path(tmp_path, 4), made, step=4, num_gen_batches=1)
+    found = read_columns(step_path(tmp_path, 4), ["logprob_abs_diff_max"])["logprob_abs_diff_max"].to_pylist()
+    assert found[:2] == [0.25, 0.125] and math.isnan(found[2])
 
 
 def test_half_characters_cost_no_step(tmp_path: Path) -> None:

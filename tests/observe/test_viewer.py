@@ -4,6 +4,7 @@ refuses, and what a real browser renders.
 
 import io
 import math
+import os
 import re
 import shutil
 import socket
@@ -32,6 +33,7 @@ from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.services.supervised_process import find_free_port
 from megatron_rl.types import JudgeResult, Rollout, Status, StopReason, TokenSequence, ToolCall, Turn
 from tests.observe.test_recorder import picture
+from tests.support.browser import BrowserPage, open_browser
 
 ATTACKS = (
     "<script>document.title='broken'</script><img src=x onerror=\"document.title='broken'\">", "javascript:alert(1)", "\u202eoderehtsi",
@@ -118,6 +120,7 @@ def found(client: TestClient, what: str, **params: object) -> object:
         ({"errors_from": 1, "step_to": 1}, [(0, 0), (0, 3), (1, 0), (1, 3)]),
         ({"is_mixed": True, "step_from": 2}, [(2, place) for place in range(6)]),
         ({"is_mixed": True, "step_from": 1, "step_to": 1}, [(1, place) for place in range(6)]),
+        ({"is_mixed": False}, [(2, 6 + place) for place in range(len(ATTACKS))]),
     ],
 )
 def test_the_table_has_what_is_asked_for(filters: dict, expected: list, client: TestClient) -> None:
@@ -174,7 +177,7 @@ def test_a_group_and_an_episode(client: TestClient) -> None:
     assert (one["turns"][0]["generation_s"], one["turns"][0]["env_s"]) == (0.5, 1.25)
     (about,) = client.get("/api/runs").json()
     assert (about["sources"], about["stop_reasons"]) == (["cups"], ["done", "max_turns"]) and "zoom" in about["tools"]
-    assert about["constant"] == ["num_turns", "num_images"] and about["rewards"] == [0.0, 9.0]
+    assert about["constant"] == ["num_turns", "num_images", "reason"] and about["rewards"] == [0.0, 9.0]
     assert one["reward_terms"] == {"part": None} and one["no_words"] == "no tokenizer was found"
     assert one["sequences"][0]["tokens"] == ["1", "2", "3", "3", "4", "5"]
     assert (
@@ -206,12 +209,15 @@ def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
     (tmp_path / "three" / "ended.json").write_text('{"state": "<b>", "line": "x", "step": 1}')
     client = TestClient(create_app(label_folders([tmp_path / name for name in texts]), hosts=["testserver"]))
     told = client.get("/api/overview").json()
-    assert told["differing"] == ["optim.lr", "run.steps", "stage"]
+    assert told["differing"] == ["optim.lr", "run.steps"]
     assert [(each["state"], each["num_done"], each["num_steps"]) for each in told["runs"]] == [
         ("finished", 3, 3),
         ("failed", 3, 9),
-        ("", 3, 0),
+        ("running", 3, 0),
     ]
+    long_ago = time.time() - 150
+    os.utime(tmp_path / "three" / "metrics.jsonl", (long_ago, long_ago))
+    assert client.get("/api/overview").json()["runs"][2]["state"] == "", "its last step took 2 s and ended 150 s ago"
     assert told["runs"][0]["figures"] == {
         "reward/mean": 1.0, "eval/greedy_success": None, "loss": 0.5, "rollout_mismatch/logprob_abs_diff_max": None,
     }  # fmt: skip
@@ -228,6 +234,7 @@ def test_examples_get_better_or_worse(client: TestClient) -> None:
     assert (rows["e0"]["rollouts"], rows["e0"]["mean"], rows["e0"]["lowest"], rows["e0"]["highest"]) == (9, 1.25, 0.0, 2.5)
     # Four of the nine rewards belong to each half: 0, 0.25, 0.5, 1 and 1.5, 2, 2.25, 2.5.
     assert (rows["e0"]["early"], rows["e0"]["late"]) == (pytest.approx(1.75 / 4), pytest.approx(8.25 / 4))
+    assert (rows["e0"]["groups"], rows["e0"]["mixed"], rows["e7"]["groups"], rows["e7"]["mixed"]) == (3, 3, 1, 0)
     assert rows["e1"]["rollouts"] == 8 and rows["e1"]["mean"] == pytest.approx((0.75 + 2.25 + 6.75) / 8)
     assert (rows["e7"]["question"], rows["e7"]["answer"]) == ("who is e7?", "answer 7")
 
@@ -416,12 +423,12 @@ VIEWS = {
         "turn 1",
         "told said 0 1",
         "no tokenizer was found",
-        "images of the prompt",
+        "who is e0?",
     ],
     "episode?run=run&step=0&row_index=1&color=entropies": [
-        "judge j, evidence 2 0.25",
-        "judge &lt;b&gt;j, whole 1 1judged in 2.5 s&lt;b&gt;hm",
-        "generation 0.5 stool 1.25 s",
+        "judge j (evidence 2) 0.25",
+        "judge &lt;b&gt;j (whole 1) 1judged in 2.5 s&lt;b&gt;hm",
+        "generation 500 mstool 1.3 s",
         "6 tokens, entropy from 0.5 to 0.75",
     ],
     "episode?run=demo&step=11&row_index=0&color=entropies": ["made-up squares", "image_zoom_in_tool", "judge made-up judge"],
@@ -431,30 +438,39 @@ BOX = 'class="box" style="left: 3.57143%; top: 5%; width: 14.2857%; height: 20%;
 HOSTILE = [f"episode?run=run&step=2&row_index={6 + number}" for number in range(len(ATTACKS))]
 
 
+@pytest.fixture(scope="module")
+def page(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrowserPage]:
+    with open_browser(CHROMIUM, tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 @pytest.mark.parametrize(
     ("view", "width"), [*((view, width) for view in VIEWS for width in (1280, 400)), *((view, 1280) for view in HOSTILE)]
 )
-def test_in_a_browser(view: str, width: int, served: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_in_a_browser(view: str, width: int, served: str, page: BrowserPage, request: pytest.FixtureRequest) -> None:
     """Each view shows its texts in Chromium, no attack has run, the console is empty, and the page
     is not wider than the window.
     """
-    shot = tmp_path / "shot.png"
-    command = [
-        CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path}/home",
-        "--enable-logging=stderr", "--virtual-time-budget=8000", f"--window-size={width},1200", f"--screenshot={shot}", "--dump-dom",
-        f"{served}#/{view}",
-    ]  # fmt: skip
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert f'data-shown="{view.partition("?")[0]}"' in ended.stdout and "<title>rollouts</title>" in ended.stdout
-    text = re.sub(r"<[^>]*>", "", ended.stdout)
+    page.set_window(width=width)
+    page.console_messages.clear()
+    page.navigate(f"{served}#/{view}")
+    page.wait_until(
+        "[...document.images].filter(each => each.loading !== 'lazy' || each.offsetTop < innerHeight).every(each => each.complete)"
+    )
+    shown = page.evaluate("document.documentElement.outerHTML")
+    assert f'data-shown="{view.partition("?")[0]}"' in shown and "<title>rollouts</title>" in shown
+    text = re.sub(r"<[^>]*>", "", shown)
     assert not [word for word in VIEWS.get(view, ["turn 1"]) if word not in text]
-    assert (BOX in ended.stdout) == view.startswith("episode?run=run") and ('class="box"' in ended.stdout) == view.startswith("episode")
-    assert "CONSOLE" not in ended.stderr, ended.stderr[-2000:]
-    assert not re.search(r"<script(?! type=\"module\" src=\"viewer.js\")|<img(?! src=\"picture/)|<svg onload|<h1", ended.stdout)
-    pixels = np.asarray(pil.open(shot).convert("L"))
-    assert pixels.shape[1] == width and pixels.std() > 5, "something is drawn"
+    if view.startswith("episode?run=run"):
+        page.wait_until("!!document.querySelector('.box')")
+        assert BOX in page.evaluate("document.documentElement.outerHTML")
+    assert not re.search(r"<script(?! type=\"module\" src=\"viewer.js\")|<img(?! src=\"picture/)|<svg onload|<h1", shown)
+    assert page.evaluate("document.title") == "rollouts" and page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.console_messages == []
+    pixels = page.take_screenshot()
+    assert np.asarray(pixels.convert("L")).shape[1] == width and np.asarray(pixels.convert("L")).std() > 5, "something is drawn"
     copies = request.config.getoption("--screenshots")
     if copies is not None:
         copies.mkdir(parents=True, exist_ok=True)
-        shutil.copy(shot, copies / f"{re.sub(r'[^a-z0-9]+', '_', view)}_{width}.png")
+        pixels.save(copies / f"{re.sub(r'[^a-z0-9]+', '_', view)}_{width}.png")

@@ -18,7 +18,7 @@ from megatron_rl.observe.rollout_store import step_path, write_step
 from megatron_rl.observe.viewer.store import label_folders
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl.services.supervised_process import find_free_port
-from megatron_rl.types import TokenSequence
+from megatron_rl.types import TokenSequence, Turn
 from tests.observe.test_recorder import picture
 from tests.observe.test_viewer import ATTACKS, CHROMIUM, rollout
 from tests.support.browser import BrowserPage, open_browser
@@ -66,6 +66,7 @@ def url(runs: tuple[Path, Path]) -> Iterator[str]:
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 VIEWS = (
     "runs",
+    "settings",
     "examples?run=one",
     "curves?run=one&run=two",
     "rollouts?run=one",
@@ -138,7 +139,9 @@ def test_presets_and_hidden_columns(page: BrowserPage, url: str) -> None:
     """A preset sets its filters, and columns with one value are hidden."""
     page.navigate(f"{url}#/rollouts?run=one")
     head = page.evaluate("[...document.querySelectorAll('th')].map(each => each.innerText.replace(/ [↑↓]/, '')).join()")
-    assert head == "step,example,source,group,sample,reward,stop reason,sampled,errors,version,question,expected,responses"
+    assert (
+        head == "step,example,source,group,sample,image,question,expected,response,reward,terms,stop reason,sampled,errors,mismatch,version"
+    )
     page.evaluate("[...document.querySelectorAll('.presets a')].find(each => each.innerText === 'mixed groups').click(), 0")
     page.wait_until("location.hash.includes('is_mixed=true') && document.querySelectorAll('tbody tr').length === 6")
     assert page.evaluate("document.querySelector('.presets .here').innerText") == "mixed groups"
@@ -170,6 +173,66 @@ def test_keys(page: BrowserPage, url: str) -> None:
         page.press_key(key)
     page.wait_until("document.body.dataset.shown == 'episode'")
     assert page.evaluate("location.hash").endswith("row_index=4")
+
+
+@needs_chromium
+def test_neighbors_in_a_filtered_table(page: BrowserPage, url: str) -> None:
+    """From a sorted or filtered table, keys and links lead to the neighbors in that table, and a
+    link leads back to it. The sorted column is shown before the texts.
+    """
+    page.navigate(f"{url}#/rollouts?run=one&step_to=1&example=e0&sort=reward&descending=true")
+    expected = [(step, 2 - place // 2) for place in range(6) for step in (place % 2,)]
+    rows = page.evaluate("[...document.querySelectorAll('tbody tr')].map(row => row.querySelector('a').hash)")
+    assert [tuple(map(int, re.findall(r"(?:step|row_index)=(\d+)", row))) for row in rows] == expected
+    page.press_key("j")
+    page.press_key("Enter")
+    for step, row in (expected[0], expected[1], expected[2]):
+        page.wait_until(f"location.hash.endsWith('step={step}&row_index={row}')")
+        page.wait_until(f"document.querySelector('h2')?.innerText.includes('step {step}, sample {row} ')")
+        page.press_key("j")
+    page.wait_until(f"document.querySelector('h2').innerText.includes('step {expected[3][0]}, sample {expected[3][1]} ')")
+    page.evaluate("[...document.querySelectorAll('.presets a')].find(each => each.innerText === 'list of rollouts').click(), 0")
+    page.wait_until("document.body.dataset.shown === 'rollouts' && location.hash.includes('sort=reward')")
+    page.navigate(f"{url}#/rollouts?run=one&sort=num_sampled")
+    head = page.evaluate("[...document.querySelectorAll('th')].map(each => each.innerText.replace(/ [↑↓]/, '')).join()")
+    assert head.startswith("step,example,source,group,sample,sampled,image,question")
+    assert page.evaluate("document.querySelector('th[aria-sort=ascending]').innerText") == "sampled ↑"
+
+
+@needs_chromium
+def test_thumbnails(runs: tuple[Path, Path], page: BrowserPage, url: str) -> None:
+    """A row shows the rollout's first image, which leads to the rollout."""
+    page.navigate(f"{url}#/rollouts?run=one")
+    first = "document.querySelector('td.thumbnail a')"
+    page.wait_until(f"{first}.querySelector('img').complete")
+    assert page.evaluate(f"{first}.querySelector('img').src").endswith(f"/picture/one/{picture(0, width=28, height=28).key}.png")
+    assert page.evaluate(f"{first}.querySelector('img').naturalWidth") == 28
+    assert page.evaluate(f"{first}.hash") == "#/episode?run=one&step=0&row_index=0"
+
+
+@needs_chromium
+def test_settings_and_metrics_over_a_setting(runs: tuple[Path, Path], page: BrowserPage, url: str) -> None:
+    """The settings view marks the settings that differ. Over a setting, a chart has a dot for each
+    run, at the mean of the last tenth of its steps.
+    """
+    try:
+        for run, rate in zip(runs, ("1e-06", "0.001"), strict=True):
+            (run / "config.yaml").write_text(f"stage: rl\noptim: {{lr: {rate}}}\nrun: {{steps: 9}}\n")
+        page.navigate(f"{url}#/settings")
+        cells = (
+            "[...document.querySelectorAll('tbody tr')].map(row => [...row.children].map(each => each.innerText).join() + row.className)"
+        )
+        assert page.evaluate(cells) == ["optim.lr,1e-06,0.001differs", "run.steps,9,9", "stage,rl,rl"]
+        page.evaluate("document.querySelector('.filters .check input').click(), 0")
+        assert page.evaluate(cells) == ["optim.lr,1e-06,0.001differs"]
+        page.navigate(f"{url}#/curves?run=one&run=two&by=optim.lr&find=reward/mean")
+        legend = page.evaluate("[...document.querySelectorAll('.legend span')].map(each => each.innerText)")
+        assert legend == ["one 0.5 (1e-06)", "two 0.5 (0.001)"]
+        assert page.evaluate("document.querySelectorAll('svg.chart circle').length") == 2
+        assert "optim.lr (logarithmic)" in page.evaluate("document.querySelector('svg.chart').textContent")
+    finally:
+        for run in runs:
+            (run / "config.yaml").unlink()
 
 
 @needs_chromium
@@ -253,7 +316,13 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     context = TokenSequence()
     context.extend(ids, images=(shown,))
     context.extend(said := tokenizer("red<|im_end|>", add_special_tokens=False)["input_ids"], logprobs=[-0.5] * len(said))
+    told_back = tokenizer("\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Look again.<|im_end|>\n<|im_start|>assistant\n")[
+        "input_ids"
+    ]
+    context.extend(told_back)
+    context.extend(tokenizer("blue")["input_ids"], logprobs=[-0.5] * len(tokenizer("blue")["input_ids"]))
     made.sequences, made.turns[0].token_span, made.turns[0].images = [context], (len(ids), len(ids) + len(said)), []
+    made.turns.append(Turn(sequence=0, token_span=(len(ids) + len(said) + len(told_back), len(context.token_ids)), text="blue"))
     folder = tmp_path / "run"
     write_step(step_path(folder / "rollouts", 0), [made], step=0, num_gen_batches=1)
     asked: dict[str, object] = {"run": "run", "step": 0, "row_index": 0}
@@ -262,7 +331,15 @@ def test_words_of_a_tokenizer(random_model: Path, tmp_path: Path) -> None:
     (folder / "config.yaml").write_text(f"model: {{path: {random_model}}}\n")
     told = client.get("/api/episode", params=asked).json()
     assert told["no_words"] == "" and told["prompt"] == prompt.replace("<|image_pad|>" * 16, "<|image_pad|> \u00d7 16 ")
-    assert "".join(told["sequences"][0]["tokens"]) == prompt + "red<|im_end|>"
+    assert [(turn["observation"], turn.get("is_new_prompt")) for turn in told["turns"]] == [("[image]Look again.", False), ("", None)]
+    assert "".join(told["sequences"][0]["tokens"])[: len(prompt) + 13] == prompt + "red<|im_end|>"
+    other = TokenSequence()
+    other.extend(told_back)
+    other.extend([5], logprobs=[-0.5])
+    made.sequences, made.turns[1].sequence, made.turns[1].token_span = [context, other], 1, (len(told_back), len(told_back) + 1)
+    write_step(step_path(folder / "rollouts", 0), [made], step=0, num_gen_batches=1)
+    turns = client.get("/api/episode", params=asked).json()["turns"]
+    assert [(turn["observation"], turn.get("is_new_prompt")) for turn in turns] == [("[image]Look again.", True), ("", None)]
     (folder / "config.yaml").write_text(f"model: {{path: {tmp_path}}}\n")
     (tmp_path / "tokenizer.json").write_text('{"model": 1}')
     told = TestClient(create_app(label_folders([folder]), hosts=["testserver"])).get("/api/episode", params=asked).json()

@@ -2,6 +2,8 @@
 scheme, JavaScript values, and console messages.
 """
 
+import base64
+import io
 import json
 import subprocess
 import time
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image as pil
+from PIL.Image import Image as Picture
 from websockets.sync.client import ClientConnection, connect
 
 OPTIONS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0")
@@ -59,6 +63,10 @@ class BrowserPage:
         self.call("Page.navigate", url="about:blank")
         self.call("Page.navigate", url=url)
         self.wait_until("document.body?.dataset.shown")
+
+    def take_screenshot(self) -> Picture:
+        """Return the visible part of the page."""
+        return pil.open(io.BytesIO(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])))
 
     def press_key(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

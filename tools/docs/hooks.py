@@ -1,8 +1,9 @@
-"""Hooks of mkdocs (mkdocs.yml): generated pages, links to source files, links to settings."""
+"""Hooks of mkdocs (mkdocs.yml): generated pages, recorded runs, links to files and settings."""
 
 import html
 import posixpath
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
 from megatron_rl.config import Settings  # noqa: E402
+from megatron_rl.observe.viewer.export import export_runs  # noqa: E402
+from megatron_rl.observe.viewer.store import find_runs, label_folders  # noqa: E402
 from megatron_rl_tools.docs import command_line, configuration  # noqa: E402
 
+RECORDED_RUNS = ROOT / "benchmarks" / "recorded_runs"
 SETTINGS = frozenset(setting.key for setting in configuration.list_settings(Settings))
 GROUPS = frozenset(key.split(".")[0] for key in SETTINGS)
 LINK = re.compile(r"\[(?P<text>(?:[^\[\]]|\[[^\]]*\])+)\]\((?P<target>\.\./[^)#\s]+)(?:#[^)\s]*)?\)")
@@ -30,6 +34,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, configuration.PAGE, content=configuration.render_configuration()))
     files.append(File.generated(config, command_line.PAGE, content=command_line.render_command_line()))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Add the viewer's page with the recorded runs."""
+    shutil.rmtree(Path(config.site_dir) / "viewer", ignore_errors=True)
+    export_runs(label_folders(find_runs(RECORDED_RUNS)), Path(config.site_dir) / "viewer")
 
 
 def on_page_markdown(markdown: str, config: MkDocsConfig, **_: Any) -> str:

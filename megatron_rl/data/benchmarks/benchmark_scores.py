@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.types import Example, Rollout
+from megatron_rl.types import ACCURACY_TERM, Example, Rollout
 
 NUM_RESAMPLES, SEED = 1000, 0
 INTERVAL_PERCENTILES = (2.5, 97.5)
 """Percentiles of a 95% confidence interval."""
 MIN_CORRECT_CREDIT = 0.5
-ACCURACY_TERM = "accuracy"
-"""Name of the reward term that contains a rollout's score."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -5,6 +5,8 @@
     python -m megatron_rl.observe.viewer runs                          # all runs below a folder
     python -m megatron_rl.observe.viewer --demo                        # a generated run, to try it
     ssh -L 8008:127.0.0.1:8008 machine                                 # for a remote run
+    # write the page as files, for `python -m http.server -d pages` or any other web server:
+    python -m megatron_rl.observe.viewer runs/a --export pages
     # for other users, who open the page once as /?token=...:
     python -m megatron_rl.observe.viewer runs/a --host 0.0.0.0 --token-file token
 
@@ -17,7 +19,7 @@ import argparse
 import resource
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +28,8 @@ import pyarrow as pa
 import uvicorn
 
 from megatron_rl.observe.viewer.demo import make_demo_run
-from megatron_rl.observe.viewer.store import find_runs, label_folders
+from megatron_rl.observe.viewer.export import export_runs
+from megatron_rl.observe.viewer.store import RunFolder, find_runs, label_folders
 from megatron_rl.observe.viewer.web_app import create_app
 from megatron_rl_sandbox.connections import ConnectionRegistry
 from megatron_rl_sandbox.http import make_uvicorn_config
@@ -48,6 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         "--token-file", type=Path, metavar="FILE", help="file with the access token; required if other machines can connect"
     )
     parser.add_argument("--memory-gb", type=float, default=8.0, metavar="GB", help="memory limit of the viewer in GB (default 8)")
+    parser.add_argument("--export", type=Path, metavar="DIR", help="write the page and its data to a new folder instead of serving it")
     parser.add_argument("--demo", action="store_true", help="add a small generated run")
     options = parser.parse_args(arguments)
     if not options.runs and not options.demo:
@@ -60,10 +64,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def serve_viewer(options: argparse.Namespace) -> int:
-    """Serve the page until interrupted, and return the exit status.
+    """Serve or export the page, and return the exit status.
 
-    The status is 2 in these cases: a folder is missing or contains no run, the token file is
-    invalid, the address cannot be used, or the address is remotely reachable and no token is given.
+    The status is 2 in these cases: a folder is missing or contains no run, the folder of an export
+    cannot be written, the token file is invalid, the address cannot be used, or the address is
+    remotely reachable and no token is given.
     """
     missing = [str(run) for run in options.runs if not run.is_dir()]
     if missing:
@@ -74,6 +79,9 @@ def serve_viewer(options: argparse.Namespace) -> int:
     if empty:
         print(f"error: RUN={empty[0]}: contains no run; give the run.dir of a run, or a folder of runs", file=sys.stderr)
         return 2
+    folders = label_folders([run for found in runs.values() for run in found])
+    if options.export:
+        return export_page(options, folders)
     try:
         token = read_token(options.token_file) if options.token_file else ""
     except ValueError as error:
@@ -99,8 +107,20 @@ def serve_viewer(options: argparse.Namespace) -> int:
         limit_memory(options.memory_gb)
         print(f"http://{host}:{port}/", flush=True)
         hosts = ["127.0.0.1", "localhost", options.host, socket.gethostname(), *options.allow]
-        app = create_app(label_folders([run for found in runs.values() for run in found]), hosts=hosts, token=token)
+        app = create_app(folders, hosts=hosts, token=token)
         uvicorn.Server(make_uvicorn_config(app, ConnectionRegistry())).run(sockets=[listening])
+    return 0
+
+
+def export_page(options: argparse.Namespace, folders: Mapping[str, RunFolder]) -> int:
+    """Write the page as files and return the exit status."""
+    limit_memory(options.memory_gb)
+    try:
+        count = export_runs(folders, options.export)
+    except ValueError as error:
+        print(f"error: --export={options.export}: {error}", file=sys.stderr)
+        return 2
+    print(f"exported {count} rollouts; view them with: python -m http.server -d {options.export}")
     return 0
 
 

@@ -70,9 +70,10 @@ def _make_rollout(dice: random.Random, step: int, group: int, sample: int) -> Ro
     call = ToolCall(
         tool="image_zoom_in_tool", source=f'{{"bbox_2d": {box}, "label": "square"}}', text="the part that was asked for", frame=canvas.size
     )
+    said_first = "The square is small: I look closer."
     turns = [
-        Turn(sequence=0, token_span=spans[0], text="The square is small: I look closer.", tool_call=call, images=[crop]),
-        Turn(sequence=0, token_span=spans[1], text=f"<answer>{said}</answer>", reward_delta=float(is_right)),
+        Turn(sequence=0, token_span=spans[0], text=said_first, tool_call=call, images=[crop], generation_s=1.5, env_s=0.02),
+        Turn(sequence=0, token_span=spans[1], text=f"<answer>{said}</answer>", reward_delta=float(is_right), generation_s=0.8),
     ]
     return Rollout(
         task="made-up squares", example_id=f"square {step * NUM_GROUPS + group}", group=group, sample_index=sample, sequences=[context],

@@ -33,8 +33,12 @@ class RolloutFilters(BaseModel):
     """
     errors_from: StepNumber | None = None
     """Minimum number of tool calls that failed."""
-    is_mixed: bool = False
-    """If set, only rollouts of groups with different rewards."""
+    term: str = ""
+    """Name of the reward term to which `term_from` and `term_to` apply."""
+    term_from: float | None = None
+    term_to: float | None = None
+    is_mixed: bool | None = None
+    """True for rollouts of groups with different rewards, False for all other rollouts."""
     text: str = ""
     """Text to search for in the questions and the responses, ignoring case."""
 
@@ -57,21 +61,30 @@ class RolloutFilters(BaseModel):
         if self.tool:
             table = table.filter(pa.array([self.tool in tools for tools in table["tools"].to_pylist()], type=pa.bool_()))
         if self.stale_from is not None:
-            behind = pc.subtract(table["step"], table["step"] if folder.has_fixed_weights() else table["oldest_version"])
-            table = table.filter(pc.greater_equal(behind, self.stale_from))
+            table = table.filter(pc.greater_equal(compute_staleness(table, folder), self.stale_from))
         if self.errors_from is not None:
             table = table.filter(pc.greater_equal(table["num_errors"], self.errors_from))
-        if self.is_mixed:
-            table = table.filter(find_mixed_groups(folder.rollout_table(), of=table))
+        if self.term:
+            for compare, bound in ((pc.greater_equal, self.term_from), (pc.less_equal, self.term_to)):
+                values = pc.map_lookup(table["reward_terms"], query_key=self.term, occurrence="first")
+                table = table.filter(pc.is_valid(values) if bound is None else compare(values, bound))
+        if self.is_mixed is not None:
+            table = table.filter(pc.equal(find_mixed_groups(folder.rollout_table(), of=table), self.is_mixed))
         if self.text:
             found = [pc.match_substring(pc.fill_null(table[name], ""), self.text, ignore_case=True) for name in ("question", "responses")]
             table = table.filter(pc.or_(*found))
         return table
 
 
+def compute_staleness(table: pa.Table, folder: "RunFolder") -> pa.ChunkedArray:
+    """Return the staleness of each rollout (RolloutFilters.stale_from), 0 with fixed weights."""
+    return pc.subtract(table["step"], table["step"] if folder.has_fixed_weights() else table["oldest_version"])
+
+
 def find_mixed_groups(table: pa.Table, *, of: pa.Table) -> pa.Array:
     """Return for each row of `of` whether the rewards of its group in `table` differ."""
-    extremes = table.group_by(["step", "group"]).aggregate([("reward", "min"), ("reward", "max")]).to_pylist()
-    mixed = {(row["step"], row["group"]) for row in extremes if row["reward_min"] != row["reward_max"]}
-    groups = zip(of["step"].to_pylist(), of["group"].to_pylist(), strict=True)
-    return pa.array([each in mixed for each in groups], type=pa.bool_())
+    keys = ["step", "group"]
+    extremes = table.group_by(keys).aggregate([("reward", "min"), ("reward", "max")])
+    places = of.select(keys).append_column("place", pa.array(range(of.num_rows), pa.int64()))
+    joined = places.join(extremes, keys=keys).sort_by("place")  # a join keeps no order
+    return pc.fill_null(pc.not_equal(joined["reward_min"], joined["reward_max"]), False).combine_chunks()

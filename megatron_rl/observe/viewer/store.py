@@ -22,6 +22,7 @@ from megatron_rl.observe.recorder import MAX_IMAGE_BYTES, ROLLOUTS_FOLDER, image
 from megatron_rl.observe.rollout_store import (
     SCHEMA,
     STEP_NAME_PATTERN,
+    SUMMARY_SCHEMA,
     list_step_files,
     read_columns,
     read_rollouts,
@@ -35,8 +36,12 @@ pc = cast(Any, compute)  # pyarrow creates these functions when it is imported, 
 TABLE_COLUMNS = (
     "step", "row_index", "task", "example_id", "source", "group", "sample_index", "reward", "status", "stop_reason", "filter_reason",
     "num_turns", "num_tokens",
-    "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "question", "answer", "responses",
+    "num_sampled", "num_images", "tools", "num_errors", "oldest_version", "wall_s", "logprob_abs_diff_max", "first_image",
+    "reward_terms", "question",
+    "answer", "responses", "reason",
 )  # fmt: skip
+TEXT_COLUMNS = ("question", "answer", "responses", "reason")
+"""Columns with texts, which the table shows up to MAX_TEXT_CHARS and cannot sort by."""
 TABLE_SCHEMA = pa.schema([SCHEMA.field(name) for name in TABLE_COLUMNS])
 MAX_TEXT_CHARS = 400
 """Maximum length in characters of a rollout's text in the rollout table."""
@@ -103,8 +108,10 @@ class RunFolder:
         for gone in (self._tables.keys() | self._skipped.keys()) - {*paths, self.path / METRICS_FILE}:
             self._tables.pop(gone, None)
             self._skipped.pop(gone, None)
+        new = [path for path in paths if path not in self._tables]
         with ThreadPoolExecutor(NUM_READER_THREADS) as readers:  # pyarrow releases the GIL while it reads
-            tables = list(readers.map(self._read_table, paths))
+            read = dict(zip(new, readers.map(self._read_table, new), strict=True))
+        tables = [read[path] if path in read else self._read_table(path) for path in paths]
         return pa.concat_tables([TABLE_SCHEMA.empty_table(), *(each for each in tables if each is not None)])
 
     def _read_table(self, path: Path) -> pa.Table | None:
@@ -225,16 +232,15 @@ def _read_jsonl_rollouts(path: Path) -> tuple[list[tuple[int, Rollout]], str]:
 
 def _jsonl_table(path: Path) -> tuple[pa.Table, str]:
     found, skipped = _read_jsonl_rollouts(path)
+    fields = [name for name in TABLE_COLUMNS if name not in SUMMARY_SCHEMA.names]
     rows = [
-        {
-            name: getattr(rollout, name)
-            for name in TABLE_COLUMNS
-            if name in SCHEMA.names and name not in summarize_rollout(rollout, step=0, row_index=0)
-        }
-        | summarize_rollout(rollout, step=step_number(path), row_index=place)
+        {name: getattr(rollout, name) for name in fields} | summarize_rollout(rollout, step=step_number(path), row_index=place)
         for place, rollout in found
     ]
-    plain = [{**row, "status": str(row["status"]), "stop_reason": str(row["stop_reason"])} for row in rows]
+    plain = [
+        {**row, "status": str(row["status"]), "stop_reason": str(row["stop_reason"]), "reward_terms": list(row["reward_terms"].items())}
+        for row in rows
+    ]
     return pa.Table.from_pylist(
         [{name: replace_surrogates(value) for name, value in row.items()} for row in plain], schema=TABLE_SCHEMA
     ), skipped
@@ -246,11 +252,21 @@ def replace_surrogates(value: object) -> object:
 
 
 def page_rows(table: pa.Table, *, sort: str, descending: bool, offset: int, limit: int) -> list[dict[str, Any]]:
-    """Return one page of a table as plain values, sorted by a column and then by step and row."""
+    """Return one page of a table, sorted by a column and then by step and row.
+
+    Texts are cut to MAX_TEXT_CHARS.
+    """
     keys = [(sort, "descending" if descending else "ascending"), *((name, "ascending") for name in ("step", "row_index") if name != sort)]
     index = pc.sort_indices(table.select([name for name, _ in keys]), sort_keys=keys)[offset : offset + limit]
-    rows = table.take(index).to_pylist()
-    return [{**row, **{name: (row[name] or "")[:MAX_TEXT_CHARS] for name in ("question", "answer", "responses")}} for row in rows]
+    return [{**row, **{name: row[name][:MAX_TEXT_CHARS] for name in TEXT_COLUMNS}} for row in plain_rows(table.take(index))]
+
+
+def plain_rows(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the rows of a table as plain values, with "" for a missing text."""
+    return [
+        {**row, **{name: row[name] or "" for name in TEXT_COLUMNS}, "reward_terms": dict(row["reward_terms"] or ())}
+        for row in table.to_pylist()
+    ]
 
 
 def find_runs(path: Path, depth: int = MAX_RUN_DEPTH) -> list[Path]:

@@ -1,16 +1,7 @@
 import { el } from "./parts.js";
+import { BOTTOM, HEIGHT, RIGHT, TOP, WIDTH, draw, drawAxis, drawAxisName, limits, newChart, roundTicks, short, usesLogAxis } from "./svg.js";
 
-const WIDTH = 320, HEIGHT = 170, RIGHT = 10, TOP = 8, BOTTOM = 32, DIGIT = 5.8; // DIGIT: width of a character of a label
 const MIN_DRAG = 8;
-
-function draw(tag, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-const short = value => Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-3) ? value.toExponential(1) : String(Number(value.toPrecision(4)));
 
 // Exponential moving average without the bias of its start, as in TensorBoard.
 function smooth(points, weight) {
@@ -22,13 +13,8 @@ function smooth(points, weight) {
   });
 }
 
-function limits(values) {
-  const low = values.reduce((a, b) => Math.min(a, b)), high = values.reduce((a, b) => Math.max(a, b));
-  return low === high ? [low - 0.5, high + 0.5] : [low, high];
-}
-
 // One metric of several runs. A run is { run, place, lines }; its place among all runs decides its color.
-export function chart(name, runs, { smoothing = 0, log = false } = {}) {
+export function stepChart(name, runs, { smoothing = 0, log = false } = {}) {
   const series = runs.map(({ run, place, lines }) => {
     const points = lines.filter(line => line[name] !== null && line[name] !== undefined).map(line => [line.step, line[name]]);
     return { run, color: `run${place % 6}`, raw: points, points: smooth(points, smoothing) };
@@ -52,22 +38,18 @@ export function chart(name, runs, { smoothing = 0, log = false } = {}) {
 }
 
 function picture(name, series, { zoom, log, told, onZoom }) {
-  const svg = draw("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${name} by step` });
+  const svg = newChart(`${name} by step`);
   const inside = points => zoom ? points.filter(([step]) => step >= zoom[0] && step <= zoom[1]) : points;
   const all = series.flatMap(line => [...inside(line.raw), ...inside(line.points)]);
   if (!all.length) return svg;
-  const usesLog = log && all.every(([, value]) => value > 0);
-  const scaled = usesLog ? Math.log10 : value => value, back = usesLog ? value => 10 ** value : value => value;
-  const [x0, x1] = limits(all.map(([step]) => step)), [y0, y1] = limits(all.map(([, value]) => scaled(value)));
-  const ticks = [y0, (y0 + y1) / 2, y1].map(value => [value, short(back(value))]);
-  const left = 8 + DIGIT * Math.max(...ticks.map(([, label]) => label.length));
-  const x = step => left + (step - x0) / (x1 - x0) * (WIDTH - left - RIGHT), y = value => HEIGHT - BOTTOM - (scaled(value) - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
-  for (const [value, label] of ticks) {
-    const height = HEIGHT - BOTTOM - (value - y0) / (y1 - y0) * (HEIGHT - TOP - BOTTOM);
-    svg.append(draw("line", { class: "grid", x1: left, x2: WIDTH - RIGHT, y1: height, y2: height }), draw("text", { x: left - 4, y: height + 3, "text-anchor": "end" }, label));
+  const usesLog = usesLogAxis(log, all.map(([, value]) => value));
+  const { left, y } = drawAxis(svg, all.map(([, value]) => value), usesLog), [x0, x1] = limits(all.map(([step]) => step));
+  const x = step => left + (step - x0) / (x1 - x0) * (WIDTH - left - RIGHT);
+  for (const step of roundTicks(x0, x1)) {
+    svg.append(draw("line", { class: "grid", x1: x(step), x2: x(step), y1: HEIGHT - BOTTOM, y2: HEIGHT - BOTTOM + 3 }),
+      draw("text", { x: x(step), y: HEIGHT - 18, "text-anchor": "middle" }, short(step)));
   }
-  for (const [step, anchor] of [[x0, "start"], [x1, "end"]]) svg.append(draw("text", { x: x(step), y: HEIGHT - 18, "text-anchor": anchor }, short(step)));
-  svg.append(draw("text", { x: (left + WIDTH - RIGHT) / 2, y: HEIGHT - 5, "text-anchor": "middle" }, usesLog ? "step (logarithmic values)" : "step"));
+  drawAxisName(svg, left, usesLog ? "step; logarithmic values" : "step");
   for (const { color, raw, points } of series) {
     const layers = points.some(([, value], place) => value !== raw[place][1]) ? [[raw, "raw"], [points, "line"]] : [[points, "line"]];
     for (const [layer, kind] of layers) {
