@@ -29,6 +29,8 @@ from megatron_rl.batching.packing import pack
 from megatron_rl.config import TaskSettings
 from megatron_rl.models.hf_config import read_spec
 from megatron_rl.observe.trace import write_trace
+from megatron_rl.observe.viewer.demo import make_demo_run
+from megatron_rl.observe.viewer.store import label_folders
 from megatron_rl.rollout.scheduler import choose_prompts
 from megatron_rl.tasks.gym_cards.task import NumberLineTask
 from tests.conftest import ROOT, SUPPORT
@@ -429,9 +431,26 @@ def test_viewer_folder() -> None:
     are numbers.
     """
     (line,) = rows(said_by("viewer_folder", "--tiny"))
-    assert line[0] == "short" and int(line[1]) > 1 and line[11] == f"{int(line[1]) * 256}, 0"
-    assert float(line[4]) > 0 and all(float(cell) >= 0 for cell in line[5:11]), "a request that is refused is told by its code"
-    assert 50 < float(line[12]) < 8000
+    assert line[0] == "short" and int(line[1]) > 1 and line[13] == f"{int(line[1]) * 256}, 0"
+    assert float(line[4]) > 0 and all(float(cell) >= 0 for cell in line[5:13]), "a request that is refused is told by its code"
+    assert 50 < float(line[14]) < 8000
+
+
+def test_thin_run(tmp_path: Path) -> None:
+    """The copy has every fifth step with all its images, and the viewer misses nothing of it."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    make_demo_run(run)
+    (run / "final").mkdir()
+    for name in ("config.yaml", "eval.json", "final/tokenizer.json"):
+        (run / name).write_text("{}")
+    benchmark("thin_run").thin_run(run, out, every=5)
+    (folder,) = label_folders([out]).values()
+    assert set(folder.rollout_table()["step"].to_pylist()) == {0, 5, 10} and folder.skipped == []
+    rollouts = [rollout for step in (0, 5, 10) for _, rollout in folder.load_rollouts(step, lambda row: True)]
+    keys = {image.key for rollout in rollouts for image in rollout.images}
+    assert len(rollouts) == 48 and folder.missing_images(list(keys)) == []
+    assert {path.stem for path in (out / "rollouts" / "images").iterdir()} == keys
+    assert {path.name for path in out.iterdir()} == {"config.yaml", "eval.json", "metrics.jsonl", "tokenizer.json", "rollouts"}
 
 
 def test_bank() -> None:
