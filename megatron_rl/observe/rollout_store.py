@@ -1,8 +1,6 @@
 """Store of every rollout of a run (rollouts.save=all), with one Parquet file per step.
 
-- RUN/rollouts/step_000012.parquet: one row per rollout. The first columns are those of
-  SUMMARY_SCHEMA. The other columns are the fields of the record in io/rollout_codec.py, with the
-  same names.
+- RUN/rollouts/step_000012.parquet: one row per rollout, with the columns of rollout_schema.py.
 - RUN/rollouts/images/KEY.png: images, named as in observe/recorder.py; each image is stored once.
 
 The values that users filter by are stored in separate columns, which can be read without the other

@@ -36,10 +36,11 @@ EXPORT_HEAD = '<html lang="en" data-source="files">\n<head>\n<meta http-equiv="C
 def export_runs(folders: Mapping[str, RunFolder], out: Path) -> int:
     """Write the page of these runs to a new folder and return the number of exported rollouts.
 
-    Rollouts that cannot be read are left out, and the page says so.
+    Files that cannot be read are left out, and the page lists them.
 
     Raises:
-        ValueError: the folder exists and is not empty, or it cannot be written.
+        ValueError: the folder exists and is not empty, it cannot be written, or a rollout is
+            damaged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError("exists and is not empty; choose another folder")

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import FastAPI, HTTPException, Query, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Query, Request, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -52,54 +52,70 @@ def create_app(folders: Mapping[str, RunFolder], *, hosts: list[str], token: str
     if token:
         app.add_middleware(TokenAccess, token=token)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts)
-    decoders = DecoderCache()
-
     app.middleware("http")(_add_security_headers)
     app.exception_handler(MemoryError)(_out_of_memory)
+    app.include_router(_run_routes(folders))
+    app.include_router(_rollout_routes(folders))
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    return app
 
-    def folder(run: str) -> RunFolder:
-        if run not in folders:
-            raise HTTPException(404, f"no run with this name: {run[:80]!r}")
-        return folders[run]
 
-    @app.get("/api/runs")
+def _find_run(folders: Mapping[str, RunFolder], run: str) -> RunFolder:
+    if run not in folders:
+        raise HTTPException(404, f"no run with this name: {run[:80]!r}")
+    return folders[run]
+
+
+def _run_routes(folders: Mapping[str, RunFolder]) -> APIRouter:
+    """Return the routes with data of whole runs."""
+    routes = APIRouter()
+
+    @routes.get("/api/runs")
     def runs() -> list[dict[str, Any]]:
         return [page_data.run_summary(name, each) for name, each in folders.items()]
 
-    @app.get("/api/overview")
+    @routes.get("/api/overview")
     def overview() -> dict[str, Any]:
         return page_data.to_json_value(make_overview(folders))
 
-    @app.get("/api/curves")
+    @routes.get("/api/curves")
     def curves(run: str) -> list[dict[str, float | None]]:
-        return page_data.curve_lines(folder(run))
+        return page_data.curve_lines(_find_run(folders, run))
 
-    @app.get("/api/rollouts")
-    def rollouts(asked: Annotated[RolloutPageQuery, Query()]) -> dict[str, Any]:
-        return page_data.rollout_page(asked, folder(asked.run))
-
-    @app.get("/api/examples")
+    @routes.get("/api/examples")
     def examples(run: str) -> list[dict[str, Any]]:
-        return page_data.example_rows(folder(run))
+        return page_data.example_rows(_find_run(folders, run))
 
-    @app.get("/api/group")
+    return routes
+
+
+def _rollout_routes(folders: Mapping[str, RunFolder]) -> APIRouter:
+    """Return the routes with data and images of rollouts."""
+    routes, decoders = APIRouter(), DecoderCache()
+
+    @routes.get("/api/rollouts")
+    def rollouts(asked: Annotated[RolloutPageQuery, Query()]) -> dict[str, Any]:
+        return page_data.rollout_page(asked, _find_run(folders, asked.run))
+
+    @routes.get("/api/group")
     def group(run: str, step: int, group: int) -> dict[str, Any]:
-        return _read_or_404(lambda: page_data.group_data(folder(run), step, group))
+        folder = _find_run(folders, run)
+        return _read_or_404(lambda: page_data.group_data(folder, step, group))
 
-    @app.get("/api/episode")
+    @routes.get("/api/episode")
     def episode(run: str, step: int, row_index: int) -> dict[str, Any]:
-        decoder = decoders.get_decoder(folder(run))
-        return _read_or_404(lambda: page_data.episode_data(folder(run), step, row_index, decoder))
+        folder = _find_run(folders, run)
+        decoder = decoders.get_decoder(folder)
+        return _read_or_404(lambda: page_data.episode_data(folder, step, row_index, decoder))
 
-    @app.get("/picture/{run:path}/{key}.png")
+    @routes.get("/picture/{run:path}/{key}.png")
     def picture(run: str, key: str) -> Response:
-        content = folder(run).read_image(key) if IMAGE_KEY_PATTERN.fullmatch(key) else None
+        content = _find_run(folders, run).read_image(key) if IMAGE_KEY_PATTERN.fullmatch(key) else None
         if content is None:
             raise HTTPException(404, "no such image")
         return Response(content, media_type="image/png")
 
-    app.mount("/", StaticFiles(directory=STATIC, html=True))
-    return app
+    return routes
 
 
 async def _add_security_headers(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
