@@ -1,5 +1,8 @@
 """Shared fixtures: tiny checkpoints that are created once per session, and a runner that starts
 processes with a time limit.
+
+Fixtures import what creates models, so that pytest-xdist's main process, which loads this file
+before it starts the workers, does not import torch.
 """
 
 import gc
@@ -10,9 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl_tools.convert import converter_hf_to_mcore
-from megatron_rl_tools.data import make_alfworld
-from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
 from tests.support import fork_server
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +40,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a nano Qwen2.5-VL checkpoint with random weights large enough that every parameter
     affects the output.
     """
+    from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+
     out = tmp_path_factory.mktemp("models") / "random"
     make_checkpoint(out, preset="nano", init="random", seed=1)
     return out
@@ -48,6 +50,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a checkpoint like random_model, but with tied embeddings."""
+    from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+
     out = tmp_path_factory.mktemp("models") / "tied"
     make_checkpoint(out, preset="nano", init="random", seed=1, tied=True)
     return out
@@ -56,6 +60,8 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def learning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create the nano checkpoint that the quickstart trains; it can learn to read."""
+    from megatron_rl_tools.data.make_tiny_qwen2_5_vl import make_checkpoint
+
     out = tmp_path_factory.mktemp("models") / "learning"
     make_checkpoint(out, preset="nano", init="learn", seed=0)
     return out
@@ -64,6 +70,8 @@ def learning_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def checkpoints(random_model: Path, tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
     """Return {"untied" or "tied": (Hugging Face folder, its conversion to Megatron's format)}."""
+    from megatron_rl_tools.convert import converter_hf_to_mcore
+
     folder = tmp_path_factory.mktemp("mcore")
     for name, model in (("untied", random_model), ("tied", tied_model)):
         assert converter_hf_to_mcore.main(["--hf", str(model), "--out", str(folder / name), "--tp", "2"]) == 0
@@ -76,6 +84,8 @@ def alfworld_games(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words.txt.
     """
     pytest.importorskip("fast_downward", reason="without launch/install_alfworld.sh")
+    from megatron_rl_tools.data import make_alfworld
+
     out = tmp_path_factory.mktemp("alfworld") / "games"
     assert make_alfworld.main(["--out", str(out), "--num-train", "6", "--num-eval", "6", "--processes", "2"]) == 0
     return out
