@@ -4,6 +4,7 @@ that dataclass.
 
 import ast
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,17 @@ def assigned(node: ast.AST) -> list[tuple[ast.AST, ast.AST]]:
     return pairs
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree that `read_from` reads."""
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg | ast.Assign | ast.Attribute)]
+
+
 def read_from(schema: type, room: str, path: Path) -> set[str]:
     """Return the attributes that a file reads from objects of this dataclass. Such objects are
     found by annotation, by assignment (`x = settings.room`) and by access (`.room.`).
     """
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    names = {room}
+    nodes, names = nodes_of(path), {room}
     names |= {
         node.arg for node in nodes if isinstance(node, ast.arg) and node.annotation and schema.__name__ in ast.unparse(node.annotation)
     }
