@@ -68,7 +68,7 @@ def parse_spec(stored: object, *, folder: str | Path, key: str) -> ModelSpec:
             "use a checkpoint without them, or remove the fields if the model does not use them"
         )
     try:
-        config = family.config_class.from_dict(stored)
+        config = family.config_class(**stored)  # from_dict also formats the whole config for a log line
     except (ValueError, TypeError, AttributeError, IndexError, StrictDataclassError) as error:
         raise _damaged_config_error(error, folder=folder, key=key) from error
     wrong = _find_config_error(config, family)

@@ -125,7 +125,7 @@ def test_a_config_that_is_none(text: str | None, said: str, tmp_path: Path) -> N
         ("torch_dtype", "nonsense", "nonsense"),
         ("torch_dtype", "int64", "dtype is torch.int64, not a floating-point type"),
         ("torch_dtype", 5, "dtype is 5, not a floating-point type"),
-        ("dtype", [], "list index out of range"),
+        ("dtype", [], r"dtype is \[\], not a floating-point type"),
         ("vision_config.torch_dtype", "nonsense", "nonsense"),
         ("vision_config.dtype", 5, "vision_config.dtype is 5, not a floating-point type"),
         ("id2label", 5, "'int' object"),
