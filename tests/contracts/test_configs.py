@@ -5,7 +5,9 @@ effect, and unknown keys are refused by name.
 import re
 import subprocess
 import sys
+from copy import deepcopy
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,12 @@ GIVEN = ["model.path=here", "run.dir=there", "task=number_line"]
 
 def settings_of(*overrides: str) -> Settings:
     """Return the settings that launch/train.py composes from these overrides."""
+    return deepcopy(compose_once(overrides))
+
+
+@cache
+def compose_once(overrides: tuple[str, ...]) -> Settings:
+    """Compose settings, once per process for each list of overrides."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return resolve_settings(compose("train", overrides=list(overrides)))
 
