@@ -1,5 +1,5 @@
 """Runs two training steps in each layout, as the ranks of parallel_layouts.py train. Run by
-test_multi_node.py under two launchers, and under one torchrun.
+test_multi_node.py under two launchers, and as one process.
 
     multi_node_world.py MODELS OUT LAYOUT ... [until_lost]
 
