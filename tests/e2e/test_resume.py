@@ -34,6 +34,7 @@ SMALL_DISK, HELD = SUPPORT / "full_disk_train.py", SUPPORT / "paused_episodes_tr
 STOPPED = 75
 CLOCKS = ("wall_s", "env_s", "scoring_s", "generation_s")
 """Timing fields of a rollout, its turns and its verdicts, which are not compared."""
+GAME = (*GAME_OVERRIDES, "model.min_pixels=3136", "model.max_pixels=4000", "task.eval_max_turns=1")
 GRPO = (
     "optim.lr=3e-4", "optim.eps=1e-3", "batch.prompts_per_step=4", "batch.group_size=3", "batch.minibatches=2", "batch.epochs=2",
     "algo.kl_coef=0.05", "batch.micro_batch_tokens=1500", "run.steps=6", "run.eval_every=1", "rollouts.save=all",
@@ -50,7 +51,7 @@ def begin(*overrides: str, script: Path = TRAIN) -> fork_server.Process:
     """Start a run as one process in its own process group, so that all processes it starts can be
     killed with it.
     """
-    return fork_server.Process(script, *GAME_OVERRIDES, *overrides)
+    return fork_server.Process(script, *GAME, *overrides)
 
 
 def end(run: fork_server.Process, *, code: int = 0) -> str:
@@ -273,7 +274,7 @@ def test_stopped_three_times(warm: Path, unbroken: Path, tmp_path: Path) -> None
 
 def replayed(recorded: Path, warm: Path, folder: Path, *overrides: str, nproc: int = 1) -> Path:
     given = (
-        *GAME_OVERRIDES,
+        *GAME,
         *GRPO,
         f"model.path={warm / 'final'}",
         "run.mode=replay",
