@@ -89,10 +89,8 @@ def compute_activation_memory(
             is_trained=trains_vision(lora, frozen),
         )
         # The forward pass of the vision tower runs before the layers save anything, and its
-        # backward pass runs after the layers have released what they saved. A frozen tower with
-        # recomputation is an exception, because it keeps the inputs of its blocks.
-        holds_on = parallel.recompute in ("vision", "full") and not trains_vision(lora, frozen)
-        working = max(working, vision_working - (0 if holds_on else kept))
+        # backward pass runs after the layers have released what they saved.
+        working = max(working, vision_working - kept)
         # Image features added by layers (DeepStack), and their gradients if the tower is trained.
         kept += num_tokens * hidden * (1 + (2 if trains_vision(lora, frozen) else 1) * model.vision.num_deepstack_layers) + vision_kept
     if stage == parallel.pp - 1:

@@ -240,10 +240,13 @@ class ModelChunk(MegatronModule):
         """
         assert self.vision is not None
         embedded = self.language.embedding(input_ids=batch.token_T[None], position_ids=None)
+        is_trained = any(parameter.requires_grad for parameter in self.vision.parameters())
         if batch.grid_I3.shape[0]:
             assert batch.patch_PC is not None
             patch_PC = batch.patch_PC.to(embedded, non_blocking=True)
-            vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, sizes=self.spec.vision)
+            # With recomputation, autograd would keep the inputs of a frozen tower's blocks.
+            with torch.set_grad_enabled(is_trained and torch.is_grad_enabled()):
+                vision_VH, encoded = encode_images(self.vision, patch_PC, batch.grid_I3, self.layout, sizes=self.spec.vision)
             self.num_images_encoded += encoded
             if self.spec.vision.num_deepstack_layers:
                 embedded = nn.functional.pad(embedded, (0, vision_VH.shape[1] - embedded.shape[2]))
@@ -256,7 +259,6 @@ class ModelChunk(MegatronModule):
             embedded.requires_grad_()
         if self.layout.sequence_parallel:
             embedded = scatter_to_sequence_parallel_region(embedded)
-        is_trained = any(parameter.requires_grad for parameter in self.vision.parameters())
         return split_embeddings(embedded, self.spec.hidden_size, is_trained=is_trained)
 
     def _packed(self, batch: MicroBatch, angle_TD: torch.Tensor, stacked: DeepStack | None) -> SharedPromptParams:

@@ -262,6 +262,19 @@ def test_a_pass_stays_below_the_plan_and_near_it(
         assert live.peak >= planned * 2 / 3
 
 
+@pytest.mark.parametrize("frozen", [[], FROZEN])
+def test_a_frozen_tower_keeps_nothing(world: None, frozen: list[str]) -> None:
+    """With recomputation, a trained tower keeps the inputs of its three blocks until the backward
+    pass; a frozen one has released them when its forward pass ends."""
+    chunk = build(small(2), torch.bfloat16, recompute="full", frozen=frozen)
+    inputs: list[weakref.ref] = []
+    for block in chunk.module.vision.blocks:
+        block.register_forward_pre_hook(lambda _, given: inputs.append(weakref.ref(given[0].untyped_storage())))
+    with megatron_on_cpu():
+        hidden_RH = chunk(batch_of(256, num_patches=1024), torch.arange(8))
+    assert [storage() is not None for storage in inputs] == [frozen == []] * 3 and hidden_RH.requires_grad
+
+
 @pytest.mark.parametrize(("rows", "block"), [(64, 64), (256, 64)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_logits_cost_what_the_plan_says(world: None, dtype: torch.dtype, rows: int, block: int) -> None:
