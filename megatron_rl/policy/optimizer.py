@@ -11,11 +11,12 @@ from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from megatron_rl.config import LoraSettings, OptimSettings, require
 from megatron_rl.distributed.world import read_world
@@ -139,11 +140,35 @@ def take_step(optimizer: ChainedOptimizer) -> float:
     An optimizer on the host uses this rank's share of the CPU cores.
     """
     is_on_host = any(isinstance(part.optimizer, HybridDeviceOptimizer) for part in optimizer.chained_optimizers)
-    with _using_own_cores() if is_on_host else nullcontext():
+    with _norm_on_device(), _using_own_cores() if is_on_host else nullcontext():
         succeeded, norm, _ = optimizer.step()
     assert succeeded, "the optimizer skipped a step"
     assert norm is not None
     return float(norm)
+
+
+def _multi_tensor_l2_norm(_chunk_size: int, _noop_flag: torch.Tensor, lists: list[list[torch.Tensor]], _per_tensor: bool):  # noqa: ANN202
+    """Return the norm of all tensors of a list as a tensor [1] on their device, and None.
+
+    Has the interface of Megatron's local_multi_tensor_l2_norm (megatron-core 0.16.1, utils.py).
+    """
+    return torch.stack(torch._foreach_norm(lists[0])).float().norm().view(1), None
+
+
+@contextmanager
+def _norm_on_device() -> Iterator[None]:
+    """Inside the `with` block, let Megatron compute the gradient norm without reading the device.
+
+    Without Transformer Engine and apex, Megatron reads the norm of every gradient, one at a time:
+    401 times in an update of 7B.
+    """
+    before = clip_grads.l2_norm_impl
+    if before is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _multi_tensor_l2_norm
+    try:
+        yield
+    finally:
+        clip_grads.l2_norm_impl = before
 
 
 @contextmanager
